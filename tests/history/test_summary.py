@@ -1,0 +1,302 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The fold of a run's events into figures, and their text."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from titan_ft.history.events import Event
+from titan_ft.history.summary import RunSummary, format_summary, summarize
+
+STEP_SECONDS = 0.3
+
+
+def event(name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Event:
+    """Return one event as a worker or a supervisor (rank None) writes it."""
+    context = {"replica": replica, "attempt": attempt} | ({} if rank is None else {"rank": rank})
+    return {"time": time, "event": name, "pid": 1, **context, **fields}
+
+
+def commit(time: float, step: int, replica: int, rank: int = 0, attempt: int = 0, **fields: Any) -> Event:
+    """Return a commit of two groups without any trouble, with the given fields changed."""
+    usual = {
+        "participants": [0, 1],
+        "loss": 8.0 - step / 10,
+        "seconds": STEP_SECONDS,
+        "exchanges": 1,
+        "forward_passes": 2,
+        "data": {"slot": replica, "first_batch": 2 * (step - 1), "num_batches": 2},
+    }
+    return event("step_committed", time, replica, rank, attempt, step=step, **(usual | fields))
+
+
+def finish(time: float, replica: int, rank: int = 0, attempt: int = 0, digest: str | None = "ff") -> Event:
+    return event("training_finished", time, replica, rank, attempt, step=12, tokens=4096, digest=digest)
+
+
+def killed_run() -> list[Event]:
+    """Return the history of two groups of two ranks: group 1 dies by SIGKILL after step 4 of 12, and is back at 10.
+
+    The commit of step 5 comes 0.8 s after that of step 4, with a second exchange; the supervisor sees the death only
+    2 s after it, when the survivor is far on.
+    """
+    events = []
+    times = {step: STEP_SECONDS * step for step in range(1, 5)} | {
+        step: 1.2 + 0.8 + STEP_SECONDS * (step - 5) for step in range(5, 13)
+    }
+    for step, time in times.items():
+        for rank in range(2):
+            alone = 5 <= step < 10
+            fields: dict[str, Any] = {"participants": [0] if alone else [0, 1]}
+            if step % 4 == 0:
+                fields["digest"] = f"d{step}r{rank}"
+            slow: dict[str, Any] = {"exchanges": 2, "seconds": 0.8} if step == 5 else {}
+            events.append(commit(time, step, 0, rank, **(fields | slow)))
+            if step < 5 or step >= 10:
+                events.append(commit(time + 0.001, step, 1, rank, 0 if step < 5 else 1, **fields))
+    for rank in range(2):
+        events.append(
+            event("heal_finished", 3.2 + rank / 10, 1, rank, 1, donor=0, from_step=9, bytes=2**20, seconds=0.4)
+        )
+        events += [finish(5.0, 0, rank, digest=f"end{rank}"), finish(5.0, 1, rank, 1, digest=f"end{rank}")]
+    events.append(event("worker_exited", 3.2, 1, None, 0, signal=9))
+    events.append(event("replica_restarted", 3.3, 1, None, 1, reason="SIGKILL"))
+    return events
+
+
+def test_clean_run() -> None:
+    """A run without failures counts groups, steps and exchanges, and finds equal digests."""
+    events = [
+        commit(step + replica / 100, step, replica, rank, digest=f"{step}.{rank}")
+        for step in range(1, 9)
+        for replica in range(3)
+        for rank in range(2)
+    ]
+    events += [finish(9.0, replica, rank, digest=f"end{rank}") for replica in range(3) for rank in range(2)]
+    summary = summarize(events)
+    assert (summary.num_groups, summary.ranks_per_group, summary.steps_committed) == (3, 2, 8)
+    assert (summary.exchanges_attempted, summary.exchanges_committed) == (8, 8)
+    assert (summary.recomputed_forward_passes, summary.failures, summary.num_restarts) == (0, [], 0)
+    assert (summary.final_digests, summary.finished_replicas) == ("equal", [0, 1, 2])
+    assert (summary.step_digests, summary.num_step_digests, summary.differing_steps) == ("equal", 16, [])
+    assert (summary.seconds, summary.tokens, summary.step_seconds) == (8.0, 4096, STEP_SECONDS)
+
+
+def test_killed_and_healed_group() -> None:
+    """A kill is one failure, with the survivors' stall, the group's return and its heal; nothing is recomputed."""
+    summary = summarize(killed_run())
+    assert (summary.num_groups, summary.ranks_per_group, summary.steps_committed) == (2, 2, 12)
+    assert (summary.exchanges_attempted, summary.exchanges_committed) == (13, 12)
+    assert (summary.recomputed_forward_passes, summary.num_restarts) == (0, 1)
+    (failure,) = summary.failures
+    assert (failure.replica, failure.attempt, failure.cause) == (1, 0, "SIGKILL")
+    assert failure.stall_seconds == pytest.approx(0.8 - STEP_SECONDS)
+    assert failure.rejoin_seconds == pytest.approx(3.501 - 3.2)
+    assert failure.heal is not None
+    assert (failure.heal.donor, failure.heal.num_bytes, failure.heal.seconds) == (0, 2 * 2**20, 0.4)
+    assert (failure.heal.replica, failure.heal.attempt, failure.heal.from_step) == (1, 1, 9)
+    assert (summary.final_digests, summary.step_digests, summary.num_step_digests) == ("equal", "equal", 4)
+
+
+def test_order_of_events_does_not_matter() -> None:
+    """The fold sorts by time itself."""
+    events = killed_run()
+    random.Random(0).shuffle(events)
+    assert summarize(events) == summarize(killed_run())
+
+
+def test_empty_history_is_unknown() -> None:
+    """Without events all figures are zero, empty or unknown, and the text still comes."""
+    summary = summarize([])
+    assert summary == RunSummary()
+    assert (summary.final_digests, summary.step_digests, summary.step_seconds) == ("unknown", "unknown", None)
+    assert "unknown" in format_summary(summary)
+    json.dumps(summary.to_dict(), allow_nan=False)
+
+
+def test_events_without_fields_never_crash() -> None:
+    """A history whose events lack every optional field, or hold odd ones, folds to zeros and unknowns."""
+    names = ["step_committed", "worker_exited", "heal_finished", "training_finished", "replica_restarted", "joined"]
+    events: list[Event] = [{"time": 1.0, "event": name} for name in names]
+    events += [{"time": 2.0, "event": name, "replica": 0} for name in names]
+    events += [event("step_committed", 3.0, 0, step=None, participants=None, loss=None, data=3, exchanges="many")]
+    events += [event("worker_exited", 4.0, 0, None, signal=None, code=None)]
+    summary = summarize(events)
+    assert (summary.steps_committed, summary.failures, summary.final_digests) == (0, [], "unknown")
+    format_summary(summary)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"signal": 9}, "SIGKILL"),
+        ({"signal": "SIGTERM"}, "SIGTERM"),
+        ({"signal": 63}, "signal 63"),
+        ({"code": -11}, "SIGSEGV"),
+        ({"code": 1}, "exit code 1"),
+        ({"code": 1, "signal": None}, "exit code 1"),
+    ],
+)
+def test_cause_of_a_failure(fields: dict[str, Any], cause: str) -> None:
+    """A failure is named by its signal, however it was reported, or by its exit code."""
+    (failure,) = summarize([event("worker_exited", 1.0, 0, None, **fields)]).failures
+    assert failure.cause == cause
+
+
+def test_exits_of_one_attempt_are_one_failure() -> None:
+    """The first bad exit of an attempt counts, those of its other ranks do not; a good exit is none."""
+    events = [
+        event("worker_exited", 2.0, 1, 0, signal=15),
+        event("worker_exited", 1.0, 1, 1, signal=9),
+        event("worker_exited", 3.0, 1, 0, attempt=1, code=1),
+        event("worker_exited", 4.0, 0, 0, code=0),
+    ]
+    failures = summarize(events).failures
+    assert [(f.replica, f.attempt, f.cause) for f in failures] == [(1, 0, "SIGKILL"), (1, 1, "exit code 1")]
+
+
+def test_workers_stopped_by_their_supervisor_did_not_fail() -> None:
+    """Ranks that were stopped, because another one died or the run was interrupted, are no failures."""
+    events = [
+        event("worker_exited", 1.0, 0, 0, signal="SIGTERM", stopped=True),
+        event("worker_exited", 1.0, 1, 0, signal="SIGTERM", stopped=True),
+        event("worker_exited", 1.1, 1, 1, signal="SIGKILL", stopped=False),
+    ]
+    failures = summarize(events).failures
+    assert [(f.replica, f.cause) for f in failures] == [(1, "SIGKILL")]
+
+
+def test_injected_fault_dates_the_failure() -> None:
+    """The time to rejoin counts from the fault itself, where the history has it, for the attempt that it hit."""
+    events = [commit(float(t), t, 1, attempt=0) for t in range(1, 4)]
+    events += [{"time": t, "event": "fault_injected", "pid": 1, "target": target} for t, target in ((3.5, 1), (3.6, 0))]
+    events += [event("worker_exited", 6.0, 1, None, 0, signal=9), commit(9.5, 9, 1, attempt=1)]
+    events += [event("worker_exited", 12.0, 1, None, 1, signal=9)]
+    first, second = summarize(events).failures
+    assert (first.time, first.rejoin_seconds) == (3.5, 6.0)
+    assert second.time == 12.0
+
+
+def test_group_that_never_contributes_again() -> None:
+    """Commits of a returned group without weight of its own are no return, and without survivors no stall is known."""
+    events = [
+        commit(1.0, 1, 1),
+        event("worker_exited", 1.5, 1, None, signal=9),
+        commit(2.0, 2, 1, attempt=1, participants=[0]),
+    ]
+    (failure,) = summarize(events).failures
+    assert (failure.stall_seconds, failure.rejoin_seconds, failure.heal) == (None, None, None)
+    assert "never contributed again" in format_summary(summarize(events))
+
+
+def test_second_death_before_the_return() -> None:
+    """Two deaths in a row both wait for the attempt that contributes at last."""
+    events = [
+        commit(1.0, 1, 1),
+        event("worker_exited", 2.0, 1, None, 0, signal=9),
+        event("heal_finished", 4.0, 1, 0, 1, donor=0, from_step=3, bytes=1, seconds=1.0),
+        event("worker_exited", 5.0, 1, None, 1, signal=9),
+        event("heal_finished", 8.0, 1, 0, 2, donor=2, from_step=7, bytes=3, seconds=1.0, replayed=4),
+        commit(9.0, 8, 1, attempt=2),
+    ]
+    first, second = summarize(events).failures
+    assert (first.rejoin_seconds, second.rejoin_seconds) == (7.0, 4.0)
+    assert first.heal is not None
+    assert first.heal == second.heal
+    assert (first.heal.donor, first.heal.num_bytes, first.heal.replayed) == (2, 3, 4)
+    assert len(summarize(events).heals) == 2
+
+
+def test_stall_is_never_negative_and_ignores_other_dead_groups() -> None:
+    """A failure that cost nothing stalls 0 s; the gap of a group that died itself belongs to its own restart."""
+    events = [commit(t / 10, t, 0, seconds=0.5) for t in range(1, 20)]
+    events += [commit(0.1, 1, 2), commit(9.0, 19, 2, attempt=1)]
+    events += [commit(1.0, 10, 1), event("worker_exited", 1.05, 1, None, signal=9)]
+    assert summarize(events).failures[0].stall_seconds == 0.0
+
+
+def test_stall_of_a_group_whose_single_rank_died() -> None:
+    """The window of a failure opens with the last sign of the rank that fell silent first."""
+    events = [commit(t, step, 0, seconds=1.0) for step, t in enumerate((1.0, 2.0, 6.0, 7.0, 8.0, 9.0), start=1)]
+    events += [commit(2.0, 2, 1, rank) for rank in range(2)]
+    events += [event("exchange_failed", 7.5, 1, 0, error="peer"), event("worker_exited", 7.6, 1, None, signal=9)]
+    assert summarize(events).failures[0].stall_seconds == pytest.approx(3.0)
+
+
+def test_recomputed_forward_passes_are_counted() -> None:
+    """Passes beyond one per batch count for groups with weight, once per group and not per rank."""
+    events = [commit(1.0, 1, 0, rank, forward_passes=5) for rank in range(2)]
+    events += [commit(1.0, 1, 1, forward_passes=9, participants=[0])]
+    assert summarize(events).recomputed_forward_passes == 3
+
+
+def test_loss_comes_from_the_lowest_replica_present() -> None:
+    """The curve shows first, quartiles and last; where group 0 is away another one speaks; NaN is said."""
+    events = [commit(step, step, 1, loss=100.0 + step) for step in range(1, 10)]
+    events += [commit(step, step, 0, loss=float(step)) for step in range(1, 6)]
+    events += [commit(9.0, 9, 0, loss=None)]
+    summary = summarize(events)
+    assert summary.losses == [(1, 1.0), (3, 3.0), (5, 5.0), (7, 107.0), (9, None)]
+    assert "not finite (step 9)" in format_summary(summary)
+    assert summarize([commit(1.0, 1, 0, loss=2.0)]).losses == [(1, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("finished", "verdict"),
+    [
+        ([], "unknown"),
+        ([finish(1, 0), finish(1, 0, 1)], "unknown"),
+        ([finish(1, 0), finish(1, 1, 1)], "unknown"),
+        ([finish(1, 0), finish(1, 1, digest=None)], "unknown"),
+        ([finish(1, 0), finish(1, 1)], "equal"),
+        ([finish(1, 0, digest="a"), finish(1, 0, 1, digest="b"), finish(1, 1, digest="a")], "equal"),
+        ([finish(1, 0, digest="a"), finish(1, 1, digest="b")], "differ"),
+        ([finish(1, 0), finish(1, 1), finish(1, 0, 1, digest="a"), finish(1, 1, 1, digest="b")], "differ"),
+        ([finish(1, 0), finish(1, 1, digest="old"), finish(2, 1, attempt=1)], "equal"),
+    ],
+)
+def test_final_digests(finished: list[Event], verdict: str) -> None:
+    """Ranks of the same index must end equal in all groups; with fewer than two groups nothing is known."""
+    assert summarize(finished).final_digests == verdict
+
+
+def test_differing_step_digests_are_named() -> None:
+    """Digests on the way are compared at equal step and rank, and the steps that differ are listed."""
+    events = [
+        commit(float(step), step, replica, rank, digest="x" if step != 20 else f"x{replica}")
+        for step in (10, 20, 30)
+        for replica in range(2)
+        for rank in range(2)
+    ]
+    events.append(commit(40.0, 40, 0, digest="only here"))
+    summary = summarize(events)
+    assert (summary.step_digests, summary.num_step_digests, summary.differing_steps) == ("differ", 6, [20])
+    assert "differ at 1 step, first 20" in format_summary(summary)
+
+
+def test_text_is_short_and_aligned() -> None:
+    """The text has one aligned line per figure and names the failure's cost; 20 kills still fit in 20 lines."""
+    text = format_summary(summarize(killed_run()))
+    assert "2 x 2 ranks" in text
+    assert "13 attempted, 12 committed" in text
+    assert "SIGKILL, survivors stalled 0.50 s, contributing again after 0.30 s" in text
+    assert "healed from replica 0: 2.0 MiB in 0.40 s" in text
+    lines = text.splitlines()
+    column = lines[0].index("2 x 2")
+    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
+    events = [event("worker_exited", float(k), 1, None, k, signal=9) for k in range(20)]
+    many = format_summary(summarize(events))
+    assert "15 more" in many
+    assert len(many.splitlines()) <= 20
+
+
+def test_to_dict_is_json() -> None:
+    """The figures are plain JSON values, nested failures and heals included."""
+    figures = json.loads(json.dumps(summarize(killed_run()).to_dict(), allow_nan=False))
+    assert figures["failures"][0]["heal"]["donor"] == 0
+    assert figures["losses"][0] == {"step": 1, "loss": 7.9}

@@ -1,0 +1,131 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Give tests fake workers to command, and runs to put them in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.history.events import read_events
+from titan_ft.launch.run_paths import RunPaths
+
+HERE = Path(__file__).parent
+
+
+class FakeRun:
+    """A run directory with fake workers in it, and the processes a test starts for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = RunPaths(folder / "run")
+        self.orders = folder / "orders"
+        self.orders.mkdir()
+        self.config = folder / "config.toml"
+        self.config.write_text("[job]\n[fault_tolerance]\nenable = true\n")
+        self.env = {**os.environ, "FAKE_WORKERS": str(self.orders)}
+        roots = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        self.env["PYTHONPATH"] = os.pathsep.join(root for root in roots if root)
+        self.processes: list[subprocess.Popen[str]] = []
+
+    @staticmethod
+    def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
+        """Return the first true value of `condition`, or fail after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            value = condition()
+            if value:
+                return value
+            time.sleep(0.02)
+        pytest.fail(f"not within {seconds} s: {what or condition}")
+
+    @staticmethod
+    def is_alive(pid: int) -> bool:
+        """Tell whether a process runs; a zombie, which only waits to be collected, does not."""
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Start a Python command in a session of its own."""
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def launch(self, replicas: int, ranks: int = 1, **settings: object) -> subprocess.Popen[str]:
+        """Start a launcher of fake workers."""
+        plan = {
+            "config": str(self.config),
+            "num_replicas": replicas,
+            "num_ranks": ranks,
+            "run_dir": str(self.paths.root),
+            "module": "fake_worker",
+            **settings,
+        }
+        code = (
+            "import json, sys; from pathlib import Path; from titan_ft.launch.launch_plan import LaunchPlan; "
+            "from titan_ft.launch.local import launch; plan = json.loads(sys.argv[1]); "
+            "plan.update(config=Path(plan['config']), run_dir=Path(plan['run_dir'])); "
+            "code = launch(LaunchPlan(**plan)); assert 'torch' not in sys.modules; sys.exit(code)"
+        )
+        return self.start("-c", code, json.dumps(plan))
+
+    def worker(self, replica: int, rank: int, attempt: int, seconds: float = 30.0) -> dict[str, Any]:
+        """Wait for a worker and return what it says about itself."""
+        path = self.orders / f"{replica}-{rank}-{attempt}.json"
+        self.wait_until(path.exists, seconds, f"worker {path.stem}")
+        return json.loads(path.read_text())
+
+    def order(self, replica: int, rank: int | str, attempt: int | str, what: str) -> None:
+        """Tell a worker (or "any") what to do."""
+        path = self.orders / f"{replica}-{rank}-{attempt}.do"
+        path.with_suffix(".tmp").write_text(what)
+        path.with_suffix(".tmp").rename(path)
+
+    def wait_obeyed(self, replica: int, rank: int, attempt: int) -> None:
+        path = self.orders / f"{replica}-{rank}-{attempt}.do"
+        self.wait_until(lambda: not path.exists(), what=f"{path.stem} obeyed")
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.paths.events) if event["event"] in names]
+
+    def pids(self) -> list[int]:
+        """List the processes of all workers so far, and what these started."""
+        about = [json.loads(path.read_text()) for path in self.orders.glob("*.json")]
+        return [worker[kind] for worker in about for kind in ("pid", "helper")]
+
+    def all_gone(self) -> bool:
+        return not any(self.is_alive(pid) for pid in self.pids())
+
+    def cleanup(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        for pid in self.pids():
+            if self.is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    fake = FakeRun(tmp_path)
+    yield fake
+    fake.cleanup()

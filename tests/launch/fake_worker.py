@@ -1,0 +1,69 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stand in for `titan_ft.train`: say who it is, then do as it is told through files.
+
+In $FAKE_WORKERS it writes `<replica>-<rank>-<attempt>.json` (pid, environment, command line) and then waits for the
+file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, that holds "exit CODE", "ignore" (SIGTERM from now on),
+"step N" or "raise". What is done is acknowledged by removing the file, except for "any".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from titan_ft.history.events import EventLog
+from titan_ft.launch.orphan import exit_with_parent
+from titan_ft.launch.run_paths import RunPaths
+
+
+def flag(name: str) -> str:
+    return next(arg.split("=", 1)[1] for arg in sys.argv if arg.startswith(f"--{name}="))
+
+
+def main() -> None:
+    exit_with_parent(poll_seconds=0.1)
+    folder = Path(os.environ["FAKE_WORKERS"])
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TITAN_FT_ATTEMPT"])
+    replica = int(flag("fault_tolerance.replica_id"))
+    paths = RunPaths(flag("job.dump_folder"))
+    log = EventLog(
+        paths.worker_events(replica, rank, attempt, os.getpid()), replica=replica, rank=rank, attempt=attempt
+    )
+    log.emit("worker_started", config_digest="")
+    helper = subprocess.Popen(["sleep", "600"])  # as a data loader's process would be: it dies with its worker's group
+    me = f"{replica}-{rank}-{attempt}"
+    about = {"pid": os.getpid(), "helper": helper.pid, "env": dict(os.environ), "argv": sys.argv[1:]}
+    (folder / f"{me}.tmp").write_text(json.dumps(about))
+    (folder / f"{me}.tmp").rename(folder / f"{me}.json")
+    print("out", me, flush=True)
+    print("err", me, file=sys.stderr)
+    while True:
+        for order in (folder / f"{me}.do", folder / f"{replica}-any-any.do"):
+            if order.exists():
+                obey(order.read_text().split(), log, replica)
+                if "any" not in order.name:
+                    order.unlink()
+        time.sleep(0.02)
+
+
+def obey(words: list[str], log: EventLog, replica: int) -> None:
+    match words:
+        case ["exit", code]:
+            print(f"leaving with {code}", file=sys.stderr)
+            sys.exit(int(code))
+        case ["raise"]:
+            raise RuntimeError("told to fail")
+        case ["ignore"]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case ["step", number]:
+            log.emit("step_committed", step=int(number), loss=3.25, participants=[0, 1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The supervisor of one group, with fake workers, real processes and real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+from titan_ft.launch.supervisor import root_failure, visible_devices
+from titan_ft.launch.worker_group import WorkerExit
+
+
+def start(run: Any, ranks: int, max_restarts: int = 100) -> subprocess.Popen[str]:
+    options = [f"--run-dir={run.paths.root}", "--replica=0", f"--ranks={ranks}", f"--max-restarts={max_restarts}"]
+    flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
+    extra = ["--module=fake_worker", "--lighthouse=http://127.0.0.1:1"]
+    return run.start("-m", "titan_ft.launch.supervisor", *options, *extra, "--", *flags)
+
+
+def test_group_is_restarted_as_a_whole(run: Any) -> None:
+    """When one rank is killed, the others are ended, even if they ignore SIGTERM, and all are started again."""
+    supervisor = start(run, ranks=2)
+    first = [run.worker(0, rank, 0) for rank in (0, 1)]
+    env = first[1]["env"]
+    assert {name: env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TITAN_FT_ATTEMPT")} == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "TITAN_FT_ATTEMPT": "0",
+    }
+    assert (env["TORCHFT_LIGHTHOUSE"], env["OMP_NUM_THREADS"]) == (
+        "http://127.0.0.1:1",
+        os.environ.get("OMP_NUM_THREADS", "1"),
+    )
+
+    killed = time.monotonic()
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    second = [run.worker(0, rank, 1) for rank in (0, 1)]
+    assert time.monotonic() - killed < 2.0  # far below the 30 s that torchrun's agent would wait
+    # What the workers started is gone with them, also that of the one that was killed.
+    assert not any(run.is_alive(worker[kind]) for worker in first for kind in ("pid", "helper"))
+
+    run.order(0, 0, 1, "ignore")
+    run.wait_obeyed(0, 0, 1)
+    killed = time.monotonic()
+    os.kill(second[1]["pid"], signal.SIGKILL)
+    for rank in (0, 1):
+        run.worker(0, rank, 2)
+    assert time.monotonic() - killed < 6.0
+    assert not run.is_alive(second[0]["pid"])
+
+    run.order(0, "any", "any", "exit 0")
+    assert supervisor.wait(20) == 0
+    story = [
+        (event["event"], event.get("rank"), event["attempt"], event.get("signal", event.get("code")))
+        for event in run.events("worker_exited", "replica_restarted")
+    ]
+    assert story == [
+        ("worker_exited", 1, 0, "SIGKILL"),
+        ("worker_exited", 0, 0, "SIGTERM"),
+        ("replica_restarted", None, 1, None),
+        ("worker_exited", 1, 1, "SIGKILL"),
+        ("worker_exited", 0, 1, "SIGKILL"),
+        ("replica_restarted", None, 2, None),
+        *[(name, rank, 2, 0) for name, rank in (("worker_exited", 0), ("worker_exited", 1))],
+    ]
+    exits = run.events("worker_exited")
+    assert [event["stopped"] for event in exits] == [False, True, False, True, False, False]
+    assert exits[0]["worker_pid"] == first[1]["pid"]
+    assert run.events("replica_restarted")[0]["reason"] == "rank 1 was killed by SIGKILL"
+    assert run.paths.logs(0, 1, 0).read_text().splitlines() == ["out 0-0-1", "err 0-0-1"]
+
+
+def test_bad_config_is_not_restarted(run: Any) -> None:
+    """A worker that ends with status 2 ends its supervisor with status 2, at once, with the worker's last line."""
+    run.order(0, "any", "any", "exit 2")
+    supervisor = start(run, ranks=1)
+    _, errors = supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 2
+    assert not run.events("replica_restarted")
+    assert errors.strip().endswith("leaving with 2")
+    assert run.events("replica_gave_up")[0]["error"] == "leaving with 2"
+
+
+def test_restarts_are_limited(run: Any) -> None:
+    """A group that fails again after its last restart has failed, and its exception is reported."""
+    run.order(0, "any", "any", "raise")
+    supervisor = start(run, ranks=1, max_restarts=2)
+    _, errors = supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 1
+    restarts = run.events("replica_restarted")
+    assert [event["attempt"] for event in restarts] == [1, 2]
+    assert "RuntimeError: told to fail" in errors
+    assert str(run.paths.logs(0, 2, 0)) in errors
+    ends = run.events("worker_exited")
+    assert restarts[1]["time"] - ends[1]["time"] >= 0.45  # the second restart backs off, the first does not
+    assert restarts[0]["time"] - ends[0]["time"] < 0.45
+
+
+def test_sigterm_ends_the_workers(run: Any) -> None:
+    """SIGTERM to the supervisor ends the workers and then itself, without a restart."""
+    supervisor = start(run, ranks=2)
+    for rank in (0, 1):
+        run.worker(0, rank, 0)
+    supervisor.terminate()
+    assert supervisor.wait(10) == 1
+    assert run.all_gone()
+    assert not run.events("replica_restarted")
+    assert all(event["stopped"] for event in run.events("worker_exited"))
+
+
+def test_root_failure() -> None:
+    """Of workers found dead at once, the cause is a bad config, else a signal, else the lowest rank that failed."""
+    finished, failed, killed, refused = (WorkerExit(rank, 1, code) for rank, code in enumerate((0, 1, -9, 2)))
+    assert root_failure([finished, failed, killed, refused]) == refused
+    assert root_failure([finished, failed, killed]) == killed
+    assert root_failure([finished, failed]) == failed
+    assert root_failure([finished]) is None
+
+
+def test_gpus_are_dealt_out_in_turn() -> None:
+    """Groups get GPUs of their own while there are enough, then share; too few for one group changes nothing."""
+    four = ["0", "1", "2", "3"]
+    assert [visible_devices(replica, 2, four) for replica in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
+    assert visible_devices(1, 1, ["7"]) == ["7"]
+    assert visible_devices(0, 2, ["7"]) is None
+    assert visible_devices(0, 1, []) is None

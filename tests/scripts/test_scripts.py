@@ -1,0 +1,256 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The shell scripts: what they refuse, and the commands that they build."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "llama3_debug.toml"
+LIGHTHOUSE = "http://10.0.0.1:29510"
+FULL = {
+    "config": str(CONFIG),
+    "run-dir": "/shared/run",
+    "replica": "1",
+    "lighthouse": LIGHTHOUSE,
+    "ranks-per-node": "8",
+}
+
+
+def run(script: str, *arguments: str, path: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script without anything of Slurm or of this project in its environment but what is given."""
+    ours = ("SLURM_", "TITAN_FT_", "TORCHFT_", "PYTHON", "OMP_", "RUST_LOG")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean["PATH"] = path or clean["PATH"]
+    return subprocess.run(
+        ["/bin/bash", str(ROOT / "scripts" / script), *arguments],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def options(**changes: str | None) -> list[str]:
+    """A full set of options for replica_group.sh, with changes; None leaves one out."""
+    merged = {**FULL, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    return [word for name, value in merged.items() if value is not None for word in (f"--{name}", value)]
+
+
+def dry_run(*arguments: str, **environment: str) -> list[str]:
+    """The words of the command that replica_group.sh would run."""
+    result = run("replica_group.sh", "--dry-run", *arguments, **{"TITAN_FT_TOKEN": "secret", **environment})
+    assert result.returncode == 0, result.stderr
+    return shlex.split(result.stdout)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.sh")))
+def test_scripts_are_valid_bash(script: str) -> None:
+    """Each script at least parses."""
+    subprocess.run(["/bin/bash", "-n", str(ROOT / "scripts" / script)], check=True)
+
+
+def test_a_group_on_one_node_needs_no_rendezvous() -> None:
+    """torchrun gets the ranks, the worker gets torchtitan's flags, what follows -- comes last."""
+    words = dry_run(*options(replicas="4"), "--", "--training.steps=7")
+    assert words[:4] == [f"TORCHFT_LIGHTHOUSE={LIGHTHOUSE}", "OMP_NUM_THREADS=1", "PYTHONUNBUFFERED=1", "RUST_LOG=warn"]
+    assert words[5:10] == ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=8", "--standalone"]
+    assert words[words.index("titan_ft.train") + 1 :] == [
+        f"--job.config_file={CONFIG}",
+        "--job.dump_folder=/shared/run",
+        "--metrics.save_tb_folder=tb",
+        "--fault_tolerance.enable",
+        "--fault_tolerance.replica_id=1",
+        "--fault_tolerance.group_size=4",
+        "--training.steps=7",
+    ]
+
+
+def test_the_number_of_groups_may_come_from_the_config() -> None:
+    """Without --replicas and without a Slurm array, group_size is left to the TOML."""
+    assert not [word for word in dry_run(*options()) if "group_size" in word]
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("gpu[003-004,009]", "gpu003"), ("gpu7,gpu8", "gpu7"), ("a-[1,4]-x,b2", "a-1-x"), ("solo", "solo")],
+)
+def test_slurm_gives_what_is_not_named(nodelist: str, first: str) -> None:
+    """Replica id, group count, ranks, nodes and rendezvous come from an array job's environment."""
+    words = dry_run(
+        *options(replica=None, ranks_per_node=None, lighthouse=None),
+        TORCHFT_LIGHTHOUSE=LIGHTHOUSE,
+        SLURM_ARRAY_TASK_ID="2",
+        SLURM_ARRAY_TASK_COUNT="8",
+        SLURM_NNODES="2",
+        SLURM_GPUS_ON_NODE="4",
+        SLURM_JOB_ID="1234567",
+        SLURM_JOB_NODELIST=nodelist,
+    )
+    assert f"TORCHFT_LIGHTHOUSE={LIGHTHOUSE}" in words
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-id=titan_ft-1234567-0-2"} < set(words)
+    assert f"--rdzv-endpoint={first}:24567" in words
+    assert {"--fault_tolerance.replica_id=2", "--fault_tolerance.group_size=8"} < set(words)
+
+
+@pytest.mark.parametrize("value", ["h100:8", "8", "8(x2)"])
+def test_slurm_counts_are_understood(value: str) -> None:
+    """Slurm writes a count with a type before it or a repetition after it."""
+    assert "--nproc-per-node=8" in dry_run(*options(ranks_per_node=None), SLURM_GPUS_PER_NODE=value)
+
+
+def test_arguments_win_over_slurm() -> None:
+    """What the user names is taken."""
+    words = dry_run(*options(nodes="3", rendezvous="10.0.0.7:555"), SLURM_NNODES="2", SLURM_ARRAY_TASK_ID="5")
+    assert {"--nnodes=3", "--rdzv-endpoint=10.0.0.7:555", "--fault_tolerance.replica_id=1"} < set(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (options(config=None), "--config is missing"),
+        (options(config="/no/such.toml"), "--config must be a TOML file, got '/no/such.toml'"),
+        (options(run_dir=None), "--run-dir is missing"),
+        (options(replica=None), "--replica is missing, and SLURM_ARRAY_TASK_ID is not set"),
+        (options(lighthouse=None), "--lighthouse is missing, and TORCHFT_LIGHTHOUSE is not set"),
+        (options(lighthouse="10.0.0.1"), "--lighthouse must be http://HOST:PORT, got '10.0.0.1'"),
+        (options(ranks_per_node=None), "--ranks-per-node is missing"),
+        (options(ranks_per_node="0"), "--ranks-per-node must be a whole number, at least 1, got '0'"),
+        (options(replica="-1"), "--replica must be a whole number, at least 0, got '-1'"),
+        (options(replica="4", replicas="4"), "--replica must be below --replicas (4), got 4"),
+        (options(nodes="2"), "--rendezvous is missing for 2 nodes, and SLURM_JOB_NODELIST is not set"),
+        (options(nodes="2", rendezvous="host"), "--rendezvous must be HOST:PORT, got 'host'"),
+        ([*options(), "--steps", "3"], "no option '--steps'"),
+        ([*options(), "--nodes"], "--nodes needs a value"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(arguments: list[str], message: str) -> None:
+    """The line names the option, the rule and the value; the status is that of bad usage."""
+    result = run("replica_group.sh", "--dry-run", *arguments, TITAN_FT_TOKEN="secret")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_token_is_required_off_this_host() -> None:
+    """State is handed out over the network only to those who know the secret."""
+    result = run("replica_group.sh", "--dry-run", *options())
+    assert result.returncode == 2
+    assert "TITAN_FT_TOKEN must be set" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:29510", "http://localhost:1", "http://[::1]:29510"])
+def test_no_token_is_needed_on_this_host(address: str) -> None:
+    """A first try on one machine needs no secret."""
+    assert run("replica_group.sh", "--dry-run", *options(lighthouse=address)).returncode == 0
+
+
+def test_no_token_but_a_rendezvous_elsewhere_is_refused() -> None:
+    """A loopback lighthouse does not make a group of two nodes local."""
+    arguments = options(lighthouse="http://127.0.0.1:29510", nodes="2", rendezvous="10.0.0.7:555")
+    result = run("replica_group.sh", "--dry-run", *arguments)
+    assert result.returncode == 2
+    assert "TITAN_FT_TOKEN" in result.stderr
+
+
+def test_the_gpu_smoke_test_refuses_a_machine_without_one(tmp_path: Path) -> None:
+    """It says so at once, before it installs anything, and names the script to use instead."""
+    if Path("/dev/kfd").exists():
+        pytest.skip("this machine has a GPU")
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    nvidia_smi.chmod(0o755)
+    result = run("smoke_single_gpu.sh", path=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 2
+    assert "needs a GPU" in result.stderr
+    assert "scripts/quickstart.sh" in result.stderr
+
+
+def test_the_set_up_names_the_python_it_needs(tmp_path: Path) -> None:
+    """Without a Python 3.11 there is one clear line."""
+    for tool in ("dirname", "cat"):
+        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    result = run("setup_env.sh", path=str(tmp_path), PYTHON="/opt/py39/bin/python")
+    assert result.returncode == 2
+    assert "Python 3.11 is needed, and none of /opt/py39/bin/python, python3.11, python3 is one" in result.stderr
+
+
+def test_the_set_up_leaves_an_environment_of_the_users_alone() -> None:
+    """With TITAN_FT_PYTHON nothing is made or installed; a wrong one is named."""
+    assert run("setup_env.sh", TITAN_FT_PYTHON=sys.executable).returncode == 0
+    result = run("setup_env.sh", TITAN_FT_PYTHON="/no/python")
+    assert result.returncode == 2
+    assert "TITAN_FT_PYTHON must be a Python interpreter, got '/no/python'" in result.stderr
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """An interpreter that only notes what it is asked to run, and ends as the variables of its environment say."""
+    python = tmp_path / "python"
+    python.write_text(
+        """#!/bin/bash
+echo "$@" >>"$CALLS"
+case "$*" in
+*launch*) sleep 0.3; exit "$LAUNCH" ;;
+*kill_group.py*) [[ -z $HANG ]] || { echo $$ >"$HANG"; exec sleep 60; } ;;
+*expect_rejoin.py*) exit "$EXPECT" ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize(
+    ("launch", "hang", "expect", "status", "message"),
+    [
+        ("0", False, "0", 0, ""),
+        ("0", False, "1", 1, ""),
+        ("1", True, "0", 1, "the job failed with status 1; its logs are in {run}/logs"),
+        ("0", True, "0", 1, "the job ended before group 1 was killed"),
+    ],
+)
+def test_the_quickstart_succeeds_only_with_a_kill_a_rejoin_and_equal_digests(
+    stand_in: Path, tmp_path: Path, launch: str, hang: bool, expect: str, status: int, message: str
+) -> None:
+    """Launch, kill and report are run with the user's flags; any failure is the script's, and no process stays."""
+    pid_file = tmp_path / "killer.pid"
+    result = run(
+        "kill_and_rejoin.sh",
+        str(tmp_path / "run"),
+        "--training.steps=9",
+        TITAN_FT_PYTHON=str(stand_in),
+        CALLS=str(tmp_path / "calls"),
+        LAUNCH=launch,
+        HANG=str(pid_file) if hang else "",
+        EXPECT=expect,
+    )
+    assert result.returncode == status
+    assert message.format(run=tmp_path / "run") in result.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    flags = f"--replicas 2 --ranks-per-replica 1 --run-dir {tmp_path / 'run'} -- --training.steps=9"
+    assert f"-m titan_ft launch configs/llama3_debug.toml {flags}" in calls
+    assert (f"-m titan_ft report {tmp_path / 'run'}" in calls) == (launch == "0" and not hang)
+    if hang:
+        assert not Path(f"/proc/{int(pid_file.read_text())}").exists()
+
+
+def test_the_debug_config_is_complete() -> None:
+    """The quickstart's config enables what the quickstart shows, and names only what is shipped."""
+    config = tomllib.loads(CONFIG.read_text(encoding="utf-8"))
+    assert config["job"]["custom_config_module"] == "titan_ft.config"
+    assert config["fault_tolerance"]["enable"] is True
+    assert config["model"]["hf_assets_path"] == "titan_ft://tokenizer"
+    assert config["training"]["dataset"] == "austen"

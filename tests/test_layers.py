@@ -1,0 +1,32 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What may import what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PURE = (
+    "titan_ft",
+    "titan_ft.config",
+    "titan_ft.history",
+    "titan_ft.history.events",
+    "titan_ft.history.failures",
+    "titan_ft.history.summary",
+    "titan_ft.launch.run_paths",
+)
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_layer_imports_no_torch(module: str) -> None:
+    """Config, history and run paths load without torch, torchtitan and torchft, so that tools start at once."""
+    code = (
+        f"import sys, {module}\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'torchtitan', 'torchft'}))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == ""

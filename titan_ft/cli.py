@@ -1,0 +1,136 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parse the command line of `titan-ft` and hand over to what carries it out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from titan_ft.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start a lighthouse and supervised replica groups on this host, and show how they do.
+
+    What follows a -- goes to the workers as torchtitan's own flags. The exit status is 0 when all groups finished, 1
+    when training failed or was stopped, 2 when the usage or the config is wrong.
+    """
+
+    config: tyro.conf.Positional[Path]
+    """TOML of the run, as for torchtitan."""
+    replicas: int
+    """Number of replica groups; each trains on its own share of the data."""
+    ranks_per_replica: int
+    """Number of processes of each group; with GPUs, one GPU each."""
+    run_dir: Path
+    """Folder for logs, events and everything else of the run; it must not hold another run."""
+    max_restarts: int = 100
+    """How often each group is started again before it counts as failed."""
+    lighthouse_port: int = 0
+    """Port of the lighthouse; 0 lets the system choose one."""
+
+
+@dataclass(frozen=True)
+class Lighthouse:
+    """Run a lighthouse, where the groups of a run meet, until SIGTERM or Ctrl-C."""
+
+    bind: str = "[::]:29510"
+    """HOST:PORT to listen at, with a numeric host; port 0 lets the system choose one."""
+    min_replicas: int = 1
+    """Fewest groups that may train together."""
+    heartbeat_timeout_ms: int = 500
+    """Milliseconds without a heartbeat after which a group counts as gone."""
+    quorum_tick_ms: int = 20
+    """Milliseconds between two looks at who is there."""
+    join_timeout_ms: int = 100
+    """Milliseconds to wait for a group that heartbeats but has not asked for the quorum yet."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Sum up a run from its events: steps, failures, stalls, recoveries, digests."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The --run-dir of a launch, or any folder with events/*.jsonl."""
+    json: bool = False
+    """Print the figures as JSON."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config."""
+    argv = sys.argv[1:] if argv is None else argv
+    own, worker_args = _split(argv)
+    command = tyro.cli(
+        Annotated[Launch, tyro.conf.subcommand("launch")]
+        | Annotated[Lighthouse, tyro.conf.subcommand("lighthouse")]
+        | Annotated[Report, tyro.conf.subcommand("report")],
+        prog="titan-ft",
+        description="Fault-tolerant data parallelism for torchtitan.",
+        args=own,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+        match command:
+            case Launch():
+                return _launch(command, worker_args)
+            case Lighthouse():
+                return _lighthouse(command)
+            case Report():
+                return _report(command)
+    except ConfigError as error:
+        print(f"titan-ft: {error}", file=sys.stderr)
+        return 2
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split a command line at its first --."""
+    if "--" not in argv:
+        return argv, []
+    position = argv.index("--")
+    return argv[:position], argv[position + 1 :]
+
+
+def _launch(command: Launch, worker_args: list[str]) -> int:
+    from titan_ft.launch.launch_plan import LaunchPlan
+    from titan_ft.launch.local import launch
+
+    plan = LaunchPlan(
+        config=command.config,
+        num_replicas=command.replicas,
+        num_ranks=command.ranks_per_replica,
+        run_dir=command.run_dir,
+        max_restarts=command.max_restarts,
+        lighthouse_port=command.lighthouse_port,
+        worker_args=worker_args,
+    )
+    return launch(plan)
+
+
+def _lighthouse(command: Lighthouse) -> int:
+    from titan_ft.launch.lighthouse import LighthouseSettings, serve
+
+    settings = {name: value for name, value in vars(command).items() if name != "bind"}
+    return serve(command.bind, LighthouseSettings(**settings))
+
+
+def _report(command: Report) -> int:
+    from titan_ft.history.events import read_events
+    from titan_ft.history.summary import format_summary, summarize
+    from titan_ft.launch.run_paths import RunPaths
+
+    if not command.run_dir.is_dir():
+        raise ConfigError(f"RUN_DIR must be the folder of a run, got {command.run_dir}; there is no such folder")
+    events = read_events(RunPaths(command.run_dir).events)
+    if not events:
+        print(f"titan-ft report: {command.run_dir} has no events (events/*.jsonl)", file=sys.stderr)
+        return 1
+    summary = summarize(events)
+    print(json.dumps(summary.to_dict(), indent=2) if command.json else format_summary(summary))
+    return 0

@@ -1,0 +1,428 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Define the `[fault_tolerance]` table of a run's TOML, and hold every rule about its values.
+
+The class `JobConfig` makes this module a torchtitan `custom_config_module`. Only the standard library is imported, so
+that the launcher can check a config before anything slow is loaded.
+
+There is no `from __future__ import annotations` here, on purpose: torchtitan's `ConfigManager._merge_configs` reads the
+types of the fields as objects, and would take strings for plain values.
+"""
+
+import difflib
+import ipaddress
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+from urllib.parse import urlsplit
+
+TABLE = "fault_tolerance"
+LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
+PROCESS_GROUPS = ("gloo", "nccl")
+
+
+class ConfigError(ValueError):
+    """Report a mistake in a run's configuration as one line: field, rule, value, remedy."""
+
+
+@dataclass
+class FaultTolerance:
+    # The fields of torchtitan.config.job_config.FaultTolerance: same names, defaults and meaning.
+
+    enable: bool = False
+    """Train as one replica group of several that average their gradients. False is exactly stock torchtitan."""
+
+    process_group: str = "gloo"
+    """Backend of the exchange between groups: "gloo" (CPU or GPU) or "nccl" (GPU)."""
+
+    process_group_timeout_ms: int = 10000
+    """Milliseconds that one operation between groups may take before the exchange counts as failed; > 0."""
+
+    replica_id: int = 0
+    """Which replica group this process belongs to: 0 <= replica_id < group_size. It is also the group's data slot."""
+
+    group_size: int = 0
+    """Number of replica groups of the run when all are present; data is cut for that many. 0 means not set, which is
+    refused when `enable` is true."""
+
+    min_replica_size: int = 1
+    """Fewest groups that may commit a step together; with fewer, training waits. 1 <= min_replica_size <= group_size.
+    """
+
+    semi_sync_method: str | None = None
+    """Exchange only now and then: torchtitan's "local_sgd" or "diloco". None exchanges at each step. Not supported yet.
+    """
+
+    # The fields of torchtitan.components.ft.config.job_config.FaultTolerance, all for semi-sync methods only.
+
+    sync_steps: int = 5
+    """Steps between two synchronizations. Only used with `semi_sync_method`."""
+
+    should_quantize: bool = False
+    """Quantize what groups exchange. Only used with `semi_sync_method`. Not supported yet."""
+
+    fragment_sync_delay: int = 0
+    """Inner steps between the start of a fragment's synchronization and its use ("tau" of Streaming DiLoCo). 0 uses it
+    at once. Only used with `semi_sync_method`."""
+
+    fragment_update_alpha: float = 0.0
+    """Share of the local parameters in the mix of local and global ones. 0 takes the global ones. Only used with
+    `semi_sync_method`."""
+
+    module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
+    """Fully qualified names of the modules of each fragment. Empty lets `num_fragments` decide. Only used with
+    `semi_sync_method`."""
+
+    num_fragments: int = 1
+    """Number of fragments to split the model into. Only used with `semi_sync_method`."""
+
+    # Ours: membership.
+
+    lighthouse: str = ""
+    """Address of the lighthouse, http://host:port. Empty takes the environment variable TORCHFT_LIGHTHOUSE."""
+
+    quorum_timeout_seconds: float = 60.0
+    """Seconds that one quorum request to the lighthouse may take before it is repeated and the lighthouse named as
+    unreachable; > 0 and longer than heartbeat_timeout_ms + join_timeout_ms, which a quorum after a failure takes."""
+
+    vote_timeout_seconds: float = 60.0
+    """Seconds that the ranks of a group wait for each other in the vote on a step; > 0."""
+
+    connect_timeout_seconds: float = 10.0
+    """Seconds that opening a connection to the lighthouse or to another group may take; > 0."""
+
+    start_timeout_seconds: float = 300.0
+    """Seconds that the first step waits for `group_size` groups before it goes on with those present, if they are at
+    least `min_replica_size`; > 0."""
+
+    finish_timeout_seconds: float = 60.0
+    """Seconds that groups which finished the last step wait for a missing group before they leave; > 0."""
+
+    heartbeat_interval_ms: int = 50
+    """Milliseconds between two heartbeats of a group; > 0 and at most half of heartbeat_timeout_ms."""
+
+    advertise_address: str = ""
+    """Numeric address under which other groups reach this one, on clusters that of the fast fabric. Empty resolves the
+    host's name once. Numeric because each new quorum would resolve a name again, for seconds with a bad resolver."""
+
+    # Ours: the exchange of gradients.
+
+    bucket_size_mb: float = 25.0
+    """Mebibytes of gradients that one all-reduce between groups carries; > 0. A single larger gradient gets a bucket of
+    its own."""
+
+    max_exchange_retries: int = 10
+    """Consecutive failed exchanges of one step after which a group gives up. 0 never gives up."""
+
+    digest_every: int = 50
+    """Steps between two comparisons of parameters, optimizer state and LR across the groups. 0 never compares."""
+
+    # Ours: the transfer of state to a joiner.
+
+    bind_address: str = ""
+    """Address on which a donor serves its state. Empty binds to the advertised address."""
+
+    transfer_connections: int = 4
+    """Connections that a joiner opens to its donor at once; >= 1."""
+
+    transfer_timeout_seconds: float = 300.0
+    """Seconds that one transfer of state may take before another donor is tried; > 0."""
+
+    # Ours: the history of the run.
+
+    events_folder: str = "events"
+    """Folder for the run's events, below job.dump_folder. Empty writes none."""
+
+    # Ours: the lighthouse. `titan-ft launch` and `titan-ft lighthouse` use them; a worker only checks them.
+
+    heartbeat_timeout_ms: int = 500
+    """Milliseconds without a heartbeat after which the lighthouse counts a group as gone; shorter than
+    process_group_timeout_ms. False evictions on busy hosts are frequent below 250."""
+
+    quorum_tick_ms: int = 20
+    """Milliseconds between two looks of the lighthouse at who is there; > 0 and at most heartbeat_timeout_ms."""
+
+    join_timeout_ms: int = 100
+    """Milliseconds that the lighthouse waits for a group that heartbeats but has not asked for the quorum yet; > 0,
+    because 0 makes the lighthouse form quorums without end."""
+
+
+@dataclass
+class JobConfig:
+    """Add the table to torchtitan's config, through `[job] custom_config_module = "titan_ft.config"`."""
+
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML; the line names the file, and the place of a syntax error.
+    """
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        remedy = "give the path of an existing TOML file"
+        raise ConfigError(f"config file must be readable, got {path} ({error.strerror}); {remedy}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file must be valid TOML, got {path}: {error}; correct that line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"config file must be valid TOML, got {path} (not UTF-8 at byte {error.start}); save it as UTF-8"
+        ) from error
+
+
+def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None:
+    """Check the `[fault_tolerance]` table of a loaded TOML for unknown keys and wrong types.
+
+    Args:
+        values: the whole TOML, as `load_toml` returns it.
+        schema: the dataclass of the table; other than ours where a custom config module adds fields to it.
+
+    Raises:
+        ConfigError: names the key, the closest valid one and all valid ones.
+    """
+    if TABLE not in values:
+        close = difflib.get_close_matches(TABLE, values, n=1, cutoff=0.8)
+        if close:
+            raise ConfigError(f"[{close[0]}] is no table of the config; did you mean [{TABLE}]?")
+        return
+    table = values[TABLE]
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{TABLE} must be a table, got {table!r}; write [{TABLE}] with the keys below it")
+    annotations = {f.name: f.type for f in fields(schema)}
+    for key, value in table.items():
+        if key not in annotations:
+            close = difflib.get_close_matches(key, annotations, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(f"{TABLE}.{key} is not a valid key; {hint}valid keys: {', '.join(annotations)}")
+        _check_type(f"{TABLE}.{key}", value, annotations[key])
+
+
+def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
+    """Return the lighthouse's address from the config, or else the fallback (what TORCHFT_LIGHTHOUSE holds).
+
+    Raises:
+        ConfigError: neither gives an address, or the one that counts is malformed.
+    """
+    if ft.lighthouse:
+        name, address = f"{TABLE}.lighthouse", ft.lighthouse
+    elif fallback:
+        name, address = LIGHTHOUSE_VARIABLE, fallback
+    else:
+        raise ConfigError(
+            f"{TABLE}.lighthouse must be set when {TABLE}.enable is true, got nothing; "
+            f"set it or the environment variable {LIGHTHOUSE_VARIABLE} to http://host:port"
+        )
+    _check_lighthouse(name, address)
+    return address.rstrip("/")
+
+
+def validate(config: Any) -> None:
+    """Check a whole job config, as torchtitan's ConfigManager returns it. Nothing is checked unless it is enabled.
+
+    Raises:
+        ConfigError: the first rule that does not hold.
+    """
+    ft = config.fault_tolerance
+    _check_type(f"{TABLE}.enable", ft.enable, bool)
+    if not ft.enable:
+        return
+    for f in fields(FaultTolerance):
+        _check_type(f"{TABLE}.{f.name}", getattr(ft, f.name), f.type)
+    for rules in (_refusals(config), _group_rules(ft), _number_rules(ft), _order_rules(ft), _batch_rules(config)):
+        for holds, field_name, rule, value, remedy in rules:
+            if not holds:
+                raise ConfigError(f"{field_name} {rule}, got {value!r}; {remedy}")
+    if ft.lighthouse:
+        _check_lighthouse(f"{TABLE}.lighthouse", ft.lighthouse)
+    if ft.advertise_address:
+        _check_advertised(ft.advertise_address)
+
+
+# One rule: whether it holds, then field, rule, value and remedy of the error's line. Rules come from generators, so
+# that a rule may rely on the ones before it.
+Rule = tuple[bool, str, str, Any, str]
+
+
+def _refusals(config: Any) -> Iterator[Rule]:
+    """Refuse by name what fault-tolerant runs do not support yet."""
+    ft = config.fault_tolerance
+    unsupported = "not supported yet"
+    yield (
+        ft.semi_sync_method is None,
+        f"{TABLE}.semi_sync_method",
+        f"is {unsupported} and must be left out",
+        ft.semi_sync_method,
+        "remove it to exchange gradients at each step",
+    )
+    for section, name, consequence in (
+        (TABLE, "should_quantize", ""),
+        ("optimizer", "early_step_in_backward", " (an update must wait for the vote)"),
+        ("checkpoint", "enable", " for fault-tolerant runs (recovery needs no checkpoint)"),
+        ("checkpoint", "create_seed_checkpoint", " for fault-tolerant runs"),
+    ):
+        value = getattr(getattr(config, section), name)
+        rule = f"is {unsupported}{consequence} and must be false"
+        yield not value, f"{section}.{name}", rule, value, f"set {section}.{name} = false"
+    yield (
+        config.comm.mode == "default",
+        "comm.mode",
+        f'must be "default" when {TABLE}.enable is true (other modes are {unsupported})',
+        config.comm.mode,
+        'set comm.mode = "default"',
+    )
+
+
+def _group_rules(ft: FaultTolerance) -> Iterator[Rule]:
+    """Check who takes part."""
+    yield (
+        ft.process_group in PROCESS_GROUPS,
+        f"{TABLE}.process_group",
+        f"must be one of {', '.join(PROCESS_GROUPS)}",
+        ft.process_group,
+        "use gloo without GPUs",
+    )
+    size = ft.group_size
+    name = f"{TABLE}.group_size"
+    yield size >= 1, name, "must be >= 1", size, "set it to the number of replica groups"
+    name = f"{TABLE}.replica_id"
+    yield ft.replica_id >= 0, name, "must be >= 0", ft.replica_id, "number the groups from 0"
+    rule = f"must be < group_size ({size})"
+    yield ft.replica_id < size, name, rule, ft.replica_id, "number the groups from 0, or raise group_size"
+    name = f"{TABLE}.min_replica_size"
+    yield ft.min_replica_size >= 1, name, "must be >= 1", ft.min_replica_size, "1 lets a single group go on alone"
+    rule = f"must be <= group_size ({size})"
+    yield ft.min_replica_size <= size, name, rule, ft.min_replica_size, "lower it, or raise group_size"
+
+
+def _number_rules(ft: FaultTolerance) -> Iterator[Rule]:
+    """Check each number by itself: durations, sizes and counts."""
+    for f in fields(FaultTolerance):
+        value = getattr(ft, f.name)
+        if f.name.endswith(("_seconds", "_ms", "_mb")):
+            yield value > 0, f"{TABLE}.{f.name}", "must be > 0", value, f"the default is {f.default}"
+    value = ft.transfer_connections
+    yield value >= 1, f"{TABLE}.transfer_connections", "must be >= 1", value, "the default is 4"
+    value = ft.max_exchange_retries
+    yield value >= 0, f"{TABLE}.max_exchange_retries", "must be >= 0", value, "0 never gives up"
+    value = ft.digest_every
+    yield value >= 0, f"{TABLE}.digest_every", "must be >= 0", value, "0 never compares"
+
+
+def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:
+    """Check that a dead group is noticed by the lighthouse before anything that waits for it runs out."""
+    beat = ft.heartbeat_timeout_ms
+    yield (
+        2 * ft.heartbeat_interval_ms <= beat,
+        f"{TABLE}.heartbeat_interval_ms",
+        f"must be <= half of heartbeat_timeout_ms ({beat})",
+        ft.heartbeat_interval_ms,
+        "lower it, so that one late heartbeat evicts nobody",
+    )
+    yield (
+        beat < ft.process_group_timeout_ms,
+        f"{TABLE}.heartbeat_timeout_ms",
+        f"must be < process_group_timeout_ms ({ft.process_group_timeout_ms})",
+        beat,
+        "lower it, or raise process_group_timeout_ms",
+    )
+    yield (
+        ft.quorum_tick_ms <= beat,
+        f"{TABLE}.quorum_tick_ms",
+        f"must be <= heartbeat_timeout_ms ({beat})",
+        ft.quorum_tick_ms,
+        "lower it",
+    )
+    quorum_ms = beat + ft.join_timeout_ms
+    yield (
+        ft.quorum_timeout_seconds * 1000 > quorum_ms,
+        f"{TABLE}.quorum_timeout_seconds",
+        f"must be > heartbeat_timeout_ms + join_timeout_ms ({quorum_ms} ms)",
+        ft.quorum_timeout_seconds,
+        "raise it, since a quorum after a failure takes that long",
+    )
+
+
+def _batch_rules(config: Any) -> Iterator[Rule]:
+    """Check that the global batch, which counts all groups, splits into whole microbatches of each group."""
+    training, parallel = config.training, config.parallelism
+    for section, key in (
+        ("training", "global_batch_size"),
+        ("training", "local_batch_size"),
+        ("parallelism", "data_parallel_replicate_degree"),
+        ("parallelism", "data_parallel_shard_degree"),
+    ):
+        _check_type(f"{section}.{key}", getattr(getattr(config, section), key), int)
+    size, total, name = config.fault_tolerance.group_size, training.global_batch_size, "training.global_batch_size"
+    rule = "must be > 0, or -1 for one microbatch per rank"
+    yield total != 0, name, rule, total, "set it to -1 or to a positive number"
+    if total < 0:
+        return
+    remedy = "it counts the sequences of all groups"
+    yield total % size == 0, name, f"must be divisible by {TABLE}.group_size ({size})", total, remedy
+    # A shard degree of -1 is known only to the worker; torchtitan checks the rest there.
+    local = training.local_batch_size
+    degree = parallel.data_parallel_replicate_degree * max(parallel.data_parallel_shard_degree, 1)
+    if local < 1 or degree < 1:
+        return  # torchtitan's own errors
+    factors = f"{TABLE}.group_size ({size}) x training.local_batch_size ({local})"
+    if degree > 1:
+        factors += f" x the data-parallel degree of a group ({degree})"
+    yield total // size % (local * degree) == 0, name, f"must be a multiple of {factors}", total, remedy
+
+
+def _check_lighthouse(name: str, address: str) -> None:
+    """Raise ConfigError unless the address looks like http://host:port."""
+    try:
+        parts = urlsplit(address)
+        ok = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)
+        ok = ok and parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username)
+    except ValueError:  # a port that is no number or out of range, or a broken IPv6 address
+        ok = False
+    if not ok or any(c.isspace() for c in address):
+        raise ConfigError(f"{name} must look like http://host:port, got {address!r}; for example http://10.0.0.1:29510")
+
+
+def _check_advertised(address: str) -> None:
+    """Raise ConfigError unless other hosts can use the address without resolving it."""
+    name = f"{TABLE}.advertise_address"
+    try:
+        unspecified = ipaddress.ip_address(address).is_unspecified
+    except ValueError as error:
+        remedy = "give the number that the name stands for, or leave it out"
+        raise ConfigError(f"{name} must be a numeric address, got {address!r}; {remedy}") from error
+    if unspecified:
+        remedy = f"use {TABLE}.bind_address to listen on all interfaces"
+        raise ConfigError(f"{name} must be an address that other hosts can reach, got {address!r}; {remedy}")
+
+
+def _check_type(name: str, value: Any, annotation: Any) -> None:
+    """Raise ConfigError unless the value is of the field's type; a whole number is a float too, a bool is no number."""
+    if not _is_instance(value, annotation):
+        expected = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+        expected = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}.get(
+            expected, f"of type {expected}"
+        )
+        raise ConfigError(f"{name} must be {expected}, got {value!r}; correct its value")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} must be finite, got {value!r}; correct its value")
+
+
+def _is_instance(value: Any, annotation: Any) -> bool:
+    """Tell whether a value from TOML or the command line is of a type that the schema uses."""
+    if isinstance(annotation, UnionType):
+        return any(_is_instance(value, part) for part in get_args(annotation))
+    if get_origin(annotation) is list:
+        return isinstance(value, list) and all(_is_instance(item, get_args(annotation)[0]) for item in value)
+    if annotation in (bool, int, str, NoneType):
+        return type(value) is annotation
+    if annotation is float:
+        return type(value) in (int, float)
+    return True  # a type that only a custom config module's fields have

@@ -1,0 +1,48 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Register the packaged corpus with torchtitan's text datasets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from titan_ft.data import assets
+from titan_ft.data.documents import read_text, split_documents
+
+TRAIN = "austen"
+VALIDATION = "austen_validation"
+
+
+def register_datasets() -> None:
+    """Add ``austen`` and ``austen_validation`` to torchtitan's ``DATASETS``; its own names stay as they are.
+
+    ``training.dataset_path`` may name another text file (``.txt`` or ``.txt.gz``), which is cut the same way.
+    """
+    # Imported here: importing this module does no work, and torchtitan's import takes seconds.
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    for name, path in {TRAIN: assets.TRAIN_TEXT, VALIDATION: assets.VALIDATION_TEXT}.items():
+        DATASETS[name] = DatasetConfig(path=str(path), loader=load_documents, sample_processor=_text)
+
+
+def load_documents(path: str) -> Any:
+    """Return the documents of a text file as a ``datasets.Dataset`` in memory: no cache files, no locks.
+
+    It is a map-style dataset, for which torchtitan keeps the exact place of a stream and splits by node in
+    contiguous, disjoint parts.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    import datasets
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"training.dataset_path must be an existing .txt or .txt.gz file, got {path!r}")
+    return datasets.Dataset.from_dict({"text": list(split_documents(read_text(Path(path))))})
+
+
+def _text(sample: dict[str, Any]) -> str:
+    return str(sample["text"])

@@ -1,0 +1,125 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Everything that differs between CPU and GPU.
+
+torchtitan 0.2.2 assumes an accelerator. `prepare` makes it run, unmodified, on a machine that has none; it must be
+called before the first import of a torchtitan module, because `torchtitan.tools.utils` reads the device at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._utils
+import torch.distributed as dist
+
+
+def on_cpu() -> bool:
+    """Say whether this machine has no accelerator that torch can use."""
+    return not torch.accelerator.is_available()
+
+
+def prepare() -> None:
+    """Make torchtitan importable and runnable on this machine's device; does nothing where there is an accelerator."""
+    if not on_cpu():
+        return
+    torch._utils._get_available_device_type = lambda: "cpu"
+    # torchtitan's memory monitor asks its device module for these five; torch.cpu has none of them.
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cpu: Any = torch.cpu
+    cpu.get_device_name = lambda device=None: "CPU"
+    cpu.get_device_properties = lambda device=None: SimpleNamespace(name="CPU", total_memory=memory_bytes)
+    cpu.reset_peak_memory_stats = lambda device=None: None
+    cpu.empty_cache = lambda: None
+    cpu.memory_stats = lambda device=None: {"active_bytes.all.peak": 0, "reserved_bytes.all.peak": 0}
+    if not hasattr(dist.barrier, "without_device_ids"):
+        dist.barrier = _barrier_without_device_ids(dist.barrier)
+
+
+def _barrier_without_device_ids(barrier: Any) -> Any:
+    """Drop `device_ids`, which torchtitan's `set_pg_timeouts` passes and Gloo refuses."""
+
+    def wrapped(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return barrier(group=group, async_op=async_op)
+
+    wrapped.without_device_ids = True  # type: ignore[attr-defined]  # marks the wrapper, so prepare() is idempotent
+    return wrapped
+
+
+def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Let FSDP reduce by a plain sum on Gloo, which has no pre-multiplied sum for the divide factor torchtitan sets."""
+    if on_cpu():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def exchange_device(process_group: str) -> torch.device:
+    """Return where the exchange's buckets live: Gloo reduces in host memory, NCCL on the GPU."""
+    if process_group == "gloo":
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator() or "cpu", torch.accelerator.current_device_index())
+
+
+def build_process_group(process_group: str, timeout: timedelta) -> Any:
+    """Build torchft's reconfigurable process group between the replica groups.
+
+    Raises:
+        RuntimeError: `process_group` is nccl and this machine has no NCCL.
+    """
+    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+    if process_group == "gloo":
+        return ProcessGroupGloo(timeout=timeout)
+    if on_cpu() or not dist.is_nccl_available():
+        raise RuntimeError(
+            'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, got "nccl"; '
+            'set fault_tolerance.process_group = "gloo"'
+        )
+    return ProcessGroupNCCL(timeout=timeout)
+
+
+def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a flat host tensor, pinned where there is a GPU so that copies can be asynchronous."""
+    return torch.empty(numel, dtype=dtype, pin_memory=not on_cpu())
+
+
+def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate a zeroed bucket for the exchange on `device` (see `exchange_device`)."""
+    bucket = empty_host(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
+    return bucket.zero_()
+
+
+@contextlib.contextmanager
+def side_stream(where: torch.device) -> Iterator[None]:
+    """Run what follows on a stream of its own, so that it never queues behind compute; nothing to do on CPU."""
+    if where.type == "cpu":
+        yield
+        return
+    torch.accelerator.set_device_index(where.index or 0)
+    with torch.Stream(where):
+        yield
+
+
+def record_event() -> torch.Event | None:
+    """Mark the work queued so far on the current stream; None on CPU, where it is already done."""
+    return None if on_cpu() else torch.accelerator.current_stream().record_event()
+
+
+def synchronize(events: Iterable[torch.Event | None] = ()) -> None:
+    """Wait for `events`, or for everything queued on the device when none is given."""
+    events = list(events)
+    for event in events:
+        if event is not None:
+            event.synchronize()
+    if not events and not on_cpu():
+        torch.accelerator.synchronize()

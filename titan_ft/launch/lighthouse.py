@@ -1,0 +1,98 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run torchft's lighthouse: the process where groups meet to form quorums."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+from titan_ft.config import ConfigError
+from titan_ft.launch.orphan import PARENT_PID_ENV, exit_with_parent
+
+ANNOUNCEMENT = "lighthouse listening at "
+
+
+@dataclass(frozen=True)
+class LighthouseSettings:
+    """How the lighthouse judges who is there."""
+
+    min_replicas: int = 1
+    """Fewest groups of a quorum."""
+    heartbeat_timeout_ms: int = 500
+    """Milliseconds without a heartbeat after which a group counts as gone."""
+    quorum_tick_ms: int = 20
+    """Milliseconds between two looks at who is there."""
+    join_timeout_ms: int = 100
+    """Milliseconds to wait for a group that heartbeats but has not asked for the quorum yet."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for a value that torchft would take and never work with."""
+        for name, value in vars(self).items():
+            if value <= 0:
+                usual = getattr(LighthouseSettings(), name)
+                raise ConfigError(f"the lighthouse's {name} must be > 0, got {value}; the default is {usual}")
+
+
+def split_bind(bind: str) -> tuple[str, int]:
+    """Split HOST:PORT, where HOST may be an IPv6 address in brackets.
+
+    Raises:
+        ConfigError: it does not have that form.
+    """
+    host, separator, port = bind.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one chosen")
+    return host, int(port)
+
+
+def reachable_host(host: str) -> str:
+    """Return the address under which this host itself reaches what is bound to `host`."""
+    return "127.0.0.1" if host in ("[::]", "0.0.0.0") else host
+
+
+def serve(bind: str, settings: LighthouseSettings) -> int:
+    """Run a lighthouse until SIGTERM or SIGINT; announce its address on stdout once it is up.
+
+    Raises:
+        ConfigError: it cannot listen at `bind`.
+    """
+    host, _ = split_bind(bind)
+    settings.validate()
+    if PARENT_PID_ENV in os.environ:  # started by a launcher; by hand, it may outlive the shell that started it
+        exit_with_parent()
+    # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
+    os.environ.setdefault("RUST_LOG", "warn")
+    from torchft.coordination import LighthouseServer
+
+    try:
+        server = LighthouseServer(
+            bind=bind,
+            min_replicas=settings.min_replicas,
+            join_timeout_ms=settings.join_timeout_ms,
+            quorum_tick_ms=settings.quorum_tick_ms,
+            heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
+    # torchft's address() holds the host's name, which others would have to resolve.
+    port = server.address().rsplit(":", 1)[1]
+    print(f"{ANNOUNCEMENT}http://{reachable_host(host)}:{port}", flush=True)
+    _wait_for_signal()
+    server.shutdown()
+    return 0
+
+
+def _wait_for_signal() -> None:
+    received: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, note)
+    while not received:
+        time.sleep(0.1)

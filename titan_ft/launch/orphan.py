@@ -1,0 +1,45 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""End this process when the one that started it is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+PARENT_PID_ENV = "TITAN_FT_PARENT_PID"
+"""Set by the launcher and the supervisor for what they start. It closes the gap between the start of a process
+and its first look at its parent: a parent that died within it has already been replaced in `os.getppid()`."""
+
+
+def exit_with_parent(
+    poll_seconds: float = 0.5,
+    *,
+    parent_pid: int | None = None,
+    before_exit: Callable[[], None] | None = None,
+) -> threading.Thread:
+    """Watch the parent from a daemon thread; once it is gone, call `before_exit` and end this process with status 1.
+
+    The parent is `parent_pid`, else the one named by `TITAN_FT_PARENT_PID`, else the present one. The process ends
+    without clean-up: whoever would collect its result is dead, and its main thread may hang. If it leads a session, as
+    torchrun's workers and all that the launcher starts do, it takes along what it started (data loader processes).
+    """
+    expected = parent_pid or int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == expected:
+            time.sleep(poll_seconds)
+        try:
+            if before_exit is not None:
+                before_exit()
+        finally:
+            if os.getsid(0) == os.getpid():  # then its process group holds only itself and what it started
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="exit_with_parent", daemon=True)
+    thread.start()
+    return thread

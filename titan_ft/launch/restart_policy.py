@@ -1,0 +1,60 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decide whether, and when, a replica group that ended is started again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CONFIG_ERROR_CODE = 2
+"""Exit status of a worker whose configuration is wrong: starting it again cannot help."""
+
+
+def backoff_seconds(streak: int, *, first: float = 0.5, cap: float = 10.0) -> float:
+    """Return the wait before a restart that follows `streak` restarts none of which got the group going.
+
+    0 for the first (a group that was killed should be back at once), then `first`, doubling up to `cap`.
+    """
+    return 0.0 if streak == 0 else min(first * 2.0 ** min(streak - 1, 30), cap)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do about a group that ended."""
+
+    restart: bool
+    delay_seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass
+class RestartPolicy:
+    """Count the restarts of one group. A group that got going (see `decide`) is restarted without delay again."""
+
+    max_restarts: int
+    """Restarts in all, over the life of the supervisor."""
+    healthy_seconds: float = 60.0
+    """An attempt that lived this long had got going."""
+    num_restarts: int = 0
+    streak: int = 0
+    """Restarts since the last attempt that had got going."""
+
+    def decide(self, code: int, alive_seconds: float, committed: bool) -> Decision:
+        """Judge the end of an attempt.
+
+        Args:
+            code: exit status of the first worker that ended badly (negative: the signal).
+            alive_seconds: how long the attempt lived.
+            committed: whether it committed a step. A group that is killed again and again but works in between is
+                no crash loop, however short its lives are.
+        """
+        if code == CONFIG_ERROR_CODE:
+            return Decision(False, reason="the configuration is wrong (exit status 2); it is not started again")
+        if self.num_restarts >= self.max_restarts:
+            return Decision(False, reason=f"no restart left (--max-restarts {self.max_restarts})")
+        if committed or alive_seconds >= self.healthy_seconds:
+            self.streak = 0
+        delay = backoff_seconds(self.streak)
+        self.num_restarts += 1
+        self.streak += 1
+        return Decision(True, delay)

@@ -1,0 +1,74 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Own every path of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class RunPaths:
+    """Name the files and folders of one run directory; create none of them.
+
+    Args:
+        root: the run directory (torchtitan's job.dump_folder).
+        events: name of the event folder below it (fault_tolerance.events_folder).
+    """
+
+    def __init__(self, root: Path | str, events: str = "events") -> None:
+        self.root = Path(root)
+        self._events = events
+
+    @property
+    def config(self) -> Path:
+        """The TOML that the workers read."""
+        return self.root / "config.toml"
+
+    @property
+    def events(self) -> Path:
+        """Folder of the event files, one per process."""
+        return self.root / self._events
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tb"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.root / "checkpoint"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report"
+
+    @property
+    def lighthouse_log(self) -> Path:
+        return self.root / "logs" / "lighthouse.log"
+
+    def supervisor_log(self, replica: int) -> Path:
+        """Output of the supervisor of one group (not of its workers)."""
+        return self.root / "logs" / f"replica-{replica}" / "supervisor.log"
+
+    def logs(self, replica: int, attempt: int, rank: int) -> Path:
+        """Output (stdout and stderr) of one worker process."""
+        return self.root / "logs" / f"replica-{replica}" / f"attempt-{attempt}" / f"rank-{rank}.log"
+
+    def events_file(self, name: str) -> Path:
+        """Event file of the process called `name`, such as "launcher-4711"."""
+        return self.events / f"{name}.jsonl"
+
+    def worker_events(self, replica: int, rank: int, attempt: int, pid: int) -> Path:
+        return self.events_file(f"replica-{replica}-rank-{rank}-attempt-{attempt}-{pid}")
+
+    def supervisor_events(self, replica: int, pid: int) -> Path:
+        return self.events_file(f"supervisor-{replica}-{pid}")
+
+    def launcher_events(self, pid: int) -> Path:
+        return self.events_file(f"launcher-{pid}")
+
+    def attempt_events(self, replica: int, attempt: int) -> list[Path]:
+        """List the event files that the workers of one attempt have written so far."""
+        return sorted(self.events.glob(f"replica-{replica}-rank-*-attempt-{attempt}-*.jsonl"))
+
+    def has_events(self) -> bool:
+        return any(self.events.glob("*.jsonl"))

@@ -1,0 +1,99 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Show the live status of a run: a table on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from titan_ft.launch.status import DIED, FAILED, FINISHED, HEALING, TRAINING, Groups, describe_progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COLORS = {TRAINING: "green", FINISHED: "bold green", HEALING: "yellow", DIED: "red", FAILED: "bold red"}
+
+
+class StatusView(Protocol):
+    """Where the launcher shows what happens."""
+
+    def line(self, text: str) -> None:
+        """Tell one change."""
+
+    def update(self, groups: Groups) -> None:
+        """Show the state of all groups; called often."""
+
+    def close(self) -> None:
+        """Show the last state and leave the terminal as it was."""
+
+
+class PlainView:
+    """Print one line per change, and one on the progress every few seconds."""
+
+    def __init__(self, progress_seconds: float = 5.0) -> None:
+        self._progress_seconds = progress_seconds
+        self._start = time.monotonic()
+        self._next_progress = self._start
+        self._last = ""
+
+    def line(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._start:7.1f} s] {text}", flush=True)
+
+    def update(self, groups: Groups) -> None:
+        now = time.monotonic()
+        text = describe_progress(groups)
+        if text is None or text == self._last or now < self._next_progress:
+            return
+        self._last, self._next_progress = text, now + self._progress_seconds
+        self.line(text)
+
+    def close(self) -> None:
+        """Nothing is left to show."""
+
+
+class TableView:
+    """Keep a table of the groups at the bottom of the terminal; changes scroll by above it."""
+
+    def __init__(self, num_replicas: int) -> None:
+        from rich.live import Live
+
+        from titan_ft.launch.status import initial
+
+        self._start = time.monotonic()
+        self._live = Live(_table(initial(num_replicas), 0.0), refresh_per_second=4)
+        self._live.start()
+
+    def line(self, text: str) -> None:
+        self._live.console.print(f"[{time.monotonic() - self._start:7.1f} s] {text}", markup=False, highlight=False)
+
+    def update(self, groups: Groups) -> None:
+        self._live.update(_table(groups, time.monotonic() - self._start))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def make_view(num_replicas: int) -> StatusView:
+    """Choose by what stdout is."""
+    return TableView(num_replicas) if sys.stdout.isatty() else PlainView()
+
+
+def _table(groups: Groups, seconds: float) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{seconds:.0f} s  {describe_progress(groups) or 'starting'}", title_justify="left")
+    for heading in ("replica", "state", "step", "loss", "groups", "restarts"):
+        table.add_column(heading, justify="left" if heading == "state" else "right")
+    for group in groups.values():
+        color = _COLORS.get(group.state)
+        table.add_row(
+            str(group.replica),
+            f"[{color}]{group.state}[/]" if color else group.state,
+            "-" if group.step is None else str(group.step),
+            "-" if group.loss is None else f"{group.loss:.5f}",
+            f"{len(group.participants)}/{len(groups)}",
+            str(group.restarts),
+        )
+    return table

@@ -1,0 +1,180 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Start, watch and end the worker processes of one replica group, as one unit, through torchrun's library.
+
+`torch.distributed.elastic.multiprocessing.start_processes` is what torchrun's own agent starts its workers with. The
+agent itself is not used: when a rank dies it gives the others 30 seconds (`PContext.close` without a timeout), and its
+rendezvous, which a group on one host does not need, costs every restart time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one worker ended."""
+
+    rank: int
+    pid: int
+    code: int
+    """Exit status; negative: the signal, as in `subprocess`."""
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0
+
+    def describe(self) -> str:
+        """Say it in words, such as "rank 1 was killed by SIGKILL"."""
+        if self.code >= 0:
+            return f"rank {self.rank} ended with exit status {self.code}"
+        return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+
+
+class RankLogs(LogsSpecs):
+    """Send the output of each rank to the file given for it."""
+
+    def __init__(self, files: Mapping[int, Path]) -> None:
+        super().__init__()
+        self._files = dict(files)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for path in self._files.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        nowhere = dict.fromkeys(envs, "")
+        # stderr joins stdout in the shell (see `_command`): opened twice, the file would be overwritten.
+        stdouts = {rank: str(self._files[rank]) for rank in envs}
+        return LogsDest(stdouts=stdouts, stderrs=nowhere, error_files=dict(nowhere))
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(next(iter(self._files.values())).parent)
+
+
+class WorkerGroup:
+    """The workers of one attempt of one group: started together, and all ended as soon as one of them fails.
+
+    Args:
+        module: Python module that the workers run.
+        args: its command line.
+        env: environment of all workers, on top of this process's own and of torchrun's usual variables.
+        logs: log file per rank; their number is the number of ranks.
+        attempt: which start of the group this is, from 0.
+        max_restarts: told to the workers, as torchrun does.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        args: list[str],
+        env: Mapping[str, str],
+        logs: Mapping[int, Path],
+        attempt: int,
+        max_restarts: int,
+    ) -> None:
+        self.num_ranks = len(logs)
+        # Workers meet at a store that lives here, on a port the system chose: a port picked now for rank 0 to bind
+        # after seconds of imports could be taken by then. On loopback only.
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined] # torch exports it without listing it
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        shared = {**env, **self._group_env(port, attempt, max_restarts)}
+        envs = {rank: {**shared, **self._rank_env(rank)} for rank in range(self.num_ranks)}
+        command = _command(module, args)
+        self._context: PContext = start_processes(
+            name="titan_ft",
+            entrypoint=command[0],
+            args=dict.fromkeys(range(self.num_ranks), tuple(command[1:])),
+            envs=envs,
+            logs_specs=RankLogs(logs),
+        )
+        self.pids = self._context.pids()
+        self._reaped = False
+
+    def _group_env(self, port: int, attempt: int, max_restarts: int) -> dict[str, str]:
+        """Return torchrun's variables that are the same for all ranks."""
+        world = str(self.num_ranks)
+        return {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "ROLE_WORLD_SIZE": world,
+            "GROUP_WORLD_SIZE": "1",
+            "GROUP_RANK": "0",
+            "ROLE_NAME": "titan_ft",
+            "TORCHELASTIC_RUN_ID": "titan_ft",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        }
+
+    def _rank_env(self, rank: int) -> dict[str, str]:
+        return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+
+    def exits(self) -> list[WorkerExit]:
+        """List the workers that ended, without collecting them: until `end` their process groups keep their ids."""
+        found = []
+        for rank, pid in self.pids.items():
+            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is not None:
+                code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+                found.append(WorkerExit(rank, pid, code))
+        return found
+
+    def end(self, grace_seconds: float) -> list[WorkerExit]:
+        """End what still runs (SIGTERM, after `grace_seconds` SIGKILL), collect all, and return how each ended."""
+        self._signal_running(signal.SIGTERM)
+        self._wait(grace_seconds)
+        self.kill()
+        # A process in uninterruptible sleep (a hung driver) cannot be killed: do not wait for it for ever.
+        self._wait(10.0)
+        exits = self.exits()
+        self._reaped = True
+        self._context.close(signal.SIGKILL, timeout=0)
+        return exits
+
+    def kill(self) -> None:
+        """Kill every worker together with the processes it started; safe from another thread."""
+        if self._reaped:
+            return
+        for pid in self.pids.values():
+            _signal_group(pid, signal.SIGKILL)
+
+    def _signal_running(self, signum: signal.Signals) -> None:
+        ended = {exit.pid for exit in self.exits()}
+        for pid in self.pids.values():
+            if pid not in ended:
+                _signal_group(pid, signum)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while len(self.exits()) < self.num_ranks and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _signal_group(pid: int, signum: signal.Signals) -> None:
+    """Signal the process group that a worker leads (torch starts each in a session of its own)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or only a zombie is left of it (macOS)
+        os.killpg(pid, signum)
+
+
+def _command(module: str, args: list[str]) -> list[str]:
+    """Return the command of a worker; the shell only joins stderr to stdout and is replaced by Python."""
+    return ["/bin/sh", "-c", 'exec "$0" "$@" 2>&1', sys.executable, "-m", module, *args]

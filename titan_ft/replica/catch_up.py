@@ -1,0 +1,108 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A joiner's way back: the state of step s from a donor, and the reduced gradients of the updates since.
+
+The donor's copy is of step s; while it travels the others commit s+1, s+2, ... The joiner takes part in those
+exchanges with zeros and keeps their sums. When the state is there, the same updates applied to it give the same bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.transport import TransferError
+
+
+class Fetched(enum.IntEnum):
+    """How far a rank's fetch is; the smallest value of its group counts."""
+
+    FAILED = 0
+    PENDING = 1
+    DONE = 2
+
+
+@dataclass(frozen=True)
+class Update:
+    """A committed update, ready to be applied: scaled reduced gradients and what the trainer counts of it.
+
+    `gradients` is a result of `GradientExchange.reduced`; None = the exchange's own buckets hold them.
+    """
+
+    step: int
+    tokens: int
+    lineage: int
+    gradients: list[torch.Tensor] | None = None
+
+
+class CatchUp:
+    """One attempt to heal from one donor.
+
+    Args:
+        donor: the donor's slot.
+        from_step: committed updates of the state that is fetched.
+        fetch: fetches this rank's part; runs on a thread of its own.
+    """
+
+    def __init__(self, donor: int, from_step: int, fetch: Callable[[], Snapshot]) -> None:
+        self.donor = donor
+        self.from_step = from_step
+        self.updates: list[Update] = []
+        self._base: int | None = None
+        self._started = time.monotonic()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan_ft_catch_up")
+        self._fetch: Future[Snapshot] = thread.submit(fetch)
+        thread.shutdown(wait=False)
+
+    @property
+    def target_step(self) -> int:
+        """Return the committed updates that the state will have after the replay."""
+        return self.from_step + len(self.updates)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since the fetch began."""
+        return time.monotonic() - self._started
+
+    def fetched(self) -> Fetched:
+        """Say how far this rank's fetch is."""
+        if not self._fetch.done():
+            return Fetched.PENDING
+        return Fetched.FAILED if self.error else Fetched.DONE
+
+    @property
+    def error(self) -> str | None:
+        """Tell why the fetch failed; None while it runs or when it worked."""
+        failure = self._fetch.exception() if self._fetch.done() else None
+        if failure is not None and not isinstance(failure, TransferError):
+            raise failure
+        return None if failure is None else str(failure)
+
+    def snapshot(self) -> Snapshot:
+        """Return the fetched state."""
+        return self._fetch.result(timeout=0)
+
+    @property
+    def fits(self) -> bool:
+        """Say whether the queued updates were made on the fetched state."""
+        return self._base is None or self._base == self.snapshot().lineage
+
+    def queue(self, update: Update, base: int) -> bool:
+        """Keep an update that was made on the state of lineage `base`; False if this attempt is void.
+
+        It is void when an update was missed, or when the others did not commit one that is queued. An update that
+        nobody committed comes again under the same number and replaces the first.
+        """
+        place = update.step - self.from_step - 1
+        if not 0 <= place <= len(self.updates) or (place > 0 and self.updates[place - 1].lineage != base):
+            return False
+        if place == 0:
+            self._base = base
+        self.updates[place:] = [update]
+        return True

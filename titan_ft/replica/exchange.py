@@ -1,0 +1,264 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The exchange: sum the local gradient shards and a row of facts over the replica groups, while backward goes on.
+
+Gradients are copied into buckets of fixed content and order as autograd finishes them
+(`register_post_accumulate_grad_hook`; FSDP2 calls it for sharded parameters too), and each bucket's all-reduce starts
+as soon as it and its predecessors are full. The buckets are copies: the local gradients stay untouched until the step
+is committed, so a broken exchange is repeated with the survivors and nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import AllreduceOptions
+from torch.distributed.tensor import DTensor
+
+from titan_ft import device
+from titan_ft.replica.membership import Membership, Quorum
+
+
+class ExchangeError(RuntimeError):
+    """The exchange broke; the local gradients are untouched and it can be repeated."""
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The outcome of one exchange: the quorum it ran in and the members' rows, shape [num_members, row_width]."""
+
+    quorum: Quorum
+    rows: torch.Tensor
+
+
+class _Bucket:
+    """Gradients that travel together: a flat fp32 tensor and one view per parameter, in a fixed order."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], where: torch.device) -> None:
+        self.parameters = list(parameters)
+        sizes = [local(parameter).numel() for parameter in parameters]
+        self.flat = device.empty_bucket(sum(sizes), torch.float32, where)
+        self.views = [
+            part.view(local(parameter).shape)
+            for part, parameter in zip(self.flat.split(sizes), parameters, strict=True)
+        ]
+        self.missing: set[int] = set()
+        self.full: torch.Event | None = None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class GradientExchange:
+    """Sums gradients over the groups. One per rank; ranks of the same index in each group exchange with each other.
+
+    Args:
+        parameters: the trainable parameters, in the same order in every group.
+        membership: provides quorum and process group.
+        bucket_bytes: size of a bucket; a larger parameter gets a bucket of its own.
+        where: device of the buckets (`device.exchange_device`).
+        overlap: launch buckets during backward. Needs gradients that are final when autograd's hook runs, so not with
+            pipeline schedules or DDP inside a group.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        membership: Membership,
+        *,
+        bucket_bytes: int,
+        where: torch.device,
+        overlap: bool,
+    ) -> None:
+        self._membership = membership
+        self._where = where
+        # Autograd finishes the last layers first.
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad][::-1]
+        self._buckets = [_Bucket(group, where) for group in _partition(self.parameters, bucket_bytes)]
+        self._armed = False
+        self._flight: _Flight | None = None
+        if overlap:
+            for bucket in self._buckets:
+                for index, parameter in enumerate(bucket.parameters):
+                    parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+
+    def arm(self, contributes: Callable[[Quorum], bool]) -> None:
+        """Let the backward that follows launch the exchange: call it before the step's last backward.
+
+        `contributes` is asked once the quorum is known whether this group's gradients count; if not, zeros are sent.
+        """
+        self._launch(contributes)
+        self._armed = True
+
+    def finish(self, contributes: Callable[[Quorum], bool], row: Callable[[Quorum], Sequence[float]]) -> Reduced:
+        """Complete the exchange and return every member's row; the buckets then hold the sums.
+
+        The first call after `arm` completes the launched exchange; any other call makes a whole one from the local
+        gradients, which are only read. `row` builds this member's row once the quorum is known.
+
+        Raises:
+            ExchangeError: a member died or hung, or the process group could not be built. The process group has been
+                aborted, so that the other members see it at once.
+        """
+        if self._flight is None:
+            self._launch(contributes)
+        self._armed = False
+        flight = self._flight
+        assert flight is not None
+        try:
+            for bucket in self._buckets:
+                if bucket.missing:
+                    self._fill(bucket, sorted(bucket.missing))
+            return flight.finish(row)
+        except ExchangeError:
+            self._membership.abort()
+            raise
+        finally:
+            flight.join()
+            self._flight = None
+
+    def scale(self, factor: float) -> None:
+        """Multiply the reduced gradients by `factor`."""
+        if factor != 1.0:
+            for bucket in self._buckets:
+                bucket.flat.mul_(factor)
+
+    def reduced(self) -> list[torch.Tensor]:
+        """Copy the reduced gradients to host memory, one flat fp32 tensor per bucket."""
+        return [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
+
+    @torch.no_grad()
+    def write_gradients(self, reduced: list[torch.Tensor] | None = None) -> None:
+        """Make `reduced` (a result of `reduced()`; None = the buckets) the parameters' gradients."""
+        for index, bucket in enumerate(self._buckets):
+            if reduced is not None:
+                bucket.flat.copy_(reduced[index])
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local(parameter.grad).copy_(view, non_blocking=True)
+
+    def _launch(self, contributes: Callable[[Quorum], bool]) -> None:
+        for bucket in self._buckets:
+            bucket.missing = set(range(len(bucket.parameters)))
+        self._flight = _Flight(self._membership, self._buckets, self._where, contributes)
+
+    def _hook(self, bucket: _Bucket, index: int) -> Callable[[torch.Tensor], None]:
+        def copy_gradient(parameter: torch.Tensor) -> None:
+            if self._armed:
+                self._fill(bucket, [index])
+
+        return copy_gradient
+
+    @torch.no_grad()
+    def _fill(self, bucket: _Bucket, indices: Iterable[int]) -> None:
+        """Copy gradients into the bucket; hands it to the flight when it is full."""
+        for index in indices:
+            gradient = bucket.parameters[index].grad
+            if gradient is None:  # a parameter that this step did not use
+                bucket.views[index].zero_()
+            else:
+                bucket.views[index].copy_(local(gradient), non_blocking=True)
+            bucket.missing.discard(index)
+        if not bucket.missing and self._flight is not None:
+            bucket.full = device.record_event()
+            self._flight.hand_over(bucket)
+
+
+class _Flight:
+    """One exchange under way. Its thread waits for the quorum, so that neither backward nor a hook ever does."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        buckets: list[_Bucket],
+        where: torch.device,
+        contributes: Callable[[Quorum], bool],
+    ) -> None:
+        self._membership, self._buckets, self._where = membership, buckets, where
+        self._contributes = contributes
+        self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
+        self._works: list[Any] = []
+        self._quorum: Quorum | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="titan_ft_exchange", daemon=True)
+        self._thread.start()
+
+    def hand_over(self, bucket: _Bucket) -> None:
+        self._full.put(bucket)
+
+    def finish(self, row: Callable[[Quorum], Sequence[float]]) -> Reduced:
+        self._full.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._quorum is not None
+        try:
+            own = torch.tensor(row(self._quorum), dtype=torch.float64)
+            rows = torch.zeros((len(self._quorum.members), own.numel()), dtype=torch.float64, device=self._where)
+            rows[self._quorum.rank] = own
+            self._all_reduce(rows)
+            for work in self._works:
+                work.wait()
+            device.synchronize()
+            if (error := self._membership.process_group.errored()) is not None:
+                raise error
+            return Reduced(self._quorum, rows.cpu())
+        except Exception as error:  # every backend raises its own kinds for a lost peer
+            raise ExchangeError(f"{type(error).__name__}: {error}".split("\n", 1)[0]) from error
+
+    def join(self) -> None:
+        """End the thread; it never outlives its exchange, because the next one writes the same buckets."""
+        self._full.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            quorum = self._membership.wait()
+            if quorum.error is not None:
+                raise ExchangeError(quorum.error)
+            self._quorum = quorum
+            contributes = self._contributes(quorum)
+            full: set[int] = set()
+            with device.side_stream(self._where):
+                for bucket in self._buckets:
+                    while id(bucket) not in full:
+                        if (handed_over := self._full.get()) is None:
+                            return
+                        full.add(id(handed_over))
+                    device.synchronize([bucket.full])
+                    if not contributes:
+                        bucket.flat.zero_()
+                    self._all_reduce(bucket.flat)
+        except Exception as error:  # thread edge: finish() raises it on the training thread
+            known = isinstance(error, ExchangeError) or self._quorum is None
+            self._error = error if known else ExchangeError(f"{type(error).__name__}: {error}".split("\n", 1)[0])
+
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
+        assert self._quorum is not None
+        if len(self._quorum.members) > 1:
+            options = AllreduceOptions()
+            options.reduceOp = ReduceOp.SUM
+            self._works.append(self._membership.process_group.allreduce([tensor], options))
+
+
+def _partition(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
+    """Cut `parameters` into runs of at most `bucket_bytes` of fp32 (at least one parameter each), keeping the order."""
+    runs: list[list[torch.nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        size = local(parameter).numel() * 4
+        if not runs or size > room:
+            runs.append([])
+            room = bucket_bytes
+        runs[-1].append(parameter)
+        room -= size
+    return runs

@@ -1,0 +1,39 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Agreement among the ranks of one replica group, over the group's own process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """The ranks of this replica group. Every method is a collective: all ranks call it in the same order.
+
+    Args:
+        where: device of the group's collectives.
+        loss_group: process group of the ranks whose losses add up (torchtitan's "loss" mesh); None = this rank alone.
+    """
+
+    def __init__(self, where: torch.device, loss_group: dist.ProcessGroup | None) -> None:
+        self._where = where
+        self._loss_group = loss_group
+
+    def gather_losses(self, values: Sequence[float]) -> torch.Tensor:
+        """Gather `values` of the ranks whose losses add up: float64 [num_ranks, len(values)] on CPU."""
+        own = torch.tensor([values], dtype=torch.float64)
+        return own if self._loss_group is None else self._gather(own, self._loss_group)
+
+    def gather(self, value: int) -> list[int]:
+        """Gather an integer of every rank of the group, in rank order."""
+        own = torch.tensor([value], dtype=torch.int64)
+        return [int(v) for v in (own if dist.get_world_size() == 1 else self._gather(own, dist.group.WORLD))]
+
+    def _gather(self, own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        own = own.to(self._where)
+        gathered = own.new_empty((dist.get_world_size(group) * own.shape[0], *own.shape[1:]))
+        dist.all_gather_into_tensor(gathered, own, group=group)
+        return gathered.cpu()

@@ -1,0 +1,334 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who takes part in the step: quorum, process group and vote of one replica group.
+
+Built on `torchft.coordination` (ManagerServer, ManagerClient), not on `torchft.Manager`: the Manager couples the
+quorum to its own heal (it picks a donor per rank, fetches on the quorum thread, believes a joiner up to date after
+its first vote) and swallows errors of the exchange. With the layer below, a group reports the step it really holds
+and the heal is decided in the exchange, the same for all ranks of a group. What stays torchft's: lighthouse,
+heartbeats, quorum, the vote within a group and the reconfigurable process groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+
+from titan_ft.config import FaultTolerance
+from titan_ft.history.events import EventLog
+
+logger = logging.getLogger(__name__)
+
+_ID_SEPARATOR = "/"
+_RENDEZVOUS_SECONDS = 3.0  # all members got the quorum's reply at the same moment; one that is silent so long is gone
+
+
+@dataclass(frozen=True)
+class Member:
+    """One replica group's name at the lighthouse."""
+
+    slot: int
+    started: float
+    unique: str
+
+    @property
+    def replica_id(self) -> str:
+        """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
+        return _ID_SEPARATOR.join(("titan_ft", f"{self.slot:06d}", f"{self.started:.6f}", self.unique))
+
+    @staticmethod
+    def parse(replica_id: str) -> Member:
+        """Decode `replica_id`.
+
+        Raises:
+            ForeignMemberError: another kind of job talks to this lighthouse.
+        """
+        try:
+            name, slot, started, unique = replica_id.split(_ID_SEPARATOR)
+            if name != "titan_ft":
+                raise ValueError(name)
+            return Member(int(slot), float(started), unique)
+        except ValueError:
+            raise ForeignMemberError(
+                f"the lighthouse lists a member that is not a titan_ft replica group: {replica_id!r}; "
+                "give each job its own lighthouse"
+            ) from None
+
+
+class ForeignMemberError(RuntimeError):
+    """Another job shares this lighthouse."""
+
+
+class ReplacedError(RuntimeError):
+    """A newer process runs the replica group that this process believes it is."""
+
+
+class LighthouseError(RuntimeError):
+    """The lighthouse cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The members of one exchange.
+
+    `key` names this quorum among all of the job. `rank` and `members` are in the process group's order. `max_step` is the largest number of committed updates that
+    a member reported; `behind` says that this group reported fewer. `error` tells why the process group could not be
+    built (None when it stands): the exchange then fails at once and is repeated in the next quorum.
+    """
+
+    key: str
+    rank: int
+    members: tuple[Member, ...]
+    max_step: int
+    behind: bool
+    error: str | None = None
+
+    @property
+    def slots(self) -> list[int]:
+        """Return the members' slots in rank order."""
+        return [member.slot for member in self.members]
+
+
+class Membership:
+    """The group's seat at the lighthouse. Every rank of the group holds one; rank 0 also runs torchft's server.
+
+    All methods but `abort` are called by the training thread, in the same order on every rank of the group.
+    """
+
+    def __init__(
+        self,
+        config: FaultTolerance,
+        *,
+        process_group: Any,
+        lighthouse: str,
+        host: str,
+        group_rank: int,
+        group_world_size: int,
+        store: tuple[str, int],
+        address: str,
+        events: EventLog,
+    ) -> None:
+        from torchft.coordination import ManagerClient, ManagerServer
+
+        self._config = config
+        self._group_rank, self._group_world_size = group_rank, group_world_size
+        self._address = address
+        self._lighthouse = lighthouse
+        self._events = events
+        self.process_group = process_group
+        self._store_host, self._store_port = store
+        self._store = self._connect_store()
+        self._server: Any = None
+        if group_rank == 0:
+            self.member = Member(config.replica_id, time.time(), uuid.uuid4().hex)
+            # The server starts to heartbeat here: from now on the others wait for this group's first quorum request.
+            try:
+                self._server = ManagerServer(
+                    replica_id=self.member.replica_id,
+                    lighthouse_addr=lighthouse,
+                    hostname=host,
+                    bind="[::]:0",
+                    store_addr=f"{self._store_host}:{self._store_port}",
+                    world_size=group_world_size,
+                    heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
+                    connect_timeout=timedelta(seconds=config.connect_timeout_seconds),
+                    quorum_retries=0,
+                )
+            except Exception as error:
+                raise self._unreachable(error) from error
+            self._store.set("titan_ft/server", f"{self._server.address()} {self.member.replica_id}")
+        server, replica_id = self._store.get("titan_ft/server").decode().split(" ", 1)
+        self.member = Member.parse(replica_id)
+        self._client = ManagerClient(server, connect_timeout=timedelta(seconds=config.connect_timeout_seconds))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan_ft_quorum")
+        self._pending: Future[Quorum] | None = None
+        self._configured = ""  # key of the quorum that the process group was built for
+        self._peers: dict[int, str] = {}
+        self._abort_lock = threading.Lock()
+        self._failures = 0
+
+    def begin(self, step: int) -> None:
+        """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once."""
+        assert self._pending is None or self._pending.done(), "the previous quorum is still being asked for"
+        self._pending = self._thread.submit(self._ask, step, self._failures)
+
+    @property
+    def asked(self) -> bool:
+        """Say whether a quorum has been asked for and not been used by a vote yet."""
+        return self._pending is not None
+
+    def wait(self) -> Quorum:
+        """Wait for the quorum asked for.
+
+        Raises:
+            LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`.
+            ReplacedError: a newer process took this group's place.
+            ForeignMemberError: another job uses this lighthouse.
+        """
+        assert self._pending is not None, "begin() comes before wait()"
+        return self._pending.result()
+
+    def vote(self, step: int, ok: bool) -> bool:
+        """Agree within the group whether the exchange worked: true only if every rank of the group says so.
+
+        After a "no" the lighthouse renews the quorum's id, so that all members build a new process group.
+        """
+        timeout = timedelta(seconds=self._config.vote_timeout_seconds)
+        agreed = bool(self._client.should_commit(self._group_rank, step, ok, timeout))
+        self._failures = 0 if agreed else self._failures + 1
+        self._pending = None
+        return agreed
+
+    def peer_address(self, rank: int) -> str:
+        """Return the state server's address (host:port) of the same group rank in member `rank`."""
+        return self._peers[rank]
+
+    def abort(self) -> None:
+        """Break off the exchange under way, here and (through closed connections) at the other groups.
+
+        Ranks that saw nothing of the failure must not sit out a timeout: peers notice the closed connection, and the
+        other ranks of this group are told through the group's store.
+        """
+        quorum = self._configured
+        self._abort_process_group(quorum)
+        if quorum and self._group_world_size > 1:
+            self._store.set(self._broken_key(quorum), "1")
+
+    def close(self) -> None:
+        """Leave: stop the heartbeats and close the process group."""
+        if self._server is not None:
+            self._server.shutdown()
+        self._abort_process_group(self._configured)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # The quorum thread
+
+    def _ask(self, step: int, failures: int) -> Quorum:
+        reply = self._request(step, failures)
+        members = tuple(Member.parse(replica_id) for replica_id in reply.replica_ids)
+        self._refuse_duplicates(members)
+        # A restarted lighthouse counts quorum ids from the beginning: the members' unique names keep quorums apart.
+        names = hashlib.sha256(_ID_SEPARATOR.join(member.unique for member in members).encode()).hexdigest()[:16]
+        error, key = None, f"{reply.quorum_id}/{names}"
+        if key != self._configured:
+            error = self._configure(reply, members, key)
+            self._events.emit(
+                "joined", quorum=reply.quorum_id, participants=[member.slot for member in members], step=step
+            )
+        return Quorum(
+            key=key,
+            rank=reply.replica_rank,
+            members=members,
+            max_step=reply.max_step,
+            behind=reply.max_step > step,
+            error=error,
+        )
+
+    def _request(self, step: int, failures: int) -> Any:
+        """Ask until there is a quorum; gives up only when the lighthouse cannot be reached."""
+        timeout = self._config.quorum_timeout_seconds
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._client._quorum(
+                    group_rank=self._group_rank,
+                    step=step,
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=timedelta(seconds=timeout),
+                    init_sync=False,
+                    commit_failures=failures,
+                )
+            except TimeoutError:
+                # The lighthouse is there but waits for others: a slow group, or too few of them. Waiting loses nothing.
+                logger.warning("no quorum at step %d for %g s; the lighthouse waits for other groups", step, timeout)
+                deadline = time.monotonic() + timeout
+            except Exception as error:  # torchft raises RuntimeError for every other gRPC status
+                if time.monotonic() >= deadline:
+                    raise self._unreachable(error) from error
+                time.sleep(0.1)
+
+    def _unreachable(self, error: Exception) -> LighthouseError:
+        return LighthouseError(
+            f"no quorum from the lighthouse at {self._lighthouse} within "
+            f"fault_tolerance.quorum_timeout_seconds ({self._config.quorum_timeout_seconds:g} s): {error}; "
+            "check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE name it"
+        )
+
+    def _refuse_duplicates(self, members: tuple[Member, ...]) -> None:
+        """End this process when the same slot was started again: the newer process owns it."""
+        for other in members:
+            if other.slot == self.member.slot and other.started > self.member.started:
+                raise ReplacedError(
+                    f"replica group {self.member.slot} was started again elsewhere (as {other.unique}); "
+                    "this older process ends: fault_tolerance.replica_id must be unique among running groups"
+                )
+
+    def _configure(self, reply: Any, members: tuple[Member, ...], key: str) -> str | None:
+        """Build the process group of a new quorum; returns what went wrong, or None."""
+        if self._configured and self._group_world_size > 1:
+            self._store.set(self._broken_key(self._configured), "1")  # lets the old quorum's watcher end
+        with self._abort_lock:
+            self._configured = key
+        prefix = f"titan_ft/{key}/{self._group_rank}"
+        try:
+            if len(members) > 1:
+                self._peers = self._exchange_addresses(reply, prefix, len(members))
+            self.process_group.configure(
+                f"{reply.store_address}/{prefix}/pg",
+                self.member.replica_id,
+                reply.replica_rank,
+                len(members),
+                reply.quorum_id,
+                self._group_rank,
+                self._group_world_size,
+                [member.slot * self._group_world_size + self._group_rank for member in members],
+            )
+        except Exception as error:  # a member may die right here; the next quorum will be without it
+            return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        if self._group_world_size > 1:
+            threading.Thread(target=self._watch, args=(key,), name="titan_ft_abort_watch", daemon=True).start()
+        return None
+
+    def _exchange_addresses(self, reply: Any, prefix: str, world_size: int) -> dict[int, str]:
+        """Tell the members this rank's state server and learn theirs; shows at once when a member is gone already."""
+        host, _, port = reply.store_address.rpartition(":")
+        timeout = timedelta(seconds=_RENDEZVOUS_SECONDS)
+        store = PrefixStore(
+            prefix,
+            TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout),
+        )
+        store.set(str(reply.replica_rank), self._address)
+        store.wait([str(rank) for rank in range(world_size)], timeout)
+        return {rank: store.get(str(rank)).decode() for rank in range(world_size)}
+
+    # Failures seen by another rank of this group
+
+    def _watch(self, quorum: str) -> None:
+        """Abort when another rank of this group reports the quorum's exchange as broken."""
+        try:
+            self._connect_store().wait([self._broken_key(quorum)], timedelta(days=365))
+        except Exception:  # the store ends with the group: nothing is left to watch
+            return
+        self._abort_process_group(quorum)
+
+    def _abort_process_group(self, quorum: str) -> None:
+        with self._abort_lock:
+            if quorum == self._configured:
+                self.process_group.abort()
+
+    def _broken_key(self, quorum: str) -> str:
+        return f"titan_ft/broken/{self.member.unique}/{quorum}"
+
+    def _connect_store(self) -> TCPStore:
+        return TCPStore(self._store_host, self._store_port, is_master=False, wait_for_workers=False)
+

@@ -1,0 +1,150 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the groups tell each other with every exchange, and what follows from it.
+
+Each member writes one row of facts; the exchange sums the zero-padded rows, so that every member reads all of them.
+The decisions below are pure functions of these rows: every rank of every group comes to the same one by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Standing(IntEnum):
+    """A member's relation to the job's state."""
+
+    BEHIND = 0  # has not the state and asks for a donor
+    CATCHING_UP = 1  # fetches the state and queues the reduced gradients meanwhile
+    READY = 2  # has the state and trains
+    FINISHED = 3  # has the final state and stays for those that still need it
+
+    @property
+    def has_state(self) -> bool:
+        """Say whether a member of this standing claims to hold the job's state."""
+        return self >= Standing.READY
+
+
+@dataclass(frozen=True)
+class Row:
+    """One member's facts. Every field travels as a float64, so integers must stay below 2**53.
+
+    Attributes:
+        slot: the member's replica id.
+        standing: see `Standing`.
+        step: committed updates that the member's state has.
+        seen: largest number of committed updates that the member knows of.
+        lineage: 48-bit hash of the exchanges that made the state (see `descend`).
+        digest: 48-bit hash of the state's bytes on all ranks of the group; 0 = not taken at this step.
+        valid_tokens: tokens with a label that the member's loss counts: its weight in the mean. 0 = no gradient.
+        tokens: all tokens of its batches.
+        loss: its loss sum, scaled by 1 / (nominal tokens of all groups together).
+        max_loss: largest mean loss of one of its ranks.
+        heals: heals that the member began since it has been behind; the next one asks the next donor.
+    """
+
+    slot: int
+    standing: Standing
+    step: int
+    seen: int = 0
+    lineage: int = 0
+    digest: int = 0
+    valid_tokens: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    max_loss: float = 0.0
+    heals: int = 0
+
+    def encode(self) -> list[float]:
+        """Return the row as floats, in field order."""
+        return [float(value) for value in dataclasses.astuple(self)]
+
+    @staticmethod
+    def decode(values: Sequence[float]) -> Row:
+        """Rebuild a row from `encode`'s floats."""
+        pairs = zip(dataclasses.fields(Row), values, strict=True)
+        row = {field.name: value if field.name in ("loss", "max_loss") else int(value) for field, value in pairs}
+        row["standing"] = Standing(row["standing"])
+        return Row(**row)  # type: ignore[arg-type]  # every field was converted by name
+
+    @property
+    def has_state(self) -> bool:
+        """Say whether the member claims to hold the job's state."""
+        return self.standing.has_state
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rows of one exchange mean. Ranks are those of the quorum.
+
+    Attributes:
+        step: committed updates that the holders' state has; the exchange makes the next one.
+        holders: ranks that hold the job's state.
+        strays: ranks that claim to hold it but differ from the majority; they must heal.
+        tie: the claims differ and no majority exists.
+        contributors: holders whose gradient counts.
+        donors: for each rank that is behind, the holder that serves it.
+        catching_up: whether a member is still fetching from a donor.
+        valid_tokens, tokens, loss, max_loss: sums (and the largest) over the contributors.
+    """
+
+    step: int
+    holders: tuple[int, ...]
+    strays: tuple[int, ...]
+    tie: bool
+    contributors: tuple[int, ...]
+    donors: dict[int, int]
+    catching_up: bool
+    valid_tokens: int
+    tokens: int
+    loss: float
+    max_loss: float
+
+
+def judge(rows: Sequence[Row]) -> Verdict:
+    """Decide from all members' rows who holds the state, whose gradient counts and who serves whom."""
+    claims = [rank for rank, row in enumerate(rows) if row.has_state]
+    step = max((rows[rank].step for rank in claims), default=max(row.step for row in rows))
+    current = [rank for rank in claims if rows[rank].step == step]
+    votes = Counter((rows[rank].lineage, rows[rank].digest) for rank in current).most_common()
+    tie = len(votes) > 1 and votes[0][1] == votes[1][1]
+    if tie and step == 0:  # nothing is trained yet, so any of the initial states will do: the lowest slot's
+        tie, votes[0] = False, ((rows[current[0]].lineage, rows[current[0]].digest), 1)
+    holders = tuple(r for r in current if not tie and (rows[r].lineage, rows[r].digest) == votes[0][0])
+    contributors = tuple(r for r in holders if rows[r].standing == Standing.READY and rows[r].valid_tokens > 0)
+    behind = [rank for rank, row in enumerate(rows) if row.standing == Standing.BEHIND]
+    donors = {
+        rank: holders[(place + rows[rank].heals) % len(holders)] for place, rank in enumerate(behind) if holders
+    }
+    return Verdict(
+        step=step,
+        holders=holders,
+        strays=tuple(rank for rank in claims if rank not in holders),
+        tie=tie,
+        contributors=contributors,
+        donors=donors,
+        catching_up=any(row.standing == Standing.CATCHING_UP for row in rows),
+        valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
+        tokens=sum(rows[rank].tokens for rank in contributors),
+        loss=sum(rows[rank].loss for rank in contributors),
+        max_loss=max((rows[rank].max_loss for rank in contributors), default=0.0),
+    )
+
+
+def descend(lineage: int, quorum_key: str, step: int) -> int:
+    """Return the lineage of the state that update `step`, exchanged in the quorum `quorum_key`, makes of `lineage`.
+
+    Groups may decide differently about one exchange. If one that committed is then left out of the quorum, the others
+    repeat the step without it and two states of the same step exist. Their lineages differ.
+    """
+    return fold48(f"{lineage}/{quorum_key}/{step}")
+
+
+def fold48(text: str) -> int:
+    """Hash `text` to 48 bits, which a float64 carries exactly."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")

@@ -1,0 +1,257 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The state that a group heals from: what it is made of, its digest, its copy in host memory.
+
+The state of one rank is its local shards of parameters, persistent buffers and optimizer state, plus the scalars that
+steer an update: param groups (LR among them), LR schedulers and the trainer's counters. No collective is involved:
+rank r of a joiner takes over the bytes of rank r of its donor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan_ft import device
+from titan_ft.replica.exchange import local
+
+_ALIGNMENT = 64  # bytes; keeps every tensor of a payload aligned for any dtype
+_HASH_CHUNK = 1 << 20  # int64 lanes hashed at once: bounds the hash's extra memory to 16 MB
+
+
+class Counters(Protocol):
+    """The trainer's own progress besides the step, such as tokens seen."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's state after `step` committed updates, in host memory.
+
+    `header` is JSON text: step, lineage, scalars, and name, dtype, shape, offset of each tensor. `payload` is flat
+    uint8.
+    """
+
+    step: int
+    lineage: int
+    header: bytes
+    payload: torch.Tensor
+
+
+class StateMismatchError(RuntimeError):
+    """A snapshot does not fit this rank's model or optimizer."""
+
+
+class TrainState:
+    """Reads, copies, hashes and overwrites the state of one rank. All methods run on the training thread.
+
+    Args:
+        model_parts: as torchtitan's Trainer holds them.
+        optimizers: torchtitan's OptimizersContainer.
+        lr_schedulers: torchtitan's LRSchedulersContainer.
+        counters: the trainer's progress.
+    """
+
+    def __init__(
+        self, model_parts: list[torch.nn.Module], optimizers: Any, lr_schedulers: Any, counters: Counters
+    ) -> None:
+        self._model_parts = model_parts
+        self._optimizers = optimizers
+        self._lr_schedulers = lr_schedulers
+        self._counters = counters
+        self._spare: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def copy(self, step: int, lineage: int) -> Snapshot:
+        """Copy the state to host memory (pinned on GPU) and wait until the copy is complete."""
+        tensors = list(self._tensors())
+        entries, size = [], 0
+        for name, tensor, on_host in tensors:
+            shard = local(tensor)
+            entries.append(
+                {
+                    "name": name,
+                    "dtype": str(shard.dtype).removeprefix("torch."),
+                    "shape": list(shard.shape),
+                    "offset": size,
+                    "on_host": on_host,
+                }
+            )
+            size += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
+        payload, self._spare = self._spare, None
+        if payload is None or payload.numel() != size:
+            payload = device.empty_host(size, torch.uint8)
+        for entry, (_, tensor, _) in zip(entries, tensors, strict=True):
+            _view(payload, entry).copy_(local(tensor), non_blocking=True)
+        device.synchronize()
+        header = {"step": step, "lineage": lineage, "scalars": self._scalars(), "tensors": entries, "bytes": size}
+        return Snapshot(step, lineage, json.dumps(header).encode(), payload)
+
+    def reuse(self, snapshot: Snapshot) -> None:
+        """Take back a snapshot that nobody reads any more: its memory serves the next copy."""
+        self._spare = snapshot.payload
+
+    @torch.no_grad()
+    def load(self, snapshot: Snapshot) -> None:
+        """Overwrite this rank's state with `snapshot`.
+
+        Raises:
+            StateMismatchError: the donor's state has other tensors or shapes than this rank's (another model, other
+                parallel degrees or another optimizer).
+        """
+        header = json.loads(snapshot.header)
+        entries = {entry["name"]: entry for entry in header["tensors"]}
+        for name, tensor in self._model_tensors():
+            if (entry := entries.pop(name, None)) is None:
+                raise StateMismatchError(f"the donor's state has no {name}; all groups must run the same config")
+            self._check(entry, tensor)
+            local(tensor).copy_(_view(snapshot.payload, entry), non_blocking=True)
+        self._load_optimizers(entries, snapshot.payload)
+        self._load_scalars(header["scalars"])
+        device.synchronize()
+
+    @torch.no_grad()
+    def digest(self) -> str:
+        """Hash the bytes of parameters, buffers, optimizer state and LR of this rank.
+
+        Each tensor is hashed where it lives, as a sum of its 64-bit lanes times odd position-dependent weights modulo
+        2**64: any single changed bit changes the sum, and nothing but 8 bytes per tensor leaves the device.
+
+        Returns:
+            32 hex digits, equal on CPU and GPU for equal bytes.
+        """
+        names, sums = [], []
+        for name, tensor, _ in self._tensors():
+            shard = local(tensor)
+            names.append([name, str(shard.dtype), list(shard.shape)])
+            sums.append(_lane_sum(shard))
+        values = torch.stack([value.cpu() for value in sums]).tolist() if sums else []
+        groups = [_plain(group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        text = json.dumps([names, values, groups], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield (name, tensor, lives in host memory by choice of the optimizer) in a fixed order."""
+        for name, tensor in self._model_tensors():
+            yield name, tensor, False
+        for number, optimizer in enumerate(self._optimizers):
+            for index, parameter in enumerate(_parameters(optimizer)):
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    assert isinstance(value, torch.Tensor), f"optimizer state {key} is no tensor"
+                    on_host = value.device.type == "cpu" and parameter.device.type != "cpu"
+                    yield f"optimizer/{number}/{index}/{key}", value, on_host
+
+    def _model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, part in enumerate(self._model_parts):
+            for name, parameter in part.named_parameters():
+                yield f"model/{number}/{name}", parameter
+            for prefix, module in part.named_modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    if name not in module._non_persistent_buffers_set:
+                        yield f"buffer/{number}/{prefix}.{name}", buffer
+
+    def _scalars(self) -> dict[str, Any]:
+        return {
+            "param_groups": [[_plain(group) for group in optimizer.param_groups] for optimizer in self._optimizers],
+            "lr_schedulers": self._lr_schedulers.state_dict(),
+            "counters": self._counters.state_dict(),
+        }
+
+    def _load_scalars(self, scalars: dict[str, Any]) -> None:
+        # The schedulers first: the param groups then say what LR the next update really uses.
+        self._lr_schedulers.load_state_dict(scalars["lr_schedulers"])
+        for optimizer, groups in zip(self._optimizers, scalars["param_groups"], strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in values.items():
+                    if isinstance(group[key], torch.Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = tuple(value) if isinstance(group[key], tuple) else value
+        self._counters.load_state_dict(scalars["counters"])
+
+    def _load_optimizers(self, entries: dict[str, dict[str, Any]], payload: torch.Tensor) -> None:
+        """Rebuild each optimizer's state from what is left in `entries`: a fresh optimizer has none of its own yet."""
+        for number, optimizer in enumerate(self._optimizers):
+            for index, parameter in enumerate(_parameters(optimizer)):
+                prefix = f"optimizer/{number}/{index}/"
+                state = {}
+                for name in [name for name in entries if name.startswith(prefix)]:
+                    entry = entries.pop(name)
+                    value = _view(payload, entry).to("cpu" if entry["on_host"] else parameter.device, copy=True)
+                    state[name.removeprefix(prefix)] = _like(parameter, value)
+                optimizer.state[parameter] = state
+        if entries:
+            raise StateMismatchError(
+                f"the donor's state has {sorted(entries)[0]}, which this rank has not; all groups must run the same "
+                "config"
+            )
+
+    @staticmethod
+    def _check(entry: dict[str, Any], tensor: torch.Tensor) -> None:
+        shard = local(tensor)
+        found = (entry["dtype"], entry["shape"])
+        expected = (str(shard.dtype).removeprefix("torch."), list(shard.shape))
+        if found != expected:
+            raise StateMismatchError(
+                f"the donor's {entry['name']} is {found}, this rank's is {expected}; all groups must run the same "
+                "config with the same number of ranks"
+            )
+
+
+def _view(payload: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
+    dtype = getattr(torch, entry["dtype"])
+    size = dtype.itemsize
+    for length in entry["shape"]:
+        size *= length
+    return payload[entry["offset"] : entry["offset"] + size].view(dtype).view(entry["shape"])
+
+
+def _like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Give a state shard the sharding of its parameter; scalars such as Adam's step are no DTensors."""
+    if not isinstance(parameter, DTensor) or shard.shape != parameter.to_local().shape:
+        return shard
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a param group's hyperparameters as JSON values."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum the 64-bit lanes of `tensor` times odd weights, modulo 2**64; a scalar int64 tensor on its device."""
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    if odd := octets.numel() % 8:
+        octets = torch.cat([octets, octets.new_zeros(8 - odd)])
+    lanes = octets.view(torch.int64) if octets.data_ptr() % 8 == 0 else octets.clone().view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights = torch.arange(min(_HASH_CHUNK, lanes.numel()), device=tensor.device)
+    weights.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F).bitwise_or_(1)  # Knuth's MMIX multiplier, made odd
+    for number, chunk in enumerate(lanes.split(_HASH_CHUNK)):
+        total += (chunk * weights[: chunk.numel()]).sum() * (2 * number + 1)
+    return total

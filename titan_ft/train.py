@@ -1,0 +1,143 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The worker: `torchrun ... -m titan_ft.train --job.config_file F [torchtitan flags]`.
+
+Takes torchtitan's TOML and flags. With `[fault_tolerance] enable = false` it is torchtitan's own trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from titan_ft import config as ft_config
+from titan_ft.config import ConfigError
+
+BAD_CONFIG = 2  # exit status; a restart would end the same way
+DO_NOT_RESTART = 3  # exit status: this group must not come back by itself
+
+
+def main() -> None:
+    """Run one worker; ends the process."""
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft's servers log every heartbeat at info
+    try:
+        status = _run(sys.argv[1:], os.environ)
+    except ConfigError as error:
+        print(f"titan_ft: {error}", file=sys.stderr)
+        status = BAD_CONFIG
+    except Exception as error:  # process edge: what went wrong is printed, the status tells the supervisor
+        status = _explain(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads that wait for a lost peer in an RPC or a socket must not hold up the exit: heartbeats would go on.
+    os._exit(status)
+
+
+def _run(args: list[str], environ: Mapping[str, str]) -> int:
+    from titan_ft.launch.orphan import exit_with_parent
+
+    exit_with_parent()
+    toml = _config_file(args)
+    if toml is not None:
+        values = ft_config.load_toml(toml)
+        ft_config.check_toml(values)
+        args = _resolve_assets(args, values)
+
+    from titan_ft import device
+
+    device.prepare()
+    import torchtitan.train
+    from torchtitan.config import ConfigManager, JobConfig
+
+    from titan_ft import spec
+    from titan_ft.data.datasets import register_datasets
+
+    register_datasets()
+    manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
+    try:
+        job_config: Any = manager.parse_args(args)
+    except ValueError as error:  # torchtitan's answer to an unknown key of its own tables
+        raise ConfigError(" ".join(str(error).split())) from error
+    ft_config.validate(job_config)
+
+    trainer_class: type[torchtitan.train.Trainer] = torchtitan.train.Trainer
+    if job_config.fault_tolerance.enable:
+        from titan_ft.trainer import Launch, ReplicaTrainer
+
+        launch = Launch(
+            rank=int(environ["RANK"]),
+            store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),
+            lighthouse=ft_config.resolve_lighthouse(job_config.fault_tolerance, environ.get("TORCHFT_LIGHTHOUSE")),
+            token=environ.get("TITAN_FT_TOKEN", ""),
+            attempt=int(environ.get("TITAN_FT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+            config_digest=_config_digest(job_config),
+        )
+        trainer_class = type("Trainer", (ReplicaTrainer,), {"launch": launch})
+    else:
+        spec.register(job_config.model.name, job_config.fault_tolerance)
+
+    class ParsedConfig:
+        """Hands the config that was read and validated here to torchtitan's main()."""
+
+        def parse_args(self) -> Any:
+            return job_config
+
+    torchtitan.train.ConfigManager = ParsedConfig  # type: ignore[misc,assignment]  # main() builds its own otherwise
+    torchtitan.train.main(trainer_class)
+    return 0
+
+
+def _explain(error: Exception) -> int:
+    """Print one line for a known way to end, a traceback for a bug or a lost peer of the group itself."""
+    from titan_ft.replica.dimension import DivergedError, GaveUpError, JobLostError
+    from titan_ft.replica.membership import ForeignMemberError, LighthouseError, ReplacedError
+
+    final = isinstance(error, DivergedError | ForeignMemberError | ReplacedError)
+    if final or isinstance(error, GaveUpError | JobLostError | LighthouseError):
+        print(f"titan_ft: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return DO_NOT_RESTART if final else 1
+
+
+def _config_file(args: list[str]) -> str | None:
+    """Find the TOML among the flags, as torchtitan's ConfigManager does."""
+    names = ("--job.config_file", "--job.config-file")
+    for position, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name in names:
+            return value if equals else (args[position + 1] if position + 1 < len(args) else None)
+    return None
+
+
+def _resolve_assets(args: list[str], values: dict[str, Any]) -> list[str]:
+    """Replace a `titan_ft://` tokenizer by the folder in this package, before torchtitan looks for it."""
+    from titan_ft.data.assets import resolve
+
+    path = str(values.get("model", {}).get("hf_assets_path", ""))
+    try:
+        resolved = resolve(path)
+    except ValueError as error:
+        raise ConfigError(f"model.hf_assets_path: {error}") from error
+    given = any(arg.replace("-", "_").startswith("__model.hf_assets_path") for arg in args)
+    return args if resolved == path or given else [*args, f"--model.hf_assets_path={resolved}"]
+
+
+def _config_digest(job_config: Any) -> str:
+    """Hash what must be equal in all groups of a job; not where a group logs, and not its own id and addresses."""
+    values = job_config.to_dict()
+    for table in ("job", "metrics", "profiling", "comm"):
+        values.pop(table, None)
+    for key in ("replica_id", "advertise_address", "bind_address", "lighthouse", "events_folder"):
+        values["fault_tolerance"].pop(key, None)
+    values["model"].pop("hf_assets_path", None)
+    return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+if __name__ == "__main__":
+    main()
