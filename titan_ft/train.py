@@ -17,9 +17,7 @@ from typing import Any
 
 from titan_ft import config as ft_config
 from titan_ft.config import ConfigError
-
-BAD_CONFIG = 2  # exit status; a restart would end the same way
-DO_NOT_RESTART = 3  # exit status: this group must not come back by itself
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 
 
 def main() -> None:
@@ -29,7 +27,7 @@ def main() -> None:
         status = _run(sys.argv[1:], os.environ)
     except ConfigError as error:
         print(f"titan_ft: {error}", file=sys.stderr)
-        status = BAD_CONFIG
+        status = CONFIG_ERROR_CODE
     except Exception as error:  # process edge: what went wrong is printed, the status tells the supervisor
         status = _explain(error)
     sys.stdout.flush()
@@ -102,7 +100,7 @@ def _explain(error: Exception) -> int:
         print(f"titan_ft: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    return DO_NOT_RESTART if final else 1
+    return FINAL_CODE if final else 1
 
 
 def _config_file(args: list[str]) -> str | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 CONFIG_ERROR_CODE = 2
 """Exit status of a worker whose configuration is wrong: starting it again cannot help."""
+FINAL_CODE = 3
+"""Exit status of a worker whose group must not come back by itself: its state diverged, or another took its place."""
 
 
 def backoff_seconds(streak: int, *, first: float = 0.5, cap: float = 10.0) -> float:
@@ -50,6 +52,8 @@ class RestartPolicy:
         """
         if code == CONFIG_ERROR_CODE:
             return Decision(False, reason="the configuration is wrong (exit status 2); it is not started again")
+        if code == FINAL_CODE:
+            return Decision(False, reason="the group must not come back by itself (exit status 3); see its log")
         if self.num_restarts >= self.max_restarts:
             return Decision(False, reason=f"no restart left (--max-restarts {self.max_restarts})")
         if committed or alive_seconds >= self.healthy_seconds:
