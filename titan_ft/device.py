@@ -67,7 +67,9 @@ def exchange_device(process_group: str) -> torch.device:
     """Return where the exchange's buckets live: Gloo reduces in host memory, NCCL on the GPU."""
     if process_group == "gloo":
         return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator() or "cpu", torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "build_process_group refuses nccl without a GPU"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def build_process_group(process_group: str, timeout: timedelta) -> Any:

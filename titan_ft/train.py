@@ -28,7 +28,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"titan_ft: {error}", file=sys.stderr)
         status = CONFIG_ERROR_CODE
-    except Exception as error:  # process edge: what went wrong is printed, the status tells the supervisor
+    except Exception as error:  # noqa: BLE001  # process edge: what went wrong is printed, the status tells the supervisor
         status = _explain(error)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,22 +85,20 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         def parse_args(self) -> Any:
             return job_config
 
-    torchtitan.train.ConfigManager = ParsedConfig  # type: ignore[misc,assignment]  # main() builds its own otherwise
+    torchtitan.train.ConfigManager = ParsedConfig  # main() builds its own otherwise
     torchtitan.train.main(trainer_class)
     return 0
 
 
 def _explain(error: Exception) -> int:
     """Print one line for a known way to end, a traceback for a bug or a lost peer of the group itself."""
-    from titan_ft.replica.dimension import DivergedError, GaveUpError, JobLostError
-    from titan_ft.replica.membership import ForeignMemberError, LighthouseError, ReplacedError
+    from titan_ft.replica.errors import ReplicaError
 
-    final = isinstance(error, DivergedError | ForeignMemberError | ReplacedError)
-    if final or isinstance(error, GaveUpError | JobLostError | LighthouseError):
-        print(f"titan_ft: {error}", file=sys.stderr)
-    else:
+    if not isinstance(error, ReplicaError):
         traceback.print_exception(error)
-    return FINAL_CODE if final else 1
+        return 1
+    print(f"titan_ft: {error}", file=sys.stderr)
+    return 1 if error.restart else FINAL_CODE
 
 
 def _config_file(args: list[str]) -> str | None:

@@ -23,10 +23,12 @@ from titan_ft import device, spec
 from titan_ft.history.events import EventLog
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.replica.catch_up import Update
-from titan_ft.replica.dimension import Committed, Contribution, ReplicaDimension
+from titan_ft.replica.dimension import Committed, ReplicaDimension
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
+from titan_ft.replica.heal import Heal
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.round import Contribution, Rounds
 from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.transport import StateServer
 
@@ -56,11 +58,11 @@ class ReplicaTrainer(Trainer):
     """One rank of a replica group.
 
     Raises:
-        LighthouseError, ReplacedError, ForeignMemberError, JobLostError, DivergedError, GaveUpError: see
-            `titan_ft.replica`; each ends the run of this group with a message that says what to do.
+        ReplicaError: a known end of this group's part in the run; the message says what to do.
     """
 
     launch: Launch  # set by titan_ft.train on the subclass that it runs
+    ntokens_seen: int
 
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
@@ -76,6 +78,8 @@ class ReplicaTrainer(Trainer):
         super().__init__(job_config)
         self._num_batches = 0
         self._nominal_tokens = self._count_nominal_tokens()
+        loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
+        self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
         self._replica = self._build_replica()
         self._started = False
 
@@ -88,29 +92,28 @@ class ReplicaTrainer(Trainer):
                 self.step = self._replica.step
                 self._events.emit("training_finished", step=self.step, tokens=self.ntokens_seen, digest=digest)
         finally:
-            self._replica.close()
+            self._membership.close()
+            self._server.close()
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-        """Make one committed step, whatever happens to the other groups; or heal, which ends on a committed step too."""
+        """Make one committed step, whatever happens to the other groups; or heal, which ends on one too."""
         started = time.monotonic()
         if not self._started and self._enter():
-            return self._heal()
+            self._heal()
+            return
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        contribution = self._forward_backward(data_iterator)
-        committed = self._replica.commit(contribution)
+        committed = self._replica.commit(self._forward_backward(data_iterator))
         if committed is None:
-            return self._heal()
+            self._heal()
+            return
         grad_norm = self._apply(committed.update)
         self._report(committed, grad_norm, lr, time.monotonic() - started)
 
     def _enter(self) -> bool:
         """Join the job at the first step of this process; says whether the group must heal first."""
         self._started = True
-        behind = self._replica.start(self.step - 1)
-        if not behind:
-            self._replica.applied()
-        return behind
+        return self._replica.start(self.step - 1)
 
     def _heal(self) -> None:
         first = self.step == 1
@@ -122,9 +125,7 @@ class ReplicaTrainer(Trainer):
                 timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
             )
 
-    def _forward_backward(
-        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
-    ) -> Contribution:
+    def _forward_backward(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> Contribution:
         """Compute the local gradients of all microbatches; the last backward launches the exchange."""
         seen = self.ntokens_seen
         microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
@@ -142,7 +143,7 @@ class ReplicaTrainer(Trainer):
             loss = self.forward_backward_step(
                 input_dict=inputs,
                 labels=labels.to(self.device),
-                global_valid_tokens=self._nominal_tokens,  # type: ignore[arg-type]  # only ever a divisor
+                global_valid_tokens=self._nominal_tokens,  # only ever a divisor
             )
             losses.append(loss.detach())
         return self._gather_contribution(valid_tokens, tokens, torch.sum(torch.stack(losses)).item())
@@ -223,15 +224,32 @@ class ReplicaTrainer(Trainer):
         return batch * training.seq_len * self.job_config.fault_tolerance.group_size
 
     def _build_replica(self) -> ReplicaDimension:
-        config, dims = self.job_config.fault_tolerance, self.parallel_dims
+        config = self.job_config.fault_tolerance
         host = config.advertise_address or _resolve_address(self.launch.lighthouse)
-        timeout = timedelta(milliseconds=config.process_group_timeout_ms)
-        server = StateServer(
+        self._server = StateServer(
             config.bind_address or host, self.launch.token, config.process_group_timeout_ms / 1000, self._on_served
         )
-        loss_mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
-        self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
-        membership = Membership(
+        self._membership = self._join(host)
+        self._exchange = self._build_exchange()
+        state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _TokensSeen(self))
+        rounds = Rounds(
+            config, self._membership, self._exchange, state, self._server, self._events, self._nominal_tokens
+        )
+        return ReplicaDimension(
+            config,
+            rounds=rounds,
+            heal=Heal(config, rounds, state, self._group, self._events, self.launch.token, self._apply),
+            state=state,
+            group=self._group,
+            nominal_tokens=self._nominal_tokens,
+            total_steps=self.job_config.training.steps,
+        )
+
+    def _join(self, host: str) -> Membership:
+        config = self.job_config.fault_tolerance
+        timeout = timedelta(milliseconds=config.process_group_timeout_ms)
+        port = self._server.port
+        return Membership(
             config,
             process_group=device.build_process_group(config.process_group, timeout),
             lighthouse=self.launch.lighthouse,
@@ -239,30 +257,20 @@ class ReplicaTrainer(Trainer):
             group_rank=self.launch.rank,
             group_world_size=torch.distributed.get_world_size(),
             store=self.launch.store,
-            address=f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}",
+            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
             events=self._events,
         )
-        self._exchange = GradientExchange(
+
+    def _build_exchange(self) -> GradientExchange:
+        config, dims = self.job_config.fault_tolerance, self.parallel_dims
+        return GradientExchange(
             (parameter for part in self.model_parts for parameter in part.parameters()),
-            membership,
+            self._membership,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
             where=device.exchange_device(config.process_group),
             # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch, and
             # DDP inside the group reduces after it.
             overlap=not dims.pp_enabled and (dims.fsdp_enabled or not dims.dp_replicate_enabled),
-        )
-        return ReplicaDimension(
-            config,
-            membership=membership,
-            exchange=self._exchange,
-            state=TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _TokensSeen(self)),
-            server=server,
-            group=self._group,
-            events=self._events,
-            token=self.launch.token,
-            nominal_tokens=self._nominal_tokens,
-            total_steps=self.job_config.training.steps,
-            apply=self._apply,
         )
 
     def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
@@ -305,4 +313,3 @@ def _resolve_address(lighthouse: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # a datagram socket: chooses the route, sends nothing
         return str(probe.getsockname()[0])
-

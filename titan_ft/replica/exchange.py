@@ -213,7 +213,7 @@ class _Flight:
                 raise error
             return Reduced(self._quorum, rows.cpu())
         except Exception as error:  # every backend raises its own kinds for a lost peer
-            raise ExchangeError(f"{type(error).__name__}: {error}".split("\n", 1)[0]) from error
+            raise _broken(error) from error
 
     def join(self) -> None:
         """End the thread; it never outlives its exchange, because the next one writes the same buckets."""
@@ -238,16 +238,23 @@ class _Flight:
                     if not contributes:
                         bucket.flat.zero_()
                     self._all_reduce(bucket.flat)
-        except Exception as error:  # thread edge: finish() raises it on the training thread
+        except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
+            # Without a quorum it is no broken exchange but the membership's own word.
             known = isinstance(error, ExchangeError) or self._quorum is None
-            self._error = error if known else ExchangeError(f"{type(error).__name__}: {error}".split("\n", 1)[0])
+            self._error = error if known else _broken(error)
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         assert self._quorum is not None
         if len(self._quorum.members) > 1:
             options = AllreduceOptions()
-            options.reduceOp = ReduceOp.SUM
+            options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
             self._works.append(self._membership.process_group.allreduce([tensor], options))
+
+
+def _broken(error: Exception) -> ExchangeError:
+    if isinstance(error, AssertionError):  # torchft's way to say that the process group was aborted
+        return ExchangeError("aborted: another rank of this group lost a peer")
+    return ExchangeError(f"{type(error).__name__}: {error}".split("\n", 1)[0])
 
 
 def _partition(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:

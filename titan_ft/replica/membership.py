@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
+from titan_ft.replica.errors import ForeignMemberError, LighthouseError, ReplacedError
 
 logger = logging.getLogger(__name__)
 
@@ -64,25 +65,17 @@ class Member:
             ) from None
 
 
-class ForeignMemberError(RuntimeError):
-    """Another job shares this lighthouse."""
-
-
-class ReplacedError(RuntimeError):
-    """A newer process runs the replica group that this process believes it is."""
-
-
-class LighthouseError(RuntimeError):
-    """The lighthouse cannot be reached."""
-
-
 @dataclass(frozen=True)
 class Quorum:
     """The members of one exchange.
 
-    `key` names this quorum among all of the job. `rank` and `members` are in the process group's order. `max_step` is the largest number of committed updates that
-    a member reported; `behind` says that this group reported fewer. `error` tells why the process group could not be
-    built (None when it stands): the exchange then fails at once and is repeated in the next quorum.
+    Attributes:
+        key: names this quorum among all of the job.
+        rank, members: in the process group's order.
+        max_step: largest number of committed updates that a member reported.
+        behind: whether this group reported fewer.
+        error: why the process group could not be built (None when it stands): the exchange then fails at once and is
+            repeated in the next quorum.
     """
 
     key: str
@@ -293,7 +286,7 @@ class Membership:
                 self._group_world_size,
                 [member.slot * self._group_world_size + self._group_rank for member in members],
             )
-        except Exception as error:  # a member may die right here; the next quorum will be without it
+        except Exception as error:  # noqa: BLE001  # a member may die right here; the next quorum is without it
             return f"{type(error).__name__}: {error}".split("\n", 1)[0]
         if self._group_world_size > 1:
             threading.Thread(target=self._watch, args=(key,), name="titan_ft_abort_watch", daemon=True).start()
@@ -317,7 +310,7 @@ class Membership:
         """Abort when another rank of this group reports the quorum's exchange as broken."""
         try:
             self._connect_store().wait([self._broken_key(quorum)], timedelta(days=365))
-        except Exception:  # the store ends with the group: nothing is left to watch
+        except Exception:  # noqa: BLE001  # thread edge: the store ended with the group, nothing is left to watch
             return
         self._abort_process_group(quorum)
 
@@ -331,4 +324,3 @@ class Membership:
 
     def _connect_store(self) -> TCPStore:
         return TCPStore(self._store_host, self._store_port, is_master=False, wait_for_workers=False)
-

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class Standing(IntEnum):
@@ -67,10 +68,11 @@ class Row:
     @staticmethod
     def decode(values: Sequence[float]) -> Row:
         """Rebuild a row from `encode`'s floats."""
-        pairs = zip(dataclasses.fields(Row), values, strict=True)
-        row = {field.name: value if field.name in ("loss", "max_loss") else int(value) for field, value in pairs}
-        row["standing"] = Standing(row["standing"])
-        return Row(**row)  # type: ignore[arg-type]  # every field was converted by name
+        fields: dict[str, Any] = {}
+        for field, value in zip(dataclasses.fields(Row), values, strict=True):
+            fields[field.name] = value if field.name in ("loss", "max_loss") else int(value)
+        fields["standing"] = Standing(fields["standing"])
+        return Row(**fields)
 
     @property
     def has_state(self) -> bool:
@@ -118,9 +120,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     holders = tuple(r for r in current if not tie and (rows[r].lineage, rows[r].digest) == votes[0][0])
     contributors = tuple(r for r in holders if rows[r].standing == Standing.READY and rows[r].valid_tokens > 0)
     behind = [rank for rank, row in enumerate(rows) if row.standing == Standing.BEHIND]
-    donors = {
-        rank: holders[(place + rows[rank].heals) % len(holders)] for place, rank in enumerate(behind) if holders
-    }
+    donors = {rank: holders[(place + rows[rank].heals) % len(holders)] for place, rank in enumerate(behind) if holders}
     return Verdict(
         step=step,
         holders=holders,

@@ -13,6 +13,7 @@ in place of "offset" for the header, "done" when the joiner has everything. Each
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -23,7 +24,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, cast
+from io import BufferedRWPair
+from typing import Any
 
 import torch
 
@@ -120,10 +122,10 @@ class StateServer:
                 self._served(str(request["done"]), snapshot, self._copy_seconds, time.monotonic() - started)
 
     @staticmethod
-    def _answer(stream: BinaryIO, connection: socket.socket, request: dict[str, Any], snapshot: Snapshot) -> None:
+    def _answer(stream: BufferedRWPair, connection: socket.socket, request: dict[str, Any], snapshot: Snapshot) -> None:
         if "offset" in request:
             start = int(request["offset"])
-            data = memoryview(snapshot.payload.numpy())[start : start + int(request["bytes"])]
+            data = _octets(snapshot.payload)[start : start + int(request["bytes"])]
         else:
             data = memoryview(snapshot.header if request.get("header") else b"")
         _write(stream, {"bytes": data.nbytes})
@@ -147,7 +149,7 @@ def fetch(address: str, token: str, step: int, joiner: str, connections: int, ti
             facts = json.loads(header)
             size = int(facts["bytes"])
             payload = device.empty_host(size, torch.uint8)
-            target = memoryview(payload.numpy())
+            target = _octets(payload)
             offsets = list(range(0, size, _CHUNK))
 
             def fetch_share(number: int) -> None:
@@ -190,7 +192,7 @@ class _Connection:
         done = 0
         while done < size:
             self._socket.settimeout(self._remaining())
-            count = cast(Any, self._stream).readinto(into[done:])
+            count = self._stream.readinto(into[done:])
             if not count:
                 raise ConnectionError("the donor closed the connection")
             done += count
@@ -230,22 +232,25 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(address, socketserver.BaseRequestHandler)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        try:
+        # The joiner went away or does not speak the protocol: its loss, it asks again or elsewhere.
+        with contextlib.suppress(OSError, ValueError, KeyError):
             self._handle(request)
-        except (OSError, ValueError, KeyError):
-            pass  # the joiner went away or does not speak the protocol: its loss, it asks again or elsewhere
+
+
+def _octets(payload: torch.Tensor) -> memoryview:
+    return memoryview(payload.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 def _proof(token: str, role: str, donor_nonce: str, joiner_nonce: str) -> str:
     return hmac.new(token.encode(), f"{role}:{donor_nonce}:{joiner_nonce}".encode(), hashlib.sha256).hexdigest()
 
 
-def _write(stream: BinaryIO, message: dict[str, Any]) -> None:
+def _write(stream: BufferedRWPair, message: dict[str, Any]) -> None:
     stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()
 
 
-def _read(stream: BinaryIO) -> dict[str, Any]:
+def _read(stream: BufferedRWPair) -> dict[str, Any]:
     """Read one line; an empty dict says that the other end closed the connection."""
     line = stream.readline(_MAX_LINE)
     message = json.loads(line) if line else {}

@@ -1,0 +1,227 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A job of several replica groups on this host: lighthouse, groups of workers, restarts as torchrun would do them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.client import REPOSITORY, Process, ZygoteClient
+
+from titan_ft.history.events import Event, read_events
+from titan_ft.launch.run_paths import RunPaths
+
+CONFIG = REPOSITORY / "configs" / "llama3_debug.toml"
+TINY = (
+    "--model.flavor=tiny",  # see harness.hooks
+    "--training.seq_len=32",
+    "--training.local_batch_size=2",
+    "--fault_tolerance.bucket_size_mb=0.1",  # several buckets even so
+    "--fault_tolerance.digest_every=1",
+)
+_GRACE_SECONDS = 2.0
+_NEVER_RESTARTED = (2, 3)  # exit statuses that say so, see titan_ft.train
+
+
+class Group:
+    """The workers of one replica group; an attempt is a start of all of them."""
+
+    def __init__(self, replica: int, ranks: int) -> None:
+        self.replica, self.num_ranks = replica, ranks
+        self.attempt = -1
+        self.workers: list[Process] = []
+        self.ended: list[list[int]] = []  # exit statuses of the attempts before
+        self.store: Process | None = None
+        self.stopping_since: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Say whether a worker of this attempt failed."""
+        return any(worker.code not in (None, 0) for worker in self.workers)
+
+    @property
+    def gone(self) -> bool:
+        """Say whether all workers of this attempt have ended."""
+        return not any(worker.running for worker in self.workers)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.workers) and all(worker.code == 0 for worker in self.workers)
+
+
+class Job:
+    """Starts a job and watches over it.
+
+    Args:
+        folder: for all of its files.
+        groups, ranks: number of replica groups and of ranks in each.
+        flags: torchtitan flags on top of `CONFIG`; with `TINY` if `tiny`.
+        hooks: settings of `harness.hooks` in every worker.
+        restart: whether a group that failed is started again.
+    """
+
+    def __init__(
+        self,
+        zygote: ZygoteClient,
+        folder: Path,
+        *,
+        groups: int,
+        ranks: int = 1,
+        steps: int = 12,
+        flags: Sequence[str] = (),
+        tiny: bool = True,
+        hooks: Mapping[str, Any] | None = None,
+        restart: bool = True,
+    ) -> None:
+        self.paths = RunPaths(folder / "run")
+        self.markers = folder / "markers"
+        self.markers.mkdir(parents=True)
+        self.groups = [Group(replica, ranks) for replica in range(groups)]
+        self.steps, self.restart = steps, restart
+        self._zygote = zygote
+        self._hooks = dict(hooks or {})
+        self._flags = [
+            f"--job.config_file={CONFIG}",
+            f"--job.dump_folder={self.paths.root}",
+            f"--training.steps={steps}",
+            "--metrics.no-enable-tensorboard",
+            "--experimental.custom_import=harness.hooks",
+            f"--fault_tolerance.group_size={groups}",
+            *(TINY if tiny else ()),
+            *flags,
+        ]
+        self._lighthouse: Process | None = None
+        self._address = ""
+
+    # What a test does with it
+
+    def run(self, seconds: float = 120) -> list[Event]:
+        """Start the job and wait until every group has ended for good; returns the events."""
+        self.start()
+        self.wait_until(lambda: all(map(self._is_over, self.groups)), seconds, "every group has ended")
+        return self.events()
+
+    def start(self) -> None:
+        """Start lighthouse and groups."""
+        self._lighthouse = self._zygote.start("harness.zygote:lighthouse", self.paths.root / "lighthouse.log")
+        self._address = self._announced(self._lighthouse, "lighthouse listening at ")
+        for group in self.groups:
+            self._start_group(group)
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
+        """Watch over the job until `condition` is true; fails with the workers' stacks and logs after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                self._fail(f"not within {seconds:g} s: {what}")
+            self._zygote.poll()
+            for group in self.groups:
+                self._watch(group)
+        return value
+
+    def events(self, *names: str) -> list[Event]:
+        """Return the events of the run so far, all or those of these names."""
+        events = read_events(self.paths.events)
+        return [event for event in events if event["event"] in names] if names else events
+
+    def output(self, replica: int, rank: int = 0, attempt: int = 0) -> str:
+        """Return what a worker has printed."""
+        path = self.paths.logs(replica, attempt, rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        processes = [worker for group in self.groups for worker in (*group.workers, group.store)]
+        for process in (*processes, self._lighthouse):
+            if process is not None:
+                self._zygote.signal(process, signal.SIGKILL)
+
+    # The agent of each group
+
+    def _start_group(self, group: Group) -> None:
+        group.attempt += 1
+        group.stopping_since = None
+        folder = self.paths.logs(group.replica, group.attempt, 0).parent
+        group.store = self._zygote.start("harness.zygote:store", folder / "store.log")
+        port = self._announced(group.store, "store listening at ")
+        group.workers = []
+        for rank in range(group.num_ranks):
+            hooks = {
+                **self._hooks,
+                "replica": group.replica,
+                "rank": rank,
+                "attempt": group.attempt,
+                "markers": str(self.markers),
+            }
+            env = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(group.num_ranks),
+                "LOCAL_WORLD_SIZE": str(group.num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(group.attempt),
+                "TITAN_FT_ATTEMPT": str(group.attempt),
+                "TITAN_FT_TOKEN": "a secret of this run",
+                "TORCHFT_LIGHTHOUSE": self._address,
+                "TITAN_FT_TEST_HOOKS": json.dumps(hooks),
+            }
+            argv = [*self._flags, f"--fault_tolerance.replica_id={group.replica}"]
+            log = self.paths.logs(group.replica, group.attempt, rank)
+            group.workers.append(self._zygote.start("titan_ft.train:main", log, argv, env))
+
+    def _watch(self, group: Group) -> None:
+        """Do what torchrun's agent does: one worker's failure ends the group, which is then started again."""
+        if not group.failed:
+            return
+        if not group.gone:
+            if group.stopping_since is None:
+                group.stopping_since = time.monotonic()
+                self._signal(group, signal.SIGTERM)
+            elif time.monotonic() > group.stopping_since + _GRACE_SECONDS:
+                self._signal(group, signal.SIGKILL)
+            return
+        self._end_attempt(group)
+        if self._restarts(group):
+            self._start_group(group)
+
+    def _end_attempt(self, group: Group) -> None:
+        if len(group.ended) == group.attempt:
+            group.ended.append([worker.code for worker in group.workers if worker.code is not None])
+            if group.store is not None:
+                self._zygote.signal(group.store, signal.SIGKILL)
+
+    def _restarts(self, group: Group) -> bool:
+        return self.restart and not any(worker.code in _NEVER_RESTARTED for worker in group.workers)
+
+    def _is_over(self, group: Group) -> bool:
+        return group.finished or (group.failed and group.gone and not self._restarts(group))
+
+    def _signal(self, group: Group, signum: signal.Signals) -> None:
+        for worker in group.workers:
+            self._zygote.signal(worker, signum)
+
+    def _announced(self, process: Process, text: str) -> str:
+        def find() -> str | None:
+            lines = [line for line in process.output().splitlines(keepends=True) if line.endswith("\n")]
+            return next((line.strip().removeprefix(text) for line in lines if line.startswith(text)), None)
+
+        found: str = self._zygote.wait_until(find, 30, f"{text!r} in {process.log}")
+        return found
+
+    def _fail(self, reason: str) -> None:
+        for group in self.groups:
+            self._signal(group, signal.SIGUSR1)  # prints the stacks of all threads
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            self._zygote.poll()
+        logs = [path for path in sorted(self.paths.root.glob("logs/*/*/rank-*.log"))]
+        tails = "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
+        pytest.fail(f"{reason}\n{tails}")

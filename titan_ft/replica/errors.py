@@ -1,0 +1,39 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The known ways in which a group's part in the run ends. Each message says what to do; none is a bug's traceback."""
+
+
+class ReplicaError(RuntimeError):
+    """Base of the errors below."""
+
+    restart = True  # whether a supervisor may start the group again
+
+
+class LighthouseError(ReplicaError):
+    """The lighthouse cannot be reached."""
+
+
+class GaveUpError(ReplicaError):
+    """The exchange kept failing, or too few groups came."""
+
+
+class JobLostError(ReplicaError):
+    """No living group holds the job's state."""
+
+
+class DivergedError(ReplicaError):
+    """The groups' states differ and no majority says which is right."""
+
+    restart = False
+
+
+class ForeignMemberError(ReplicaError):
+    """Another job shares this lighthouse."""
+
+    restart = False
+
+
+class ReplacedError(ReplicaError):
+    """A newer process runs the replica group that this process believes it is."""
+
+    restart = False
