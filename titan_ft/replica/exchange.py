@@ -142,7 +142,7 @@ class GradientExchange:
             if reduced is not None:
                 bucket.flat.copy_(reduced[index])
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is None:
+                if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
                     parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(view, non_blocking=True)
 
@@ -166,7 +166,7 @@ class GradientExchange:
             if gradient is None:  # a parameter that this step did not use
                 bucket.views[index].zero_()
             else:
-                bucket.views[index].copy_(local(gradient), non_blocking=True)
+                bucket.views[index].copy_(_shard(gradient, bucket.parameters[index]), non_blocking=True)
             bucket.missing.discard(index)
         if not bucket.missing and self._flight is not None:
             bucket.full = device.record_event()
@@ -249,6 +249,17 @@ class _Flight:
             options = AllreduceOptions()
             options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
             self._works.append(self._membership.process_group.allreduce([tensor], options))
+
+
+def _layout(tensor: torch.Tensor) -> object:
+    return tensor.placements if isinstance(tensor, DTensor) else None
+
+
+def _shard(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `gradient`, sharded as its parameter; tensor parallelism leaves some otherwise."""
+    if isinstance(gradient, DTensor) and _layout(gradient) != _layout(parameter):
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]  # a DTensor too
+    return local(gradient)
 
 
 def _broken(error: Exception) -> ExchangeError:

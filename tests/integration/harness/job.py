@@ -63,7 +63,7 @@ class Job:
         groups, ranks: number of replica groups and of ranks in each.
         flags: torchtitan flags on top of `CONFIG`; with `TINY` if `tiny`.
         hooks: settings of `harness.hooks` in every worker.
-        restart: whether a group that failed is started again.
+        max_restarts: how often each group may be started again after a failure.
     """
 
     def __init__(
@@ -73,17 +73,18 @@ class Job:
         *,
         groups: int,
         ranks: int = 1,
-        steps: int = 12,
+        steps: int = 16,
         flags: Sequence[str] = (),
         tiny: bool = True,
         hooks: Mapping[str, Any] | None = None,
-        restart: bool = True,
+        max_restarts: int = 3,
     ) -> None:
         self.paths = RunPaths(folder / "run")
         self.markers = folder / "markers"
         self.markers.mkdir(parents=True)
         self.groups = [Group(replica, ranks) for replica in range(groups)]
-        self.steps, self.restart = steps, restart
+        self.steps = steps
+        self._max_restarts = max_restarts
         self._zygote = zygote
         self._hooks = dict(hooks or {})
         self._flags = [
@@ -199,7 +200,8 @@ class Job:
                 self._zygote.signal(group.store, signal.SIGKILL)
 
     def _restarts(self, group: Group) -> bool:
-        return self.restart and not any(worker.code in _NEVER_RESTARTED for worker in group.workers)
+        final = any(worker.code in _NEVER_RESTARTED for worker in group.workers)
+        return group.attempt < self._max_restarts and not final
 
     def _is_over(self, group: Group) -> bool:
         return group.finished or (group.failed and group.gone and not self._restarts(group))

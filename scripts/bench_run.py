@@ -1,0 +1,96 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Start the processes of one run of the benchmark, and end exactly those."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench_systems import Command, commands, to_toml
+
+import titan_ft
+
+POLL_SECONDS = 0.2
+STOP_SECONDS = 15.0
+
+
+class BenchError(RuntimeError):
+    """A run did not do what was to be measured."""
+
+
+class Run:
+    """The processes of one system in one folder; a context manager that ends them.
+
+    Args:
+        config: what the system reads, as `derive_config` returns it.
+    """
+
+    def __init__(self, system: str, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self.system, self.run_dir = system, run_dir
+        run_dir.mkdir(parents=True)
+        (run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        self._started: list[tuple[Command, subprocess.Popen[bytes]]] = []
+
+    def __enter__(self) -> Run:
+        root = str(Path(titan_ft.__file__).parents[1])
+        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+        # Quiet servers and one thread per rank for all systems alike: torchft's log of each heartbeat costs time.
+        env = {**os.environ, "PYTHONPATH": path, "RUST_LOG": "warn", "OMP_NUM_THREADS": "1"}
+        for command in commands(self.system, self.run_dir):
+            with (self.run_dir / f"{command.name}.log").open("wb") as output:
+                process = subprocess.Popen(
+                    command.args,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                )
+            self._started.append((command, process))
+        return self
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait until the training processes have finished.
+
+        Raises:
+            BenchError: one failed, or the time is over.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while self.is_running():
+            if time.monotonic() > deadline:
+                raise BenchError(f"{self.system} did not finish within {timeout_seconds:g} s; logs in {self.run_dir}")
+            time.sleep(POLL_SECONDS)
+
+    def is_running(self) -> bool:
+        """Tell whether a training process still runs.
+
+        Raises:
+            BenchError: a process ended that should not have.
+        """
+        for command, process in self._started:
+            code = process.poll()
+            if code or (code is not None and command.service):
+                raise BenchError(f"{self.system}: {command.name} ended with status {code}; logs in {self.run_dir}")
+        return any(process.poll() is None for command, process in self._started if not command.service)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _, process in reversed(self._started):
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for _, process in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # workers end by themselves once their parent is gone
+                process.wait()

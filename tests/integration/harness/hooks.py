@@ -1,0 +1,285 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What tests put into a worker, through torchtitan's `--experimental.custom_import=harness.hooks`.
+
+The product has no code for tests: on import, this module wraps methods of the engine, steered by the JSON in the
+environment variable TITAN_FT_TEST_HOOKS:
+
+    replica, rank, attempt, markers   who this worker is, and a folder where workers leave marks for each other
+    faults   [{"replica", "rank", "attempt", "point", "step", "after"}]: at the first passage of `point` in a step >=
+             `step` (None: any), once all marks of `after` are there, the worker kills itself with SIGKILL
+    hold     number of steps that a group goes on before it waits for one that was killed to be back, and again before it
+             waits for a joiner's transfer, so that heals happen amid training on any machine (None: never)
+    flips    [{"replica", "rank", "step"}]: flip one bit of a parameter after the optimizer made that step
+    mask     whether a pattern of labels is masked, which differs between data shards and batches
+    record   folder where what torchtitan logs is also written, in full precision
+    dump     whether the final parameters are written there, too
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torchtitan.train
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
+
+from titan_ft.replica import heal, transport
+from titan_ft.replica.dimension import ReplicaDimension
+from titan_ft.replica.exchange import _Flight, local
+from titan_ft.replica.membership import Membership
+from titan_ft.replica.snapshot import TrainState
+from titan_ft.replica.transport import StateServer
+from titan_ft.trainer import ReplicaTrainer
+
+SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
+_HOLD_SECONDS = 60.0
+
+# Steps of a few milliseconds; deep enough that forward and backward have a middle.
+llama3_args["tiny"] = TransformerModelArgs(dim=64, n_layers=3, n_heads=4, vocab_size=2048)
+transport._CHUNK = 1 << 18  # a tiny state, too, takes several requests
+
+
+class Worker:
+    """This worker's progress, as the hooks see it."""
+
+    def __init__(self) -> None:
+        self.step = 0  # the step under way
+        self.forwards = 0  # calls of the model since the last commit
+        self.held_seconds = 0.0  # spent waiting for other groups since the last commit, by order of a test
+        self.handed_over = 0  # buckets of this exchange
+        self.reductions = 0  # all-reduces of this exchange
+        self.passed: dict[str, int] = {}  # steps begun since a mark was first seen
+        self.events: Any = None
+        self.markers = Path(SETTINGS["markers"])
+        # There as long as this rank fetches a donor's state.
+        self.fetching = self.markers / "fetching-{replica}-{attempt}-{rank}".format(**SETTINGS)
+
+    def is_target(self, what: dict[str, Any]) -> bool:
+        me = all(what.get(key, 0) == SETTINGS[key] for key in ("replica", "rank"))
+        return me and what.get("attempt", 0) in (SETTINGS["attempt"], "any")
+
+    def mark(self, text: str) -> None:
+        """Leave a mark of this group's attempt."""
+        (self.markers / f"{text}-{SETTINGS['replica']}-{SETTINGS['attempt']}").touch()
+
+    def at(self, point: str) -> None:
+        """Pass `point`; does not return if a fault waits there."""
+        for fault in SETTINGS.get("faults", ()):
+            due = fault["point"] == point and self.is_target(fault) and self.step >= (fault.get("step") or 0)
+            if due and all((self.markers / mark).exists() for mark in fault.get("after", ())):
+                self.mark("down")
+                self.fetching.unlink(missing_ok=True)
+                target = {"replica": SETTINGS["replica"], "rank": SETTINGS["rank"]}
+                self.events.emit("fault_injected", fault=f"sigkill:{point}", target=target, seed=None, step=self.step)
+                os.kill(os.getpid(), signal.SIGKILL)
+                signal.pause()  # the signal may come to another thread
+
+    def hold(self) -> None:
+        """Wait for groups that were killed and for transfers that began, once `hold` steps were made without them."""
+        limit = SETTINGS.get("hold")
+        if limit is None:
+            return
+        started = time.monotonic()
+        for mark in [*self.markers.glob("down-*"), *self.markers.glob("fetching-*")]:
+            self.passed[mark.name] = self.passed.get(mark.name, -1) + 1
+            while self.passed[mark.name] >= limit and not self._is_over(mark):
+                if time.monotonic() > started + _HOLD_SECONDS:
+                    raise TimeoutError(f"{mark.name} did not end")
+                time.sleep(0.005)
+        self.held_seconds += time.monotonic() - started
+
+    def _is_over(self, mark: Path) -> bool:
+        kind, replica, attempt = mark.name.split("-")[:3]
+        back = self.markers / f"ready-{replica}-{int(attempt) + 1}"
+        return back.exists() if kind == "down" else not mark.exists()
+
+
+WORKER = Worker()
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace `owner.name` by `wrapper(original, *args, **kwargs)`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, staticmethod(wrapped) if isinstance(vars(owner)[name], staticmethod) else wrapped)
+
+
+def before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Call `action` with the arguments of `owner.name`, then the original."""
+
+    def wrapper(original: Any, *args: Any, **kwargs: Any) -> Any:
+        action(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    wrap(owner, name, wrapper)
+
+
+def after(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Call `owner.name`, then `action` with the same arguments."""
+
+    def wrapper(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        action(*args, **kwargs)
+        return result
+
+    wrap(owner, name, wrapper)
+
+
+def install_progress() -> None:
+    """Follow the steps, count the forwards, leave marks."""
+
+    def build(trainer: ReplicaTrainer) -> None:
+        WORKER.events = trainer._events
+        model = trainer.model_parts[0]
+        model.register_forward_pre_hook(count_forward)
+        list(model.layers.values())[1].register_forward_pre_hook(lambda *_: WORKER.at("forward"))
+
+    def count_forward(*_: Any) -> None:
+        WORKER.forwards += 1
+        WORKER.hold()
+
+    def step(trainer: ReplicaTrainer, *_: Any) -> None:
+        WORKER.step, WORKER.forwards, WORKER.held_seconds = trainer.step, 0, 0.0
+
+    def report(trainer: ReplicaTrainer, committed: Any, *_: Any) -> None:
+        held = round(WORKER.held_seconds, 3)
+        WORKER.events.emit("computed", step=committed.update.step, forwards=WORKER.forwards, held_seconds=held)
+
+    def fetch(original: Any, *args: Any) -> Any:
+        WORKER.fetching.touch()
+        try:
+            return original(*args)
+        finally:
+            WORKER.fetching.unlink(missing_ok=True)
+
+    after(ReplicaTrainer, "_build_replica", lambda trainer: build(trainer))
+    wrap(heal, "fetch", fetch)
+    before(ReplicaTrainer, "train_step", step)
+    before(ReplicaTrainer, "_report", report)
+    before(ReplicaDimension, "start", lambda *_: WORKER.mark("ready"))
+    after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))
+    # The pause of two seconds at the end of torchtitan's train().
+    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+
+
+def install_faults() -> None:
+    """Let the worker die at a named point."""
+
+    def hand_over(*_: Any) -> None:
+        WORKER.handed_over += 1
+        if WORKER.handed_over == 2:
+            WORKER.at("backward")
+
+    def launch(*_: Any) -> None:
+        WORKER.handed_over = WORKER.reductions = 0
+
+    def all_reduce(flight: _Flight, *_: Any) -> None:
+        WORKER.reductions += 1
+        if WORKER.reductions == 1:
+            WORKER.at("exchange_first")
+        elif WORKER.reductions == len(flight._buckets) + 1:
+            WORKER.at("exchange_last")
+
+    def request(_: Any, request: dict[str, Any], *__: Any) -> None:
+        if "offset" in request:
+            WORKER.at("fetch")
+
+    def answer(_: Any, __: Any, request: dict[str, Any], *___: Any) -> None:
+        if "offset" in request:
+            WORKER.at("serve")
+
+    before(_Flight, "__init__", launch)
+    after(_Flight, "hand_over", hand_over)
+    after(_Flight, "_all_reduce", all_reduce)
+    before(Membership, "_configure", lambda *_: WORKER.at("configure"))
+    after(Membership, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
+    before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
+    after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
+    before(ReplicaTrainer, "_apply", lambda _, update: WORKER.at("commit" if update.gradients is None else "replay"))
+    before(ReplicaTrainer, "_report", lambda *_: WORKER.at("optimizer"))
+    after(transport._Connection, "request", request)
+    after(StateServer, "_answer", answer)
+
+
+def install_flips() -> None:
+    """Corrupt a parameter, as a faulty memory would."""
+
+    def flip(trainer: ReplicaTrainer, update: Any) -> None:
+        for what in SETTINGS["flips"]:
+            if WORKER.is_target(what) and update.step == what["step"]:
+                parameter = next(iter(trainer.model_parts[0].parameters()))
+                local(parameter.detach()).view(torch.int32).view(-1)[3] ^= 1
+
+    after(ReplicaTrainer, "_apply", flip)
+
+
+def install_mask() -> None:
+    """Mask labels, a different number in each batch of each data shard."""
+
+    def batch_generator(original: Any, trainer: Any, data_iterable: Any) -> Iterator[Any]:
+        dims = trainer.parallel_dims
+        degree = dims.dp_replicate * dims.dp_shard
+        shard = SETTINGS["replica"] * degree + SETTINGS["rank"]
+        for number, (inputs, labels) in enumerate(original(trainer, data_iterable)):
+            yield inputs, mask_labels(labels, shard, number)
+
+    wrap(torchtitan.train.Trainer, "batch_generator", batch_generator)
+
+
+def mask_labels(labels: torch.Tensor, shard: int, number: int) -> torch.Tensor:
+    """Mask the first labels of each sequence: none to nearly all."""
+    masked = labels.clone()
+    masked[:, : (7 + 11 * number + 13 * shard) % labels.shape[1]] = IGNORE_INDEX
+    return masked
+
+
+def install_records(folder: Path) -> None:
+    """Write what is logged in full precision, and at the end the digest of the state (and the parameters)."""
+    name = f"{SETTINGS['replica']}-{SETTINGS['rank']}"
+
+    def write(record: dict[str, Any]) -> None:
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def log(_: Any, step: int, loss: Any, max_loss: Any, grad_norm: Any, extra_metrics: Any = None) -> None:
+        values = {"loss": float(loss), "max_loss": float(max_loss), "grad_norm": float(grad_norm)}
+        write({"step": step, **values, "lr": extra_metrics["lr"], "tokens": int(extra_metrics["n_tokens_seen"])})
+
+    def end(trainer: Any) -> None:
+        state = TrainState(trainer.model_parts, trainer.optimizers, trainer.lr_schedulers, None)  # type: ignore[arg-type]
+        write({"digest": state.digest()})
+        if SETTINGS.get("dump"):
+            parameters = {key: local(value.detach()) for key, value in trainer.model_parts[0].named_parameters()}
+            torch.save(parameters, folder / f"{name}.pt")
+
+    before(MetricsProcessor, "log", log)
+    before(torchtitan.train.Trainer, "close", end)
+
+
+def install() -> None:
+    install_progress()
+    install_faults()
+    if SETTINGS.get("flips"):
+        install_flips()
+    if SETTINGS.get("mask"):
+        install_mask()
+    if SETTINGS.get("record"):
+        install_records(Path(SETTINGS["record"]))
+
+
+install()

@@ -1,0 +1,120 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What must hold of every run, whatever failed in it."""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from harness.job import Job
+
+from titan_ft.history.events import Event
+
+# Clearly below process_group_timeout_ms (10000): who waits for a dead peer's timeout waits longer.
+LONGEST_GAP_SECONDS = 7.0
+
+
+def check(job: Job, *, survivors: Collection[int], steps: int | None = None) -> list[Event]:
+    """Check a run that has ended, and return its events.
+
+    Every group finished; there is exactly one trajectory, bit for bit; no process skipped a step or committed one
+    twice; the `survivors` never failed, computed each batch once and never sat out a timeout.
+    """
+    events = job.events()
+    steps = steps or job.steps
+    assert [group.finished for group in job.groups] == [True] * len(job.groups), exits(job)
+    for replica in survivors:
+        assert job.groups[replica].attempt == 0, exits(job)
+    committed = named(events, "step_committed")
+    check_one_trajectory(committed)
+    check_finished(job, events, steps)
+    assert {event["step"] for event in committed} == set(range(1, steps + 1))
+    for process in by_process(events).values():
+        check_order(process)
+        if process[0]["replica"] in survivors:
+            check_survivor(process, steps)
+    return events
+
+
+def named(events: Iterable[Event], *names: str) -> list[Event]:
+    return [event for event in events if event["event"] in names]
+
+
+def by_process(events: Iterable[Event]) -> dict[int, list[Event]]:
+    """Group events by the process that wrote them."""
+    processes: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        processes[event["pid"]].append(event)
+    return processes
+
+
+def exits(job: Job) -> str:
+    """Tell how each attempt of each group ended."""
+    return "; ".join(
+        f"group {group.replica}: {[*group.ended, [worker.code for worker in group.workers]]}" for group in job.groups
+    )
+
+
+def check_one_trajectory(committed: Iterable[Event]) -> None:
+    """All groups agree on each step: who took part, loss, norm, LR, and the bytes of each rank's state."""
+    facts: dict[Any, dict[str, Any]] = {}
+    for event in committed:
+        fact = {key: event[key] for key in ("participants", "tokens", "loss", "grad_norm", "lr")}
+        fact["digest"] = event.get("digest")
+        first = facts.setdefault((event["step"], event["rank"]), fact)
+        assert fact == first, f"step {event['step']}, rank {event['rank']}: group {event['replica']} differs"
+
+
+def check_finished(job: Job, events: Iterable[Event], steps: int) -> None:
+    """Each rank of each group finished once, at the last step, with the same state as its peers."""
+    finished = named(events, "training_finished")
+    ranks = [(event["replica"], event["rank"]) for event in finished]
+    assert sorted(ranks) == [(group.replica, rank) for group in job.groups for rank in range(group.num_ranks)]
+    assert {event["step"] for event in finished} == {steps}
+    assert len({event["tokens"] for event in finished}) == 1
+    for rank in range(job.groups[0].num_ranks):
+        digests = {event["replica"]: event["digest"] for event in finished if event["rank"] == rank}
+        assert len(set(digests.values())) == 1, f"final digests of rank {rank} differ: {digests}"
+
+
+def check_order(process: list[Event]) -> None:
+    """A process commits one step after the other, and goes on after the step that it healed to."""
+    last = 0
+    for event in named(process, "step_committed", "heal_finished"):
+        if event["event"] == "heal_finished":
+            assert event["step"] >= last, f"healed from step {last} back to {event['step']}"
+        else:
+            assert event["step"] == last + 1, f"step {event['step']} committed after {last}"
+        last = event["step"]
+
+
+def check_survivor(process: list[Event], steps: int) -> None:
+    """A survivor made all steps, computed each batch exactly once, and was never stopped for long."""
+    committed = named(process, "step_committed")
+    assert [event["step"] for event in committed] == list(range(1, steps + 1))
+    computed = {event["step"]: event for event in named(process, "computed")}
+    batches = 0
+    for event in committed:
+        assert event["forward_passes"] == event["data"]["num_batches"]
+        # Counted by a hook on the model.
+        assert computed[event["step"]]["forwards"] == event["forward_passes"], f"step {event['step']} was recomputed"
+        assert event["data"]["first_batch"] == batches
+        batches += event["data"]["num_batches"]
+    for earlier, event in zip(committed, committed[1:], strict=False):
+        gap = event["time"] - earlier["time"] - computed[event["step"]]["held_seconds"]
+        assert gap < LONGEST_GAP_SECONDS, f"{gap:.1f} s between steps {earlier['step']} and {event['step']}"
+
+
+def check_killed(job: Job, events: Iterable[Event], kills: Sequence[tuple[int, int, str]]) -> None:
+    """Exactly these kills (replica, attempt, fault) happened, and no other attempt ended before its time."""
+    injected = named(events, "fault_injected")
+    assert sorted((e["replica"], e["attempt"], e["fault"]) for e in injected) == sorted(kills)
+    for group in job.groups:
+        assert len(group.ended) == sum(replica == group.replica for replica, _, _ in kills), exits(job)
+        for codes in group.ended:
+            assert -signal.SIGKILL in codes, exits(job)
+            # The rest of the group is told to end, or ends by itself because it lost its peer.
+            assert set(codes) <= {-signal.SIGKILL, -signal.SIGTERM, 1}, exits(job)

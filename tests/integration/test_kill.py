@@ -1,0 +1,120 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""SIGKILL at each point of a step: the others repeat one exchange, the group comes back, all bytes are equal."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness.job import Job
+from harness.trajectory import check, check_killed, named
+
+STEP = 4  # the step in which the first group is killed
+AFTER_THE_UPDATE_IS_SHARED = ("vote_before", "vote_after", "commit", "optimizer")
+POINTS = (
+    "forward",
+    "backward",  # some buckets were handed over
+    "exchange_first",  # one bucket's all-reduce was launched, others not
+    "exchange_last",  # all were launched
+    *AFTER_THE_UPDATE_IS_SHARED,
+)
+
+
+def kill(replica: int, point: str, step: int = STEP, **more: Any) -> dict[str, Any]:
+    return {"replica": replica, "point": point, "step": step, **more}
+
+
+def participants_of(events: list[dict[str, Any]], step: int) -> list[int]:
+    found: list[int] = next(e["participants"] for e in named(events, "step_committed") if e["step"] == step)
+    return found
+
+
+@pytest.mark.parametrize(("groups", "point"), [*itertools.product([2], POINTS), (3, "backward"), (3, "vote_before")])
+def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) -> None:
+    """The survivors commit the step under way at once, with what the dead group had shared, and heal it."""
+    job = make_job(groups=groups, hooks={"faults": [kill(1, point)], "hold": 2})
+    job.run()
+    survivors = [replica for replica in range(groups) if replica != 1]
+    events = check(job, survivors=survivors)
+    check_killed(job, events, [(1, 0, f"sigkill:{point}")])
+
+    shared = point in AFTER_THE_UPDATE_IS_SHARED
+    if point != "exchange_last":  # all that the survivors need may have been sent, or not
+        assert participants_of(events, STEP) == (list(range(groups)) if shared else survivors)
+    assert participants_of(events, STEP + 1) == survivors
+    assert participants_of(events, job.steps) == list(range(groups))
+    exchanges = [e["exchanges"] for e in named(events, "step_committed") if e["replica"] in survivors]
+    assert max(exchanges) == 2 or shared
+    assert sum(exchanges) <= len(exchanges) + 2 * len(survivors)  # one for the death; one may meet the return
+    healed = named(events, "heal_finished")
+    assert [(e["replica"], e["attempt"]) for e in healed] == [(1, 1)]
+    assert STEP < healed[0]["step"] < job.steps
+
+
+@pytest.mark.parametrize("point", ["configure", "rendezvous"])
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_kill_between_quorum_and_process_group(make_job: Callable[..., Job], point: str, attempt: int) -> None:
+    """A group that dies before its process group stands costs its peers a new quorum: at the start, or on its return."""
+    first = [] if attempt == 0 else [kill(1, "forward")]
+    job = make_job(groups=2, hooks={"faults": [*first, kill(1, point, 0, attempt=attempt)], "hold": 2})
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [*[(1, 0, "sigkill:forward")][: len(first)], (1, attempt, f"sigkill:{point}")])
+    assert participants_of(events, job.steps) == [0, 1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["backward", "exchange_first", "vote_before", "commit"])
+def test_kill_one_rank_of_two(make_job: Callable[..., Job], point: str, rank: int) -> None:
+    """One rank takes its group along; the survivors' rank that saw nothing of it does not sit out a timeout."""
+    job = make_job(groups=2, ranks=2, hooks={"faults": [kill(1, point, rank=rank)], "hold": 2})
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, 0, f"sigkill:{point}")])
+    for event in named(events, "exchange_failed"):
+        assert event["seconds"] < 5.0
+
+
+@pytest.mark.parametrize("points", [("backward", "backward"), ("forward", "vote_before")])
+def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str]) -> None:
+    """Two groups die in the same step, and both come back."""
+    faults = [kill(replica, point) for replica, point in zip((1, 2), points, strict=True)]
+    job = make_job(groups=4, hooks={"faults": faults, "hold": 2})
+    job.run()
+    events = check(job, survivors=[0, 3])
+    check_killed(job, events, [(r, 0, f"sigkill:{point}") for r, point in zip((1, 2), points, strict=True)])
+    assert participants_of(events, job.steps) == [0, 1, 2, 3]
+
+
+def test_kill_same_group_again_and_again(make_job: Callable[..., Job]) -> None:
+    """A group that dies as soon as it has healed costs the other one nothing but exchanges."""
+    faults = [kill(1, point, attempt=attempt) for attempt, point in enumerate(("backward", "commit", "exchange_first"))]
+    job = make_job(groups=2, steps=40, hooks={"faults": faults, "hold": 1})
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, fault["attempt"], f"sigkill:{fault['point']}") for fault in faults])
+    assert participants_of(events, job.steps) == [0, 1]
+
+
+@pytest.mark.slow
+def test_kill_twenty_times(make_job: Callable[..., Job]) -> None:
+    """Twenty kills of random groups at random points, one at a time, and still one trajectory."""
+    dice = random.Random(20)
+    faults: list[dict[str, Any]] = []
+    attempts = [0, 0, 0]
+    for _ in range(20):
+        victim = dice.randrange(3)
+        fault = kill(victim, dice.choice(POINTS), dice.randint(1, 3), attempt=attempts[victim])
+        if faults:  # the one before has healed
+            fault["after"] = [f"healed-{faults[-1]['replica']}-{faults[-1]['attempt'] + 1}"]
+        attempts[victim] += 1
+        faults.append(fault)
+    job = make_job(groups=3, steps=300, hooks={"faults": faults, "hold": 1}, max_restarts=20)
+    job.run(seconds=300)
+    events = check(job, survivors=[r for r in range(3) if not attempts[r]])
+    check_killed(job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults])
+    assert participants_of(events, job.steps) == [0, 1, 2]
