@@ -49,16 +49,16 @@ class Cost:
     Attributes:
         stall_seconds: the survivor's longest gap between two committed steps at the kill, less its median gap.
         steps_lost: steps that the survivor computed and did not commit, up to the next kill.
-        rejoin_seconds: from the kill to the first committed step to which the victim contributes.
+        rejoin_seconds: from the kill to the first committed step to which the victim contributes; None if it never did.
         rejoin_stall_seconds: the survivor's longest gap after the stall and until then, less its median gap.
         num_starts: attempts that the return took.
     """
 
     stall_seconds: float
     steps_lost: int
-    rejoin_seconds: float
-    rejoin_stall_seconds: float
-    num_starts: int
+    rejoin_seconds: float | None
+    rejoin_stall_seconds: float | None
+    num_starts: int | None
 
 
 def measure(kills: Sequence[Kill], survivor: GroupHistory, victim: GroupHistory) -> list[Cost]:
@@ -69,18 +69,18 @@ def measure(kills: Sequence[Kill], survivor: GroupHistory, victim: GroupHistory)
     ends = [*(kill.time for kill in kills[1:]), float("inf")]
     costs = []
     for kill, end in zip(kills, ends, strict=True):
-        back = first_return(victim.commits, kill)
-        if back is None:
-            raise BenchError("the victim never contributed again")
         at_kill = [gap for gap in gaps if gap[1] >= kill.time][:NUM_GAPS]
-        until_back = [gap for gap in gaps if gap[0] >= at_kill[-1][1] and gap[0] <= back.time] or at_kill[-1:]
+        if not at_kill:
+            raise BenchError("the survivor committed nothing after a kill")
+        back = first_return(victim.commits, kill)
+        later = [gap for gap in gaps if gap[0] >= at_kill[-1][1] and back is not None and gap[0] <= back.time]
         costs.append(
             Cost(
                 stall_seconds=_longest(at_kill) - usual,
                 steps_lost=sum(kill.time <= moment < end for moment in survivor.thrown_away),
-                rejoin_seconds=back.time - kill.time,
-                rejoin_stall_seconds=_longest(until_back) - usual,
-                num_starts=back.attempt - kill.attempt,
+                rejoin_seconds=None if back is None else back.time - kill.time,
+                rejoin_stall_seconds=_longest(later) - usual if later else None,
+                num_starts=None if back is None else back.attempt - kill.attempt,
             )
         )
     return costs
@@ -92,36 +92,38 @@ def first_return(commits: Sequence[Commit], kill: Kill) -> Commit | None:
 
 
 def kill_repeatedly(run: Run, num_kills: int) -> list[Kill]:
-    """Kill the victim `num_kills` times, and let it come back after each.
+    """Kill the victim `num_kills` times, and let it come back after each; no more once it does not.
 
     Raises:
-        BenchError: it did not come back, or the run ended.
+        BenchError: it did not even start, or the run ended.
     """
     kills: list[Kill] = []
-    for index in range(num_kills):
-        attempt = kills[-1].attempt + 1 if kills else 0
-        recent = _wait_settled(run, attempt)
+    recent = _wait_settled(run, 0)
+    if not recent:
+        raise BenchError(f"{run.system}: no step within {RETURN_SECONDS:g} s; logs in {run.run_dir}")
+    while recent and len(kills) < num_kills:
         step_seconds = (recent[-1].time - recent[0].time) / (len(recent) - 1)
-        time.sleep(step_seconds * (index + 0.5) / num_kills)
+        time.sleep(step_seconds * (len(kills) + 0.5) / num_kills)
         kills.append(_kill(run.run_dir, recent[-1].attempt))
-    _wait_settled(run, kills[-1].attempt + 1)
+        recent = _wait_settled(run, kills[-1].attempt + 1)
     return kills
 
 
 def _wait_settled(run: Run, attempt: int) -> list[Commit]:
-    """Wait until an attempt of the victim, this one or a later, has contributed to some steps; return these."""
+    """Wait until an attempt of the victim, this one or a later, has contributed to some steps; return these.
+
+    Returns nothing if that takes too long.
+    """
     deadline = time.monotonic() + RETURN_SECONDS
-    while run.is_running():
+    while time.monotonic() < deadline:
+        if not run.is_running():
+            raise BenchError(f"{run.system}: the run ended before the last kill; logs in {run.run_dir}")
         commits = read_group(run.system, run.run_dir, VICTIM).commits
         given = [commit for commit in commits if commit.contributed and commit.attempt >= attempt]
         if len(given) >= SETTLE_STEPS:
             return given[-SETTLE_STEPS:]
-        if time.monotonic() > deadline:
-            raise BenchError(
-                f"{run.system}: the victim did not contribute within {RETURN_SECONDS:g} s; logs in {run.run_dir}"
-            )
         time.sleep(2 * POLL_SECONDS)
-    raise BenchError(f"{run.system}: the run ended before the last kill; logs in {run.run_dir}")
+    return []
 
 
 def _kill(run_dir: Path, attempt: int) -> Kill:

@@ -17,6 +17,7 @@ from typing import Any
 from bench_systems import Command, commands, to_toml
 
 import titan_ft
+from titan_ft.launch.log_tail import last_error_line
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 15.0
@@ -31,10 +32,11 @@ class Run:
 
     Args:
         config: what the system reads, as `derive_config` returns it.
+        max_restarts: how often a group is started again; 0 where a restart would spoil the figures.
     """
 
-    def __init__(self, system: str, run_dir: Path, config: Mapping[str, Any]) -> None:
-        self.system, self.run_dir = system, run_dir
+    def __init__(self, system: str, run_dir: Path, config: Mapping[str, Any], max_restarts: int = 0) -> None:
+        self.system, self.run_dir, self._max_restarts = system, run_dir, max_restarts
         run_dir.mkdir(parents=True)
         (run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
         self._started: list[tuple[Command, subprocess.Popen[bytes]]] = []
@@ -44,18 +46,21 @@ class Run:
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
         # Quiet servers and one thread per rank for all systems alike: torchft's log of each heartbeat costs time.
         env = {**os.environ, "PYTHONPATH": path, "RUST_LOG": "warn", "OMP_NUM_THREADS": "1"}
-        for command in commands(self.system, self.run_dir):
-            with (self.run_dir / f"{command.name}.log").open("wb") as output:
+        for command in commands(self.system, self.run_dir, self._max_restarts):
+            with self._log(command).open("wb") as output:
                 process = subprocess.Popen(
                     command.args,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=env,
+                    env={**env, **command.env},
                     start_new_session=True,
                 )
             self._started.append((command, process))
         return self
+
+    def _log(self, command: Command) -> Path:
+        return self.run_dir / f"{command.name}.log"
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until the training processes have finished.
@@ -78,7 +83,10 @@ class Run:
         for command, process in self._started:
             code = process.poll()
             if code or (code is not None and command.service):
-                raise BenchError(f"{self.system}: {command.name} ended with status {code}; logs in {self.run_dir}")
+                line = last_error_line(self._log(command))
+                raise BenchError(
+                    f"{self.system}: {command.name} ended with status {code}; logs in {self.run_dir}; {line}"
+                )
         return any(process.poll() is None for command, process in self._started if not command.service)
 
     def __exit__(

@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,11 @@ TITLES = {
 }
 # What torchtitan's own [fault_tolerance] table knows of ours.
 PEER_FIELDS = ("enable", "process_group", "process_group_timeout_ms", "group_size", "min_replica_size")
-MAX_RESTARTS = 100
+DIGEST_EVERY = 10
+"""Five times as often as by default, so that each measured interval pays for one."""
+# Without it torchrun's restarts fail more often than not: the new ranks read the addresses of the dead ones in the
+# agent's store (https://github.com/pytorch/pytorch/issues/135712).
+TORCHRUN_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 Config = dict[str, Any]
 
@@ -39,17 +43,19 @@ class Command:
 
     name: str
     args: list[str]
+    env: dict[str, str] = field(default_factory=dict)
     service: bool = False
 
 
 def derive_config(base: Mapping[str, Any], system: str, run_dir: Path, steps: int, log_freq: int) -> Config:
     """Return what `system` reads: the base config with nothing changed but the form of its parallelism."""
-    config = copy.deepcopy(dict(base))
+    tables = ("job", "model", "training", "metrics", "fault_tolerance", "parallelism")
+    config = {**{table: {} for table in tables}, **copy.deepcopy(dict(base))}
     config["job"] |= {"dump_folder": str(run_dir), "custom_config_module": "titan_ft.config"}
-    config["model"]["hf_assets_path"] = resolve(config["model"]["hf_assets_path"])
+    config["model"]["hf_assets_path"] = resolve(config["model"].get("hf_assets_path", ""))
     config["training"]["steps"] = steps
     config["metrics"]["log_freq"] = log_freq
-    config["fault_tolerance"] |= {"enable": True, "group_size": NUM_GROUPS}
+    config["fault_tolerance"] |= {"enable": True, "group_size": NUM_GROUPS, "digest_every": DIGEST_EVERY}
     if system == STOCK:
         del config["fault_tolerance"]
         degrees = {"data_parallel_replicate_degree": NUM_GROUPS, "data_parallel_shard_degree": RANKS_PER_GROUP}
@@ -72,15 +78,16 @@ def to_toml(config: Mapping[str, Any], prefix: str = "") -> str:
     return "".join(lines + tables)
 
 
-def commands(system: str, run_dir: Path) -> list[Command]:
-    """Return what to start for a system whose config is in `run_dir`."""
+def commands(system: str, run_dir: Path, max_restarts: int) -> list[Command]:
+    """Return what to start for a system whose config is in `run_dir`; each group is restarted up to `max_restarts`."""
     config = run_dir / "config.toml"
+    restarts = f"--max-restarts={max_restarts}"
     if system == STOCK:
         worker = ["-m", "titan_ft.train", f"--job.config_file={config}"]
-        return [Command(STOCK, _torchrun(run_dir, 0, NUM_GROUPS * RANKS_PER_GROUP, worker))]
+        return [Command(STOCK, [*_torchrun(run_dir, 0, NUM_GROUPS * RANKS_PER_GROUP), restarts, *worker], TORCHRUN_ENV)]
     if system == OURS:
         launch = ["-m", "titan_ft", "launch", str(config), f"--replicas={NUM_GROUPS}"]
-        launch += [f"--ranks-per-replica={RANKS_PER_GROUP}", f"--max-restarts={MAX_RESTARTS}", f"--run-dir={run_dir}"]
+        launch += [f"--ranks-per-replica={RANKS_PER_GROUP}", restarts, f"--run-dir={run_dir}"]
         return [Command(OURS, [sys.executable, *launch])]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         bind = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -90,22 +97,15 @@ def commands(system: str, run_dir: Path) -> list[Command]:
     for replica in range(NUM_GROUPS):
         worker = [str(Path(__file__).with_name("bench_peer.py")), f"--job.config_file={config}"]
         worker += [f"--fault_tolerance.replica_id={replica}"]
-        env = ["env", f"TORCHFT_LIGHTHOUSE=http://{bind}"]
-        started.append(Command(f"group {replica}", [*env, *_torchrun(run_dir, replica, RANKS_PER_GROUP, worker)]))
+        env = {**TORCHRUN_ENV, "TORCHFT_LIGHTHOUSE": f"http://{bind}"}
+        torchrun = [*_torchrun(run_dir, replica, RANKS_PER_GROUP), restarts]
+        started.append(Command(f"group-{replica}", [*torchrun, *worker], env))
     return started
 
 
-def _torchrun(run_dir: Path, replica: int, num_ranks: int, worker: list[str]) -> list[str]:
-    # Without this a restart fails: its ranks read the addresses of the dead ones in the agent's store
-    # (https://github.com/pytorch/pytorch/issues/135712).
-    command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
-    command += ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={MAX_RESTARTS}"]
-    return [*command, "--redirects=3", f"--log-dir={torchrun_logs(run_dir, replica)}", *worker]
-
-
-def torchrun_logs(run_dir: Path, replica: int) -> Path:
-    """Return the folder below which torchrun writes <run id>/attempt_<k>/<rank>/stdout.log."""
-    return run_dir / "logs" / f"replica-{replica}"
+def _torchrun(run_dir: Path, replica: int, num_ranks: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return [*command, "--redirects=3", f"--log-dir={run_dir / 'logs' / f'replica-{replica}'}"]
 
 
 def rank_logs(system: str, run_dir: Path, replica: int) -> list[tuple[int, Path]]:

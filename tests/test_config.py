@@ -102,10 +102,6 @@ def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any
         ({"process_group_timeout_ms": 500}, ["heartbeat_timeout_ms", "< process_group_timeout_ms (500)"]),
         ({"quorum_tick_ms": 501}, ["quorum_tick_ms must be <= heartbeat_timeout_ms (500)"]),
         ({"join_timeout_ms": 0}, ["join_timeout_ms must be > 0"]),
-        (
-            {"quorum_timeout_seconds": 0.6},
-            ["quorum_timeout_seconds", "heartbeat_timeout_ms + join_timeout_ms (600 ms)"],
-        ),
         ({"should_quantize": True}, ["fault_tolerance.should_quantize is not supported yet", "false"]),
         ({"optimizer.early_step_in_backward": True}, ["optimizer.early_step_in_backward is not supported yet"]),
         ({"checkpoint.create_seed_checkpoint": True}, ["checkpoint.create_seed_checkpoint is not supported yet"]),

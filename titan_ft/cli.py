@@ -49,8 +49,8 @@ class Lighthouse:
     """Milliseconds without a heartbeat after which a group counts as gone."""
     quorum_tick_ms: int = 20
     """Milliseconds between two looks at who is there."""
-    join_timeout_ms: int = 100
-    """Milliseconds to wait for a group that heartbeats but has not asked for the quorum yet."""
+    join_timeout_ms: int = 60_000
+    """Milliseconds, from the first request, to wait for groups that heartbeat but have not asked for the quorum yet."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +110,17 @@ def side_stream(where: torch.device) -> Iterator[None]:
     torch.accelerator.set_device_index(where.index or 0)
     with torch.Stream(where):
         yield
+
+
+def for_thread() -> Callable[[], None]:
+    """Return what a new thread must call first to use the device of the thread that called this.
+
+    A CUDA thread begins on device 0, and would open a context there for every rank of the host.
+    """
+    if on_cpu():
+        return lambda: None
+    index = torch.accelerator.current_device_index()
+    return lambda: torch.accelerator.set_device_index(index)
 
 
 def record_event() -> torch.Event | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -80,53 +80,67 @@ class ReplicaTrainer(Trainer):
         self._nominal_tokens = self._count_nominal_tokens()
         loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
         self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
-        self._replica = self._build_replica()
-        self._started = False
+        self._replica: ReplicaDimension | None = None  # entered at the first step, see _enter
 
     def train(self) -> None:
-        """Train as torchtitan does; at the end stay until every group holds the final state."""
+        """Train as torchtitan does, and leave the other groups however it ends."""
         try:
             super().train()
-            if self._replica.step >= self.job_config.training.steps:
-                digest = self._replica.finish()
-                self.step = self._replica.step
-                self._events.emit("training_finished", step=self.step, tokens=self.ntokens_seen, digest=digest)
         finally:
-            self._membership.close()
-            self._server.close()
+            if self._replica is not None:
+                self._membership.close()
+                self._server.close()
+
+    def should_continue_training(self) -> bool:
+        """Say whether a step is left; after the last one stay until every group holds the final state."""
+        if super().should_continue_training():
+            return True
+        if self._replica is not None:
+            digest = self._replica.finish()
+            self.step = self._replica.step
+            self._events.emit("training_finished", step=self.step, tokens=self.ntokens_seen, digest=digest)
+        return False
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         """Make one committed step, whatever happens to the other groups; or heal, which ends on one too."""
         started = time.monotonic()
-        if not self._started and self._enter():
-            self._heal()
+        replica, behind = (self._replica, False) if self._replica is not None else self._enter()
+        if behind:
+            self._heal(replica)
             return
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        committed = self._replica.commit(self._forward_backward(data_iterator))
+        committed = replica.commit(self._forward_backward(data_iterator, replica.arm))
         if committed is None:
-            self._heal()
+            self._heal(replica)
             return
         grad_norm = self._apply(committed.update)
-        self._report(committed, grad_norm, lr, time.monotonic() - started)
+        self._report(committed, grad_norm, lr, time.monotonic() - started, replica)
 
-    def _enter(self) -> bool:
-        """Join the job at the first step of this process; says whether the group must heal first."""
-        self._started = True
-        return self._replica.start(self.step - 1)
+    def _enter(self) -> tuple[ReplicaDimension, bool]:
+        """Join the job, now that this group is ready to train; says whether it must heal first."""
+        self._replica = replica = self._build_replica()
+        behind = replica.start(self.step - 1)
+        if self.launch.attempt > 0 and not behind and self.step == 1:
+            # Without checkpoints there is nothing to come back to when every group is lost; but not silently.
+            logger.warning("no group holds the state of the earlier attempt: training starts anew from step 0")
+            self._events.emit("started_anew", step=0)
+        return replica, behind
 
-    def _heal(self) -> None:
+    def _heal(self, replica: ReplicaDimension) -> None:
         first = self.step == 1
         self.optimizers.zero_grad()
-        self.step = self._replica.heal()
+        self.step = replica.heal()
         self.metrics_processor.ntokens_since_last_log = 0
         if first:  # torchtitan shortens the timeouts after step 1, which this group never makes
             dist_utils.set_pg_timeouts(
                 timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
             )
 
-    def _forward_backward(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> Contribution:
-        """Compute the local gradients of all microbatches; the last backward launches the exchange."""
+    def _forward_backward(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]], arm: Callable[[], None]
+    ) -> Contribution:
+        """Compute the local gradients of all microbatches; the last backward, after `arm`, launches the exchange."""
         seen = self.ntokens_seen
         microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         self.ntokens_seen = seen  # torchtitan counts what was read; here a commit counts, see _apply
@@ -135,7 +149,7 @@ class ReplicaTrainer(Trainer):
         losses = []
         for number, (inputs, labels) in enumerate(microbatches, start=1):
             if number == len(microbatches):
-                self._replica.arm()
+                arm()
             inputs = {
                 key: value.to(self.device) if isinstance(value, torch.Tensor) else value
                 for key, value in inputs.items()
@@ -176,8 +190,10 @@ class ReplicaTrainer(Trainer):
         self.ntokens_seen += update.tokens
         return grad_norm.item()
 
-    def _report(self, committed: Committed, grad_norm: float, lr: float, seconds: float) -> None:
-        digest = self._replica.applied()
+    def _report(
+        self, committed: Committed, grad_norm: float, lr: float, seconds: float, replica: ReplicaDimension
+    ) -> None:
+        digest = replica.applied()
         has_loss = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
         batches = self.gradient_accumulation_steps
         self._events.emit(
@@ -212,7 +228,7 @@ class ReplicaTrainer(Trainer):
                     "ft/participants": len(committed.participants),
                     "ft/exchange(s)": committed.seconds,
                     "ft/retries": committed.exchanges - 1,
-                    "ft/heal(s)": self._replica.heal_seconds,
+                    "ft/heal(s)": replica.heal_seconds,
                 },
             )
 
@@ -241,6 +257,7 @@ class ReplicaTrainer(Trainer):
             heal=Heal(config, rounds, state, self._group, self._events, self.launch.token, self._apply),
             state=state,
             group=self._group,
+            events=self._events,
             nominal_tokens=self._nominal_tokens,
             total_steps=self.job_config.training.steps,
         )
@@ -257,6 +274,8 @@ class ReplicaTrainer(Trainer):
             group_rank=self.launch.rank,
             group_world_size=torch.distributed.get_world_size(),
             store=self.launch.store,
+            attempt=self.launch.attempt,
+            config_digest=self.launch.config_digest,
             address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
             events=self._events,
         )

@@ -60,7 +60,8 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
 def test_kill_between_quorum_and_process_group(make_job: Callable[..., Job], point: str, attempt: int) -> None:
     """A group that dies before its process group stands costs its peers a new quorum: at the start, or on its return."""
     first = [] if attempt == 0 else [kill(1, "forward")]
-    job = make_job(groups=2, hooks={"faults": [*first, kill(1, point, 0, attempt=attempt)], "hold": 2})
+    faults = [*first, kill(1, point, 0, attempt=attempt)]
+    job = make_job(groups=2, hooks={"faults": faults, "hold": 2}, late=False)
     job.run()
     events = check(job, survivors=[0])
     check_killed(job, events, [*[(1, 0, "sigkill:forward")][: len(first)], (1, attempt, f"sigkill:{point}")])
@@ -90,10 +91,11 @@ def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str])
     assert participants_of(events, job.steps) == [0, 1, 2, 3]
 
 
-def test_kill_same_group_again_and_again(make_job: Callable[..., Job]) -> None:
+@pytest.mark.parametrize("late", [True, False])
+def test_kill_same_group_again_and_again(make_job: Callable[..., Job], late: bool) -> None:
     """A group that dies as soon as it has healed costs the other one nothing but exchanges."""
     faults = [kill(1, point, attempt=attempt) for attempt, point in enumerate(("backward", "commit", "exchange_first"))]
-    job = make_job(groups=2, steps=40, hooks={"faults": faults, "hold": 1})
+    job = make_job(groups=2, steps=40, hooks={"faults": faults, "hold": 1}, late=late)
     job.run()
     events = check(job, survivors=[0])
     check_killed(job, events, [(1, fault["attempt"], f"sigkill:{fault['point']}") for fault in faults])

@@ -9,6 +9,7 @@ exchanges with zeros and keeps their sums. When the state is there, the same upd
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from titan_ft import device
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.transport import TransferError
 
@@ -47,17 +49,18 @@ class CatchUp:
     Args:
         donor: the donor's slot.
         from_step: committed updates of the state that is fetched.
-        fetch: fetches this rank's part; runs on a thread of its own.
+        fetch: fetches this rank's part until the event it gets is set; runs on a thread of its own.
     """
 
-    def __init__(self, donor: int, from_step: int, fetch: Callable[[], Snapshot]) -> None:
+    def __init__(self, donor: int, from_step: int, fetch: Callable[[threading.Event], Snapshot]) -> None:
         self.donor = donor
         self.from_step = from_step
         self.updates: list[Update] = []
         self._base: int | None = None
         self._started = time.monotonic()
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan_ft_catch_up")
-        self._fetch: Future[Snapshot] = thread.submit(fetch)
+        self._cancelled = threading.Event()
+        thread = ThreadPoolExecutor(1, "titan_ft_catch_up", initializer=device.for_thread())
+        self._fetch: Future[Snapshot] = thread.submit(fetch, self._cancelled)
         thread.shutdown(wait=False)
 
     @property
@@ -83,6 +86,10 @@ class CatchUp:
         if failure is not None and not isinstance(failure, TransferError):
             raise failure
         return None if failure is None else str(failure)
+
+    def cancel(self) -> None:
+        """Let the fetch end: its result is not wanted any more."""
+        self._cancelled.set()
 
     def snapshot(self) -> Snapshot:
         """Return the fetched state."""

@@ -14,11 +14,12 @@ import time
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
+from titan_ft.history.events import EventLog
 from titan_ft.replica.catch_up import Update
 from titan_ft.replica.errors import GaveUpError
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.round import PAUSE_SECONDS, Contribution, Rounds
+from titan_ft.replica.round import PAUSE_SECONDS, Contribution, Round, Rounds
 from titan_ft.replica.row import Standing, fold48
 from titan_ft.replica.snapshot import TrainState
 
@@ -62,11 +63,14 @@ class ReplicaDimension:
         heal: Heal,
         state: TrainState,
         group: Group,
+        events: EventLog,
         nominal_tokens: int,
         total_steps: int,
     ) -> None:
         self._config, self._rounds, self._heal, self._state, self._group = config, rounds, heal, state, group
         self._nominal_tokens, self._total_steps = nominal_tokens, total_steps
+        self._events = events
+        self._waiting = False
         self.heal_seconds = 0.0
 
     @property
@@ -82,25 +86,35 @@ class ReplicaDimension:
         Raises:
             GaveUpError: fewer than `min_replica_size` groups came.
         """
-        self._rounds.position.step = step
-        deadline = time.monotonic() + self._config.start_timeout_seconds
+        rounds, config, began = self._rounds, self._config, time.monotonic()
+        rounds.position.step = step
+        rounds.ask()
+        if rounds.membership.wait().behind:
+            return True
+        self.applied()
         while True:
-            self._rounds.membership.begin(step)
-            quorum = self._rounds.membership.wait()
-            present = len(set(quorum.slots))
-            late = any(self._group.gather(int(time.monotonic() >= deadline)))  # one clock's word for the whole group
-            if quorum.max_step > 0 or present >= self._config.group_size or late:
+            # Rounds of zeros: all groups decide by the same rows that the wait is over.
+            rounds.position.waited = time.monotonic() - began
+            made = rounds.make()
+            if rounds.position.standing is Standing.BEHIND:
+                return True
+            if made is None:
+                continue
+            present = len({row.slot for row in made.rows})
+            waited = max(row.waited for row in made.rows)
+            if step > 0 or present >= config.group_size:
+                return False
+            if waited >= config.start_timeout_seconds:
                 break
             time.sleep(PAUSE_SECONDS)
-        if quorum.max_step == 0 and present < self._config.min_replica_size:
+        if present < config.min_replica_size:
             raise GaveUpError(
                 f"fault_tolerance.min_replica_size must be reached within start_timeout_seconds "
-                f"({self._config.start_timeout_seconds:g} s): it is {self._config.min_replica_size}, and {present} "
-                "group(s) came; start the others sooner"
+                f"({config.start_timeout_seconds:g} s): it is {config.min_replica_size}, and {present} group(s) came; "
+                "start the others sooner"
             )
-        if not quorum.behind:
-            self.applied()
-        return quorum.behind
+        logger.warning("beginning with %d of %d groups: start_timeout_seconds is over", present, config.group_size)
+        return False
 
     def arm(self) -> None:
         """Let the next backward launch the exchange; call it before the step's last backward."""
@@ -130,13 +144,14 @@ class ReplicaDimension:
                 return None
             if self._rounds.commits(made):
                 break
-            if not made.verdict.strays:
-                time.sleep(PAUSE_SECONDS)  # too few groups: the same gradients wait for more
+            if not made.verdict.strays:  # with strays the same gradients go again at once, without theirs
+                self._wait_for_more(made)
+        self._waiting = False
         update = self._rounds.update(made)
         self._rounds.advance(update)
         if self.step < self._total_steps:
             # Asked for now, when all groups are at the same point, the next quorum finds everybody on time.
-            self._rounds.membership.begin(self.step)
+            self._rounds.ask()
         verdict = made.verdict
         return Committed(
             update=update,
@@ -197,6 +212,15 @@ class ReplicaDimension:
                 return digest
             if not complete:
                 time.sleep(PAUSE_SECONDS)
+
+    def _wait_for_more(self, made: Round) -> None:
+        """Too few groups have a gradient: the same gradients wait for more."""
+        if not self._waiting:
+            self._waiting = True
+            present, least = len(made.verdict.contributors), self._config.min_replica_size
+            logger.warning("step %d waits: %d group(s) have a gradient, %d needed", self.step + 1, present, least)
+            self._events.emit("waiting", step=self.step, participants=made.slots(made.verdict.contributors))
+        time.sleep(PAUSE_SECONDS)
 
     def _take_digest(self) -> str:
         digest = self._state.digest()

@@ -37,3 +37,21 @@ class ReplacedError(ReplicaError):
     """A newer process runs the replica group that this process believes it is."""
 
     restart = False
+
+
+class ConfigMismatchError(ReplicaError):
+    """This group runs another config than the others."""
+
+    restart = False
+
+
+class StateMismatchError(ReplicaError):
+    """A donor's state does not fit this rank's model or optimizer."""
+
+    restart = False
+
+
+class RefusedError(ReplicaError):
+    """The other end of a transfer does not know this run's token."""
+
+    restart = False

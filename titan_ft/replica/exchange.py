@@ -38,16 +38,17 @@ class Reduced:
 
 
 class _Bucket:
-    """Gradients that travel together: a flat fp32 tensor and one view per parameter, in a fixed order."""
+    """Gradients that travel together: a flat fp32 tensor and one view per parameter, in a fixed order.
+
+    It ends with a number for each parameter: how many groups have a gradient of it (times the scale, see `scale`).
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], where: torch.device) -> None:
         self.parameters = list(parameters)
         sizes = [local(parameter).numel() for parameter in parameters]
-        self.flat = device.empty_bucket(sum(sizes), torch.float32, where)
-        self.views = [
-            part.view(local(parameter).shape)
-            for part, parameter in zip(self.flat.split(sizes), parameters, strict=True)
-        ]
+        self.flat = device.empty_bucket(sum(sizes) + len(sizes), torch.float32, where)
+        *parts, self.used = self.flat.split([*sizes, len(sizes)])
+        self.views = [part.view(local(parameter).shape) for part, parameter in zip(parts, parameters, strict=True)]
         self.missing: set[int] = set()
         self.full: torch.Event | None = None
 
@@ -141,7 +142,11 @@ class GradientExchange:
         for index, bucket in enumerate(self._buckets):
             if reduced is not None:
                 bucket.flat.copy_(reduced[index])
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            used = bucket.used.tolist()
+            for parameter, view, in_use in zip(bucket.parameters, bucket.views, used, strict=True):
+                if not in_use:  # in no group: an optimizer skips it, a gradient of zeros would make it decay
+                    parameter.grad = None
+                    continue
                 if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
                     parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(view, non_blocking=True)
@@ -167,6 +172,7 @@ class GradientExchange:
                 bucket.views[index].zero_()
             else:
                 bucket.views[index].copy_(_shard(gradient, bucket.parameters[index]), non_blocking=True)
+            bucket.used[index] = gradient is not None
             bucket.missing.discard(index)
         if not bucket.missing and self._flight is not None:
             bucket.full = device.record_event()
@@ -248,6 +254,7 @@ class _Flight:
         if len(self._quorum.members) > 1:
             options = AllreduceOptions()
             options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
+            options.timeout = self._membership.timeout
             self._works.append(self._membership.process_group.allreduce([tensor], options))
 
 

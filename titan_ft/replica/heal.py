@@ -23,6 +23,9 @@ from titan_ft.replica.transport import fetch
 
 logger = logging.getLogger(__name__)
 
+_MAX_REST = 64  # rounds between two attempts of one heal
+_ALONE_SECONDS = 5.0  # without a holder before older states count
+
 
 class Heal:
     """Brings this rank's group to the job's state; see `run`.
@@ -45,6 +48,8 @@ class Heal:
         self._config, self._rounds, self._state, self._group, self._events = config, rounds, state, group, events
         self._token, self._apply = token, apply
         self._attempt: CatchUp | None = None
+        self._rest = 0  # rounds until the next donor is asked
+        self._alone_since: float | None = None  # when the last holder was seen to have gone
 
     def run(self) -> float:
         """Heal; this group is READY afterwards and the quorum of its next round is asked for.
@@ -57,62 +62,76 @@ class Heal:
         """
         started = time.monotonic()
         self._rounds.position.standing = Standing.BEHIND
-        self._rounds.position.heals = 0
+        self._rounds.position.heals = self._rest = 0
         while self._rounds.position.standing is not Standing.READY:
             made = self._rounds.make()
+            if made is not None and made.verdict.holders:
+                self._alone_since = None
+                self._follow(made)
+            if self._attempt is not None and self._conclude(self._attempt):
+                break
             if made is not None and not made.verdict.holders:
                 self._recall(made)
-            elif made is not None:
-                self._follow(made)
-            if self._attempt is not None:
-                self._conclude(self._attempt, idle=made is not None and not self._rounds.commits(made))
+            elif made is not None and not self._rounds.commits(made):
+                time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
         return time.monotonic() - started
 
     def _follow(self, made: Round) -> None:
         """Begin to fetch from the donor that the round named, and queue the round's update."""
-        if self._attempt is None:
+        if self._attempt is None and made.quorum.rank in made.verdict.donors:
             self._attempt = self._begin(made)
-        if self._rounds.commits(made):
+        elif self._attempt is None:
+            self._rest -= 1
+            if self._rest <= 0:
+                self._rounds.position.standing = Standing.BEHIND
+        if self._attempt is not None and self._rounds.commits(made):
             update = self._rounds.update(made, keep=True)
             if not self._attempt.queue(update, made.lineage):
                 self._fail(self._attempt, f"missed an update before step {update.step}")
 
-    def _conclude(self, attempt: CatchUp, idle: bool) -> None:
-        """End the attempt if all ranks of the group have their part of the state, or one of them failed."""
+    def _conclude(self, attempt: CatchUp) -> bool:
+        """End the attempt if all ranks of the group have their part of the state, or one of them failed.
+
+        Returns:
+            Whether this group now has the state.
+        """
         fetched = Fetched(min(self._group.gather(attempt.fetched())))
         if fetched is Fetched.FAILED:
             self._fail(attempt, attempt.error or "the fetch failed on another rank of this group")
-        elif fetched is Fetched.PENDING:
-            if idle:  # nobody trains just now: do not hurry the holders through empty rounds
-                time.sleep(PAUSE_SECONDS)
-        elif not attempt.fits:
+        elif fetched is Fetched.DONE and not attempt.fits:
             self._fail(attempt, "the donor's state is not the one that the others went on from")
-        else:
+        elif fetched is Fetched.DONE:
             self._finish(attempt)
+            return True
+        return False
 
     def _begin(self, made: Round) -> CatchUp:
         donor, step, config = made.verdict.donors[made.quorum.rank], made.verdict.step, self._config
         address, slot = self._rounds.membership.peer_address(donor), made.quorum.slots[donor]
-        self._rounds.position.standing = Standing.CATCHING_UP
-        self._rounds.position.heals += 1
+        position = self._rounds.position
+        position.standing, position.donor, position.heals = Standing.CATCHING_UP, slot, position.heals + 1
         self._events.emit("heal_started", donor=slot, from_step=step, step=step)
         return CatchUp(
             slot,
             step,
-            lambda: fetch(
+            lambda cancelled: fetch(
                 address,
                 self._token,
                 step,
                 str(config.replica_id),
                 config.transfer_connections,
                 config.transfer_timeout_seconds,
+                cancelled,
             ),
         )
 
     def _fail(self, attempt: CatchUp, reason: str) -> None:
-        """Give the attempt up; the next round asks another donor."""
-        self._rounds.position.standing = Standing.BEHIND
-        self._attempt = None
+        """Give the attempt up. The next donor is asked after a rest that doubles: each one pays with a copy."""
+        attempt.cancel()
+        position = self._rounds.position
+        self._attempt, position.donor = None, -1
+        self._rest = min(2 ** (position.heals - 1), _MAX_REST) - 1
+        position.standing = Standing.CATCHING_UP if self._rest else Standing.BEHIND
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
         self._events.emit("heal_failed", donor=attempt.donor, from_step=attempt.from_step, error=reason)
 
@@ -126,7 +145,7 @@ class Heal:
         for update in attempt.updates:
             self._apply(update)
             self._rounds.advance(update)
-        position.standing = Standing.READY
+        position.standing, position.donor = Standing.READY, -1
         self._attempt = None
         self._events.emit(
             "heal_finished",
@@ -139,10 +158,15 @@ class Heal:
         )
 
     def _recall(self, made: Round) -> None:
-        """Nobody holds the latest state: go on from the latest that is left, if this group has it."""
-        position = self._rounds.position
-        if self._attempt is not None:
-            self._fail(self._attempt, "no holder of the state is left")
+        """No holder of the state is in the quorum: wait a little, then go on from the latest state that is left.
+
+        Holders may only be late, and a transfer may still end.
+        """
+        now, position = time.monotonic(), self._rounds.position
+        self._alone_since = self._alone_since or now
+        if not any(self._group.gather(int(now >= self._alone_since + _ALONE_SECONDS))):
+            time.sleep(PAUSE_SECONDS)
+            return
         seen, best = max(row.seen for row in made.rows), max(row.step for row in made.rows)
         if best == 0 and seen > 0:
             raise JobLostError(
@@ -151,5 +175,6 @@ class Heal:
         if position.sound and position.step == best:
             logger.warning("the state after step %d is lost with its groups; going on from step %d", seen, best)
             self._events.emit("rolled_back", step=best, lost=seen - best)
-            position.standing, position.seen = Standing.READY, best
-            self._rounds.membership.begin(best)
+            if self._attempt is not None:
+                self._attempt.cancel()
+            self._attempt, position.standing, position.donor, position.seen = None, Standing.READY, -1, best

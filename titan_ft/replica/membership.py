@@ -23,14 +23,15 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time
 
+from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
-from titan_ft.replica.errors import ForeignMemberError, LighthouseError, ReplacedError
+from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
 
 logger = logging.getLogger(__name__)
 
 _ID_SEPARATOR = "/"
-_RENDEZVOUS_SECONDS = 3.0  # all members got the quorum's reply at the same moment; one that is silent so long is gone
+_RENDEZVOUS_SECONDS = 2.0  # all members got the quorum's reply at the same moment; one that is silent so long is gone
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,12 @@ class Member:
     slot: int
     started: float
     unique: str
+    config: str
 
     @property
     def replica_id(self) -> str:
         """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
-        return _ID_SEPARATOR.join(("titan_ft", f"{self.slot:06d}", f"{self.started:.6f}", self.unique))
+        return _ID_SEPARATOR.join(("titan_ft", f"{self.slot:06d}", f"{self.started:.6f}", self.unique, self.config))
 
     @staticmethod
     def parse(replica_id: str) -> Member:
@@ -54,10 +56,10 @@ class Member:
             ForeignMemberError: another kind of job talks to this lighthouse.
         """
         try:
-            name, slot, started, unique = replica_id.split(_ID_SEPARATOR)
+            name, slot, started, unique, config = replica_id.split(_ID_SEPARATOR)
             if name != "titan_ft":
                 raise ValueError(name)
-            return Member(int(slot), float(started), unique)
+            return Member(int(slot), float(started), unique, config)
         except ValueError:
             raise ForeignMemberError(
                 f"the lighthouse lists a member that is not a titan_ft replica group: {replica_id!r}; "
@@ -94,7 +96,16 @@ class Quorum:
 class Membership:
     """The group's seat at the lighthouse. Every rank of the group holds one; rank 0 also runs torchft's server.
 
-    All methods but `abort` are called by the training thread, in the same order on every rank of the group.
+    Make it when the group is ready for its first quorum: from then on it heartbeats, and the others wait for it.
+    `begin` and `vote` are called by the training thread, in the same order on every rank of the group; `wait` may be
+    called by the exchange's thread as well.
+
+    Args:
+        host: the numeric address that other groups reach this rank at.
+        store: host and port of the group's TCPStore.
+        attempt: how often the group was started before; the store of torchrun's agent outlives an attempt.
+        config_digest: hex hash of what must be equal in all groups.
+        address: host:port of this rank's state server.
     """
 
     def __init__(
@@ -107,6 +118,8 @@ class Membership:
         group_rank: int,
         group_world_size: int,
         store: tuple[str, int],
+        attempt: int,
+        config_digest: str,
         address: str,
         events: EventLog,
     ) -> None:
@@ -118,33 +131,34 @@ class Membership:
         self._lighthouse = lighthouse
         self._events = events
         self.process_group = process_group
+        self.timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         self._store_host, self._store_port = store
         self._store = self._connect_store()
         self._server: Any = None
         if group_rank == 0:
-            self.member = Member(config.replica_id, time.time(), uuid.uuid4().hex)
-            # The server starts to heartbeat here: from now on the others wait for this group's first quorum request.
+            self.member = Member(config.replica_id, time.time(), uuid.uuid4().hex, config_digest)
             try:
                 self._server = ManagerServer(
                     replica_id=self.member.replica_id,
                     lighthouse_addr=lighthouse,
-                    hostname=host,
+                    hostname=_bracketed(host),
                     bind="[::]:0",
-                    store_addr=f"{self._store_host}:{self._store_port}",
+                    store_addr=f"{_bracketed(host)}:{self._store_port}",  # rank 0 runs where the store is
                     world_size=group_world_size,
                     heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
                     connect_timeout=timedelta(seconds=config.connect_timeout_seconds),
                     quorum_retries=0,
                 )
             except Exception as error:
-                raise self._unreachable(error) from error
-            self._store.set("titan_ft/server", f"{self._server.address()} {self.member.replica_id}")
-        server, replica_id = self._store.get("titan_ft/server").decode().split(" ", 1)
+                raise self._unreachable("connect", config.connect_timeout_seconds, error) from error
+            self._store.set(f"titan_ft/server/{attempt}", f"{self._server.address()} {self.member.replica_id}")
+        server, replica_id = self._store.get(f"titan_ft/server/{attempt}").decode().split(" ", 1)
         self.member = Member.parse(replica_id)
         self._client = ManagerClient(server, connect_timeout=timedelta(seconds=config.connect_timeout_seconds))
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan_ft_quorum")
+        self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None
         self._configured = ""  # key of the quorum that the process group was built for
+        self._prefix = ""  # of that quorum's keys in stores
         self._peers: dict[int, str] = {}
         self._abort_lock = threading.Lock()
         self._failures = 0
@@ -188,10 +202,11 @@ class Membership:
     def abort(self) -> None:
         """Break off the exchange under way, here and (through closed connections) at the other groups.
 
-        Ranks that saw nothing of the failure must not sit out a timeout: peers notice the closed connection, and the
-        other ranks of this group are told through the group's store.
+        Ranks that saw nothing of the failure should not sit out a timeout: peers notice the closed connections, and
+        the other ranks of this group are told through the group's store. NCCL breaks off at once. Gloo cannot break
+        off an operation with a peer that lives: such a rank waits until that peer ends or the operation times out.
         """
-        quorum = self._configured
+        quorum = self._prefix
         self._abort_process_group(quorum)
         if quorum and self._group_world_size > 1:
             self._store.set(self._broken_key(quorum), "1")
@@ -200,7 +215,7 @@ class Membership:
         """Leave: stop the heartbeats and close the process group."""
         if self._server is not None:
             self._server.shutdown()
-        self._abort_process_group(self._configured)
+        self._abort_process_group(self._prefix)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # The quorum thread
@@ -208,15 +223,17 @@ class Membership:
     def _ask(self, step: int, failures: int) -> Quorum:
         reply = self._request(step, failures)
         members = tuple(Member.parse(replica_id) for replica_id in reply.replica_ids)
-        self._refuse_duplicates(members)
-        # A restarted lighthouse counts quorum ids from the beginning: the members' unique names keep quorums apart.
         names = hashlib.sha256(_ID_SEPARATOR.join(member.unique for member in members).encode()).hexdigest()[:16]
-        error, key = None, f"{reply.quorum_id}/{names}"
-        if key != self._configured:
-            error = self._configure(reply, members, key)
-            self._events.emit(
-                "joined", quorum=reply.quorum_id, participants=[member.slot for member in members], step=step
-            )
+        key = f"{reply.quorum_id}/{names}"
+        error = self._object(members)
+        if error is None and key != self._configured:
+            # A restarted lighthouse counts quorum ids from the beginning, with the same members as before. Stores keep
+            # what was written under an id, so that their keys carry the step too.
+            error = self._configure(reply, members, key, f"titan_ft/{key}/{reply.max_step}")
+            if error is None:
+                self._events.emit(
+                    "joined", quorum=reply.quorum_id, participants=[member.slot for member in members], step=step
+                )
         return Quorum(
             key=key,
             rank=reply.replica_rank,
@@ -242,40 +259,60 @@ class Membership:
                     commit_failures=failures,
                 )
             except TimeoutError:
-                # The lighthouse is there but waits for others: a slow group, or too few of them. Waiting loses nothing.
-                logger.warning("no quorum at step %d for %g s; the lighthouse waits for other groups", step, timeout)
+                # The lighthouse waits for others (a slow group, too few of them) or hangs. Waiting loses nothing.
+                logger.warning("no quorum after step %d for %g s; still waiting for other groups", step, timeout)
                 deadline = time.monotonic() + timeout
             except Exception as error:  # torchft raises RuntimeError for every other gRPC status
                 if time.monotonic() >= deadline:
-                    raise self._unreachable(error) from error
+                    raise self._unreachable("quorum", timeout, error) from error
                 time.sleep(0.1)
 
-    def _unreachable(self, error: Exception) -> LighthouseError:
+    def _unreachable(self, what: str, seconds: float, error: Exception) -> LighthouseError:
         return LighthouseError(
-            f"no quorum from the lighthouse at {self._lighthouse} within "
-            f"fault_tolerance.quorum_timeout_seconds ({self._config.quorum_timeout_seconds:g} s): {error}; "
-            "check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE name it"
+            f"the lighthouse at {self._lighthouse} did not answer within fault_tolerance.{what}_timeout_seconds "
+            f"({seconds:g} s): {error}; check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
+            "name it"
         )
 
-    def _refuse_duplicates(self, members: tuple[Member, ...]) -> None:
-        """End this process when the same slot was started again: the newer process owns it."""
-        for other in members:
-            if other.slot == self.member.slot and other.started > self.member.started:
-                raise ReplacedError(
-                    f"replica group {self.member.slot} was started again elsewhere (as {other.unique}); "
-                    "this older process ends: fault_tolerance.replica_id must be unique among running groups"
-                )
+    def _object(self, members: tuple[Member, ...]) -> str | None:
+        """Find members that must not meet; they end by themselves. Returns why this quorum cannot be used, or None.
 
-    def _configure(self, reply: Any, members: tuple[Member, ...], key: str) -> str | None:
+        Raises:
+            ReplacedError, ConfigMismatchError: it is this group that must end.
+        """
+        own, twice = self.member, []
+        for member in members:
+            if any(other.slot == member.slot and other.started > member.started for other in members):
+                if member == own:
+                    raise ReplacedError(
+                        f"replica group {own.slot} was started again elsewhere; this older process ends: "
+                        "fault_tolerance.replica_id must be unique among running groups"
+                    )
+                twice.append(member.slot)
+        right = min(members, key=lambda member: member.started).config  # newcomers do not outvote who has the state
+        if own.config != right:
+            others = [member.slot for member in members if member.config == right]
+            raise ConfigMismatchError(
+                f"this group's config (digest {own.config}) must equal that of groups {others} ({right}); start it "
+                "with their TOML and flags"
+            )
+        wrong = [member.slot for member in members if member.config != right]
+        if twice or wrong:
+            return f"waiting for groups to leave: {twice} were started again, {wrong} run another config"
+        return None
+
+    def _configure(self, reply: Any, members: tuple[Member, ...], key: str, prefix: str) -> str | None:
         """Build the process group of a new quorum; returns what went wrong, or None."""
-        if self._configured and self._group_world_size > 1:
-            self._store.set(self._broken_key(self._configured), "1")  # lets the old quorum's watcher end
+        if self._prefix and self._group_world_size > 1:
+            self._store.set(self._broken_key(self._prefix), "1")  # lets the old quorum's watcher end
         with self._abort_lock:
-            self._configured = key
-        prefix = f"titan_ft/{key}/{self._group_rank}"
+            self._configured, self._prefix = key, prefix
+        prefix = f"{prefix}/{self._group_rank}"
         try:
             if len(members) > 1:
                 self._peers = self._exchange_addresses(reply, prefix, len(members))
+            # A member that dies right here must not cost the timeout of a whole collective.
+            self.process_group.set_timeout(timedelta(seconds=_RENDEZVOUS_SECONDS))
             self.process_group.configure(
                 f"{reply.store_address}/{prefix}/pg",
                 self.member.replica_id,
@@ -288,8 +325,10 @@ class Membership:
             )
         except Exception as error:  # noqa: BLE001  # a member may die right here; the next quorum is without it
             return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        finally:
+            self.process_group.set_timeout(self.timeout)
         if self._group_world_size > 1:
-            threading.Thread(target=self._watch, args=(key,), name="titan_ft_abort_watch", daemon=True).start()
+            threading.Thread(target=self._watch, args=(self._prefix,), name="titan_ft_abort_watch", daemon=True).start()
         return None
 
     def _exchange_addresses(self, reply: Any, prefix: str, world_size: int) -> dict[int, str]:
@@ -316,7 +355,7 @@ class Membership:
 
     def _abort_process_group(self, quorum: str) -> None:
         with self._abort_lock:
-            if quorum == self._configured:
+            if quorum == self._prefix:
                 self.process_group.abort()
 
     def _broken_key(self, quorum: str) -> str:
@@ -324,3 +363,7 @@ class Membership:
 
     def _connect_store(self) -> TCPStore:
         return TCPStore(self._store_host, self._store_port, is_master=False, wait_for_workers=False)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

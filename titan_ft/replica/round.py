@@ -37,6 +37,8 @@ class Position:
     seen: int = 0  # largest number of committed updates heard of
     digest: int = 0  # of the state now, if one is due at this step
     heals: int = 0  # attempts of the heal under way
+    donor: int = -1  # slot that the heal fetches from
+    waited: float = 0.0  # seconds, for the job's first step
     sound: bool = True  # False: the state is not one that the job went through, only a donor's will do
 
 
@@ -101,8 +103,14 @@ class Rounds:
         self._nominal_tokens = nominal_tokens
         self._served: Snapshot | None = None
 
+    def ask(self) -> None:
+        """Ask for the next round's quorum, unless it is asked for."""
+        if not self.membership.asked:
+            self.membership.begin(self.position.step if self.position.sound else 0)
+
     def arm(self) -> None:
         """Let the next backward launch the exchange of the next round."""
+        self.ask()
         self._exchange.arm(self._contributes)
 
     def make(self, contribution: Contribution = NOTHING) -> Round | None:
@@ -114,8 +122,7 @@ class Rounds:
         Raises:
             DivergedError: the groups' states differ without a majority.
         """
-        if not self.membership.asked:
-            self.membership.begin(self.position.step)
+        self.ask()
         started = time.monotonic()
         reduced = None
         try:
@@ -179,6 +186,8 @@ class Rounds:
             loss=facts.loss,
             max_loss=facts.max_loss,
             heals=position.heals,
+            donor=position.donor,
+            waited=position.waited,
         )
 
     def _take_position(self, made: Round) -> None:
@@ -197,14 +206,20 @@ class Rounds:
 
     def _serve(self, made: Round) -> None:
         """Copy the state to host memory if a joiner was sent to this group, before the optimizer writes it."""
-        verdict = made.verdict
-        if made.quorum.rank in verdict.donors.values():
-            if self._served is None or self._served.step != verdict.step:
-                self._withdraw()
-                started = time.monotonic()
-                self._served = self._state.copy(verdict.step, self.position.lineage)
-                self._server.publish(self._served, time.monotonic() - started)
-        elif not verdict.catching_up:
+        rank, position = made.quorum.rank, self.position
+        sent = rank in made.verdict.donors.values()
+        serving = rank in made.verdict.serving
+        held = self._served is not None and (self._served.step, self._served.lineage) == (
+            position.step,
+            position.lineage,
+        )
+        # A joiner may fetch already although this group voted no in the round that named it the donor.
+        if (sent and not held) or (serving and self._served is None):
+            self._withdraw()
+            started = time.monotonic()
+            self._served = self._state.copy(position.step, position.lineage)
+            self._server.publish(self._served, time.monotonic() - started)
+        elif not sent and not serving:
             self._withdraw()
 
     def _withdraw(self) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
+
+_FLOATS = ("loss", "max_loss", "waited")
 
 
 class Standing(IntEnum):
@@ -47,6 +48,8 @@ class Row:
         loss: its loss sum, scaled by 1 / (nominal tokens of all groups together).
         max_loss: largest mean loss of one of its ranks.
         heals: heals that the member began since it has been behind; the next one asks the next donor.
+        donor: slot that a member that is catching up fetches from; -1 = none at the moment.
+        waited: seconds that the member has waited for the job's first step.
     """
 
     slot: int
@@ -60,6 +63,8 @@ class Row:
     loss: float = 0.0
     max_loss: float = 0.0
     heals: int = 0
+    donor: int = -1
+    waited: float = 0.0
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""
@@ -70,7 +75,7 @@ class Row:
         """Rebuild a row from `encode`'s floats."""
         fields: dict[str, Any] = {}
         for field, value in zip(dataclasses.fields(Row), values, strict=True):
-            fields[field.name] = value if field.name in ("loss", "max_loss") else int(value)
+            fields[field.name] = value if field.name in _FLOATS else int(value)
         fields["standing"] = Standing(fields["standing"])
         return Row(**fields)
 
@@ -88,10 +93,10 @@ class Verdict:
         step: committed updates that the holders' state has; the exchange makes the next one.
         holders: ranks that hold the job's state.
         strays: ranks that claim to hold it but differ from the majority; they must heal.
-        tie: the claims differ and no majority exists.
+        tie: the bytes differ and no majority exists.
         contributors: holders whose gradient counts.
-        donors: for each rank that is behind, the holder that serves it.
-        catching_up: whether a member is still fetching from a donor.
+        donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
+        serving: holders that a member fetches from.
         valid_tokens, tokens, loss, max_loss: sums (and the largest) over the contributors.
     """
 
@@ -101,7 +106,7 @@ class Verdict:
     tie: bool
     contributors: tuple[int, ...]
     donors: dict[int, int]
-    catching_up: bool
+    serving: tuple[int, ...]
     valid_tokens: int
     tokens: int
     loss: float
@@ -112,28 +117,53 @@ def judge(rows: Sequence[Row]) -> Verdict:
     """Decide from all members' rows who holds the state, whose gradient counts and who serves whom."""
     claims = [rank for rank, row in enumerate(rows) if row.has_state]
     step = max((rows[rank].step for rank in claims), default=max(row.step for row in rows))
-    current = [rank for rank in claims if rows[rank].step == step]
-    votes = Counter((rows[rank].lineage, rows[rank].digest) for rank in current).most_common()
-    tie = len(votes) > 1 and votes[0][1] == votes[1][1]
-    if tie and step == 0:  # nothing is trained yet, so any of the initial states will do: the lowest slot's
-        tie, votes[0] = False, ((rows[current[0]].lineage, rows[current[0]].digest), 1)
-    holders = tuple(r for r in current if not tie and (rows[r].lineage, rows[r].digest) == votes[0][0])
+    holders, tie = _find_holders(rows, [rank for rank in claims if rows[rank].step == step])
     contributors = tuple(r for r in holders if rows[r].standing == Standing.READY and rows[r].valid_tokens > 0)
-    behind = [rank for rank, row in enumerate(rows) if row.standing == Standing.BEHIND]
-    donors = {rank: holders[(place + rows[rank].heals) % len(holders)] for place, rank in enumerate(behind) if holders}
+    fetched_from = {row.donor for row in rows if row.standing == Standing.CATCHING_UP}
     return Verdict(
         step=step,
         holders=holders,
         strays=tuple(rank for rank in claims if rank not in holders),
         tie=tie,
         contributors=contributors,
-        donors=donors,
-        catching_up=any(row.standing == Standing.CATCHING_UP for row in rows),
+        donors=_send_to_donors(rows, [rank for rank in holders if rows[rank].slot not in fetched_from]),
+        serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),
         valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
         tokens=sum(rows[rank].tokens for rank in contributors),
         loss=sum(rows[rank].loss for rank in contributors),
         max_loss=max((rows[rank].max_loss for rank in contributors), default=0.0),
     )
+
+
+def _find_holders(rows: Sequence[Row], claims: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """Return whose claim to the job's state is right, and whether nobody can tell.
+
+    States of different lineage are all good ones, so that any choice that all make alike will do: the most common one,
+    of equally common ones the lowest rank's. Different bytes of one lineage mean that some are corrupt: only a majority
+    can tell which. At step 0 nothing is trained yet, so the lowest rank's initial state is as good as any.
+    """
+    lineage = _most_common([rows[rank].lineage for rank in claims]) if claims else 0
+    camp = [rank for rank in claims if rows[rank].lineage == lineage]
+    digests = [rows[rank].digest for rank in camp]
+    digest = _most_common(digests) if camp else 0
+    tie = any(other != digest and digests.count(other) == digests.count(digest) for other in digests)
+    if tie and rows[camp[0]].step > 0:
+        return (), True
+    return tuple(rank for rank in camp if rows[rank].digest == digest), False
+
+
+def _most_common(values: list[int]) -> int:
+    """Return the most common value; of equally common ones the first."""
+    return max(values, key=values.count)  # max keeps the first of equals
+
+
+def _send_to_donors(rows: Sequence[Row], free: Sequence[int]) -> dict[int, int]:
+    """Pair each rank that is behind with a holder that serves nobody yet.
+
+    A holder has one copy of its state: a joiner that came at a later step would take it from one that is fetching.
+    """
+    behind = [rank for rank, row in enumerate(rows) if row.standing == Standing.BEHIND]
+    return {rank: free[(place + rows[rank].heals) % len(free)] for place, rank in enumerate(behind) if free}
 
 
 def descend(lineage: int, quorum_key: str, step: int) -> int:

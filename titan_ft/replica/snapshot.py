@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
+from titan_ft.replica.errors import StateMismatchError
 from titan_ft.replica.exchange import local
 
 _ALIGNMENT = 64  # bytes; keeps every tensor of a payload aligned for any dtype
@@ -45,10 +47,6 @@ class Snapshot:
     lineage: int
     header: bytes
     payload: torch.Tensor
-
-
-class StateMismatchError(RuntimeError):
-    """A snapshot does not fit this rank's model or optimizer."""
 
 
 class TrainState:
@@ -94,7 +92,7 @@ class TrainState:
             _view(payload, entry).copy_(local(tensor), non_blocking=True)
         device.synchronize()
         header = {"step": step, "lineage": lineage, "scalars": self._scalars(), "tensors": entries, "bytes": size}
-        return Snapshot(step, lineage, json.dumps(header).encode(), payload)
+        return Snapshot(step, lineage, json.dumps(header, default=torch.Tensor.item).encode(), payload)
 
     def reuse(self, snapshot: Snapshot) -> None:
         """Take back a snapshot that nobody reads any more: its memory serves the next copy."""
@@ -134,7 +132,7 @@ class TrainState:
             shard = local(tensor)
             names.append([name, str(shard.dtype), list(shard.shape)])
             sums.append(_lane_sum(shard))
-        values = torch.stack([value.cpu() for value in sums]).tolist() if sums else []
+        values = [value.item() for value in _to_host(sums)]
         groups = [_plain(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         text = json.dumps([names, values, groups], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -180,19 +178,23 @@ class TrainState:
 
     def _load_optimizers(self, entries: dict[str, dict[str, Any]], payload: torch.Tensor) -> None:
         """Rebuild each optimizer's state from what is left in `entries`: a fresh optimizer has none of its own yet."""
+        by_parameter: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+        for name, entry in entries.items():
+            prefix, _, key = name.rpartition("/")
+            by_parameter[prefix][key] = entry
         for number, optimizer in enumerate(self._optimizers):
             for index, parameter in enumerate(_parameters(optimizer)):
-                prefix = f"optimizer/{number}/{index}/"
-                state = {}
-                for name in [name for name in entries if name.startswith(prefix)]:
-                    entry = entries.pop(name)
-                    value = _view(payload, entry).to("cpu" if entry["on_host"] else parameter.device, copy=True)
-                    state[name.removeprefix(prefix)] = _like(parameter, value)
-                optimizer.state[parameter] = state
-        if entries:
+                optimizer.state[parameter] = {
+                    key: _like(
+                        parameter,
+                        _view(payload, entry).to("cpu" if entry["on_host"] else parameter.device, copy=True),
+                    )
+                    for key, entry in by_parameter.pop(f"optimizer/{number}/{index}", {}).items()
+                }
+        if by_parameter:
+            name = min(f"{prefix}/{key}" for prefix, keys in by_parameter.items() for key in keys)
             raise StateMismatchError(
-                f"the donor's state has {sorted(entries)[0]}, which this rank has not; all groups must run the same "
-                "config"
+                f"the donor's state has {name}, which this rank has not; all groups must run the same config"
             )
 
     @staticmethod
@@ -241,6 +243,16 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params"
     }
+
+
+def _to_host(scalars: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Bring scalars to the host with one copy per device."""
+    result = list(scalars)
+    for where in {scalar.device for scalar in scalars}:
+        places = [place for place, scalar in enumerate(scalars) if scalar.device == where]
+        for place, value in zip(places, torch.stack([scalars[place] for place in places]).cpu(), strict=True):
+            result[place] = value
+    return result
 
 
 def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,11 +30,13 @@ from typing import Any
 import torch
 
 from titan_ft import device
+from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.snapshot import Snapshot
 
 _CHUNK = 8 << 20  # bytes of one request
 _MAX_LINE = 4096  # a request or an answer line is far shorter; a stranger's may not be
 _HANDSHAKE_SECONDS = 10.0
+_TOKEN_REMEDY = "all groups of a run must have the same TITAN_FT_TOKEN in their environment"
 
 
 class TransferError(RuntimeError):
@@ -62,7 +64,9 @@ class StateServer:
         self._readers = 0
         self._changed = threading.Condition()
         self._server = _Server((host, 0), self._handle)
-        threading.Thread(target=self._server.serve_forever, name="titan_ft_state_server", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="titan_ft_state_server", daemon=True
+        ).start()
 
     @property
     def port(self) -> int:
@@ -94,8 +98,8 @@ class StateServer:
         _write(stream, {"nonce": nonce})
         hello = _read(stream)
         expected = _proof(self._token, "joiner", nonce, str(hello.get("nonce")))
-        if not hmac.compare_digest(expected, str(hello.get("proof"))):
-            _write(stream, {"error": "wrong token; all groups of a run must share TITAN_FT_TOKEN"})
+        if not _same(expected, hello.get("proof")):
+            _write(stream, {"refused": f"the donor does not accept this group's token; {_TOKEN_REMEDY}"})
             return
         _write(stream, {"proof": _proof(self._token, "donor", nonce, str(hello["nonce"]))})
         connection.settimeout(None)
@@ -132,17 +136,28 @@ class StateServer:
         connection.sendall(data)
 
 
-def fetch(address: str, token: str, step: int, joiner: str, connections: int, timeout: float) -> Snapshot:
+def fetch(
+    address: str,
+    token: str,
+    step: int,
+    joiner: str,
+    connections: int,
+    timeout: float,
+    cancelled: threading.Event | None = None,
+) -> Snapshot:
     """Fetch a rank's state after `step` committed updates from the donor's StateServer at `address` (host:port).
 
     Args:
         connections: ranges fetched at the same time.
         timeout: seconds for the whole transfer.
+        cancelled: ends the transfer when it is set.
 
     Raises:
-        TransferError: the donor is gone, refuses, has no such state, or took too long.
+        TransferError: the donor is gone, has no such state, or took too long; or the transfer was cancelled.
+        RefusedError: one end does not know the other's token.
     """
     deadline = time.monotonic() + timeout
+    cancelled = cancelled or threading.Event()
     try:
         with _Connection(address, token, deadline) as first:
             header = bytes(first.request({"step": step, "header": True}))
@@ -157,12 +172,15 @@ def fetch(address: str, token: str, step: int, joiner: str, connections: int, ti
                 if share:
                     with _Connection(address, token, deadline) as connection:
                         for start in share:
+                            if cancelled.is_set():
+                                raise TransferError("cancelled")
                             part = target[start : start + _CHUNK]
                             connection.request({"step": step, "offset": start, "bytes": part.nbytes}, part)
 
             with ThreadPoolExecutor(connections, thread_name_prefix="titan_ft_fetch") as pool:
                 list(pool.map(fetch_share, range(connections)))
-            first.request({"step": step, "done": joiner})
+            with contextlib.suppress(OSError, ValueError, TransferError):  # the state is complete, this is a courtesy
+                first.request({"step": step, "done": joiner})
     except (OSError, ValueError, KeyError) as error:
         raise TransferError(f"state of step {step} from {address}: {type(error).__name__}: {error}") from error
     return Snapshot(step, int(facts["lineage"]), header, payload)
@@ -177,10 +195,18 @@ class _Connection:
         self._address = address
         self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=self._remaining())
         self._stream = self._socket.makefile("rwb")
+        try:
+            self._prove(address, token)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _prove(self, address: str, token: str) -> None:
+        """Show that this end knows the token, and make sure that the other one does."""
         nonce, their_nonce = secrets.token_hex(16), str(self._answer()["nonce"])
         _write(self._stream, {"nonce": nonce, "proof": _proof(token, "joiner", their_nonce, nonce)})
-        if not hmac.compare_digest(_proof(token, "donor", their_nonce, nonce), str(self._answer().get("proof"))):
-            raise TransferError(f"{address} does not know this run's token; set the same TITAN_FT_TOKEN everywhere")
+        if not _same(_proof(token, "donor", their_nonce, nonce), self._answer().get("proof")):
+            raise RefusedError(f"the donor at {address} does not know this run's token; {_TOKEN_REMEDY}")
 
     def request(self, request: dict[str, Any], into: memoryview | None = None) -> memoryview:
         """Send `request` and return the bytes of the answer (written to `into` if given)."""
@@ -192,7 +218,7 @@ class _Connection:
         done = 0
         while done < size:
             self._socket.settimeout(self._remaining())
-            count = self._stream.readinto(into[done:])
+            count = self._stream.readinto1(into[done:])  # one recv, so that the deadline holds within a chunk
             if not count:
                 raise ConnectionError("the donor closed the connection")
             done += count
@@ -203,6 +229,8 @@ class _Connection:
         answer = _read(self._stream)
         if not answer:
             raise ConnectionError("the donor closed the connection")
+        if "refused" in answer:
+            raise RefusedError(f"{self._address}: {answer['refused']}")
         if "error" in answer:
             raise TransferError(f"{self._address}: {answer['error']}")
         return answer
@@ -233,8 +261,12 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         # The joiner went away or does not speak the protocol: its loss, it asks again or elsewhere.
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             self._handle(request)
+
+
+def _same(expected: str, given: object) -> bool:
+    return hmac.compare_digest(expected.encode(), str(given).encode())
 
 
 def _octets(payload: torch.Tensor) -> memoryview:

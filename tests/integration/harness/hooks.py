@@ -6,8 +6,9 @@ The product has no code for tests: on import, this module wraps methods of the e
 environment variable TITAN_FT_TEST_HOOKS:
 
     replica, rank, attempt, markers   who this worker is, and a folder where workers leave marks for each other
-    faults   [{"replica", "rank", "attempt", "point", "step", "after"}]: at the first passage of `point` in a step >=
-             `step` (None: any), once all marks of `after` are there, the worker kills itself with SIGKILL
+    faults   [{"replica", "rank", "attempt", "point", "step", "after", "unless"}]: at the first passage of `point` in a
+             step >= `step` (none: any), once all marks of `after` are there and none of `unless`, the worker kills
+             itself with SIGKILL
     hold     number of steps that a group goes on before it waits for one that was killed to be back, and again before it
              waits for a joiner's transfer, so that heals happen amid training on any machine (None: never)
     flips    [{"replica", "rank", "step"}]: flip one bit of a parameter after the optimizer made that step
@@ -76,8 +77,9 @@ class Worker:
     def at(self, point: str) -> None:
         """Pass `point`; does not return if a fault waits there."""
         for fault in SETTINGS.get("faults", ()):
-            due = fault["point"] == point and self.is_target(fault) and self.step >= (fault.get("step") or 0)
-            if due and all((self.markers / mark).exists() for mark in fault.get("after", ())):
+            due = fault["point"] == point and self.is_target(fault) and self.step >= fault.get("step", 0)
+            due = due and all((self.markers / mark).exists() for mark in fault.get("after", ()))
+            if due and not any((self.markers / mark).exists() for mark in fault.get("unless", ())):
                 self.mark("down")
                 self.fetching.unlink(missing_ok=True)
                 target = {"replica": SETTINGS["replica"], "rank": SETTINGS["rank"]}
@@ -91,12 +93,18 @@ class Worker:
         if limit is None:
             return
         started = time.monotonic()
+        waited_for = []
         for mark in [*self.markers.glob("down-*"), *self.markers.glob("fetching-*")]:
             self.passed[mark.name] = self.passed.get(mark.name, -1) + 1
-            while self.passed[mark.name] >= limit and not self._is_over(mark):
-                if time.monotonic() > started + _HOLD_SECONDS:
-                    raise TimeoutError(f"{mark.name} did not end")
-                time.sleep(0.005)
+            if self.passed[mark.name] >= limit:
+                waited_for.append(mark)
+                kind, _, who = mark.name.partition("-")
+                if kind == "down":
+                    (self.markers / f"waiting-{who}-{SETTINGS['replica']}").touch()
+        while not all(map(self._is_over, waited_for)):
+            if time.monotonic() > started + _HOLD_SECONDS:
+                raise TimeoutError(f"held for {waited_for}")
+            time.sleep(0.005)
         self.held_seconds += time.monotonic() - started
 
     def _is_over(self, mark: Path) -> bool:
@@ -171,6 +179,7 @@ def install_progress() -> None:
     wrap(heal, "fetch", fetch)
     before(ReplicaTrainer, "train_step", step)
     before(ReplicaTrainer, "_report", report)
+    before(ReplicaDimension, "finish", lambda *_: WORKER.mark("finishing"))
     before(ReplicaDimension, "start", lambda *_: WORKER.mark("ready"))
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))
     # The pause of two seconds at the end of torchtitan's train().

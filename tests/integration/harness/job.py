@@ -25,6 +25,7 @@ TINY = (
     "--fault_tolerance.bucket_size_mb=0.1",  # several buckets even so
     "--fault_tolerance.digest_every=1",
 )
+LIGHTHOUSE = {"join_timeout_ms": 5000}
 _GRACE_SECONDS = 2.0
 _NEVER_RESTARTED = (2, 3)  # exit statuses that say so, see titan_ft.train
 
@@ -64,6 +65,8 @@ class Job:
         flags: torchtitan flags on top of `CONFIG`; with `TINY` if `tiny`.
         hooks: settings of `harness.hooks` in every worker.
         max_restarts: how often each group may be started again after a failure.
+        late: whether that waits until the others have gone on without it for `hold` steps (see `harness.hooks`) or have
+            finished; else it may be back before the lighthouse has noticed that it was gone.
     """
 
     def __init__(
@@ -78,13 +81,14 @@ class Job:
         tiny: bool = True,
         hooks: Mapping[str, Any] | None = None,
         max_restarts: int = 3,
+        late: bool = True,
     ) -> None:
         self.paths = RunPaths(folder / "run")
         self.markers = folder / "markers"
         self.markers.mkdir(parents=True)
         self.groups = [Group(replica, ranks) for replica in range(groups)]
         self.steps = steps
-        self._max_restarts = max_restarts
+        self._max_restarts, self._late = max_restarts, late
         self._zygote = zygote
         self._hooks = dict(hooks or {})
         self._flags = [
@@ -102,7 +106,7 @@ class Job:
 
     # What a test does with it
 
-    def run(self, seconds: float = 120) -> list[Event]:
+    def run(self, seconds: float = 60) -> list[Event]:
         """Start the job and wait until every group has ended for good; returns the events."""
         self.start()
         self.wait_until(lambda: all(map(self._is_over, self.groups)), seconds, "every group has ended")
@@ -110,7 +114,9 @@ class Job:
 
     def start(self) -> None:
         """Start lighthouse and groups."""
-        self._lighthouse = self._zygote.start("harness.zygote:lighthouse", self.paths.root / "lighthouse.log")
+        self._lighthouse = self._zygote.start(
+            "harness.zygote:lighthouse", self.paths.root / "lighthouse.log", [json.dumps(LIGHTHOUSE)]
+        )
         self._address = self._announced(self._lighthouse, "lighthouse listening at ")
         for group in self.groups:
             self._start_group(group)
@@ -190,7 +196,7 @@ class Job:
                 self._signal(group, signal.SIGKILL)
             return
         self._end_attempt(group)
-        if self._restarts(group):
+        if self._restarts(group) and (not self._late or self._is_missed(group)):
             self._start_group(group)
 
     def _end_attempt(self, group: Group) -> None:
@@ -202,6 +208,11 @@ class Job:
     def _restarts(self, group: Group) -> bool:
         final = any(worker.code in _NEVER_RESTARTED for worker in group.workers)
         return group.attempt < self._max_restarts and not final
+
+    def _is_missed(self, group: Group) -> bool:
+        """Say whether another group waits for this one, amid training or at the end."""
+        waiting = self.markers.glob(f"waiting-{group.replica}-{group.attempt}-*")
+        return any(waiting) or any(self.markers.glob("finishing-*"))
 
     def _is_over(self, group: Group) -> bool:
         return group.finished or (group.failed and group.gone and not self._restarts(group))

@@ -1,0 +1,156 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Compare titan_ft with stock torchtitan HSDP and with torchtitan's own `experiments.ft.train`, on this machine.
+
+Two groups of two ranks each (stock: one job of four ranks), the same model, data and seed, in turn:
+
+  steady    step time without failures, as ratios to stock in the same round
+  failure   SIGKILL of a whole group: the survivors' stall, and the steps that they lost
+  rejoin    the time from that kill until the group contributes again, on one host
+
+The peer runs as torchtitan ships it, with torchft's lighthouse at its defaults, restarted by torchrun; titan_ft runs
+under `titan-ft launch`. Use a quiet machine: all processes share its cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench_commits import read_group
+from bench_kills import SURVIVOR, VICTIM, kill_repeatedly, measure
+from bench_machine import describe_machine
+from bench_run import BenchError, Run
+from bench_steps import compare, logged_steps, step_seconds
+from bench_systems import OURS, PEER, STOCK, derive_config, rank_logs
+from bench_table import format_report
+
+from titan_ft.config import ConfigError, load_toml
+
+LOG_FREQ = 10
+"""Steps between two lines of the log, torchtitan's default: stock pays for the means that it logs, ours do not."""
+WARMUP_STEPS = 10
+STEPS_PER_KILL = 1000
+"""More than a kill takes, and still an end, should nobody be left to end the run."""
+MAX_RESTARTS = 100
+PARTS = ("steady", "failure", "rejoin")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 0, 1 when a run did not do what was to be measured, 2 for a bad config."""
+    options = parse(argv)
+    parts = PARTS if options.only is None else (options.only,)
+    arguments = sys.argv[1:] if argv is None else argv
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "scripts/bench.py", *arguments]),
+        "machine": describe_machine(),
+    }
+    code = 0
+    try:
+        measure_parts(options, parts, report)
+    except ConfigError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    except BenchError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        code = 1
+    print(format_report(report, parts))
+    return code
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).parents[1] / "configs" / "llama3_debug.toml"
+    parser.add_argument("--config", type=Path, default=default, help="TOML of the model, the data and the exchange")
+    parser.add_argument("--rounds", type=_at_least(1), default=3, help="runs of each system for the step time")
+    parser.add_argument(
+        "--steps", type=_at_least(WARMUP_STEPS + LOG_FREQ), default=40, help=f"of each, {WARMUP_STEPS} for warm-up"
+    )
+    parser.add_argument("--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return")
+    parser.add_argument("--only", choices=PARTS, help="one part; failure and rejoin come from the same kills")
+    parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--work-dir", type=Path, help="folder for the runs, to be made; a temporary one if left out")
+    options = parser.parse_args(argv)
+    if options.work_dir is not None and options.work_dir.exists():
+        parser.error(f"--work-dir must not exist yet, got {options.work_dir}")
+    return options
+
+
+def _at_least(least: int) -> Any:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return number
+
+
+def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dict[str, Any]) -> None:
+    """Fill the report, and its file after each part, so that what is measured stays whatever comes after."""
+    base = load_toml(options.config)
+    systems = [STOCK, OURS] if options.skip_peer else [STOCK, OURS, PEER]
+    work_dir = (options.work_dir or Path(tempfile.mkdtemp(prefix="titan_ft_bench-"))).absolute()
+    _tell(f"runs in {work_dir}")
+    if "steady" in parts:
+        report["steady"] = measure_steady(options, base, systems, work_dir)
+        _save(report, options.json)
+    if "failure" in parts or "rejoin" in parts:
+        report["kills"] = {}
+        for system in systems[1:]:  # stock has no group to lose
+            report["kills"][system] = measure_kills(options.kills, base, system, work_dir)
+            _save(report, options.json)
+
+
+def measure_steady(
+    options: argparse.Namespace, base: Mapping[str, Any], systems: Sequence[str], work_dir: Path
+) -> dict[str, Any]:
+    """Run all systems in turn, round by round, and compare their step times."""
+    samples: dict[str, list[list[float]]] = {system: [] for system in systems}
+    for number in range(options.rounds):
+        for system in systems:
+            run_dir = work_dir / f"steady-{number}-{system}"
+            config = derive_config(base, system, run_dir, options.steps, LOG_FREQ)
+            with Run(system, run_dir, config) as run:
+                run.wait(timeout_seconds=120 + 30 * options.steps)
+            log = rank_logs(system, run_dir, 0)[0][1].read_text(errors="replace")
+            seconds = step_seconds(logged_steps(log), WARMUP_STEPS)
+            if not seconds:
+                raise BenchError(f"{system}: no steps in the log of {run_dir}")
+            samples[system].append(seconds)
+            shown = " ".join(f"{value:.3f}" for value in seconds)
+            _tell(f"round {number + 1} of {options.rounds}: {system} {shown} s a step")
+    return {system: asdict(figures) for system, figures in compare(samples, STOCK).items()}
+
+
+def measure_kills(num_kills: int, base: Mapping[str, Any], system: str, work_dir: Path) -> list[dict[str, Any]]:
+    """Kill a group of one run again and again; return what each kill cost."""
+    run_dir = work_dir / f"kills-{system}"
+    config = derive_config(base, system, run_dir, num_kills * STEPS_PER_KILL, log_freq=1)
+    with Run(system, run_dir, config, MAX_RESTARTS) as run:
+        kills = kill_repeatedly(run, num_kills)
+    costs = measure(kills, *(read_group(system, run_dir, replica) for replica in (SURVIVOR, VICTIM)))
+    for cost in costs:
+        _tell(f"{system}: {cost}")
+    return [asdict(cost) for cost in costs]
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _save(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Heals that are disturbed: the joiner dies, the donor dies, the others have finished meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness.job import Job
+from harness.trajectory import check, check_killed, named
+
+STEP = 4
+
+
+def kill(replica: int, point: str, **more: Any) -> dict[str, Any]:
+    return {"replica": replica, "point": point, **more}
+
+
+@pytest.mark.parametrize("point", ["fetch", "replay"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kill_joiner_during_its_heal(make_job: Callable[..., Job], ranks: int, point: str) -> None:
+    """A joiner that dies half way starts again from nothing; the survivor trains on."""
+    faults = [kill(1, "backward", step=STEP), kill(1, point, attempt=1, rank=ranks - 1)]
+    job = make_job(groups=2, ranks=ranks, steps=24, hooks={"faults": faults, "hold": 2})
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, 0, "sigkill:backward"), (1, 1, f"sigkill:{point}")])
+    started = [(e["replica"], e["attempt"], e["rank"]) for e in named(events, "heal_started")]
+    assert sorted(started) == [(1, attempt, rank) for attempt in (1, 2) for rank in range(ranks)]
+    finished = named(events, "heal_finished")
+    assert sorted((e["attempt"], e["rank"]) for e in finished) == [(2, rank) for rank in range(ranks)]
+    assert all(event["replayed"] > 0 for event in finished)
+
+
+def test_kill_donor_during_the_heal(make_job: Callable[..., Job]) -> None:
+    """A joiner whose donor dies takes another one; both dead groups come back to the trajectory of the third."""
+    # The first group that sends a piece of its state dies; which one that is, the groups decide.
+    faults = [kill(1, "backward", step=STEP), *(kill(donor, "serve", unless=["down-0-0", "down-2-0"]) for donor in (0, 2))]
+    job = make_job(groups=3, steps=30, hooks={"faults": faults, "hold": 2})
+    job.run()
+    (donor,) = {event["replica"] for event in job.events("fault_injected")} - {1}
+    events = check(job, survivors=[2 - donor])
+    check_killed(job, events, [(1, 0, "sigkill:backward"), (donor, 0, "sigkill:serve")])
+    started = [e for e in named(events, "heal_started") if e["replica"] == 1]
+    assert [e["donor"] for e in started] == [donor, 2 - donor]
+    assert [e["donor"] for e in named(events, "heal_failed") if e["replica"] == 1] == [donor]
+    finished = next(e for e in named(events, "heal_finished") if e["replica"] == 1)
+    assert finished["donor"] == 2 - donor
+
+
+def test_heal_carries_everything(make_job: Callable[..., Job]) -> None:
+    """LR, Adam's step, scheduler and token count of a healed group are those of its peers, while the LR changes."""
+    flags = ["--lr_scheduler.warmup_steps=6", "--lr_scheduler.decay_type=cosine"]
+    job = make_job(groups=2, hooks={"faults": [kill(1, "backward", step=STEP)], "hold": 2}, flags=flags)
+    job.run()
+    events = check(job, survivors=[0])  # LR, loss and digest (Adam's step is in it) are compared step by step
+    rates = [e["lr"] for e in named(events, "step_committed") if e["replica"] == 0]
+    assert len(set(rates)) == job.steps
+    healed = [e for e in named(events, "step_committed") if e["replica"] == 1 and e["attempt"] == 1]
+    assert healed
+
+
+def test_nobody_leaves_while_a_laggard_needs_the_state(make_job: Callable[..., Job]) -> None:
+    """A group that dies just before the end, and is back only when the other has finished, heals from that one."""
+    steps = 6
+    job = make_job(groups=2, steps=steps, hooks={"faults": [kill(1, "backward", step=steps - 1)], "hold": 99})
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, 0, "sigkill:backward")])
+    (finished,) = named(events, "heal_finished")
+    assert (finished["replica"], finished["step"], finished["replayed"]) == (1, steps, 0)
+
+
+def test_finished_groups_leave_when_nobody_comes(make_job: Callable[..., Job]) -> None:
+    """After finish_timeout_seconds a job that lost a group for good ends without it, as a success."""
+    flags = ["--fault_tolerance.finish_timeout_seconds=2"]
+    hooks = {"faults": [kill(1, "backward", step=STEP)]}
+    job = make_job(groups=2, steps=6, flags=flags, hooks=hooks, max_restarts=0)
+    job.run()
+    assert job.groups[0].finished
+    assert "finish_timeout_seconds" in job.output(0)
+    assert [(e["replica"], e["step"]) for e in job.events("training_finished")] == [(0, 6)]

@@ -1,0 +1,274 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Give tests of the replica dimension small models, and groups that are threads of the test process."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("RUST_LOG", "off")  # read when torchft is loaded: its servers log every refused heartbeat
+
+from titan_ft import device  # noqa: E402  # after the variable
+
+device.prepare()  # before anything imports torchtitan, which reads the device at import
+
+import threading  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from concurrent.futures import Future, ThreadPoolExecutor  # noqa: E402
+from datetime import timedelta  # noqa: E402
+from typing import Any  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
+from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
+
+from titan_ft.config import FaultTolerance  # noqa: E402
+from titan_ft.history.events import EventLog  # noqa: E402
+from titan_ft.replica.membership import Membership  # noqa: E402
+from titan_ft.replica.snapshot import TrainState  # noqa: E402
+
+DEADLINE = 20.0  # seconds that anything in these tests may take; only ever reached by a bug
+
+
+class TinyModel(nn.Module):
+    """A model with what a state can consist of: matrices, a scalar parameter, and buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.inner = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.inner.register_buffer("mask", torch.tensor([True, True, False, True, True]))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        self.passes += 1
+        hidden = self.inner(self.embedding(tokens)) * self.inner.mask
+        return (hidden * self.scale).float().square().sum()
+
+
+class Counters:
+    """A trainer's progress."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tokens = state_dict["tokens"]
+
+
+class TinyTraining:
+    """One rank's training with torchtitan's containers; the batch of a step depends on its number alone."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, shard: bool = False, **optimizer: Any) -> None:
+        torch.manual_seed(seed)
+        self.model: nn.Module = TinyModel().to(dtype)
+        if shard:
+            self._shard()
+        kwargs = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": True, **optimizer}
+        self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, kwargs)
+        self.lr_schedulers = LRSchedulersContainer(self.optimizers, lambda step: (step + 1) / 10)
+        self.counters = Counters()
+        self.state = TrainState([self.model], self.optimizers, self.lr_schedulers, self.counters)
+        self.step = 0
+
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        # FSDP2 shards no scalar: torchtitan's models have none.
+        self.model.scale = nn.Parameter(torch.ones(1, dtype=self.model.scale.dtype))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(self.model.inner, mesh=mesh)
+        device.adapt_model(fully_shard(self.model, mesh=mesh))
+
+    def train(self, num_steps: int) -> list[float]:
+        """Make steps; returns their losses."""
+        losses = []
+        for _ in range(num_steps):
+            tokens = torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(self.step))
+            loss = self.model(tokens)
+            self.optimizers.zero_grad()
+            loss.backward()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+            self.counters.tokens += tokens.numel()
+            self.step += 1
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[None]:
+    """Make this process a world of one rank, as one rank per group is."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def tiny() -> type[TinyTraining]:
+    """Provide the builder of a small training."""
+    return TinyTraining
+
+
+class RecordedEvents(EventLog):
+    """An event log that tests can read."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.all: list[dict[str, Any]] = []
+        self._told = threading.Condition()
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Keep the event."""
+        with self._told:
+            self.all.append({"event": event, **fields})
+            self._told.notify_all()
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of one kind."""
+        return [fields for fields in self.all if fields["event"] == event]
+
+    def wait_for(self, event: str, count: int = 1) -> None:
+        """Wait until there are `count` events of a kind."""
+        with self._told:
+            assert self._told.wait_for(lambda: len(self.named(event)) >= count, DEADLINE), f"no {event}: {self.all}"
+
+
+class TestLighthouse:
+    """A lighthouse of this process, which can be stopped and started again at the same address."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self._server: Any = None
+        self._port = 0
+        self.min_replicas = 1
+        self.start()
+
+    def start(self) -> None:
+        """Listen, at the former port if there was one."""
+        from torchft.coordination import LighthouseServer
+
+        self._server = LighthouseServer(
+            bind=f"127.0.0.1:{self._port}",
+            min_replicas=self.min_replicas,
+            join_timeout_ms=100,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=500,
+        )
+        self._port = int(self._server.address().rsplit(":", 1)[1])
+
+    def stop(self) -> None:
+        """End it, as a crash does: it forgets everything."""
+        self._server.shutdown()
+        self._server = None
+
+    @property
+    def address(self) -> str:
+        """Return http://host:port."""
+        return f"http://127.0.0.1:{self._port}"
+
+
+class Seats:
+    """Takes seats at a lighthouse; each is one rank of a replica group in this process."""
+
+    def __init__(self, lighthouse: TestLighthouse) -> None:
+        self.lighthouse = lighthouse
+        self._taken: list[Membership] = []
+        self._stores: dict[int, dist.TCPStore] = {}
+        self._threads = ThreadPoolExecutor(16)
+
+    def config(self, slot: int, **changes: Any) -> FaultTolerance:
+        """Return the config of group `slot`, with timeouts fit for tests."""
+        values: dict[str, Any] = {
+            "enable": True,
+            "replica_id": slot,
+            "group_size": 2,
+            "process_group_timeout_ms": 5000,
+            "quorum_timeout_seconds": 5.0,
+            "vote_timeout_seconds": 5.0,
+            "connect_timeout_seconds": 2.0,
+            "start_timeout_seconds": 5.0,
+            "finish_timeout_seconds": 0.5,
+            "heartbeat_interval_ms": 50,
+            "bucket_size_mb": 1.0,
+        }
+        return FaultTolerance(**values | changes)
+
+    def take(self, slot: int, *, rank: int = 0, world_size: int = 1, **options: Any) -> Membership:
+        """Take the seat of one rank; rank 0 of a group comes first."""
+        from torchft.process_group import ProcessGroupGloo
+
+        if rank == 0:
+            self._stores[slot] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        config = options.pop("config", None) or self.config(slot)
+        arguments: dict[str, Any] = {
+            "process_group": ProcessGroupGloo(timeout=timedelta(milliseconds=config.process_group_timeout_ms)),
+            "lighthouse": self.lighthouse.address,
+            "host": "127.0.0.1",
+            "group_rank": rank,
+            "group_world_size": world_size,
+            "store": ("127.0.0.1", self._stores[slot].port),
+            "attempt": 0,
+            "config_digest": "c0ffee",
+            "address": f"127.0.0.1:{9000 + 10 * slot + rank}",
+            "events": RecordedEvents(),
+        }
+        self._taken.append(Membership(config, **arguments | options))
+        return self._taken[-1]
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run a function on a thread of its own."""
+        return self._threads.submit(function, *args)
+
+    def together(self, *functions: Callable[[], Any]) -> list[Any]:
+        """Run functions at the same time, each on a thread of its own; returns their results in order."""
+        futures = [self.submit(function) for function in functions]
+        return [future.result(DEADLINE) for future in futures]
+
+    def close(self) -> None:
+        """Give all seats back."""
+        for seat in self._taken:
+            seat.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition that no event tells of."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[TestLighthouse]:
+    """Provide a lighthouse of the test's own."""
+    lighthouse = TestLighthouse()
+    yield lighthouse
+    lighthouse.stop()
+
+
+@pytest.fixture
+def seats(lighthouse: TestLighthouse) -> Iterator[Seats]:
+    """Provide seats at the lighthouse."""
+    seats = Seats(lighthouse)
+    yield seats
+    seats.close()
+
+
+@pytest.fixture(name="wait_until")
+def provide_wait_until() -> Callable[[Callable[[], bool], str], None]:
+    """Provide `wait_until`."""
+    return wait_until

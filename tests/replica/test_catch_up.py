@@ -1,0 +1,179 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One attempt to heal: the fetch in the background and the queue of updates."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from titan_ft.replica.catch_up import CatchUp, Fetched, Update
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.transport import TransferError
+
+DEADLINE = 10.0  # seconds; only ever reached by a bug
+FROM_STEP = 5
+
+
+class HeldFetch:
+    """A fetch that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.result: Snapshot | Exception = Snapshot(FROM_STEP, 100, b"{}", torch.empty(0, dtype=torch.uint8))
+        self.began, self.let_go = threading.Event(), threading.Event()
+
+    def __call__(self, cancelled: threading.Event) -> Snapshot:
+        self.cancelled = cancelled
+        self.began.set()
+        assert self.let_go.wait(DEADLINE)
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.fixture
+def held() -> Iterator[HeldFetch]:
+    """Provide a fetch under the test's control; never leaves its thread waiting."""
+    fetch = HeldFetch()
+    yield fetch
+    fetch.let_go.set()
+
+
+@pytest.fixture
+def attempt(held: HeldFetch) -> CatchUp:
+    """Provide an attempt from donor 3 at step 5, of lineage 100."""
+    return CatchUp(3, FROM_STEP, held)
+
+
+def update(step: int, lineage: int) -> Update:
+    """Return a committed update that made a state of `lineage`."""
+    return Update(step=step, tokens=1, lineage=lineage, gradients=[])
+
+
+def end(held: HeldFetch, attempt: CatchUp) -> None:
+    """Let the fetch end and wait until the attempt knows it."""
+    ended = threading.Event()
+    attempt._fetch.add_done_callback(lambda _: ended.set())
+    held.let_go.set()
+    assert ended.wait(DEADLINE)
+
+
+def test_updates_queue_in_order(attempt: CatchUp) -> None:
+    """Consecutive updates, each made on the one before, are kept in order; the target follows them."""
+    assert attempt.target_step == FROM_STEP
+    assert attempt.queue(update(6, 101), base=100)
+    assert attempt.queue(update(7, 102), base=101)
+    assert attempt.queue(update(8, 103), base=102)
+    assert [kept.step for kept in attempt.updates] == [6, 7, 8]
+    assert attempt.target_step == 8
+
+
+def test_a_missed_update_voids_the_attempt(attempt: CatchUp) -> None:
+    """An update that does not follow the last one says that one was missed."""
+    assert attempt.queue(update(6, 101), base=100)
+    assert not attempt.queue(update(8, 103), base=102)
+    assert [kept.step for kept in attempt.updates] == [6]
+
+
+def test_a_missed_first_update_voids_the_attempt(attempt: CatchUp) -> None:
+    """The first update must be the one after the fetched step."""
+    assert not attempt.queue(update(7, 102), base=101)
+
+
+def test_an_update_of_a_fetched_step_voids_the_attempt(attempt: CatchUp) -> None:
+    """If the others make the fetched step again, what is fetched is not their state."""
+    assert not attempt.queue(update(5, 100), base=99)
+
+
+def test_an_update_that_nobody_else_committed_is_replaced(attempt: CatchUp) -> None:
+    """The others repeat a step that only the joiner saw succeed: the repetition counts, and what follows builds on it."""
+    assert attempt.queue(update(6, 101), base=100)
+    assert attempt.queue(update(7, 102), base=101)
+    repeated = update(7, 202)
+    assert attempt.queue(repeated, base=101)
+    assert attempt.updates[1] is repeated
+    assert attempt.target_step == 7
+    assert attempt.queue(update(8, 203), base=202)
+    assert not attempt.queue(update(9, 104), base=103)
+
+
+def test_replacing_an_update_drops_what_was_built_on_it(attempt: CatchUp) -> None:
+    """When an earlier step is made again, the queued later ones are void."""
+    for step, lineage in ((6, 101), (7, 102), (8, 103)):
+        assert attempt.queue(update(step, lineage), base=lineage - 1)
+    assert attempt.queue(update(7, 202), base=101)
+    assert [kept.lineage for kept in attempt.updates] == [101, 202]
+
+
+def test_an_update_on_another_state_voids_the_attempt(attempt: CatchUp) -> None:
+    """An update of the right number that was not made on the queued one cannot be replayed after it."""
+    assert attempt.queue(update(6, 101), base=100)
+    assert not attempt.queue(update(7, 302), base=301)
+
+
+def test_the_fetched_state_must_be_the_base_of_the_updates(held: HeldFetch, attempt: CatchUp) -> None:
+    """Updates made on another state of the same step do not fit the fetched one."""
+    assert attempt.queue(update(6, 101), base=99)
+    end(held, attempt)
+    assert attempt.fetched() is Fetched.DONE
+    assert not attempt.fits
+
+
+def test_updates_on_the_fetched_state_fit(held: HeldFetch, attempt: CatchUp) -> None:
+    """Updates made on the fetched state fit; a repeated first update brings its own base."""
+    assert attempt.queue(update(6, 901), base=99)
+    assert attempt.queue(update(6, 101), base=100)
+    assert attempt.queue(update(7, 102), base=101)
+    end(held, attempt)
+    assert attempt.fits
+    assert attempt.snapshot() is held.result
+
+
+def test_without_updates_every_state_fits(held: HeldFetch, attempt: CatchUp) -> None:
+    """Nothing contradicts a state on which nothing was made yet."""
+    end(held, attempt)
+    assert attempt.fits
+
+
+def test_the_fetch_does_not_block(held: HeldFetch, attempt: CatchUp) -> None:
+    """While the fetch runs it is pending, without an error; afterwards it is done."""
+    assert attempt.fetched() is Fetched.PENDING
+    assert attempt.error is None
+    end(held, attempt)
+    assert attempt.fetched() is Fetched.DONE
+    assert attempt.error is None
+
+
+def test_a_failed_fetch_tells_why(held: HeldFetch, attempt: CatchUp) -> None:
+    """A transfer that failed makes the attempt failed, with the reason."""
+    held.result = TransferError("the donor is gone")
+    end(held, attempt)
+    assert attempt.fetched() is Fetched.FAILED
+    assert attempt.error == "the donor is gone"
+
+
+@pytest.mark.parametrize("look", [CatchUp.fetched, lambda attempt: attempt.error])
+def test_a_bug_in_the_fetch_is_not_a_failed_transfer(
+    held: HeldFetch, attempt: CatchUp, look: Callable[[CatchUp], object]
+) -> None:
+    """An error that no transfer is expected to raise reaches the training thread as it is."""
+    held.result = ZeroDivisionError("a bug")
+    end(held, attempt)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        look(attempt)
+
+
+def test_cancelling_tells_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
+    """An attempt that is given up lets its fetch know, so that it stops loading the donor."""
+    assert held.began.wait(DEADLINE)
+    assert not held.cancelled.is_set()
+    attempt.cancel()
+    assert held.cancelled.is_set()
+
+
+def test_one_failed_rank_outvotes_the_others() -> None:
+    """The smallest value over a group's ranks tells how far the group is: failed before pending before done."""
+    assert Fetched.FAILED < Fetched.PENDING < Fetched.DONE

@@ -1,0 +1,278 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What follows from the members' rows: who holds the state, whose gradient counts, who serves whom."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from titan_ft.replica.row import Row, Standing, descend, fold48, judge
+
+LARGEST = 2**48 - 1
+
+
+def ready(slot: int, step: int = 7, **facts: float) -> Row:
+    """Return the row of a training member; it weighs 10 valid tokens unless told otherwise."""
+    return Row(**{"slot": slot, "standing": Standing.READY, "step": step, "valid_tokens": 10, "tokens": 12, **facts})
+
+
+def behind(slot: int, step: int = 0, **facts: float) -> Row:
+    """Return the row of a member that asks for a donor."""
+    return Row(**{"slot": slot, "standing": Standing.BEHIND, "step": step, **facts})
+
+
+def test_row_survives_the_exchange() -> None:
+    """Every field of a row comes back with its value and type from float64, also the largest 48-bit hashes."""
+    row = Row(
+        slot=3,
+        standing=Standing.CATCHING_UP,
+        step=1_000_000,
+        seen=1_000_001,
+        lineage=LARGEST,
+        digest=LARGEST - 1,
+        valid_tokens=2**40 + 1,
+        tokens=2**40 + 2,
+        loss=0.1 + 0.2,
+        max_loss=1e-300,
+        heals=5,
+        donor=2,
+        waited=0.25,
+    )
+    assert all(
+        getattr(row, field.name) != field.default for field in dataclasses.fields(Row)
+    ), "give new fields a value here"
+    decoded = Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist())
+    assert decoded == row
+    assert [type(value) for value in dataclasses.astuple(decoded)] == [type(v) for v in dataclasses.astuple(row)]
+
+
+def test_decode_refuses_a_row_of_another_width() -> None:
+    """Rows of another version's width are an error, not shifted fields."""
+    with pytest.raises(ValueError, match="zip"):
+        Row.decode(ready(0).encode()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("standing", "claims"),
+    [
+        (Standing.BEHIND, False),
+        (Standing.CATCHING_UP, False),
+        (Standing.READY, True),
+        (Standing.FINISHED, True),
+    ],
+)
+def test_who_claims_to_hold_the_state(standing: Standing, claims: bool) -> None:
+    """Only members that train or have finished claim the job's state."""
+    assert Row(slot=0, standing=standing, step=4).has_state is claims
+
+
+def test_agreement_makes_everybody_holder_and_contributor() -> None:
+    """With equal states all members contribute; the facts add up over them and the largest loss is kept."""
+    verdict = judge(
+        [
+            ready(0, valid_tokens=10, tokens=12, loss=0.5, max_loss=3.0),
+            ready(1, valid_tokens=7, tokens=12, loss=0.25, max_loss=4.0),
+            ready(2, valid_tokens=1, tokens=12, loss=0.125, max_loss=2.0),
+        ]
+    )
+    assert verdict.step == 7
+    assert verdict.holders == verdict.contributors == (0, 1, 2)
+    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (18, 36, 0.875, 4.0)
+    assert (verdict.strays, verdict.tie, verdict.donors, verdict.serving) == ((), False, {}, ())
+
+
+def test_a_joiner_weighs_nothing_and_gets_a_donor() -> None:
+    """A member that is behind is no holder, adds no tokens or loss, and is sent to a holder."""
+    verdict = judge([ready(0), behind(1, valid_tokens=99, tokens=99, loss=9.0, max_loss=9.0), ready(2)])
+    assert verdict.holders == verdict.contributors == (0, 2)
+    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (20, 24, 0.0, 0.0)
+    assert verdict.donors == {1: 0}
+    assert verdict.strays == ()
+
+
+def catching_up(slot: int, donor: int, **facts: float) -> Row:
+    """Return the row of a member that fetches from slot `donor` (-1: rests between two attempts)."""
+    return Row(**{"slot": slot, "standing": Standing.CATCHING_UP, "step": 0, "donor": donor, **facts})
+
+
+def test_a_member_that_catches_up_weighs_nothing_and_needs_no_donor() -> None:
+    """A member that fetches already is neither holder nor waiting for a donor; its donor is named as serving."""
+    verdict = judge([ready(0), catching_up(1, donor=2, valid_tokens=5), ready(2)])
+    assert verdict.serving == (2,)
+    assert verdict.donors == {}
+    assert verdict.holders == verdict.contributors == (0, 2)
+    assert verdict.valid_tokens == 20
+
+
+def test_a_member_that_rests_keeps_nobody_busy() -> None:
+    """Between two attempts a member has no donor and asks for none."""
+    verdict = judge([ready(0), catching_up(1, donor=-1)])
+    assert (verdict.serving, verdict.donors) == ((), {})
+
+
+def test_serving_is_said_by_slot() -> None:
+    """Ranks and slots differ when a group is missing: the donor is found by its slot."""
+    verdict = judge([ready(1), ready(3), catching_up(4, donor=3), behind(5)])
+    assert verdict.serving == (1,)
+    assert verdict.donors == {3: 0}
+
+
+def test_a_donor_that_is_no_holder_any_more_serves_nobody() -> None:
+    """A member that fetches from a stray or from a group that left makes no holder busy."""
+    verdict = judge([ready(0, digest=1), ready(1, digest=2), ready(2, digest=1), catching_up(3, donor=1)])
+    assert verdict.strays == (1,)
+    assert verdict.serving == ()
+
+
+def test_a_second_joiner_does_not_take_the_donor_of_the_first() -> None:
+    """A holder has one copy of its state: a joiner that comes while it is fetched gets another holder, or waits."""
+    assert judge([ready(0), catching_up(1, donor=0), behind(2)]).donors == {}
+    assert judge([ready(0), catching_up(1, donor=0), behind(2), ready(3)]).donors == {2: 3}
+
+
+@pytest.mark.parametrize("field", ["digest", "lineage"])
+def test_the_majority_names_the_stray(field: str) -> None:
+    """A member whose digest or lineage differs from the majority's is a stray and does not contribute."""
+    verdict = judge([ready(0, **{field: 5}), ready(1, **{field: 6}), ready(2, **{field: 5})])
+    assert verdict.strays == (1,)
+    assert verdict.holders == verdict.contributors == (0, 2)
+    assert verdict.valid_tokens == 20
+    assert not verdict.tie
+
+
+def test_the_majority_wins_wherever_it_stands() -> None:
+    """The stray may be the lowest slot."""
+    for field in ("digest", "lineage"):
+        assert judge([ready(0, **{field: 6}), ready(1, **{field: 5}), ready(2, **{field: 5})]).strays == (0,)
+
+
+def test_a_claim_of_an_older_step_is_a_stray() -> None:
+    """Who claims the state but is a step behind holds nothing, however many they are."""
+    verdict = judge([ready(0, step=6), ready(1, step=7), ready(2, step=6)])
+    assert verdict.step == 7
+    assert verdict.holders == (1,)
+    assert verdict.strays == (0, 2)
+
+
+def test_two_against_two_is_a_tie_without_holders() -> None:
+    """Bytes of one lineage that differ without a majority: nobody is believed, contributes or serves."""
+    verdict = judge([ready(0, digest=1), ready(1, digest=1), ready(2, digest=2), ready(3, digest=2), behind(4)])
+    assert verdict.tie
+    assert verdict.holders == verdict.contributors == ()
+    assert verdict.donors == {}
+    assert verdict.valid_tokens == 0
+
+
+def test_equally_common_lineages_are_no_tie() -> None:
+    """States that came about in different quorums are both good: all follow the lowest rank's."""
+    verdict = judge([behind(0), ready(1, lineage=9), ready(2, lineage=4), behind(3)])
+    assert not verdict.tie
+    assert verdict.holders == (1,)
+    assert verdict.strays == (2,)
+    assert verdict.donors == {0: 1, 3: 1}
+
+
+def test_a_lineage_is_chosen_before_digests_are_compared() -> None:
+    """Digests of another lineage say nothing: a tie within the chosen lineage is one, elsewhere it is none."""
+    rows = [ready(0, lineage=1, digest=1), ready(1, lineage=1, digest=2), ready(2, lineage=2, digest=2)]
+    assert judge(rows).tie
+    rows = [ready(0, lineage=1, digest=1), ready(1, lineage=1, digest=1), ready(2, lineage=2, digest=2)]
+    assert judge(rows).holders == (0, 1)
+    assert judge([*rows, ready(3, lineage=2, digest=3)]).holders == (0, 1)
+
+
+def test_a_plurality_wins() -> None:
+    """The most frequent state wins, also without an absolute majority."""
+    verdict = judge([ready(0, digest=1), ready(1, digest=2), ready(2, digest=3), ready(3, digest=2)])
+    assert not verdict.tie
+    assert verdict.holders == (1, 3)
+    assert verdict.strays == (0, 2)
+
+
+def test_a_tie_before_the_first_step_goes_to_the_lowest_slot() -> None:
+    """Initial states are equally good: the lowest slot's is taken, and the others heal instead of ending the job."""
+    verdict = judge([behind(0), ready(1, step=0, digest=8), ready(2, step=0, digest=9), ready(3, step=0, digest=7)])
+    assert not verdict.tie
+    assert verdict.holders == verdict.contributors == (1,)
+    assert verdict.strays == (2, 3)
+    assert verdict.donors == {0: 1}
+
+
+def test_two_joiners_get_different_donors() -> None:
+    """Joiners are spread over the holders."""
+    verdict = judge([ready(0), behind(1), ready(2), behind(3)])
+    assert verdict.donors == {1: 0, 3: 2}
+
+
+def test_a_failed_heal_asks_the_next_donor() -> None:
+    """With each heal that it began, a joiner is sent to the next holder, around and around."""
+    donors = [judge([ready(0), behind(1, heals=heals), ready(2), ready(3)]).donors[1] for heals in range(4)]
+    assert donors == [0, 2, 3, 0]
+
+
+def test_more_joiners_than_holders() -> None:
+    """One holder serves several joiners when it must."""
+    assert judge([behind(0), ready(1), behind(2)]).donors == {0: 1, 2: 1}
+
+
+def test_a_member_without_valid_tokens_holds_but_does_not_contribute() -> None:
+    """A batch without a label that counts gives no gradient: the member is named no participant of the update."""
+    verdict = judge([ready(0), ready(1, valid_tokens=0, tokens=12, max_loss=9.0)])
+    assert verdict.holders == (0, 1)
+    assert verdict.contributors == (0,)
+    assert (verdict.valid_tokens, verdict.tokens, verdict.max_loss) == (10, 12, 0.0)
+
+
+def test_nobody_has_a_valid_token() -> None:
+    """Without contributors all sums are zero; there is no update to make."""
+    verdict = judge([ready(0, valid_tokens=0), ready(1, valid_tokens=0)])
+    assert verdict.contributors == ()
+    assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (0, 0, 0.0, 0.0)
+
+
+def test_a_finished_member_serves_but_does_not_contribute() -> None:
+    """A finished member holds the final state and is a donor; it adds nothing to an update."""
+    verdict = judge([Row(slot=0, standing=Standing.FINISHED, step=7, valid_tokens=10), behind(1)])
+    assert verdict.holders == (0,)
+    assert verdict.contributors == ()
+    assert verdict.donors == {1: 0}
+
+
+def test_everybody_is_behind() -> None:
+    """Without a claim there is no holder, donor or stray; the latest state that is left gives the step."""
+    verdict = judge([behind(0, step=4), behind(1, step=6), Row(slot=2, standing=Standing.CATCHING_UP, step=0)])
+    assert verdict.step == 6
+    assert verdict.holders == verdict.contributors == verdict.strays == ()
+    assert verdict.donors == {}
+    assert not verdict.tie
+
+
+def test_a_claim_counts_more_than_a_later_step_without_one() -> None:
+    """What members that are behind say of their own step does not move the job's."""
+    assert judge([ready(0, step=5), behind(1, step=9)]).step == 5
+
+
+def test_every_member_comes_to_the_same_verdict() -> None:
+    """The verdict depends on the rows alone, so that decoding them anywhere gives the same decision."""
+    rows = [ready(0, loss=0.1), behind(1), ready(2, digest=4, loss=0.2), ready(3, loss=0.3)]
+    there = [Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist()) for row in rows]
+    assert judge(there) == judge(rows)
+
+
+def test_lineages_differ_by_parent_quorum_and_step() -> None:
+    """States that came about differently have different lineages; equal histories have equal ones."""
+    base = descend(0, "1/abc", 1)
+    assert base == descend(0, "1/abc", 1)
+    others = {descend(0, "2/abc", 1), descend(0, "1/abd", 1), descend(0, "1/abc", 2), descend(base, "1/abc", 1)}
+    assert len(others | {base}) == 5
+
+
+def test_hashes_fit_into_a_float64() -> None:
+    """A hash of a row survives float64; it has more than 40 bits of freedom."""
+    hashes = [fold48(str(number)) for number in range(2000)]
+    assert all(int(float(value)) == value <= LARGEST for value in hashes)
+    assert len(set(hashes)) == len(hashes)
+    assert max(hashes) > 2**47

@@ -1,0 +1,294 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""scripts/bench.py: its parsing and its figures on short histories, and one short run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # where scripts find each other
+
+import bench  # noqa: E402
+import bench_run  # noqa: E402
+from bench_commits import Commit, GroupHistory, from_events, from_torchft_logs  # noqa: E402
+from bench_kills import Kill, measure  # noqa: E402
+from bench_run import BenchError, Run  # noqa: E402
+from bench_steps import Spread, compare, logged_steps, parse_stamp, step_seconds  # noqa: E402
+from bench_systems import OURS, PEER, STOCK, Command, commands, derive_config, rank_logs, to_toml  # noqa: E402
+from bench_table import format_report, markdown  # noqa: E402
+
+from titan_ft.config import load_toml  # noqa: E402
+
+CONFIG = ROOT / "configs" / "llama3_debug.toml"
+
+
+def line(seconds: float, name: str, message: str) -> str:
+    """One line of a torchtitan log."""
+    whole, part = divmod(round(seconds * 1000), 1000)
+    return f"[titan] 2026-01-02 03:04:{whole:02d},{part:03d} - {name} - INFO - {message}"
+
+
+def step_line(seconds: float, step: int) -> str:
+    return line(seconds, "root", f"\x1b[31mstep: {step:2}  \x1b[32mloss:  8.05838  \x1b[38;2;180;60;0mgrad_norm:  0.5")
+
+
+def vote_line(seconds: float, what: str, rank: int = 0) -> str:
+    return line(seconds, "torchft.manager", f"[torchtitan_ft_1:3fa2-77/{rank} - step 4] {what} enough_replicas=True")
+
+
+def test_step_times_come_from_the_lines_with_a_loss_and_leave_out_the_warmup() -> None:
+    log = "\n".join(
+        [
+            "Traceback (most recent call last):",
+            step_line(1.0, 1),
+            step_line(10.0, 10),
+            line(10.0, "root", "step: 10  ft/participants: 2"),
+            step_line(15.0, 20),
+            step_line(21.5, 30),
+        ]
+    )
+    steps = logged_steps(log)
+    assert [step for step, _ in steps] == [1, 10, 20, 30]
+    assert step_seconds(steps, warmup=10) == pytest.approx([0.5, 0.65])
+    assert step_seconds(steps, warmup=30) == []
+
+
+def test_ratios_compare_runs_of_the_same_round() -> None:
+    """A machine that gets twice as slow between the rounds changes no ratio."""
+    figures = compare({STOCK: [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]], OURS: [[1.1, 1.1, 2.0], [2.2, 2.2, 4.0]]}, STOCK)
+    assert figures[OURS].ratio == Spread(*[pytest.approx(1.1)] * 3)
+    assert figures[OURS].mean_ratio == Spread(*[pytest.approx(1.4)] * 3)
+    assert figures[OURS].seconds == Spread(pytest.approx(1.65), 1.1, 2.2)
+    assert figures[STOCK].ratio == Spread(1.0, 1.0, 1.0)
+
+
+def test_torchft_logs_tell_votes_heals_and_steps_thrown_away() -> None:
+    first = [vote_line(1.0, "should_commit=True"), vote_line(2.0, "should_commit=False"), step_line(2.1, 2)]
+    # Rank 1 votes too; what rank 0 says counts.
+    first += [vote_line(3.0, "should_commit=True", rank=1)]
+    second = [vote_line(7.0, "healing required, fetching"), vote_line(8.0, "should_commit=True")]
+    second += [vote_line(9.0, "should_commit=True")]
+    history = from_torchft_logs([(0, "\n".join(first)), (2, "\n".join(second))])
+    start = parse_stamp("2026-01-02 03:04:00,000")
+    assert history.commits == [
+        Commit(start + 1.0, 0, True),
+        Commit(start + 8.0, 2, False),
+        Commit(start + 9.0, 2, True),
+    ]
+    assert history.thrown_away == [start + 2.0]
+
+
+def commit_event(time: float, rank: int = 0, forward_passes: int = 1, **fields: Any) -> dict[str, Any]:
+    data = {"slot": 0, "first_batch": 0, "num_batches": 1}
+    shape = {"rank": rank, "attempt": 0, "forward_passes": forward_passes, "data": data}
+    return {"time": time, "event": "step_committed", "replica": 0, "participants": [0, 1], **shape, **fields}
+
+
+def test_events_tell_commits_and_steps_thrown_away() -> None:
+    events = [
+        {"time": 0.0, "event": "launch_started"},
+        commit_event(1.0),
+        commit_event(1.0, rank=1),
+        commit_event(2.0, participants=[1]),
+        commit_event(3.0, forward_passes=2),
+        {"time": 4.0, "event": "rolled_back", "replica": 0, "rank": 0, "attempt": 0},
+        commit_event(5.0, replica=1),
+    ]
+    history = from_events(events, replica=0)
+    assert history.commits == [Commit(1.0, 0, True), Commit(2.0, 0, False), Commit(3.0, 0, True)]
+    assert history.thrown_away == [3.0, 4.0]
+
+
+def test_the_cost_of_a_kill() -> None:
+    """Steps of 1 s, a kill at 3.2 that stalls the next step but one, a return at 12 that costs half a second."""
+    times = [0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 9.0, 10.0, 11.5, 12.5, 13.5]
+    survivor = GroupHistory([Commit(time, 0, True) for time in times], thrown_away=[0.5, 5.0])
+    back = [Commit(10.5, 2, False), Commit(12.0, 2, True)]
+    # A line of the dead attempt that was written as it died is no return.
+    victim = GroupHistory([Commit(3.0, 0, True), Commit(3.3, 0, True), *back])
+    (cost,) = measure([Kill(3.2, attempt=0)], survivor, victim)
+    assert cost.stall_seconds == pytest.approx(3.0)
+    assert cost.steps_lost == 1
+    assert cost.rejoin_seconds == pytest.approx(8.8)
+    assert cost.rejoin_stall_seconds == pytest.approx(0.5)
+    assert cost.num_starts == 2
+
+
+def test_lost_steps_belong_to_the_kill_before_them() -> None:
+    survivor = GroupHistory([Commit(float(time), 0, True) for time in range(20)], thrown_away=[2.5, 12.5, 12.7])
+    victim = GroupHistory([Commit(8.0, 1, True)])
+    first, second = measure([Kill(2.1, 0), Kill(12.1, 1)], survivor, victim)
+    assert (first.steps_lost, second.steps_lost) == (1, 2)
+    assert first.rejoin_seconds == pytest.approx(5.9)
+    assert second.rejoin_seconds is None
+    assert second.num_starts is None
+
+
+def test_a_survivor_that_never_commits_again_is_no_figure() -> None:
+    survivor = GroupHistory([Commit(0.0, 0, True), Commit(1.0, 0, True)])
+    with pytest.raises(BenchError, match="committed nothing"):
+        measure([Kill(5.0, 0)], survivor, GroupHistory())
+
+
+@pytest.mark.parametrize("system", [STOCK, OURS, PEER])
+def test_all_systems_train_the_same(system: str, tmp_path: Path) -> None:
+    """Only the form of the parallelism differs, and what torchtitan's own schema does not know is left out."""
+    base = load_toml(CONFIG)
+    config = tomllib.loads(to_toml(derive_config(base, system, tmp_path, 40, 10)))
+    for table in ("optimizer", "lr_scheduler", "activation_checkpoint", "compile", "debug"):
+        assert config[table] == base[table]
+    assert config["training"] == {**base["training"], "steps": 40}
+    assert Path(config["model"]["hf_assets_path"]).is_dir()
+    degrees = config["parallelism"]["data_parallel_replicate_degree"], config.get("fault_tolerance", {}).get("enable")
+    assert degrees == ((2, None) if system == STOCK else (1, True))
+    if system == PEER:
+        assert "digest_every" not in config["fault_tolerance"]
+    assert base == load_toml(CONFIG)
+
+
+def test_toml_of_nested_tables_and_lists_survives() -> None:
+    values = {"a": {"text": 'x "y" \\ ü', "flag": True, "list": [["a"], []], "b": {"c": {"x": 8e-4}}}}
+    assert tomllib.loads(to_toml(values)) == values
+
+
+def test_logs_are_found_in_order_of_attempts(tmp_path: Path) -> None:
+    for attempt in (10, 2):
+        for name in (f"attempt-{attempt}/rank-0.log", f"none_x/attempt_{attempt}/0/stdout.log"):
+            path = tmp_path / "logs" / "replica-1" / name
+            path.parent.mkdir(parents=True)
+            path.touch()
+    for system in (OURS, PEER):
+        assert [attempt for attempt, _ in rank_logs(system, tmp_path, 1)] == [2, 10]
+        assert rank_logs(system, tmp_path, 0) == []
+
+
+def test_the_peer_has_torchfts_own_lighthouse(tmp_path: Path) -> None:
+    lighthouse, *groups = commands(PEER, tmp_path, max_restarts=0)
+    assert lighthouse.service
+    assert Path(lighthouse.args[0]).name == "torchft_lighthouse"
+    address = lighthouse.args[lighthouse.args.index("--bind") + 1]
+    assert [group.env["TORCHFT_LIGHTHOUSE"] for group in groups] == [f"http://{address}"] * 2
+
+
+class FakeSystem:
+    """Stands in for `bench_run.commands`: Python one-liners."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def runs(self, *codes: str, services: tuple[str, ...] = ()) -> None:
+        started = [Command(f"worker-{index}", [sys.executable, "-c", code]) for index, code in enumerate(codes)]
+        started += [Command("service", [sys.executable, "-c", code], service=True) for code in services]
+        self._monkeypatch.setattr(bench_run, "commands", lambda system, run_dir, max_restarts: started)
+
+
+@pytest.fixture
+def fake_system(monkeypatch: pytest.MonkeyPatch) -> FakeSystem:
+    return FakeSystem(monkeypatch)
+
+
+WAIT = "import signal; signal.pause()"
+
+
+def test_a_run_ends_with_its_training_and_takes_the_services_along(fake_system: FakeSystem, tmp_path: Path) -> None:
+    fake_system.runs("pass", "pass", services=(WAIT,))
+    with Run(OURS, tmp_path / "run", {"job": {}}) as run:
+        run.wait(30.0)
+        processes = [process for _, process in run._started]
+        assert processes[-1].poll() is None
+    assert all(process.poll() is not None for process in processes)
+
+
+@pytest.mark.parametrize(("codes", "services"), [((WAIT, "raise ValueError('no')"), ()), ((WAIT,), ("pass",))])
+def test_a_process_that_ends_early_ends_the_run(
+    codes: tuple[str, ...], services: tuple[str, ...], fake_system: FakeSystem, tmp_path: Path
+) -> None:
+    fake_system.runs(*codes, services=services)
+    with pytest.raises(BenchError, match="ended with status"), Run(OURS, tmp_path / "run", {}) as run:
+        run.wait(30.0)
+    assert all(process.poll() is not None for _, process in run._started)
+
+
+def test_a_run_that_takes_too_long_is_stopped(fake_system: FakeSystem, tmp_path: Path) -> None:
+    fake_system.runs(WAIT)
+    with pytest.raises(BenchError, match="did not finish within"), Run(OURS, tmp_path / "run", {}) as run:
+        run.wait(0.0)
+    assert all(process.poll() is not None for _, process in run._started)
+
+
+def test_the_report_is_a_table_per_part() -> None:
+    spread = {"median": 1.0, "low": 0.9, "high": 1.25}
+    steady = {OURS: {"seconds": spread, "ratio": spread, "mean_ratio": spread, "rounds": [[1.0]]}}
+    names = ("stall_seconds", "rejoin_seconds", "rejoin_stall_seconds")
+    kills = {PEER: [{**dict.fromkeys(names, 4.0), "steps_lost": 1}, {**dict.fromkeys(names), "stall_seconds": 5.0}]}
+    kills[PEER][1]["steps_lost"] = 0
+    machine = bench.describe_machine()
+    report = {"command": "python scripts/bench.py", "machine": machine, "steady": steady, "kills": kills}
+    text = format_report(report, bench.PARTS)
+    assert str(machine["torch"]) in text
+    assert "1.000 (0.900 to 1.250)" in text
+    assert "4.500 (4.000 to 5.000) | 1 " in text
+    assert "4.000 (4.000 to 4.000), 1 never" in text
+    assert "kill to contributing" not in format_report(report, ["failure"])
+    assert "survivors' stall" not in format_report(report, ["rejoin"])
+
+
+def test_a_markdown_table_is_aligned() -> None:
+    assert markdown([["a", "bb"], ["ccc", "d"]]) == ["| a   | bb |", "| --- | -- |", "| ccc | d  |"]
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "15"], ["--kills", "0"], ["--rounds", "x"], ["--only", "all"]])
+def test_bad_usage_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(arguments)
+    assert ended.value.code == 2
+
+
+def test_a_config_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--config", str(tmp_path / "none.toml")]) == 2
+    assert "none.toml" in capsys.readouterr().err
+
+
+def processes_with(text: str) -> list[str]:
+    """List the command lines that hold a text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it ended meanwhile
+            continue
+        if text in command:
+            found.append(command)
+    return found
+
+
+@pytest.mark.slow
+def test_a_short_run_compares_step_times(tmp_path: Path) -> None:
+    """Two real jobs, one after the other; nothing is left running."""
+    work_dir, figures = tmp_path / "work", tmp_path / "figures.json"
+    command = [sys.executable, str(SCRIPTS / "bench.py"), "--only", "steady", "--skip-peer", "--rounds", "1"]
+    command += ["--steps", "20", "--work-dir", str(work_dir), "--json", str(figures)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(figures.read_text())
+    assert set(report["steady"]) == {STOCK, OURS}
+    assert report["steady"][STOCK]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    # Wide enough for a machine that does something else meanwhile.
+    assert 0.2 < report["steady"][OURS]["ratio"]["median"] < 5.0
+    assert "titan_ft, 2 groups x 2 ranks" in ended.stdout
+    deadline = time.monotonic() + 10.0
+    while processes_with(str(work_dir)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_with(str(work_dir)) == []
