@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -160,6 +161,7 @@ class Membership:
         self._configured = ""  # key of the quorum that the process group was built for
         self._prefix = ""  # of that quorum's keys in stores
         self._peers: dict[int, str] = {}
+        self._closed = False
         self._abort_lock = threading.Lock()
         self._failures = 0
 
@@ -216,6 +218,7 @@ class Membership:
         if self._server is not None:
             self._server.shutdown()
         self._abort_process_group(self._prefix)
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # The quorum thread
@@ -244,10 +247,14 @@ class Membership:
         )
 
     def _request(self, step: int, failures: int) -> Any:
-        """Ask until there is a quorum; gives up only when the lighthouse cannot be reached."""
+        """Ask until there is a quorum; gives up only when the lighthouse cannot be reached.
+
+        One request lasts the whole timeout: the ranks of a group ask together, and one that asked again by itself
+        would be counted for the next quorum already.
+        """
         timeout = self._config.quorum_timeout_seconds
         deadline = time.monotonic() + timeout
-        while True:
+        while not self._closed:
             try:
                 return self._client._quorum(
                     group_rank=self._group_rank,
@@ -258,14 +265,23 @@ class Membership:
                     init_sync=False,
                     commit_failures=failures,
                 )
-            except TimeoutError:
-                # The lighthouse waits for others (a slow group, too few of them) or hangs. Waiting loses nothing.
+            except TimeoutError as error:  # torchft's word for a dead lighthouse as well
+                self._probe_lighthouse(timeout, error)
                 logger.warning("no quorum after step %d for %g s; still waiting for other groups", step, timeout)
                 deadline = time.monotonic() + timeout
             except Exception as error:  # torchft raises RuntimeError for every other gRPC status
                 if time.monotonic() >= deadline:
                     raise self._unreachable("quorum", timeout, error) from error
                 time.sleep(0.1)
+        raise LighthouseError("this group has left the job")
+
+    def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
+        """Raise if nobody listens at the lighthouse's address; else it only waits for other groups."""
+        host, _, port = self._lighthouse.split("//", 1)[-1].rstrip("/").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), self._config.connect_timeout_seconds).close()
+        except OSError as refused:
+            raise self._unreachable("quorum", timeout, refused) from error
 
     def _unreachable(self, what: str, seconds: float, error: Exception) -> LighthouseError:
         return LighthouseError(
