@@ -109,8 +109,9 @@ python=${TITAN_FT_PYTHON:-$root/.venv/bin/python}
 command=("$python" -m torch.distributed.run "--nnodes=$nodes" "--nproc-per-node=$ranks_per_node" "${rendezvous_flags[@]}"
     "--max-restarts=$max_restarts" -m titan_ft.train "--job.config_file=$config" "--job.dump_folder=$run_dir"
     --metrics.save_tb_folder=tb "${group[@]}" "$@")
-# As titan-ft launch sets them: torchft's log at its default level costs time in each step.
-environment=("TORCHFT_LIGHTHOUSE=$lighthouse" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
+# As titan-ft launch sets them: torchft's log at its default level costs time in each step. A restarted group needs a
+# store of its own: in the agent's it would read the addresses of its dead predecessors (pytorch issue 135712).
+environment=("TORCHFT_LIGHTHOUSE=$lighthouse" "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
     "PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}" "RUST_LOG=${RUST_LOG:-warn}")
 if [[ -n $dry_run ]]; then
     printf '%q ' "${environment[@]}" "${command[@]}"

@@ -9,6 +9,7 @@ called before the first import of a torchtitan module, because `torchtitan.tools
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -80,6 +81,7 @@ def build_process_group(process_group: str, timeout: timedelta) -> Any:
     """
     from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
+    logging.getLogger("torchft_errors").setLevel(logging.WARNING)  # an empty line at every abort, for telemetry only
     if process_group == "gloo":
         return ProcessGroupGloo(timeout=timeout)
     if on_cpu() or not dist.is_nccl_available():

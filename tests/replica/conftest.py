@@ -12,10 +12,13 @@ from titan_ft import device  # noqa: E402  # after the variable
 
 device.prepare()  # before anything imports torchtitan, which reads the device at import
 
+import signal  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
-from concurrent.futures import Future, ThreadPoolExecutor  # noqa: E402
+from concurrent.futures import Future  # noqa: E402
 from datetime import timedelta  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -28,7 +31,7 @@ from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 
 from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.history.events import EventLog  # noqa: E402
-from titan_ft.replica.membership import Membership  # noqa: E402
+from titan_ft.replica.membership import Membership, Quorum  # noqa: E402
 from titan_ft.replica.snapshot import TrainState  # noqa: E402
 
 DEADLINE = 20.0  # seconds that anything in these tests may take; only ever reached by a bug
@@ -145,34 +148,46 @@ class RecordedEvents(EventLog):
             assert self._told.wait_for(lambda: len(self.named(event)) >= count, DEADLINE), f"no {event}: {self.all}"
 
 
-class TestLighthouse:
-    """A lighthouse of this process, which can be stopped and started again at the same address."""
+LIGHTHOUSE = {"join_timeout_ms": 100, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500}
 
-    __test__ = False
+NURSERY = f"""
+import os, sys, time
+from torchft.coordination import LighthouseServer
+for line in sys.stdin:
+    if os.fork() == 0:
+        sys.stdin.close()
+        server = LighthouseServer(bind="127.0.0.1:" + line.strip(), min_replicas=1, **{LIGHTHOUSE!r})
+        os.write(1, (str(os.getpid()) + " " + server.address() + chr(10)).encode())
+        parent = os.getppid()
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os._exit(0)
+"""
 
-    def __init__(self) -> None:
-        self._server: Any = None
-        self._port = 0
-        self.min_replicas = 1
+
+class MortalLighthouse:
+    """A lighthouse in a process of its own, which can be killed and started again at the same address.
+
+    (One of this process cannot: its `shutdown` goes on serving the connections that exist.)
+    """
+
+    def __init__(self, nursery: subprocess.Popen[str]) -> None:
+        self._nursery = nursery
+        self._port = "0"
         self.start()
 
     def start(self) -> None:
         """Listen, at the former port if there was one."""
-        from torchft.coordination import LighthouseServer
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
+        self._nursery.stdin.write(self._port + "\n")
+        self._nursery.stdin.flush()
+        pid, address = self._nursery.stdout.readline().split()
+        self._pid, self._port = int(pid), address.rsplit(":", 1)[1]
 
-        self._server = LighthouseServer(
-            bind=f"127.0.0.1:{self._port}",
-            min_replicas=self.min_replicas,
-            join_timeout_ms=100,
-            quorum_tick_ms=20,
-            heartbeat_timeout_ms=500,
-        )
-        self._port = int(self._server.address().rsplit(":", 1)[1])
-
-    def stop(self) -> None:
-        """End it, as a crash does: it forgets everything."""
-        self._server.shutdown()
-        self._server = None
+    def kill(self) -> None:
+        """End it as a crash does: it forgets everything."""
+        os.kill(self._pid, signal.SIGKILL)
 
     @property
     def address(self) -> str:
@@ -183,11 +198,10 @@ class TestLighthouse:
 class Seats:
     """Takes seats at a lighthouse; each is one rank of a replica group in this process."""
 
-    def __init__(self, lighthouse: TestLighthouse) -> None:
+    def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
         self._taken: list[Membership] = []
         self._stores: dict[int, dist.TCPStore] = {}
-        self._threads = ThreadPoolExecutor(16)
 
     def config(self, slot: int, **changes: Any) -> FaultTolerance:
         """Return the config of group `slot`, with timeouts fit for tests."""
@@ -215,7 +229,7 @@ class Seats:
         config = options.pop("config", None) or self.config(slot)
         arguments: dict[str, Any] = {
             "process_group": ProcessGroupGloo(timeout=timedelta(milliseconds=config.process_group_timeout_ms)),
-            "lighthouse": self.lighthouse.address,
+            "lighthouse": self.lighthouse,
             "host": "127.0.0.1",
             "group_rank": rank,
             "group_world_size": world_size,
@@ -230,18 +244,47 @@ class Seats:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a function on a thread of its own."""
-        return self._threads.submit(function, *args)
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001  # handed to the test
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
 
     def together(self, *functions: Callable[[], Any]) -> list[Any]:
         """Run functions at the same time, each on a thread of its own; returns their results in order."""
         futures = [self.submit(function) for function in functions]
         return [future.result(DEADLINE) for future in futures]
 
+    def meet(self, *seats: Membership, steps: list[int] | None = None) -> list[Quorum]:
+        """Let all seats go from quorum to quorum, holding `steps` updates, until all are in one; returns it for each.
+
+        The lighthouse makes nobody of the former quorum wait for a newcomer, so that it may take more than one.
+        """
+        slots = sorted({seat.member.slot for seat in seats})
+        deadline = time.monotonic() + DEADLINE
+
+        def go_on(seat: Membership, step: int) -> Quorum:
+            while True:
+                if not seat.asked:
+                    seat.begin(step)
+                quorum = seat.wait()
+                if quorum.slots == slots:
+                    return quorum
+                assert time.monotonic() < deadline, f"{quorum.slots} instead of {slots}"
+                seat.vote(step, True)
+
+        numbers = steps or [0] * len(seats)
+        return self.together(*[lambda s=s, n=n: go_on(s, n) for s, n in zip(seats, numbers, strict=True)])
+
     def close(self) -> None:
         """Give all seats back."""
         for seat in self._taken:
             seat.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -253,19 +296,44 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[TestLighthouse]:
-    """Provide a lighthouse of the test's own."""
-    lighthouse = TestLighthouse()
-    yield lighthouse
-    lighthouse.stop()
+def start_lighthouse() -> Iterator[Callable[..., str]]:
+    """Provide the start of lighthouses in this process; it returns their address."""
+    from torchft.coordination import LighthouseServer
+
+    servers = []
+
+    def start(min_replicas: int = 1) -> str:
+        servers.append(LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas, **LIGHTHOUSE))
+        return f"http://127.0.0.1:{servers[-1].address().rsplit(':', 1)[1]}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
 
 
 @pytest.fixture
-def seats(lighthouse: TestLighthouse) -> Iterator[Seats]:
-    """Provide seats at the lighthouse."""
-    seats = Seats(lighthouse)
+def seats(start_lighthouse: Callable[..., str]) -> Iterator[Seats]:
+    """Provide seats at a lighthouse of the test's own."""
+    seats = Seats(start_lighthouse())
     yield seats
     seats.close()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    """Provide a process that forks lighthouses: it has imported what they need."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()  # ends it, and with it those that are left
+
+
+@pytest.fixture
+def mortal_lighthouse(nursery: subprocess.Popen[str]) -> MortalLighthouse:
+    """Provide a lighthouse that can die."""
+    return MortalLighthouse(nursery)
 
 
 @pytest.fixture(name="wait_until")

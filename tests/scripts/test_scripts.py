@@ -62,8 +62,14 @@ def test_scripts_are_valid_bash(script: str) -> None:
 def test_a_group_on_one_node_needs_no_rendezvous() -> None:
     """torchrun gets the ranks, the worker gets torchtitan's flags, what follows -- comes last."""
     words = dry_run(*options(replicas="4"), "--", "--training.steps=7")
-    assert words[:4] == [f"TORCHFT_LIGHTHOUSE={LIGHTHOUSE}", "OMP_NUM_THREADS=1", "PYTHONUNBUFFERED=1", "RUST_LOG=warn"]
-    assert words[5:10] == ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=8", "--standalone"]
+    assert words[:5] == [
+        f"TORCHFT_LIGHTHOUSE={LIGHTHOUSE}",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        "OMP_NUM_THREADS=1",
+        "PYTHONUNBUFFERED=1",
+        "RUST_LOG=warn",
+    ]
+    assert words[6:11] == ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=8", "--standalone"]
     assert words[words.index("titan_ft.train") + 1 :] == [
         f"--job.config_file={CONFIG}",
         "--job.dump_folder=/shared/run",

@@ -14,7 +14,8 @@ environment variable TITAN_FT_TEST_HOOKS:
     flips    [{"replica", "rank", "step"}]: flip one bit of a parameter after the optimizer made that step
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
-    dump     whether the final parameters are written there, too
+    dump     whether parameters are written there, too, before and after training: begin-... and end-...
+    begin    file of parameters to begin with: torchtitan draws others for another number of shards
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from typing import Any
 
 import torch
 import torchtitan.train
-from torchtitan.components.loss import IGNORE_INDEX
+from harness.mask import mask_labels
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
@@ -60,6 +62,7 @@ class Worker:
         self.held_seconds = 0.0  # spent waiting for other groups since the last commit, by order of a test
         self.handed_over = 0  # buckets of this exchange
         self.reductions = 0  # all-reduces of this exchange
+        self.all_reductions = 0  # all-reduces since the last commit
         self.passed: dict[str, int] = {}  # steps begun since a mark was first seen
         self.events: Any = None
         self.markers = Path(SETTINGS["markers"])
@@ -162,11 +165,16 @@ def install_progress() -> None:
         WORKER.hold()
 
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
-        WORKER.step, WORKER.forwards, WORKER.held_seconds = trainer.step, 0, 0.0
+        WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
 
     def report(trainer: ReplicaTrainer, committed: Any, *_: Any) -> None:
-        held = round(WORKER.held_seconds, 3)
-        WORKER.events.emit("computed", step=committed.update.step, forwards=WORKER.forwards, held_seconds=held)
+        WORKER.events.emit(
+            "computed",
+            step=committed.update.step,
+            forwards=WORKER.forwards,
+            reductions=WORKER.all_reductions,
+            held_seconds=round(WORKER.held_seconds, 3),
+        )
 
     def fetch(original: Any, *args: Any) -> Any:
         WORKER.fetching.touch()
@@ -199,6 +207,7 @@ def install_faults() -> None:
 
     def all_reduce(flight: _Flight, *_: Any) -> None:
         WORKER.reductions += 1
+        WORKER.all_reductions += 1
         if WORKER.reductions == 1:
             WORKER.at("exchange_first")
         elif WORKER.reductions == len(flight._buckets) + 1:
@@ -250,13 +259,6 @@ def install_mask() -> None:
     wrap(torchtitan.train.Trainer, "batch_generator", batch_generator)
 
 
-def mask_labels(labels: torch.Tensor, shard: int, number: int) -> torch.Tensor:
-    """Mask the first labels of each sequence: none to nearly all."""
-    masked = labels.clone()
-    masked[:, : (7 + 11 * number + 13 * shard) % labels.shape[1]] = IGNORE_INDEX
-    return masked
-
-
 def install_records(folder: Path) -> None:
     """Write what is logged in full precision, and at the end the digest of the state (and the parameters)."""
     name = f"{SETTINGS['replica']}-{SETTINGS['rank']}"
@@ -272,12 +274,30 @@ def install_records(folder: Path) -> None:
     def end(trainer: Any) -> None:
         state = TrainState(trainer.model_parts, trainer.optimizers, trainer.lr_schedulers, None)  # type: ignore[arg-type]
         write({"digest": state.digest()})
+        dump(trainer, "end")
+
+    def dump(trainer: Any, moment: str) -> None:
         if SETTINGS.get("dump"):
             parameters = {key: local(value.detach()) for key, value in trainer.model_parts[0].named_parameters()}
-            torch.save(parameters, folder / f"{name}.pt")
+            torch.save(parameters, folder / f"{moment}-{name}.pt")
 
     before(MetricsProcessor, "log", log)
+    before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))
     before(torchtitan.train.Trainer, "close", end)
+
+
+def install_begin(path: Path) -> None:
+    """Begin with the parameters of a file, sharded as this run shards them."""
+
+    def load(trainer: Any) -> None:
+        values = torch.load(path)
+        for name, parameter in trainer.model_parts[0].named_parameters():
+            value = values[name]
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()
+            local(parameter.detach()).copy_(value)
+
+    before(torchtitan.train.Trainer, "train", load)
 
 
 def install() -> None:
@@ -289,6 +309,8 @@ def install() -> None:
         install_mask()
     if SETTINGS.get("record"):
         install_records(Path(SETTINGS["record"]))
+    if SETTINGS.get("begin"):
+        install_begin(Path(SETTINGS["begin"]))
 
 
 install()

@@ -25,7 +25,6 @@ TINY = (
     "--fault_tolerance.bucket_size_mb=0.1",  # several buckets even so
     "--fault_tolerance.digest_every=1",
 )
-LIGHTHOUSE = {"join_timeout_ms": 5000}
 _GRACE_SECONDS = 2.0
 _NEVER_RESTARTED = (2, 3)  # exit statuses that say so, see titan_ft.train
 
@@ -91,7 +90,7 @@ class Job:
         self._max_restarts, self._late = max_restarts, late
         self._zygote = zygote
         self._hooks = dict(hooks or {})
-        self._flags = [
+        self.flags = [
             f"--job.config_file={CONFIG}",
             f"--job.dump_folder={self.paths.root}",
             f"--training.steps={steps}",
@@ -114,9 +113,7 @@ class Job:
 
     def start(self) -> None:
         """Start lighthouse and groups."""
-        self._lighthouse = self._zygote.start(
-            "harness.zygote:lighthouse", self.paths.root / "lighthouse.log", [json.dumps(LIGHTHOUSE)]
-        )
+        self._lighthouse = self._zygote.start("harness.zygote:lighthouse", self.paths.root / "lighthouse.log")
         self._address = self._announced(self._lighthouse, "lighthouse listening at ")
         for group in self.groups:
             self._start_group(group)
@@ -180,7 +177,7 @@ class Job:
                 "TORCHFT_LIGHTHOUSE": self._address,
                 "TITAN_FT_TEST_HOOKS": json.dumps(hooks),
             }
-            argv = [*self._flags, f"--fault_tolerance.replica_id={group.replica}"]
+            argv = [*self.flags, f"--fault_tolerance.replica_id={group.replica}"]
             log = self.paths.logs(group.replica, group.attempt, rank)
             group.workers.append(self._zygote.start("titan_ft.train:main", log, argv, env))
 

@@ -130,10 +130,10 @@ def _become(request: dict[str, Any], close: list[int]) -> None:
 
 
 def lighthouse() -> None:
-    """Run a lighthouse with the defaults of `titan-ft launch`, but for the settings given as JSON."""
+    """Run a lighthouse with the defaults of `titan-ft launch`."""
     from titan_ft.launch.lighthouse import LighthouseSettings, serve
 
-    serve("127.0.0.1:0", LighthouseSettings(**json.loads(sys.argv[1])))
+    serve("127.0.0.1:0", LighthouseSettings())
 
 
 def store() -> None:
