@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _ID_SEPARATOR = "/"
 _RENDEZVOUS_SECONDS = 2.0  # all members got the quorum's reply at the same moment; one that is silent so long is gone
+# torchft's server repeats a request that a restarted lighthouse lost, once for all ranks of the group.
+_LIGHTHOUSE_RETRIES = 1000
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Membership:
                     world_size=group_world_size,
                     heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
                     connect_timeout=timedelta(seconds=config.connect_timeout_seconds),
-                    quorum_retries=0,
+                    quorum_retries=_LIGHTHOUSE_RETRIES,
                 )
             except Exception as error:
                 raise self._unreachable("connect", config.connect_timeout_seconds, error) from error
