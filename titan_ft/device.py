@@ -20,6 +20,8 @@ import torch
 import torch._utils
 import torch.distributed as dist
 
+from titan_ft.config import ConfigError
+
 
 def on_cpu() -> bool:
     """Say whether this machine has no accelerator that torch can use."""
@@ -73,22 +75,26 @@ def exchange_device(process_group: str) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def build_process_group(process_group: str, timeout: timedelta) -> Any:
-    """Build torchft's reconfigurable process group between the replica groups.
+def require(process_group: str) -> None:
+    """Refuse a process group that this machine cannot build.
 
     Raises:
-        RuntimeError: `process_group` is nccl and this machine has no NCCL.
+        ConfigError: `process_group` is nccl and there is no NVIDIA GPU.
     """
+    if process_group == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise ConfigError(
+            'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, got "nccl"; set it to '
+            '"gloo"'
+        )
+
+
+def build_process_group(process_group: str, timeout: timedelta) -> Any:
+    """Build torchft's reconfigurable process group between the replica groups."""
     from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
     logging.getLogger("torchft_errors").setLevel(logging.WARNING)  # an empty line at every abort, for telemetry only
     if process_group == "gloo":
         return ProcessGroupGloo(timeout=timeout)
-    if on_cpu() or not dist.is_nccl_available():
-        raise RuntimeError(
-            'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, got "nccl"; '
-            'set fault_tolerance.process_group = "gloo"'
-        )
     return ProcessGroupNCCL(timeout=timeout)
 
 

@@ -67,6 +67,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
     if job_config.fault_tolerance.enable:
         from titan_ft.trainer import Launch, ReplicaTrainer
 
+        device.require(job_config.fault_tolerance.process_group)
         launch = Launch(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),
