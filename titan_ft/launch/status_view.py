@@ -44,7 +44,8 @@ class PlainView:
     def update(self, groups: Groups) -> None:
         now = time.monotonic()
         text = describe_progress(groups)
-        if text is None or text == self._last or now < self._next_progress:
+        ended = all(group.state == FINISHED for group in groups.values())
+        if text is None or ended or text == self._last or now < self._next_progress:
             return
         self._last, self._next_progress = text, now + self._progress_seconds
         self.line(text)
