@@ -23,6 +23,9 @@ from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 def main() -> None:
     """Run one worker; ends the process."""
     os.environ.setdefault("RUST_LOG", "warn")  # torchft's servers log every heartbeat at info
+    # torch's TCPStore looks up the name of every peer's address, also of numeric ones. A lost query would cost the
+    # resolver's five seconds, in the middle of a recovery.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     try:
         status = _run(sys.argv[1:], os.environ)
     except ConfigError as error:

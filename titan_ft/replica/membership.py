@@ -163,9 +163,12 @@ class Membership:
         self._configured = ""  # key of the quorum that the process group was built for
         self._prefix = ""  # of that quorum's keys in stores
         self._peers: dict[int, str] = {}
+        self._peer_stores: dict[str, TCPStore] = {}
         self._closed = False
-        self._abort_lock = threading.Lock()
+        self._abort_lock = threading.Condition()
         self._failures = 0
+        if group_world_size > 1:
+            threading.Thread(target=self._watch, name="titan_ft_abort_watch", daemon=True).start()
 
     def begin(self, step: int) -> None:
         """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once."""
@@ -220,7 +223,9 @@ class Membership:
         if self._server is not None:
             self._server.shutdown()
         self._abort_process_group(self._prefix)
-        self._closed = True
+        with self._abort_lock:
+            self._closed = True
+            self._abort_lock.notify_all()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # The quorum thread
@@ -325,6 +330,7 @@ class Membership:
             self._store.set(self._broken_key(self._prefix), "1")  # lets the old quorum's watcher end
         with self._abort_lock:
             self._configured, self._prefix = key, prefix
+            self._abort_lock.notify_all()
         prefix = f"{prefix}/{self._group_rank}"
         try:
             if len(members) > 1:
@@ -342,34 +348,40 @@ class Membership:
                 [member.slot * self._group_world_size + self._group_rank for member in members],
             )
         except Exception as error:  # noqa: BLE001  # a member may die right here; the next quorum is without it
+            self._peer_stores.pop(reply.store_address, None)
             return f"{type(error).__name__}: {error}".split("\n", 1)[0]
         finally:
             self.process_group.set_timeout(self.timeout)
-        if self._group_world_size > 1:
-            threading.Thread(target=self._watch, args=(self._prefix,), name="titan_ft_abort_watch", daemon=True).start()
         return None
 
     def _exchange_addresses(self, reply: Any, prefix: str, world_size: int) -> dict[int, str]:
         """Tell the members this rank's state server and learn theirs; shows at once when a member is gone already."""
         host, _, port = reply.store_address.rpartition(":")
         timeout = timedelta(seconds=_RENDEZVOUS_SECONDS)
-        store = PrefixStore(
-            prefix,
-            TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout),
-        )
+        if reply.store_address not in self._peer_stores:
+            # Kept: every new connection costs a reverse DNS lookup on both sides, even of numeric addresses.
+            self._peer_stores[reply.store_address] = TCPStore(
+                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout
+            )
+        store = PrefixStore(prefix, self._peer_stores[reply.store_address])
         store.set(str(reply.replica_rank), self._address)
         store.wait([str(rank) for rank in range(world_size)], timeout)
         return {rank: store.get(str(rank)).decode() for rank in range(world_size)}
 
     # Failures seen by another rank of this group
 
-    def _watch(self, quorum: str) -> None:
-        """Abort when another rank of this group reports the quorum's exchange as broken."""
+    def _watch(self) -> None:
+        """Abort whenever another rank of this group reports the exchange of the quorum in force as broken."""
         try:
-            self._connect_store().wait([self._broken_key(quorum)], timedelta(days=365))
+            store, watched = self._connect_store(), ""
+            while not self._closed:
+                with self._abort_lock:
+                    self._abort_lock.wait_for(lambda before=watched: self._prefix != before or self._closed)  # type: ignore[misc]  # bound by default
+                    watched = self._prefix
+                store.wait([self._broken_key(watched)], timedelta(days=365))
+                self._abort_process_group(watched)
         except Exception:  # noqa: BLE001  # thread edge: the store ended with the group, nothing is left to watch
             return
-        self._abort_process_group(quorum)
 
     def _abort_process_group(self, quorum: str) -> None:
         with self._abort_lock:
