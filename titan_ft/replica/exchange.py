@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
-from titan_ft.replica.membership import Membership, Quorum
+from titan_ft.replica.member import Quorum
+from titan_ft.replica.membership import Membership
 
 
 class ExchangeError(RuntimeError):

@@ -18,7 +18,6 @@ import threading
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,73 +26,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
-from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
+from titan_ft.replica.errors import LighthouseError
+from titan_ft.replica.member import Member, Quorum, objection
 
 logger = logging.getLogger(__name__)
 
-_ID_SEPARATOR = "/"
 _RENDEZVOUS_SECONDS = 2.0  # all members got the quorum's reply at the same moment; one that is silent so long is gone
 # torchft's server repeats a request that a restarted lighthouse lost, once for all ranks of the group.
 _LIGHTHOUSE_RETRIES = 1000
-
-
-@dataclass(frozen=True)
-class Member:
-    """One replica group's name at the lighthouse."""
-
-    slot: int
-    started: float
-    unique: str
-    config: str
-
-    @property
-    def replica_id(self) -> str:
-        """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
-        return _ID_SEPARATOR.join(("titan_ft", f"{self.slot:06d}", f"{self.started:.6f}", self.unique, self.config))
-
-    @staticmethod
-    def parse(replica_id: str) -> Member:
-        """Decode `replica_id`.
-
-        Raises:
-            ForeignMemberError: another kind of job talks to this lighthouse.
-        """
-        try:
-            name, slot, started, unique, config = replica_id.split(_ID_SEPARATOR)
-            if name != "titan_ft":
-                raise ValueError(name)
-            return Member(int(slot), float(started), unique, config)
-        except ValueError:
-            raise ForeignMemberError(
-                f"the lighthouse lists a member that is not a titan_ft replica group: {replica_id!r}; "
-                "give each job its own lighthouse"
-            ) from None
-
-
-@dataclass(frozen=True)
-class Quorum:
-    """The members of one exchange.
-
-    Attributes:
-        key: names this quorum among all of the job.
-        rank, members: in the process group's order.
-        max_step: largest number of committed updates that a member reported.
-        behind: whether this group reported fewer.
-        error: why the process group could not be built (None when it stands): the exchange then fails at once and is
-            repeated in the next quorum.
-    """
-
-    key: str
-    rank: int
-    members: tuple[Member, ...]
-    max_step: int
-    behind: bool
-    error: str | None = None
-
-    @property
-    def slots(self) -> list[int]:
-        """Return the members' slots in rank order."""
-        return [member.slot for member in self.members]
 
 
 class Membership:
@@ -145,7 +85,7 @@ class Membership:
                     replica_id=self.member.replica_id,
                     lighthouse_addr=lighthouse,
                     hostname=_bracketed(host),
-                    bind="[::]:0",
+                    bind=f"{_bracketed(config.bind_address or host)}:0",
                     store_addr=f"{_bracketed(host)}:{self._store_port}",  # rank 0 runs where the store is
                     world_size=group_world_size,
                     heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
@@ -185,8 +125,7 @@ class Membership:
 
         Raises:
             LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`.
-            ReplacedError: a newer process took this group's place.
-            ForeignMemberError: another job uses this lighthouse.
+            ReplacedError, ConfigMismatchError, ForeignMemberError: see `titan_ft.replica.member`.
         """
         assert self._pending is not None, "begin() comes before wait()"
         return self._pending.result()
@@ -233,9 +172,9 @@ class Membership:
     def _ask(self, step: int, failures: int) -> Quorum:
         reply = self._request(step, failures)
         members = tuple(Member.parse(replica_id) for replica_id in reply.replica_ids)
-        names = hashlib.sha256(_ID_SEPARATOR.join(member.unique for member in members).encode()).hexdigest()[:16]
+        names = hashlib.sha256("/".join(member.unique for member in members).encode()).hexdigest()[:16]
         key = f"{reply.quorum_id}/{names}"
-        error = self._object(members)
+        error = objection(self.member, members)
         if error is None and key != self._configured:
             # A restarted lighthouse counts quorum ids from the beginning, with the same members as before. Stores keep
             # what was written under an id, so that their keys carry the step too.
@@ -296,33 +235,6 @@ class Membership:
             f"({seconds:g} s): {error}; check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
             "name it"
         )
-
-    def _object(self, members: tuple[Member, ...]) -> str | None:
-        """Find members that must not meet; they end by themselves. Returns why this quorum cannot be used, or None.
-
-        Raises:
-            ReplacedError, ConfigMismatchError: it is this group that must end.
-        """
-        own, twice = self.member, []
-        for member in members:
-            if any(other.slot == member.slot and other.started > member.started for other in members):
-                if member == own:
-                    raise ReplacedError(
-                        f"replica group {own.slot} was started again elsewhere; this older process ends: "
-                        "fault_tolerance.replica_id must be unique among running groups"
-                    )
-                twice.append(member.slot)
-        right = min(members, key=lambda member: member.started).config  # newcomers do not outvote who has the state
-        if own.config != right:
-            others = [member.slot for member in members if member.config == right]
-            raise ConfigMismatchError(
-                f"this group's config (digest {own.config}) must equal that of groups {others} ({right}); start it "
-                "with their TOML and flags"
-            )
-        wrong = [member.slot for member in members if member.config != right]
-        if twice or wrong:
-            return f"waiting for groups to leave: {twice} were started again, {wrong} run another config"
-        return None
 
     def _configure(self, reply: Any, members: tuple[Member, ...], key: str, prefix: str) -> str | None:
         """Build the process group of a new quorum; returns what went wrong, or None."""

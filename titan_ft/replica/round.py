@@ -17,7 +17,8 @@ from titan_ft.history.events import EventLog
 from titan_ft.replica.catch_up import Update
 from titan_ft.replica.errors import DivergedError
 from titan_ft.replica.exchange import ExchangeError, GradientExchange
-from titan_ft.replica.membership import Membership, Quorum
+from titan_ft.replica.member import Quorum
+from titan_ft.replica.membership import Membership
 from titan_ft.replica.row import Row, Standing, Verdict, descend, judge
 from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.transport import StateServer
