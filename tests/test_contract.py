@@ -1,0 +1,203 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every private or fragile thing of torch, torchtitan and torchft that the code leans on, at the pinned versions.
+
+When an upgrade breaks something, it should break here first, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_ft import device
+
+device.prepare()
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(("package", "version"), [("torchtitan", "0.2.2"), ("torchft", "0.2.0"), ("torch", "2.13")])
+def test_pinned_versions(package: str, version: str) -> None:
+    """The rest of this file holds for these releases."""
+    assert importlib.metadata.version(package).startswith(version)
+
+
+def test_torchtitan_config_can_be_merged() -> None:
+    """ConfigManager takes a config class, and its private _merge_configs keeps fields of both."""
+    from torchtitan.config import ConfigManager, JobConfig
+
+    from titan_ft.config import JobConfig as OurJobConfig
+
+    merged = ConfigManager._merge_configs(JobConfig, OurJobConfig)
+    assert ConfigManager(merged).config_cls is merged
+    names = {field.name for field in dataclasses.fields(merged().fault_tolerance)}
+    assert {"enable", "group_size", "digest_every"} <= names
+
+
+def test_torchtitan_main_builds_its_config_manager_from_a_module_global() -> None:
+    """titan_ft.train replaces it by one that hands over the config it has validated."""
+    import torchtitan.train
+
+    source = inspect.getsource(torchtitan.train.main)
+    assert "config_manager = ConfigManager()" in source
+    assert "config_manager.parse_args()" in source
+
+
+def test_torchtitan_trainer_has_the_seams() -> None:
+    """train() increments the step before train_step, and asks should_continue_training after it."""
+    from torchtitan.train import Trainer
+
+    source = inspect.getsource(Trainer.train)
+    loop, step, call = "while self.should_continue_training()", "self.step += 1", "self.train_step(data_iterator)"
+    assert source.index(loop) < source.index(step) < source.index(call)
+    assert parameters(Trainer.train_step) == ["self", "data_iterator"]
+    assert parameters(Trainer.forward_backward_step) == ["self", "input_dict", "labels", "global_valid_tokens"]
+    assert "self.ntokens_seen += ntokens_batch" in inspect.getsource(Trainer.batch_generator)
+
+
+def test_torchtitan_uses_global_valid_tokens_only_as_a_divisor() -> None:
+    """So that the nominal token count, a plain int, can take its place."""
+    from torchtitan.train import Trainer
+
+    source = inspect.getsource(Trainer.forward_backward_step)
+    uses = [line.strip() for line in source.splitlines() if "global_valid_tokens" in line and "#" not in line]
+    assert all("/ global_valid_tokens" in line or line.startswith("global_valid_tokens:") for line in uses), uses
+
+
+def test_torchtitan_train_specs() -> None:
+    """A TrainSpec is a dataclass, and the private table of registered ones wins over the built-in models."""
+    import torchtitan.protocols.train_spec as train_spec
+
+    spec = train_spec.get_train_spec("llama3")
+    assert dataclasses.is_dataclass(spec)
+    for field in ("parallelize_fn", "build_dataloader_fn", "build_metrics_processor_fn"):
+        assert hasattr(spec, field)
+    marked = dataclasses.replace(spec, state_dict_adapter=None)
+    train_spec._extra_train_specs["llama3"] = marked
+    try:
+        assert train_spec.get_train_spec("llama3") is marked
+    finally:
+        del train_spec._extra_train_specs["llama3"]
+
+
+def test_torchtitan_dist_utils() -> None:
+    """The functions that _apply and _heal call as torchtitan's train_step does."""
+    from torchtitan.distributed import utils
+
+    assert {"max_norm", "foreach", "pp_mesh", "ep_enabled"} <= set(parameters(utils.clip_grad_norm_))
+    assert parameters(utils.set_pg_timeouts) == ["timeout", "parallel_dims"]
+    assert "barrier(device_ids=" in inspect.getsource(utils.set_pg_timeouts)
+
+
+def test_torchft_coordination() -> None:
+    """The native classes below torchft.Manager, the private quorum call among them."""
+    from torchft.coordination import LighthouseServer, ManagerClient, ManagerServer
+
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=20, heartbeat_timeout_ms=500
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
+    server = ManagerServer(
+        replica_id="contract",
+        lighthouse_addr=address,
+        hostname="127.0.0.1",
+        bind="127.0.0.1:0",
+        store_addr=f"127.0.0.1:{store.port}",
+        world_size=1,
+        heartbeat_interval=timedelta(milliseconds=50),
+        connect_timeout=timedelta(seconds=5),
+        quorum_retries=1000,
+    )
+    try:
+        client = ManagerClient(server.address(), connect_timeout=timedelta(seconds=5))
+        quorum = client._quorum(
+            group_rank=0,
+            step=7,
+            checkpoint_metadata="",
+            shrink_only=False,
+            timeout=timedelta(seconds=5),
+            init_sync=False,
+            commit_failures=0,
+        )
+        assert (quorum.replica_rank, quorum.max_step, quorum.replica_ids) == (0, 7, ["contract"])
+        assert quorum.store_address == f"127.0.0.1:{store.port}"
+        first = quorum.quorum_id
+        assert client.should_commit(0, 7, False, timedelta(seconds=5)) is False
+        again = client._quorum(
+            group_rank=0,
+            step=7,
+            checkpoint_metadata="",
+            shrink_only=False,
+            timeout=timedelta(seconds=5),
+            init_sync=False,
+            commit_failures=1,
+        )
+        assert again.quorum_id > first, "a commit failure must renew the quorum's id"
+    finally:
+        server.shutdown()
+        lighthouse.shutdown()
+
+
+def test_torchft_process_groups() -> None:
+    """Reconfigurable, with a timeout that configure reads, an abort, and an error that can be asked for."""
+    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+    for process_group in (ProcessGroupGloo, ProcessGroupNCCL):
+        assert parameters(process_group.configure) == [
+            "self",
+            "store_addr",
+            "replica_id",
+            "rank",
+            "world_size",
+            "quorum_id",
+            "group_rank",
+            "group_world_size",
+            "global_ranks",
+        ]
+        for method in ("allreduce", "abort", "errored", "set_timeout"):
+            assert callable(getattr(process_group, method))
+    assert "self._timeout" in inspect.getsource(ProcessGroupGloo._create_pg)
+
+
+def test_fsdp_calls_post_accumulate_hooks_on_sharded_parameters() -> None:
+    """The exchange hears of finished gradients through them; FSDP2 calls them itself, after its reduce-scatter."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    source = inspect.getsource(_fsdp_collectives.foreach_reduce)
+    assert source.index("fsdp_param.sharded_param.grad =") < source.index(
+        '"_post_accumulate_grad_hooks"', source.index("fsdp_param.sharded_param.grad =")
+    )
+    assert "hook(fsdp_param.sharded_param)" in source
+
+
+def test_torch_privates() -> None:
+    """Private names of torch itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    assert hasattr(torch._utils, "_get_available_device_type")
+    assert callable(FSDPModule.set_force_sum_reduction_for_comms)
+    assert torch.nn.Linear(1, 1)._non_persistent_buffers_set == set()
+    assert "device_ids" in parameters(dist.distributed_c10d.barrier)
+
+
+def test_launch_seams_of_torch_elastic() -> None:
+    """The supervisor starts workers through these public but young parts of torchrun."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, start_processes
+
+    assert {"name", "entrypoint", "args", "envs", "logs_specs"} <= set(parameters(start_processes))
+    assert callable(LogsSpecs.reify)
+    assert {"stdouts", "stderrs"} <= {field.name for field in dataclasses.fields(LogsDest)}
+    assert "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(dist.rendezvous.__globals__["_create_c10d_store"]) or (
+        "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(inspect.getmodule(dist.rendezvous))
+    )

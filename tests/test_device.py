@@ -1,0 +1,98 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one place that knows CPU from GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_ft import device
+from titan_ft.config import ConfigError
+
+cpu_only = pytest.mark.skipif(not device.on_cpu(), reason="needs a machine without an accelerator")
+
+
+@cpu_only
+def test_prepare_twice_is_prepare_once() -> None:
+    """The barrier is wrapped once, however often the seam is asked for."""
+    device.prepare()
+    barrier = dist.barrier
+    device.prepare()
+    assert dist.barrier is barrier
+
+
+@cpu_only
+def test_torchtitan_finds_a_cpu_and_its_memory_monitor_works() -> None:
+    """torchtitan's own modules see the device "cpu", and its metrics get numbers."""
+    device.prepare()
+    from torchtitan.components.metrics import build_device_memory_monitor
+    from torchtitan.tools import utils
+
+    assert utils.device_type == "cpu"
+    monitor = build_device_memory_monitor()
+    assert monitor.device_capacity_gib > 0
+    assert monitor.get_peak_stats().num_ooms <= 0
+
+
+@cpu_only
+def test_barrier_takes_device_ids() -> None:
+    """Gloo refuses device_ids; the wrapped barrier drops them."""
+    device.prepare()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.barrier(device_ids=[0])
+    finally:
+        dist.destroy_process_group()
+
+
+@cpu_only
+def test_nccl_without_a_gpu_is_refused_in_one_line() -> None:
+    """The message names field, rule, value and remedy."""
+    device.require("gloo")
+    with pytest.raises(ConfigError, match=r'process_group must be "gloo".*got "nccl"; set it to "gloo"') as caught:
+        device.require("nccl")
+    assert "\n" not in str(caught.value)
+
+
+def test_gloo_buckets_live_in_host_memory_and_begin_at_zero() -> None:
+    """Also on a machine with a GPU, where they are pinned."""
+    where = device.exchange_device("gloo")
+    bucket = device.empty_bucket(5, torch.float32, where)
+    assert bucket.device.type == "cpu"
+    assert bucket.tolist() == [0.0] * 5
+    assert bucket.is_pinned() is not device.on_cpu()
+
+
+@cpu_only
+def test_events_and_threads_need_nothing_on_cpu() -> None:
+    """Work on CPU is done when the call returns."""
+    assert device.record_event() is None
+    device.synchronize([None])
+    device.synchronize()
+    device.for_thread()()
+    with device.side_stream(torch.device("cpu")):
+        pass
+
+
+@pytest.mark.gpu
+def test_a_thread_uses_the_device_of_its_maker() -> None:
+    """A fresh CUDA thread would begin on device 0."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    last = torch.accelerator.device_count() - 1
+    torch.accelerator.set_device_index(last)
+    with ThreadPoolExecutor(1, initializer=device.for_thread()) as thread:
+        assert thread.submit(torch.accelerator.current_device_index).result() == last
+
+
+@pytest.mark.gpu
+def test_side_stream_is_not_the_default_stream() -> None:
+    """The exchange's collectives must not queue behind compute."""
+    where = device.exchange_device("nccl")
+    before = torch.accelerator.current_stream()
+    with device.side_stream(where):
+        assert torch.accelerator.current_stream() != before
+    assert torch.accelerator.current_stream() == before
