@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("RUST_LOG", "off")  # read when torchft is loaded: its servers log every refused heartbeat
+# torch's TCPStore looks the name of each connection's address up, and a resolver that loses a query costs 5 seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from titan_ft import device  # noqa: E402  # after the variable
 
@@ -201,7 +203,8 @@ class Seats:
     def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
         self._taken: list[Membership] = []
-        self._stores: dict[int, dist.TCPStore] = {}
+        self.stores: dict[int, dist.TCPStore] = {}
+        self._former_stores: list[dist.TCPStore] = []
 
     def config(self, slot: int, **changes: Any) -> FaultTolerance:
         """Return the config of group `slot`, with timeouts fit for tests."""
@@ -224,8 +227,10 @@ class Seats:
         """Take the seat of one rank; rank 0 of a group comes first."""
         from torchft.process_group import ProcessGroupGloo
 
-        if rank == 0:
-            self._stores[slot] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if rank == 0 and "store" not in options:
+            if slot in self.stores:
+                self._former_stores.append(self.stores[slot])  # an older process of the slot may still use it
+            self.stores[slot] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         config = options.pop("config", None) or self.config(slot)
         arguments: dict[str, Any] = {
             "process_group": ProcessGroupGloo(timeout=timedelta(milliseconds=config.process_group_timeout_ms)),
@@ -233,7 +238,7 @@ class Seats:
             "host": "127.0.0.1",
             "group_rank": rank,
             "group_world_size": world_size,
-            "store": ("127.0.0.1", self._stores[slot].port),
+            "store": ("127.0.0.1", self.stores[slot].port),
             "attempt": 0,
             "config_digest": "c0ffee",
             "address": f"127.0.0.1:{9000 + 10 * slot + rank}",

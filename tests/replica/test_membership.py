@@ -263,7 +263,8 @@ def test_a_member_that_dies_before_the_process_group_stands(
     try:
         member = seats.take(0)
         started = time.monotonic()
-        (quorum,) = seats.meet(member)
+        member.begin(0)
+        quorum = member.wait()
         assert quorum.slots == [0, 1]
         assert quorum.error is not None
         assert time.monotonic() - started < 3.0
@@ -395,6 +396,9 @@ class FakeProcessGroup:
         self.configured: list[str] = []
         self.aborted = threading.Event()
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
     def configure(self, store_address: str, *_: object) -> None:
         self.aborted.clear()
         self.configured.append(store_address)
@@ -452,7 +456,8 @@ def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
 def test_ranks_of_a_later_attempt_find_their_own_server(seats: Any) -> None:
     """The store of torchrun's agent outlives an attempt: a rank must not find the former attempt's dead server."""
     seats.take(0, rank=0, world_size=2).close()
-    store = ("127.0.0.1", seats._stores[0].port)
+    agent_store = seats._stores[0]  # held: the next rank 0 brings a store of its own, which nobody uses
+    store = ("127.0.0.1", agent_store.port)
     rank_one = seats.submit(lambda: seats.take(0, rank=1, world_size=2, attempt=1, store=store))
     with pytest.raises(TimeoutError):
         rank_one.result(0.3)
