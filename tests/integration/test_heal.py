@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from harness.job import Job
-from harness.trajectory import check, check_killed, named
+from harness.trajectory import check, check_finished, check_killed, check_one_trajectory, named
 
 STEP = 4
 
@@ -37,7 +38,10 @@ def test_kill_joiner_during_its_heal(make_job: Callable[..., Job], ranks: int, p
 def test_kill_donor_during_the_heal(make_job: Callable[..., Job]) -> None:
     """A joiner whose donor dies takes another one; both dead groups come back to the trajectory of the third."""
     # The first group that sends a piece of its state dies; which one that is, the groups decide.
-    faults = [kill(1, "backward", step=STEP), *(kill(donor, "serve", unless=["down-0-0", "down-2-0"]) for donor in (0, 2))]
+    faults = [
+        kill(1, "backward", step=STEP),
+        *(kill(donor, "serve", unless=["down-0-0", "down-2-0"]) for donor in (0, 2)),
+    ]
     job = make_job(groups=3, steps=30, hooks={"faults": faults, "hold": 2})
     job.run()
     (donor,) = {event["replica"] for event in job.events("fault_injected")} - {1}
@@ -82,3 +86,23 @@ def test_finished_groups_leave_when_nobody_comes(make_job: Callable[..., Job]) -
     assert job.groups[0].finished
     assert "finish_timeout_seconds" in job.output(0)
     assert [(e["replica"], e["step"]) for e in job.events("training_finished")] == [(0, 6)]
+
+
+def test_last_holder_dies(make_job: Callable[..., Job]) -> None:
+    """When the only donor dies during a heal the state is gone: the groups say so, and the job begins again."""
+    faults = [kill(1, "backward", step=STEP), kill(0, "serve")]
+    job = make_job(groups=2, hooks={"faults": faults, "hold": 2})
+    job.run()
+    events = job.events()
+    lost = next(event["time"] for event in events if event.get("fault") == "sigkill:serve")
+    anew = [event for event in events if event["time"] > lost]
+    assert named(anew, "started_anew")
+    assert "no group holds the state of the earlier attempt" in job.output(0, attempt=1)
+    check_one_trajectory(named(anew, "step_committed"))
+    check_finished(job, anew, job.steps)
+    assert {event["step"] for event in named(anew, "step_committed")} == set(range(1, job.steps + 1))
+    assert job.groups[0].ended == [[-signal.SIGKILL]]
+    # The joiner ends if it is alone when it finds out; otherwise the other group, back already, begins with it.
+    assert job.groups[1].ended in ([[-signal.SIGKILL]], [[-signal.SIGKILL], [1]])
+    if job.groups[1].attempt == 2:
+        assert "every group that held the state after step" in job.output(1, attempt=1)

@@ -10,7 +10,7 @@ os.environ.setdefault("RUST_LOG", "off")  # read when torchft is loaded: its ser
 # torch's TCPStore looks the name of each connection's address up, and a resolver that loses a query costs 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-from titan_ft import device  # noqa: E402  # after the variable
+from titan_ft import device  # after the variable
 
 device.prepare()  # before anything imports torchtitan, which reads the device at import
 

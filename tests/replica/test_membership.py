@@ -254,9 +254,7 @@ def test_a_foreign_member_ends_the_group(seats: Any) -> None:
         stranger.leave()
 
 
-def test_a_member_that_dies_before_the_process_group_stands(
-    seats: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member of the quorum that never comes makes this quorum's exchange fail soon; the next one is without it."""
     monkeypatch.setattr(membership_module, "_RENDEZVOUS_SECONDS", 0.2)
     stranger = Stranger(seats.lighthouse, Member(1, time.time(), "ghost", "c0ffee").replica_id)
@@ -456,7 +454,7 @@ def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
 def test_ranks_of_a_later_attempt_find_their_own_server(seats: Any) -> None:
     """The store of torchrun's agent outlives an attempt: a rank must not find the former attempt's dead server."""
     seats.take(0, rank=0, world_size=2).close()
-    agent_store = seats._stores[0]  # held: the next rank 0 brings a store of its own, which nobody uses
+    agent_store = seats.stores[0]  # held: the next rank 0 brings a store of its own, which nobody uses
     store = ("127.0.0.1", agent_store.port)
     rank_one = seats.submit(lambda: seats.take(0, rank=1, world_size=2, attempt=1, store=store))
     with pytest.raises(TimeoutError):

@@ -41,9 +41,9 @@ def test_row_survives_the_exchange() -> None:
         donor=2,
         waited=0.25,
     )
-    assert all(
-        getattr(row, field.name) != field.default for field in dataclasses.fields(Row)
-    ), "give new fields a value here"
+    assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
+        "give new fields a value here"
+    )
     decoded = Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist())
     assert decoded == row
     assert [type(value) for value in dataclasses.astuple(decoded)] == [type(v) for v in dataclasses.astuple(row)]

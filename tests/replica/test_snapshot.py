@@ -70,7 +70,9 @@ def test_a_fresh_group_becomes_the_donor(tiny: Tiny, world: None, kind: dict[str
     assert bytes_of(joiner) == bytes_of(donor)
     assert joiner.state.digest() == donor.state.digest() != before
     group, donors = joiner.optimizers.optimizers[0].param_groups[0], donor.optimizers.optimizers[0].param_groups[0]
-    assert {key: group[key] for key in group if key != "params"} == {key: donors[key] for key in group if key != "params"}
+    assert {key: group[key] for key in group if key != "params"} == {
+        key: donors[key] for key in group if key != "params"
+    }
 
 
 def test_a_group_that_has_trained_becomes_the_donor(tiny: Tiny) -> None:

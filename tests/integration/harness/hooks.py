@@ -9,8 +9,9 @@ environment variable TITAN_FT_TEST_HOOKS:
     faults   [{"replica", "rank", "attempt", "point", "step", "after", "unless"}]: at the first passage of `point` in a
              step >= `step` (none: any), once all marks of `after` are there and none of `unless`, the worker kills
              itself with SIGKILL
-    hold     number of steps that a group goes on before it waits for one that was killed to be back, and again before it
-             waits for a joiner's transfer, so that heals happen amid training on any machine (None: never)
+    hold     number of steps that a group goes on before it waits for one that was killed to be back, and then for a
+             joiner's transfer, so that heals happen amid training however slow the machine is (None: never)
+    delays   [{"replica", "rank", "attempt", "step", "seconds"}]: sleep in the forward of that step
     flips    [{"replica", "rank", "step"}]: flip one bit of a parameter after the optimizer made that step
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
@@ -32,11 +33,11 @@ from typing import Any
 
 import torch
 import torchtitan.train
-from harness.mask import mask_labels
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
+from harness.mask import mask_labels
 from titan_ft.replica import heal, transport
 from titan_ft.replica.dimension import ReplicaDimension
 from titan_ft.replica.exchange import _Flight, local
@@ -112,8 +113,10 @@ class Worker:
 
     def _is_over(self, mark: Path) -> bool:
         kind, replica, attempt = mark.name.split("-")[:3]
-        back = self.markers / f"ready-{replica}-{int(attempt) + 1}"
-        return back.exists() if kind == "down" else not mark.exists()
+        if kind == "down":
+            return (self.markers / f"ready-{replica}-{int(attempt) + 1}").exists()
+        died = (self.markers / f"down-{replica}-{attempt}").exists()  # the rest of its group is ended without a word
+        return died or not mark.exists()
 
 
 WORKER = Worker()
@@ -163,6 +166,9 @@ def install_progress() -> None:
     def count_forward(*_: Any) -> None:
         WORKER.forwards += 1
         WORKER.hold()
+        for delay in SETTINGS.get("delays", ()):
+            if WORKER.is_target(delay) and WORKER.step == delay["step"]:
+                time.sleep(delay["seconds"])
 
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
@@ -187,6 +193,7 @@ def install_progress() -> None:
     wrap(heal, "fetch", fetch)
     before(ReplicaTrainer, "train_step", step)
     before(ReplicaTrainer, "_report", report)
+    after(ReplicaTrainer, "_report", lambda *_: WORKER.mark("trained"))
     before(ReplicaDimension, "finish", lambda *_: WORKER.mark("finishing"))
     before(ReplicaDimension, "start", lambda *_: WORKER.mark("ready"))
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))

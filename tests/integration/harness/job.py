@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.client import REPOSITORY, Process, ZygoteClient
 
+from harness.client import REPOSITORY, Process, ZygoteClient
 from titan_ft.history.events import Event, read_events
 from titan_ft.launch.run_paths import RunPaths
 
@@ -62,6 +62,7 @@ class Job:
         folder: for all of its files.
         groups, ranks: number of replica groups and of ranks in each.
         flags: torchtitan flags on top of `CONFIG`; with `TINY` if `tiny`.
+        replica_flags: further flags of single groups.
         hooks: settings of `harness.hooks` in every worker.
         max_restarts: how often each group may be started again after a failure.
         late: whether that waits until the others have gone on without it for `hold` steps (see `harness.hooks`) or have
@@ -77,6 +78,7 @@ class Job:
         ranks: int = 1,
         steps: int = 16,
         flags: Sequence[str] = (),
+        replica_flags: Mapping[int, Sequence[str]] | None = None,
         tiny: bool = True,
         hooks: Mapping[str, Any] | None = None,
         max_restarts: int = 3,
@@ -89,6 +91,7 @@ class Job:
         self.steps = steps
         self._max_restarts, self._late = max_restarts, late
         self._zygote = zygote
+        self._replica_flags = dict(replica_flags or {})
         self._hooks = dict(hooks or {})
         self.flags = [
             f"--job.config_file={CONFIG}",
@@ -101,22 +104,33 @@ class Job:
             *flags,
         ]
         self._lighthouse: Process | None = None
+        self._num_lighthouses = 0
         self._address = ""
 
     # What a test does with it
 
-    def run(self, seconds: float = 60) -> list[Event]:
-        """Start the job and wait until every group has ended for good; returns the events."""
+    def run(self, seconds: float = 60) -> None:
+        """Start the job and wait until every group has ended for good."""
         self.start()
+        self.finish(seconds)
+
+    def finish(self, seconds: float = 60) -> None:
+        """Wait until every group has ended for good."""
         self.wait_until(lambda: all(map(self._is_over, self.groups)), seconds, "every group has ended")
-        return self.events()
 
     def start(self) -> None:
         """Start lighthouse and groups."""
-        self._lighthouse = self._zygote.start("harness.zygote:lighthouse", self.paths.root / "lighthouse.log")
-        self._address = self._announced(self._lighthouse, "lighthouse listening at ")
+        self._start_lighthouse("127.0.0.1:0")
         for group in self.groups:
             self._start_group(group)
+
+    def restart_lighthouse(self) -> None:
+        """Kill the lighthouse and start another one at the same address."""
+        assert self._lighthouse is not None
+        killed = self._lighthouse
+        self._zygote.signal(killed, signal.SIGKILL)
+        self._zygote.wait_until(lambda: not killed.running, 10, "the lighthouse is gone")
+        self._start_lighthouse(self._address.removeprefix("http://"))
 
     def wait_until(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
         """Watch over the job until `condition` is true; fails with the workers' stacks and logs after `seconds`."""
@@ -145,6 +159,12 @@ class Job:
         for process in (*processes, self._lighthouse):
             if process is not None:
                 self._zygote.signal(process, signal.SIGKILL)
+
+    def _start_lighthouse(self, bind: str) -> None:
+        self._num_lighthouses += 1
+        log = self.paths.root / f"lighthouse-{self._num_lighthouses}.log"
+        self._lighthouse = self._zygote.start("harness.zygote:lighthouse", log, [bind])
+        self._address = self._announced(self._lighthouse, "lighthouse listening at ")
 
     # The agent of each group
 
@@ -177,7 +197,8 @@ class Job:
                 "TORCHFT_LIGHTHOUSE": self._address,
                 "TITAN_FT_TEST_HOOKS": json.dumps(hooks),
             }
-            argv = [*self.flags, f"--fault_tolerance.replica_id={group.replica}"]
+            flags = self._replica_flags.get(group.replica, ())
+            argv = [*self.flags, *flags, f"--fault_tolerance.replica_id={group.replica}"]
             log = self.paths.logs(group.replica, group.attempt, rank)
             group.workers.append(self._zygote.start("titan_ft.train:main", log, argv, env))
 
@@ -207,9 +228,14 @@ class Job:
         return group.attempt < self._max_restarts and not final
 
     def _is_missed(self, group: Group) -> bool:
-        """Say whether another group waits for this one, amid training or at the end."""
+        """Say whether another group waits for this one, amid training or at the end, or none has the job's state."""
         waiting = self.markers.glob(f"waiting-{group.replica}-{group.attempt}-*")
-        return any(waiting) or any(self.markers.glob("finishing-*"))
+        holders = [
+            other
+            for other in self.groups
+            if not other.failed and (self.markers / f"trained-{other.replica}-{other.attempt}").exists()
+        ]
+        return not holders or any(waiting) or any(self.markers.glob("finishing-*"))
 
     def _is_over(self, group: Group) -> bool:
         return group.finished or (group.failed and group.gone and not self._restarts(group))
@@ -232,6 +258,6 @@ class Job:
         until = time.monotonic() + 1
         while time.monotonic() < until:
             self._zygote.poll()
-        logs = [path for path in sorted(self.paths.root.glob("logs/*/*/rank-*.log"))]
+        logs = sorted(self.paths.root.glob("logs/*/*/rank-*.log"))
         tails = "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
         pytest.fail(f"{reason}\n{tails}")

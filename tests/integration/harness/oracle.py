@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 import torchtitan.protocols.train_spec as train_spec
-from harness.mask import mask_labels
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager, JobConfig
 
+from harness.mask import mask_labels
 from titan_ft import config as ft_config
 from titan_ft.data.assets import resolve
 from titan_ft.data.datasets import register_datasets
@@ -39,7 +39,9 @@ def main() -> None:
     begin = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tokenizer = spec.build_tokenizer_fn(config)
     shards = [
-        iter(spec.build_dataloader_fn(dp_world_size=task["shards"], dp_rank=rank, tokenizer=tokenizer, job_config=config))
+        iter(
+            spec.build_dataloader_fn(dp_world_size=task["shards"], dp_rank=rank, tokenizer=tokenizer, job_config=config)
+        )
         for rank in range(task["shards"])
     ]
     settings = config.optimizer

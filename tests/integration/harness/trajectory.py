@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from harness.job import Job
-
 from titan_ft.history.events import Event
 
 # Clearly below process_group_timeout_ms (10000): who waits for a dead peer's timeout waits longer.
@@ -103,7 +103,7 @@ def check_survivor(process: list[Event], steps: int) -> None:
         assert computed[event["step"]]["forwards"] == event["forward_passes"], f"step {event['step']} was recomputed"
         assert event["data"]["first_batch"] == batches
         batches += event["data"]["num_batches"]
-    for earlier, event in zip(committed, committed[1:], strict=False):
+    for earlier, event in itertools.pairwise(committed):
         gap = event["time"] - earlier["time"] - computed[event["step"]]["held_seconds"]
         assert gap < LONGEST_GAP_SECONDS, f"{gap:.1f} s between steps {earlier['step']} and {event['step']}"
 

@@ -36,7 +36,10 @@ def import_all() -> None:
     for name in (
         "datasets",
         "tensorboard",
+        "titan_ft.data.assets",
         "titan_ft.data.datasets",
+        "titan_ft.launch.lighthouse",
+        "titan_ft.train",
         "titan_ft.trainer",
         "torch.utils.tensorboard",
         "torchft.process_group",
@@ -120,7 +123,7 @@ def _become(request: dict[str, Any], close: list[int]) -> None:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # process edge: what went wrong is in the log
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
@@ -130,10 +133,10 @@ def _become(request: dict[str, Any], close: list[int]) -> None:
 
 
 def lighthouse() -> None:
-    """Run a lighthouse with the defaults of `titan-ft launch`."""
+    """Run a lighthouse with the defaults of `titan-ft launch`, on the address given as argument."""
     from titan_ft.launch.lighthouse import LighthouseSettings, serve
 
-    serve("127.0.0.1:0", LighthouseSettings())
+    serve(sys.argv[1], LighthouseSettings())
 
 
 def store() -> None:
@@ -149,6 +152,7 @@ def store() -> None:
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RUST_LOG", "warn")
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as titan_ft.train does for workers
     answers = os.dup(1)
     os.set_inheritable(answers, False)
     os.dup2(2, 1)  # what an import prints is no answer

@@ -1,0 +1,143 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A mistake in a run's configuration ends the worker with status 2 and one line that names it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness.client import ZygoteClient, python_path
+from harness.job import CONFIG, Job
+
+LIGHTHOUSE = "http://127.0.0.1:1"  # nobody listens there: no mistake may get as far as that
+RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+    "TORCHFT_LIGHTHOUSE": LIGHTHOUSE,
+}
+# What is put into the table [fault_tolerance] of a TOML, and what the line must say.
+MISTAKES = {
+    "unknown key": ("min_replicas = 1", ["fault_tolerance.min_replicas", "min_replica_size"]),
+    "misspelt key": ("grup_size = 2", ["fault_tolerance.grup_size", "did you mean group_size"]),
+    "wrong type": ('group_size = "2"', ["fault_tolerance.group_size", "whole number"]),
+    "no groups": ("group_size = 0", ["fault_tolerance.group_size must be >= 1", "number of replica groups"]),
+    "id out of range": ("replica_id = 2", ["fault_tolerance.replica_id must be < group_size (2), got 2"]),
+    "too many demanded": ("min_replica_size = 3", ["min_replica_size must be <= group_size (2), got 3"]),
+    "slow heartbeat": ("heartbeat_interval_ms = 400", ["heartbeat_interval_ms", "heartbeat_timeout_ms (500)"]),
+    "wrong ordering": ("process_group_timeout_ms = 300", ["heartbeat_timeout_ms", "process_group_timeout_ms (300)"]),
+    "zero duration": ("vote_timeout_seconds = 0.0", ["fault_tolerance.vote_timeout_seconds must be > 0"]),
+    "semi-sync": ('semi_sync_method = "diloco"', ["fault_tolerance.semi_sync_method", "not supported yet"]),
+    "unknown backend": ('process_group = "mpi"', ["fault_tolerance.process_group must be one of gloo, nccl"]),
+    "bad lighthouse": ('lighthouse = "localhost:1"', ["fault_tolerance.lighthouse must look like http://host:port"]),
+    "host name": ('advertise_address = "node7"', ["fault_tolerance.advertise_address must be a numeric address"]),
+}
+# The same for other tables and for flags.
+FLAGS = {
+    "update before the vote": (["--optimizer.early_step_in_backward"], ["optimizer.early_step_in_backward"]),
+    "checkpoints": (["--checkpoint.enable"], ["checkpoint.enable", "not supported yet"]),
+    "odd global batch": (["--training.global_batch_size=7"], ["training.global_batch_size must be divisible by"]),
+}
+
+
+def config(folder: Path, line: str) -> Path:
+    """Write the debug config with another line in its table [fault_tolerance]."""
+    name = line.partition(" = ")[0]
+    kept = [old for old in CONFIG.read_text().splitlines() if not old.startswith(f"{name} = ")]
+    place = kept.index("[fault_tolerance]") + 1
+    path = folder / "config.toml"
+    path.write_text("\n".join([*kept[:place], line, *kept[place:]]))
+    return path
+
+
+def check_line(output: str, parts: list[str]) -> None:
+    """The output is one line (but for what libraries log), with all `parts` in it."""
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("titan_ft: ")]
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_in_the_table(zygote: ZygoteClient, tmp_path: Path, mistake: str) -> None:
+    line, parts = MISTAKES[mistake]
+    argv = [f"--job.config_file={config(tmp_path, line)}", f"--job.dump_folder={tmp_path / 'run'}"]
+    worker = zygote.call("titan_ft.train:main", tmp_path / "worker.log", argv, RANK)
+    assert worker.code == 2, worker.output()
+    check_line(worker.output(), parts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mistake", FLAGS)
+def test_mistake_in_flags(zygote: ZygoteClient, tmp_path: Path, mistake: str) -> None:
+    flags, parts = FLAGS[mistake]
+    argv = [f"--job.config_file={CONFIG}", f"--job.dump_folder={tmp_path / 'run'}", *flags]
+    worker = zygote.call("titan_ft.train:main", tmp_path / "worker.log", argv, RANK)
+    assert worker.code == 2, worker.output()
+    check_line(worker.output(), parts)
+
+
+@pytest.mark.parametrize("variable", ["", "127.0.0.1:29510"])
+def test_no_lighthouse(zygote: ZygoteClient, tmp_path: Path, variable: str) -> None:
+    """Without an address of the lighthouse, or with a malformed one, the line says where to put it."""
+    argv = [f"--job.config_file={CONFIG}", f"--job.dump_folder={tmp_path / 'run'}"]
+    env = {**RANK, "TORCHFT_LIGHTHOUSE": variable}
+    worker = zygote.call("titan_ft.train:main", tmp_path / "worker.log", argv, env)
+    assert worker.code == 2, worker.output()
+    check_line(worker.output(), ["TORCHFT_LIGHTHOUSE", "http://host:port"])
+
+
+def test_nccl_without_a_gpu(make_job: Callable[..., Job]) -> None:
+    """On a machine without a GPU the process group "nccl" is refused with the remedy."""
+    job = make_job(groups=1, flags=["--fault_tolerance.process_group=nccl"], max_restarts=0)
+    job.run()
+    assert [worker.code for worker in job.groups[0].workers] == [2], job.output(0)
+    check_line(job.output(0), ['fault_tolerance.process_group must be "gloo"', "without an NVIDIA GPU"])
+
+
+def test_lighthouse_is_not_there(make_job: Callable[..., Job]) -> None:
+    """A lighthouse that nobody runs ends the worker with a line that names its address."""
+    flags = [f"--fault_tolerance.lighthouse={LIGHTHOUSE}", "--fault_tolerance.connect_timeout_seconds=1"]
+    job = make_job(groups=1, flags=flags, max_restarts=0)
+    job.run()
+    assert [worker.code for worker in job.groups[0].workers] == [1], job.output(0)
+    check_line(job.output(0), [LIGHTHOUSE, "check that it runs"])
+
+
+def test_groups_with_different_configs(make_job: Callable[..., Job]) -> None:
+    """A group whose config differs from the others' in what counts is refused, and says so."""
+    alone = ["--fault_tolerance.start_timeout_seconds=2", "--fault_tolerance.finish_timeout_seconds=1"]
+    job = make_job(groups=2, flags=alone, replica_flags={1: ["--optimizer.lr=1e-3"]}, max_restarts=0, steps=4)
+    job.run()
+    codes = {group.replica: [worker.code for worker in group.workers] for group in job.groups}
+    # The one that was there first is right.
+    assert sorted(codes.values()) == [[0], [3]], job.output(0) + job.output(1)
+    (refused,) = [replica for replica, code in codes.items() if code == [3]]
+    check_line(job.output(refused), [f"must equal that of groups [{1 - refused}]", "TOML and flags"])
+
+
+def test_the_worker_command_itself(tmp_path: Path) -> None:
+    """`python -m titan_ft.train` says it at once, before it imports torch."""
+    argv = [f"--job.config_file={config(tmp_path, 'grup_size = 2')}"]
+    env = {**os.environ, "PYTHONPATH": python_path(), **RANK}
+    worker = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "titan_ft.train", *argv],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (worker.returncode, worker.stdout) == (2, "")
+    lines = [line for line in worker.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(lines) == 1
+    check_line(lines[0], ["did you mean group_size"])
+    assert "| torch\n" not in worker.stderr

@@ -1,0 +1,550 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The exchange of gradients, over real Gloo between members that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchft.process_group import ProcessGroupGloo
+
+from titan_ft.replica.errors import LighthouseError
+from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, _partition, local
+from titan_ft.replica.member import Member, Quorum
+
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """Layers of different sizes; one of them is only used on demand, one never learns."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, 3)
+        self.sometimes = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 40)
+        self.frozen = nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(self, batch: torch.Tensor, sometimes: bool = False) -> torch.Tensor:
+        """Return a loss."""
+        hidden = torch.tanh(self.first(batch) + self.frozen(batch))
+        return self.last(self.sometimes(hidden) if sometimes else hidden).square().sum()
+
+
+class Seat:
+    """Stands in for a Membership: quorums come when the test says so, the process group is real."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self.process_group = ProcessGroupGloo(timeout=self.timeout)
+        self.quorum: Future[Quorum] = Future()
+        self.num_aborts = 0
+
+    def wait(self) -> Quorum:
+        """Wait for the quorum."""
+        return self.quorum.result(DEADLINE)
+
+    def abort(self) -> None:
+        """Break off, as Membership does."""
+        self.num_aborts += 1
+        self.process_group.abort()
+
+
+class Rank:
+    """One rank: model, exchange and seat."""
+
+    def __init__(self, seed: int, bucket_bytes: int, overlap: bool, timeout_seconds: float) -> None:
+        self.model = Model(seed)
+        self.seat = Seat(timeout_seconds)
+        self.exchange = GradientExchange(
+            self.model.parameters(),
+            self.seat,  # type: ignore[arg-type]  # stands in for it
+            bucket_bytes=bucket_bytes,
+            where=CPU,
+            overlap=overlap,
+        )
+
+    def backward(self, seed: int, sometimes: bool = False) -> None:
+        """Add the gradients of a batch."""
+        self.model(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)), sometimes).backward()
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Copy the local gradients, in the order of the model."""
+        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters() if p.requires_grad]
+
+    def finish(self, contributes: bool = True) -> Reduced:
+        """Complete the exchange; the row tells rank and a number."""
+        return self.exchange.finish(lambda _: contributes, lambda quorum: [float(quorum.rank), 2.0**-40])
+
+
+class Ring:
+    """Builds ranks, and process groups between them."""
+
+    def __init__(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._num_quorums = 0
+
+    def rank(
+        self, seed: int = 0, bucket_bytes: int = 60, overlap: bool = True, timeout_seconds: float = DEADLINE
+    ) -> Rank:
+        """Make a rank without a quorum yet."""
+        return Rank(seed, bucket_bytes, overlap, timeout_seconds)
+
+    def meet(self, *ranks: Rank) -> None:
+        """Give `ranks` a quorum and a process group of their own."""
+        self._num_quorums += 1
+        key = f"{self._num_quorums}/test"
+        members = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(len(ranks)))
+
+        def configure(number: int, rank: Rank) -> None:
+            if rank.seat.quorum.done():
+                rank.seat.quorum = Future()
+            group = rank.seat.process_group
+            group.configure(f"127.0.0.1:{self._store.port}/{key}", f"m{number}", number, len(ranks))
+            rank.seat.quorum.set_result(Quorum(key, number, members, max_step=0, behind=False))
+
+        self.together(*[lambda n=n, r=r: configure(n, r) for n, r in enumerate(ranks)])
+
+    def start(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run a function on a thread of its own."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  # handed to the test
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+    def together(self, *functions: Callable[[], Any]) -> list[Any]:
+        """Run functions at the same time; returns their results in order."""
+        futures = [self.start(function) for function in functions]
+        return [future.result(DEADLINE) for future in futures]
+
+
+@pytest.fixture
+def ring() -> Ring:
+    """Provide ranks and their process groups."""
+    return Ring()
+
+
+def check_gradients(rank: Rank, expected: list[torch.Tensor | None]) -> None:
+    """Check that the local gradients are exactly `expected`."""
+    for found, wanted in zip(rank.gradients(), expected, strict=True):
+        assert (found is None) == (wanted is None)
+        if found is not None and wanted is not None:
+            assert torch.equal(found, wanted)
+
+
+def sums(*gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Add up gradients of several ranks; None where no rank has one."""
+    totals: list[torch.Tensor | None] = []
+    for parts in zip(*gradients, strict=True):
+        there = [part for part in parts if part is not None]
+        totals.append(sum(there[1:], there[0].clone()) if there else None)
+    return totals
+
+
+# Sums
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [4, 60, 1 << 20], ids=["a bucket each", "some", "one"])
+def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> None:
+    """Both ranks write the exact sum of their gradients, whatever the buckets, with and without overlap."""
+    ranks = [ring.rank(bucket_bytes=bucket_bytes, overlap=overlap) for _ in range(2)]
+    ring.meet(*ranks)
+
+    def step(number: int) -> tuple[list[torch.Tensor | None], Reduced]:
+        rank = ranks[number]
+        rank.exchange.arm(lambda _: True)
+        rank.backward(seed=number)
+        before = rank.gradients()
+        reduced = rank.finish()
+        check_gradients(rank, before)  # untouched until they are written
+        rank.exchange.write_gradients()
+        return before, reduced
+
+    (first, reduced), (second, _) = ring.together(lambda: step(0), lambda: step(1))
+    assert any(g is not None and g.abs().sum() > 0 for g in first)
+    for rank in ranks:
+        check_gradients(rank, sums(first, second))
+    assert reduced.rows.tolist() == [[0.0, 2.0**-40], [1.0, 2.0**-40]]
+
+
+def test_all_ranks_get_the_same_bits(ring: Ring) -> None:
+    """With three ranks a ring adds in another order than we would: but every rank has the same result, near the sum."""
+    ranks = [ring.rank() for _ in range(3)]
+    ring.meet(*ranks)
+    for number, rank in enumerate(ranks):
+        rank.backward(seed=number)
+    expected = sums(*[rank.gradients() for rank in ranks])
+    found = ring.together(*[lambda r=r: r.finish().rows.tolist() for r in ranks])
+    assert found[0] == found[1] == found[2] == [[float(n), 2.0**-40] for n in range(3)]
+    for rank in ranks:
+        rank.exchange.write_gradients()
+        for gradient, wanted in zip(rank.gradients(), expected, strict=True):
+            if wanted is not None:
+                torch.testing.assert_close(gradient, wanted)
+        check_gradients(rank, ranks[0].gradients())
+
+
+def test_a_rank_alone_keeps_its_gradients(ring: Ring) -> None:
+    """In a quorum of one the sum is the rank's own gradient, and nothing is sent."""
+    rank = ring.rank()
+    ring.meet(rank)
+    rank.seat.process_group.abort()  # it would not survive a collective
+    rank.backward(seed=1)
+    before = rank.gradients()
+    assert rank.finish().rows.tolist() == [[0.0, 2.0**-40]]
+    rank.exchange.write_gradients()
+    check_gradients(rank, before)
+
+
+def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
+    """A group that heals, or whose gradients are void, adds nothing and still learns the sum."""
+    giver, taker = ring.rank(), ring.rank()
+    ring.meet(giver, taker)
+    for number, rank in enumerate((giver, taker)):
+        rank.backward(seed=number, sometimes=rank is taker)
+    expected = giver.gradients()
+    ring.together(giver.finish, lambda: taker.finish(contributes=False))
+    for rank in (giver, taker):
+        rank.exchange.write_gradients()
+        check_gradients(rank, expected)
+
+
+def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
+    """A group that made no backward at all gets gradients of the right shapes where the others have some."""
+    giver, taker = ring.rank(), ring.rank()
+    ring.meet(giver, taker)
+    giver.backward(seed=1)
+    ring.together(giver.finish, taker.finish)
+    taker.exchange.write_gradients()
+    check_gradients(taker, giver.gradients())
+
+
+def test_a_parameter_that_one_rank_uses(ring: Ring) -> None:
+    """A parameter without gradient counts as zeros where another rank has one."""
+    ranks = [ring.rank(), ring.rank()]
+    ring.meet(*ranks)
+    for number, rank in enumerate(ranks):
+        rank.exchange.arm(lambda _: True)
+        rank.backward(seed=number, sometimes=number == 1)
+    assert ranks[0].model.sometimes.weight.grad is None
+    before = [rank.gradients() for rank in ranks]
+    ring.together(*[rank.finish for rank in ranks])
+    for rank in ranks:
+        rank.exchange.write_gradients()
+        check_gradients(rank, sums(*before))
+        assert rank.model.sometimes.weight.grad is not None
+
+
+def test_a_parameter_that_no_rank_uses_has_no_gradient(ring: Ring) -> None:
+    """An optimizer skips a parameter without gradient; zeros would make it decay. What was used before is reset."""
+    ranks = [ring.rank(), ring.rank()]
+    ring.meet(*ranks)
+    for rank in ranks:
+        rank.backward(seed=1)
+    ring.together(*[rank.finish for rank in ranks])
+    ranks[0].exchange.scale(0.125)
+    ranks[0].model.sometimes.weight.grad = torch.ones_like(ranks[0].model.sometimes.weight)
+    for rank in ranks:
+        rank.exchange.write_gradients()
+        assert rank.model.sometimes.weight.grad is None
+        assert rank.model.frozen.weight.grad is None
+        assert rank.model.first.weight.grad is not None
+
+
+def test_low_precision_gradients_are_added_in_float32(ring: Ring) -> None:
+    """bfloat16 gradients are rounded once, after the sum: 256 + 3 x 1 would lose each 1 otherwise."""
+    ranks = [ring.rank(bucket_bytes=1 << 20, overlap=False) for _ in range(4)]
+    ring.meet(*ranks)
+    for number, rank in enumerate(ranks):
+        rank.model.to(torch.bfloat16)
+        for parameter in rank.exchange.parameters:
+            parameter.grad = torch.full_like(parameter, 256.0 if number == 0 else 1.0)
+    ring.together(*[rank.finish for rank in ranks])
+    for rank in ranks:
+        rank.exchange.write_gradients()
+        assert rank.model.last.weight.grad is not None
+        assert rank.model.last.weight.grad.dtype == torch.bfloat16
+        assert rank.model.last.weight.grad.unique().tolist() == [260.0]
+
+
+def test_scaling_and_keeping(ring: Ring) -> None:
+    """A scaled result can be kept, outlives the next exchange, and gives the same gradients when written later."""
+    rank = ring.rank()
+    ring.meet(rank)
+    rank.backward(seed=1)
+    before = rank.gradients()
+    rank.finish()
+    rank.exchange.scale(2.0)
+    kept = rank.exchange.reduced()
+    rank.model.zero_grad()
+    rank.backward(seed=2)
+    rank.finish()
+    rank.exchange.write_gradients(kept)
+    check_gradients(rank, [None if gradient is None else gradient * 2.0 for gradient in before])
+
+
+def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
+    """FSDP calls the hooks with sharded gradients: the exchange is launched by them and writes DTensors back."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from titan_ft import device
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    device.adapt_model(fully_shard(model, mesh=init_device_mesh("cpu", (1,))))
+    seat = Seat(DEADLINE)
+    exchange = GradientExchange(model.parameters(), seat, bucket_bytes=1, where=CPU, overlap=True)  # type: ignore[arg-type]
+    rank = ring.rank()
+    rank.seat = seat
+    ring.meet(rank)
+    exchange.arm(lambda _: True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert [bucket.missing for bucket in exchange._buckets] == [set()] * 4
+    before = [local(parameter.grad).clone() for parameter in model.parameters()]
+    exchange.finish(lambda _: True, lambda _: [0.0])
+    exchange.scale(3.0)
+    exchange.write_gradients()
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        assert torch.equal(local(parameter.grad), gradient * 3.0)
+
+
+# Order and buckets
+
+
+def test_parameters_are_cut_into_buckets_in_order() -> None:
+    """Runs of at most the given size; a larger parameter has a bucket of its own; nothing is lost or reordered."""
+    parameters = [nn.Parameter(torch.empty(numel)) for numel in (2, 2, 1, 30, 3, 0, 1, 1)]
+    runs = _partition(parameters, 16)
+    assert [[parameter.numel() for parameter in run] for run in runs] == [[2, 2], [1], [30], [3, 0, 1], [1]]
+    assert [id(parameter) for run in runs for parameter in run] == [id(parameter) for parameter in parameters]
+
+
+def test_the_last_layers_come_first(ring: Ring) -> None:
+    """Buckets follow the order in which autograd finishes; parameters that do not learn are left out."""
+    rank = ring.rank(bucket_bytes=1)
+    model = rank.model
+    expected = [model.last.bias, model.last.weight, model.sometimes.bias, model.sometimes.weight]
+    expected += [model.first.bias, model.first.weight]
+    assert [id(parameter) for parameter in rank.exchange.parameters] == [id(parameter) for parameter in expected]
+    assert [len(bucket.parameters) for bucket in rank.exchange._buckets] == [1] * 6
+
+
+def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However gradients become ready, all ranks launch the same buckets in the same order: else they would deadlock."""
+    ranks = [ring.rank(bucket_bytes=1), ring.rank(bucket_bytes=1)]
+    ring.meet(*ranks)
+    launched: list[list[int]] = [[], []]
+    for number, rank in enumerate(ranks):
+        allreduce = rank.seat.process_group.allreduce
+
+        def noted(tensors: list[torch.Tensor], options: Any, number: int = number, allreduce: Any = allreduce) -> Any:
+            launched[number].append(tensors[0].numel())
+            return allreduce(tensors, options)
+
+        monkeypatch.setattr(rank.seat.process_group, "allreduce", noted)
+        rank.exchange.arm(lambda _: True)
+        for parameter in rank.exchange.parameters:
+            parameter.grad = torch.full_like(parameter, 1.0 + number)
+    for number, rank in enumerate(ranks):
+        order = rank.exchange._buckets if number else rank.exchange._buckets[::-1]
+        for bucket in order:
+            rank.exchange._fill(bucket, [0])
+    ring.together(*[rank.finish for rank in ranks])
+    # Each bucket carries a flag per parameter besides the gradients; the rows come last.
+    assert launched[0] == launched[1] == [41, 121, 4, 10, 4, 13, 4]
+    ranks[0].exchange.write_gradients()
+    assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].exchange.parameters)
+
+
+# Overlap
+
+
+def test_buckets_leave_during_backward(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layers' all-reduce is launched while backward is still at the first layer."""
+    rank, peer = ring.rank(bucket_bytes=1), ring.rank(bucket_bytes=1)
+    ring.meet(rank, peer)
+    launched = threading.Event()
+    allreduce = rank.seat.process_group.allreduce
+
+    def noted(tensors: list[torch.Tensor], options: Any) -> Any:
+        launched.set()
+        return allreduce(tensors, options)
+
+    monkeypatch.setattr(rank.seat.process_group, "allreduce", noted)
+    seen: list[bool] = []
+    rank.model.first.register_full_backward_hook(lambda *_: seen.append(launched.wait(DEADLINE)))
+    rank.exchange.arm(lambda _: True)
+    batch = torch.ones(5, 4, requires_grad=True)  # a hook of the first layer needs an input that learns
+    rank.model(batch).backward()
+    assert seen == [True]
+    assert rank.model.first.weight.grad is not None
+    ring.together(rank.finish, peer.finish)
+
+
+def test_backward_does_not_wait_for_the_quorum(ring: Ring) -> None:
+    """A lighthouse that takes its time holds up neither backward nor its hooks."""
+    rank = ring.rank()
+    rank.exchange.arm(lambda _: True)
+    rank.backward(seed=1)
+    assert not rank.seat.quorum.done()
+    finished = ring.start(rank.finish)
+    with pytest.raises(TimeoutError):
+        finished.result(0.05)
+    ring.meet(rank)
+    assert finished.result(DEADLINE).quorum.rank == 0
+
+
+def test_only_the_armed_backward_launches(ring: Ring) -> None:
+    """With gradient accumulation nothing leaves before the last microbatch, and the sum of all of them does."""
+    rank, peer = ring.rank(bucket_bytes=1), ring.rank(bucket_bytes=1)
+    ring.meet(rank, peer)
+    rank.backward(seed=1)
+    rank.backward(seed=2)
+    assert rank.exchange._flight is None
+    assert all(not bucket.flat.any() for bucket in rank.exchange._buckets)
+    rank.exchange.arm(lambda _: True)
+    rank.backward(seed=3)
+    used = [bucket for bucket in rank.exchange._buckets if bucket.parameters[0].grad is not None]
+    assert [bucket.missing for bucket in used] == [set()] * 4
+    before = rank.gradients()
+    ring.together(rank.finish, peer.finish)
+    peer.exchange.write_gradients()
+    check_gradients(peer, before)
+    rank.model.zero_grad()
+    rank.backward(seed=4)
+    assert rank.exchange._flight is None, "the next step's first microbatch launches nothing"
+
+
+# Failures
+
+
+def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> None:
+    """After a member is lost the survivors repeat with what they have: the exact sum, nothing recomputed."""
+    ranks = [ring.rank() for _ in range(3)]
+    ring.meet(*ranks)
+    survivors, lost = ranks[:2], ranks[2]
+    for number, rank in enumerate(survivors):
+        rank.exchange.arm(lambda _: True)
+        rank.backward(seed=number)
+    before = [rank.gradients() for rank in survivors]
+    started = time.monotonic()
+    broken = [ring.start(rank.finish) for rank in survivors]
+    lost.seat.process_group.abort()  # closes its connections, as the end of its process does
+    for failed in broken:
+        with pytest.raises(ExchangeError):
+            failed.result(DEADLINE)
+    assert time.monotonic() - started < DEADLINE / 2, "closed connections are noticed, no timeout is waited for"
+    assert [rank.seat.num_aborts for rank in survivors] == [1, 1]
+    for rank, gradients in zip(survivors, before, strict=True):
+        check_gradients(rank, gradients)
+    ring.meet(*survivors)
+    ring.together(*[rank.finish for rank in survivors])
+    for rank in survivors:
+        rank.exchange.write_gradients()
+        check_gradients(rank, sums(*before))
+
+
+def test_a_peer_that_hangs_costs_the_timeout(ring: Ring) -> None:
+    """A member that stops in the middle breaks the exchange after the timeout, with the buckets free for the next."""
+    rank, peer = ring.rank(bucket_bytes=1, timeout_seconds=0.5), ring.rank(bucket_bytes=1)
+    ring.meet(rank, peer)
+    rank.backward(seed=1)
+    expected = rank.gradients()
+    started = time.monotonic()
+    with pytest.raises(ExchangeError, match="Timed out|timeout"):
+        rank.finish()
+    assert 0.4 < time.monotonic() - started < 5.0
+    assert rank.seat.num_aborts == 1
+    ring.meet(rank)
+    rank.finish()
+    late = torch.ones(41)
+    with pytest.raises(RuntimeError):  # what the peer sends now reaches nobody
+        peer.seat.process_group.allreduce([late], dist.AllreduceOptions()).wait()
+    rank.exchange.write_gradients()
+    check_gradients(rank, expected)
+
+
+def test_the_timeout_is_of_a_collective_not_of_the_rendezvous(ring: Ring) -> None:
+    """Membership builds process groups with a short timeout; a peer may be later than that in an exchange."""
+    ranks = [ring.rank(), ring.rank()]
+    for rank in ranks:
+        rank.seat.process_group.set_timeout(timedelta(seconds=0.3))
+    ring.meet(*ranks)
+    ranks[0].backward(seed=1)
+    early = ring.start(ranks[0].finish)
+    with pytest.raises(TimeoutError):
+        early.result(0.8)
+    ranks[1].finish()
+    early.result(DEADLINE)
+
+
+def test_a_quorum_without_process_group_is_a_broken_exchange(ring: Ring) -> None:
+    """When the process group could not be built, the exchange says why and can be repeated."""
+    rank = ring.rank()
+    rank.seat.quorum.set_result(Quorum("1/test", 0, (), max_step=0, behind=False, error="nobody came"))
+    rank.backward(seed=1)
+    before = rank.gradients()
+    with pytest.raises(ExchangeError, match="nobody came"):
+        rank.finish()
+    rank.seat.quorum = Future()
+    ring.meet(rank)
+    rank.finish()
+    rank.exchange.write_gradients()
+    check_gradients(rank, before)
+
+
+def test_what_the_membership_says_is_no_broken_exchange(ring: Ring) -> None:
+    """A dead lighthouse or a replaced group ends the run by its own error; repeating would not help."""
+    rank = ring.rank()
+    rank.seat.quorum.set_exception(LighthouseError("gone"))
+    rank.exchange.arm(lambda _: True)
+    rank.backward(seed=1)
+    with pytest.raises(LighthouseError, match="gone"):
+        rank.finish()
+    assert rank.seat.num_aborts == 0
+
+
+def test_an_abort_by_another_rank_is_a_broken_exchange(ring: Ring) -> None:
+    """A process group that was aborted before the launch breaks the exchange with the reason."""
+    rank, peer = ring.rank(), ring.rank()
+    ring.meet(rank, peer)
+    rank.seat.process_group.abort()
+    rank.backward(seed=1)
+    with pytest.raises(ExchangeError, match="another rank of this group"):
+        rank.finish()
+
+
+def test_no_thread_outlives_its_exchange(ring: Ring) -> None:
+    """Broken or not, the exchange's thread has ended when finish returns: the next one writes the same buckets."""
+    others = set(threading.enumerate())
+    rank = ring.rank()
+    ring.meet(rank)
+    for _ in range(3):
+        rank.finish()
+    rank.seat.quorum = Future()
+    rank.seat.quorum.set_exception(LighthouseError("gone"))
+    with pytest.raises(LighthouseError):
+        rank.finish()
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "titan_ft_exchange" and thread not in others
+    ]
