@@ -89,7 +89,7 @@ def test_an_update_of_a_fetched_step_voids_the_attempt(attempt: CatchUp) -> None
 
 
 def test_an_update_that_nobody_else_committed_is_replaced(attempt: CatchUp) -> None:
-    """The others repeat a step that only the joiner saw succeed: the repetition counts, and what follows builds on it."""
+    """A step that only the joiner saw succeed is repeated by the others: the repetition counts from then on."""
     assert attempt.queue(update(6, 101), base=100)
     assert attempt.queue(update(7, 102), base=101)
     repeated = update(7, 202)

@@ -471,7 +471,7 @@ def test_a_peer_that_hangs_costs_the_timeout(ring: Ring) -> None:
     rank.backward(seed=1)
     expected = rank.gradients()
     started = time.monotonic()
-    with pytest.raises(ExchangeError, match="Timed out|timeout"):
+    with pytest.raises(ExchangeError, match=r"Timed out|timeout"):
         rank.finish()
     assert 0.4 < time.monotonic() - started < 5.0
     assert rank.seat.num_aborts == 1

@@ -406,15 +406,18 @@ class FakeProcessGroup:
 
 
 def test_an_abort_reaches_the_other_ranks_of_the_group(seats: Any) -> None:
-    """When one rank breaks an exchange off, the other ranks of its group break theirs off; other groups are not told."""
-    groups = [FakeProcessGroup() for _ in range(3)]
-    ranks = [seats.take(0, rank=rank, world_size=2, process_group=groups[rank]) for rank in range(2)]
-    other = seats.take(1, process_group=groups[2])
-    seats.meet(*ranks, other)
+    """When one rank breaks an exchange off, the other ranks of its group do so too; other groups are not told."""
+    own, other = ([FakeProcessGroup() for _ in range(2)] for _ in range(2))
+    ranks = [
+        seats.take(slot, rank=rank, world_size=2, process_group=group)
+        for slot, groups in enumerate((own, other))
+        for rank, group in enumerate(groups)
+    ]
+    assert [quorum.error for quorum in seats.meet(*ranks)] == [None] * 4
     ranks[1].abort()
-    assert groups[1].aborted.is_set()
-    assert groups[0].aborted.wait(DEADLINE)
-    assert not groups[2].aborted.is_set()
+    assert own[1].aborted.is_set()
+    assert own[0].aborted.wait(DEADLINE)
+    assert not any(group.aborted.is_set() for group in other)
 
 
 def test_an_abort_is_of_one_quorum_only(seats: Any, wait_until: Callable[..., None]) -> None:

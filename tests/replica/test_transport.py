@@ -224,10 +224,10 @@ def test_a_donor_without_the_token_is_refused_by_the_joiner() -> None:
 def test_a_step_that_the_donor_never_has_is_an_error(start_donor: Callable[..., Donor]) -> None:
     """After waiting in vain, the error names the step asked for and what the donor has."""
     donor = start_donor(wait_seconds=0.05)
-    with pytest.raises(TransferError, match="no state of step 5 .it has none"):
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has none"):
         donor.fetch(5)
     donor.publish(make_snapshot(4, 10))
-    with pytest.raises(TransferError, match="no state of step 5 .it has step 4"):
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has step 4"):
         donor.fetch(5)
 
 
@@ -235,7 +235,7 @@ def test_a_step_that_is_over_is_an_error_at_once(donor: Donor) -> None:
     """A donor with a later step will never have the earlier one again: no waiting."""
     donor.publish(make_snapshot(6, 10))
     started = time.monotonic()
-    with pytest.raises(TransferError, match="no state of step 5 .it has step 6"):
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has step 6"):
         donor.fetch(5)
     assert time.monotonic() - started < DEADLINE / 2
 
@@ -290,7 +290,7 @@ def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
 
     address, _ = serve_once(talk)
     started = time.monotonic()
-    with pytest.raises(TransferError, match="state of step 5 from 127.0.0.1:.*closed"):
+    with pytest.raises(TransferError, match=r"state of step 5 from 127\.0\.0\.1:.*closed"):
         fetch(address, TOKEN, 5, "4", 1, DEADLINE)
     assert time.monotonic() - started < DEADLINE / 2
 
@@ -315,7 +315,7 @@ def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monke
         return request(self, message, *into)
 
     monkeypatch.setattr(transport._Connection, "request", replace_at_the_third_chunk)
-    with pytest.raises(TransferError, match="no state of step 5 .it has step 6"):
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has step 6"):
         donor.fetch(5)
     assert donor.served == []
 
@@ -324,7 +324,7 @@ def test_nobody_listens() -> None:
     """An address where no donor is any more is a failed transfer that names it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(TransferError, match=f"127.0.0.1:{port}.*ConnectionRefused"):
+    with pytest.raises(TransferError, match=rf"127\.0\.0\.1:{port}.*ConnectionRefused"):
         fetch(f"127.0.0.1:{port}", TOKEN, 5, "4", 2, DEADLINE)
 
 
