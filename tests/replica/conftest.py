@@ -112,7 +112,7 @@ class TinyTraining:
         return losses
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: other modules have worlds of their own
 def world() -> Iterator[None]:
     """Make this process a world of one rank, as one rank per group is."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

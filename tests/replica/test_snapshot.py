@@ -255,6 +255,17 @@ def test_the_digest_knows_positions(tiny: Tiny) -> None:
     assert training.state.digest() != digest
 
 
+def test_the_digest_does_not_know_the_order_of_optimizer_state(tiny: Tiny) -> None:
+    """In which order an optimizer made the pieces of its state is no difference between two groups."""
+    training = tiny(seed=1)
+    training.train(1)
+    digest = training.state.digest()
+    optimizer = training.optimizers.optimizers[0]
+    for parameter, state in list(optimizer.state.items()):
+        optimizer.state[parameter] = dict(reversed(state.items()))
+    assert training.state.digest() == digest
+
+
 def test_the_digest_is_of_bytes_not_of_values() -> None:
     """Zero and minus zero compare equal but are different states."""
     zeros = torch.zeros(3)
