@@ -259,6 +259,8 @@ class Membership:
                 self._group_world_size,
                 [member.slot * self._group_world_size + self._group_rank for member in members],
             )
+            if self._group_world_size > 1 and self._store.check([self._broken_key(self._prefix)]):
+                return "broke on another rank of this group before it began here"
         except Exception as error:  # noqa: BLE001  # a member may die right here; the next quorum is without it
             self._peer_stores.pop(reply.store_address, None)
             return f"{type(error).__name__}: {error}".split("\n", 1)[0]
