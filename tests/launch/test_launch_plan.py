@@ -30,7 +30,7 @@ def test_command_lines(config: Path) -> None:
     lighthouse = " ".join(made.lighthouse_command()[2:])
     assert lighthouse == (
         "titan_ft lighthouse --bind 127.0.0.1:0 --min-replicas 2 --heartbeat-timeout-ms 750 "
-        "--quorum-tick-ms 20 --join-timeout-ms 100"
+        "--quorum-tick-ms 20 --join-timeout-ms 60000"
     )
     root = config.parent / "run"
     assert made.worker_command_line(1) == [

@@ -52,9 +52,11 @@ def by_process(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 
 def exits(job: Job) -> str:
-    """Tell how each attempt of each group ended."""
+    """Tell how each attempt of each group ended, and the last that the first one said."""
     return "; ".join(
-        f"group {group.replica}: {[*group.ended, [worker.code for worker in group.workers]]}" for group in job.groups
+        f"group {group.replica}: {[*group.ended, [worker.code for worker in group.workers]]}: "
+        f"{job.output(group.replica)[-500:]}"
+        for group in job.groups
     )
 
 
