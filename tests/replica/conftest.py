@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("RUST_LOG", "off")  # read when torchft is loaded: its servers log every refused heartbeat
+os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded: its servers log every refused heartbeat
 # torch's TCPStore looks the name of each connection's address up, and a resolver that loses a query costs 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from types import FrameType
@@ -80,7 +81,9 @@ def serve(bind: str, settings: LighthouseSettings) -> int:
         raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
     # torchft's address() holds the host's name, which others would have to resolve.
     port = server.address().rsplit(":", 1)[1]
-    print(f"{ANNOUNCEMENT}http://{reachable_host(host)}:{port}", flush=True)
+    # One write: print makes two when unbuffered, and a log line of torchft's could come between.
+    sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable_host(host)}:{port}\n")
+    sys.stdout.flush()
     _wait_for_signal()
     server.shutdown()
     return 0

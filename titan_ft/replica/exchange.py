@@ -256,7 +256,13 @@ class _Flight:
             options = AllreduceOptions()
             options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
             options.timeout = self._membership.timeout
-            self._works.append(self._membership.process_group.allreduce([tensor], options))
+            work = self._membership.process_group.allreduce([tensor], options)
+            if self._where.type == "cpu":
+                # One at a time: when a peer dies, Gloo cannot break off others that wait for peers which live, and
+                # closes no connection before they have timed out.
+                work.wait()
+            else:
+                self._works.append(work)
 
 
 def _layout(tensor: torch.Tensor) -> object:
