@@ -22,7 +22,12 @@ from urllib.parse import urlsplit
 
 TABLE = "fault_tolerance"
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
-PROCESS_GROUPS = ("gloo", "nccl")
+CHOICES = {
+    "process_group": ("gloo", "nccl"),
+    "catch_up": ("replay", "wait"),
+    "batch_policy": ("shrink", "constant"),
+    "lr_policy": ("none", "sqrt", "linear"),
+}
 
 
 class ConfigError(ValueError):
@@ -82,6 +87,10 @@ class FaultTolerance:
 
     # Ours: membership.
 
+    job_id: str = ""
+    """Name of the job: groups of another name at the same lighthouse are left aside. `titan-ft launch` gives each run
+    one of its own; elsewhere, give one to each job where jobs share a lighthouse."""
+
     lighthouse: str = ""
     """Address of the lighthouse, http://host:port. Empty takes the environment variable TORCHFT_LIGHTHOUSE."""
 
@@ -131,6 +140,47 @@ class FaultTolerance:
 
     transfer_timeout_seconds: float = 300.0
     """Seconds that one transfer of state may take before another donor is tried; > 0."""
+
+    transfer_max_mbps: float = 0.0
+    """Megabits (10**6 bits) per second that one rank of a donor sends at most, all its connections together. 0 sends
+    as fast as it goes."""
+
+    catch_up: str = "replay"
+    """What happens while a group fetches the state: with "replay" the others train on and the group replays the updates
+    that it missed; with "wait" they wait until it has the state, which is torchft's way."""
+
+    catch_up_max_steps: int = 100
+    """Updates that a group queues in host memory (each as large as its rank's gradients in fp32) before the others wait
+    for its transfer to end. 0 queues without bound."""
+
+    # Ours: absent groups.
+
+    batch_policy: str = "shrink"
+    """What becomes of the data of absent groups: with "shrink" it waits for them and the global batch is smaller; with
+    "constant" the present groups read it too, in extra microbatches, and the global batch holds."""
+
+    lr_policy: str = "none"
+    """How the LR of an update follows the share of the global batch that it was made from: "none", "sqrt" (LR times the
+    square root of the share, as FT-HSDP does) or "linear". With batch_policy = "constant" the share is nearly always 1.
+    """
+
+    # Ours: leaving and hanging.
+
+    drain_timeout_seconds: float = 25.0
+    """Seconds after SIGTERM in which a group may finish its step and leave; then it ends without; > 0. Keep it shorter
+    than what the platform allows before SIGKILL (Kubernetes and Slurm: 30 s unless told)."""
+
+    hang_timeout_seconds: float = 600.0
+    """Seconds without any progress of the training thread, not counting waits for other groups, after which a worker
+    prints the stacks of its threads and ends itself. Longer than the longest step, compilation and checkpoint. 0 never
+    does."""
+
+    straggler_factor: float = 1.5
+    """A group whose own part of a step takes longer than this factor times the groups' median, for `straggler_steps`
+    steps in a row, is reported; >= 1, or 0 to report none."""
+
+    straggler_steps: int = 5
+    """Slow steps in a row that make a straggler; >= 1."""
 
     # Ours: the history of the run.
 
@@ -284,13 +334,12 @@ def _refusals(config: Any) -> Iterator[Rule]:
 
 def _group_rules(ft: FaultTolerance) -> Iterator[Rule]:
     """Check who takes part."""
-    yield (
-        ft.process_group in PROCESS_GROUPS,
-        f"{TABLE}.process_group",
-        f"must be one of {', '.join(PROCESS_GROUPS)}",
-        ft.process_group,
-        "use gloo without GPUs",
-    )
+    for name, choices in CHOICES.items():
+        value = getattr(ft, name)
+        rule = f"must be one of {', '.join(choices)}"
+        yield value in choices, f"{TABLE}.{name}", rule, value, f"the default is {choices[0]}"
+    rule = "must be without spaces and slashes"
+    yield not set(ft.job_id) & set("/ \t\n"), f"{TABLE}.job_id", rule, ft.job_id, "use letters, digits and dashes"
     size = ft.group_size
     name = f"{TABLE}.group_size"
     yield size >= 1, name, "must be >= 1", size, "set it to the number of replica groups"
@@ -304,18 +353,29 @@ def _group_rules(ft: FaultTolerance) -> Iterator[Rule]:
     yield ft.min_replica_size <= size, name, rule, ft.min_replica_size, "lower it, or raise group_size"
 
 
+_ZERO_MEANS = {
+    "max_exchange_retries": "never gives up",
+    "digest_every": "never compares",
+    "transfer_max_mbps": "sends as fast as it goes",
+    "catch_up_max_steps": "queues without bound",
+    "hang_timeout_seconds": "never ends a worker",
+}
+
+
 def _number_rules(ft: FaultTolerance) -> Iterator[Rule]:
     """Check each number by itself: durations, sizes and counts."""
     for f in fields(FaultTolerance):
         value = getattr(ft, f.name)
-        if f.name.endswith(("_seconds", "_ms", "_mb")):
+        if f.name.endswith(("_seconds", "_ms", "_mb")) and f.name not in _ZERO_MEANS:
             yield value > 0, f"{TABLE}.{f.name}", "must be > 0", value, f"the default is {f.default}"
-    value = ft.transfer_connections
-    yield value >= 1, f"{TABLE}.transfer_connections", "must be >= 1", value, "the default is 4"
-    value = ft.max_exchange_retries
-    yield value >= 0, f"{TABLE}.max_exchange_retries", "must be >= 0", value, "0 never gives up"
-    value = ft.digest_every
-    yield value >= 0, f"{TABLE}.digest_every", "must be >= 0", value, "0 never compares"
+    for name, meaning in _ZERO_MEANS.items():
+        value = getattr(ft, name)
+        yield value >= 0, f"{TABLE}.{name}", "must be >= 0", value, f"0 {meaning}"
+    for name in ("transfer_connections", "straggler_steps"):
+        value = getattr(ft, name)
+        yield value >= 1, f"{TABLE}.{name}", "must be >= 1", value, f"the default is {getattr(FaultTolerance, name)}"
+    value = ft.straggler_factor
+    yield value == 0 or value >= 1, f"{TABLE}.straggler_factor", "must be 0 or >= 1", value, "0 reports none"
 
 
 def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:
