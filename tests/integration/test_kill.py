@@ -42,9 +42,11 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
     events = check(job, survivors=survivors)
     check_killed(job, events, [(1, 0, f"sigkill:{point}")])
 
+    everybody = list(range(groups))
     shared = point in AFTER_THE_UPDATE_IS_SHARED
-    if point != "exchange_last":  # all that the survivors need may have been sent, or not
-        assert participants_of(events, STEP) == (list(range(groups)) if shared else survivors)
+    if point == "exchange_last":  # all that the survivors need may have been sent, or not
+        shared = participants_of(events, STEP) == everybody
+    assert participants_of(events, STEP) == (everybody if shared else survivors)
     assert participants_of(events, STEP + 1) == survivors
     assert participants_of(events, job.steps) == list(range(groups))
     exchanges = [e["exchanges"] for e in named(events, "step_committed") if e["replica"] in survivors]
