@@ -30,11 +30,20 @@ class Launch:
     ranks_per_replica: int
     """Number of processes of each group; with GPUs, one GPU each."""
     run_dir: Path
-    """Folder for logs, events and everything else of the run; it must not hold another run."""
+    """Folder for logs, events and everything else of the run; it must not hold another run, except with --resume."""
     max_restarts: int = 100
     """How often each group is started again before it counts as failed."""
     lighthouse_port: int = 0
     """Port of the lighthouse; 0 lets the system choose one."""
+    spares: int = 0
+    """Groups in reserve: each takes the place of a group that is out of restarts."""
+    drain_timeout: float | None = None
+    """Seconds that groups get to finish their step and leave after Ctrl-C or SIGTERM; when left out, what
+    fault_tolerance.drain_timeout_seconds says."""
+    no_standby: bool = False
+    """Keep no processes ready that have imported everything; a restarted group then takes as long as its imports."""
+    resume: bool = False
+    """Let --run-dir hold an earlier run, and go on from its last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,19 @@ class Report:
     """Print the figures as JSON."""
 
 
+@dataclass(frozen=True)
+class Audit:
+    """Find lost and repeated batches of a run in its events.
+
+    The exit status is 0 when every batch was trained once, 1 when some were lost or repeated or it cannot be told.
+    """
+
+    run_dir: tyro.conf.Positional[Path]
+    """The --run-dir of a launch, or any folder with events/*.jsonl."""
+    json: bool = False
+    """Print all findings as JSON."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config."""
     argv = sys.argv[1:] if argv is None else argv
@@ -70,7 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(
         Annotated[Launch, tyro.conf.subcommand("launch")]
         | Annotated[Lighthouse, tyro.conf.subcommand("lighthouse")]
-        | Annotated[Report, tyro.conf.subcommand("report")],
+        | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Audit, tyro.conf.subcommand("audit")],
         prog="titan-ft",
         description="Fault-tolerant data parallelism for torchtitan.",
         args=own,
@@ -84,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
                 return _lighthouse(command)
             case Report():
                 return _report(command)
+            case Audit():
+                return _audit(command)
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
@@ -108,6 +133,10 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
         run_dir=command.run_dir,
         max_restarts=command.max_restarts,
         lighthouse_port=command.lighthouse_port,
+        spares=command.spares,
+        drain_timeout=command.drain_timeout,
+        standby=not command.no_standby,
+        resume=command.resume,
         worker_args=worker_args,
     )
     return launch(plan)
@@ -134,3 +163,18 @@ def _report(command: Report) -> int:
     summary = summarize(events)
     print(json.dumps(summary.to_dict(), indent=2) if command.json else format_summary(summary))
     return 0
+
+
+def _audit(command: Audit) -> int:
+    from titan_ft.history import audit
+    from titan_ft.history.events import read_events
+    from titan_ft.launch.run_paths import RunPaths
+
+    if not command.run_dir.is_dir():
+        raise ConfigError(f"RUN_DIR must be the folder of a run, got {command.run_dir}; there is no such folder")
+    try:
+        found = audit.audit(read_events(RunPaths(command.run_dir).events))
+    except ValueError as error:  # a file that is damaged tells nothing for sure
+        found = audit.Audit(unknown=[str(error)])
+    print(json.dumps(found.to_dict(), indent=2) if command.json else audit.format_audit(found))
+    return 0 if found.verdict == "holds" else 1

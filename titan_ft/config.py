@@ -317,7 +317,6 @@ def _refusals(config: Any) -> Iterator[Rule]:
     for section, name, consequence in (
         (TABLE, "should_quantize", ""),
         ("optimizer", "early_step_in_backward", " (an update must wait for the vote)"),
-        ("checkpoint", "enable", " for fault-tolerant runs (recovery needs no checkpoint)"),
         ("checkpoint", "create_seed_checkpoint", " for fault-tolerant runs"),
     ):
         value = getattr(getattr(config, section), name)

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,17 +19,59 @@ from titan_ft import device
 from titan_ft.config import ConfigError, FaultTolerance
 
 
-def register(model_name: str, fault_tolerance: FaultTolerance) -> None:
+class SlotLoaders:
+    """Builds this rank's data loader of any slot, as torchtitan had its own built.
+
+    Attributes:
+        shard: this rank's part of a slot (its data rank in the group).
+        num_shards: parts that a slot is cut into (the group's data-parallel degree).
+    """
+
+    def __init__(self, config: FaultTolerance) -> None:
+        self.shard, self.num_shards = 0, 1
+        self._config = config
+        self._build: Callable[..., Any] | None = None
+        self._first: Any = None
+
+    def begin(self, build: Callable[..., Any], shard: int, num_shards: int) -> Any:
+        """Build the loader of this group's own slot, for torchtitan; `build` takes dp_rank and dp_world_size."""
+        self._build, self.shard, self.num_shards = build, shard, num_shards
+        self._first = self._build_slot(self._config.replica_id)
+        return self._first
+
+    def open(self, slot: int) -> Any:
+        """Return a loader of `slot` that nobody has read from."""
+        first, self._first = self._first, None
+        return first if first is not None and slot == self._config.replica_id else self._build_slot(slot)
+
+    def _build_slot(self, slot: int) -> Any:
+        # Slot r with in-group data rank i reads shard r * degree + i of group_size * degree, as torchtitan's HSDP does.
+        assert self._build is not None, "torchtitan builds its loader first"
+        loader = self._build(
+            dp_world_size=self.num_shards * self._config.group_size, dp_rank=self.num_shards * slot + self.shard
+        )
+        if getattr(loader, "num_workers", 0) and loader.worker_init_fn is None:
+            # Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order.
+            loader.worker_init_fn = _ignore_sigterm
+        return loader
+
+
+def register(model_name: str, fault_tolerance: FaultTolerance) -> SlotLoaders:
     """Register the wrapped spec of `model_name`, which torchtitan's `get_train_spec` then prefers.
 
     A model that the user registered himself is wrapped as well.
     """
+    loaders = SlotLoaders(fault_tolerance)
     # torchtitan's register_train_spec refuses a name twice; the table itself is what get_train_spec reads.
-    train_spec._extra_train_specs[model_name] = wrap(train_spec.get_train_spec(model_name), fault_tolerance)
+    train_spec._extra_train_specs[model_name] = wrap(train_spec.get_train_spec(model_name), fault_tolerance, loaders)
+    return loaders
 
 
-def wrap(spec: train_spec.TrainSpec, fault_tolerance: FaultTolerance) -> train_spec.TrainSpec:
+def wrap(
+    spec: train_spec.TrainSpec, fault_tolerance: FaultTolerance, loaders: SlotLoaders | None = None
+) -> train_spec.TrainSpec:
     """Return `spec` with what a replica group (and a CPU) needs; nothing of the groups if they are not enabled."""
+    loaders = loaders or SlotLoaders(fault_tolerance)
 
     def parallelize(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model = device.adapt_model(spec.parallelize_fn(*args, **kwargs))
@@ -39,12 +84,7 @@ def wrap(spec: train_spec.TrainSpec, fault_tolerance: FaultTolerance) -> train_s
         return wrapped
 
     def build_dataloader(*, dp_world_size: int, dp_rank: int, **kwargs: Any) -> Any:
-        # Slot r with in-group data rank i reads shard r * degree + i of group_size * degree, as torchtitan's HSDP does.
-        return spec.build_dataloader_fn(
-            dp_world_size=dp_world_size * fault_tolerance.group_size,
-            dp_rank=dp_world_size * fault_tolerance.replica_id + dp_rank,
-            **kwargs,
-        )
+        return loaders.begin(functools.partial(spec.build_dataloader_fn, **kwargs), dp_rank, dp_world_size)
 
     def build_metrics_processor(*args: Any, **kwargs: Any) -> MetricsProcessor:
         build = spec.build_metrics_processor_fn or ReplicaMetrics
@@ -74,6 +114,10 @@ class ReplicaMetrics(MetricsProcessor):
         ours = {key: value for key, value in (extra_metrics or {}).items() if key.startswith("ft/")}
         if ours:
             logger.info(f"step: {step:2}  " + "  ".join(f"{key}: {value:.4g}" for key, value in ours.items()))
+
+
+def _ignore_sigterm(worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _refuse_load_balancing(model: torch.nn.Module) -> None:

@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The worker: `torchrun ... -m titan_ft.train --job.config_file F [torchtitan flags]`.
 
-Takes torchtitan's TOML and flags. With `[fault_tolerance] enable = false` it is torchtitan's own trainer.
+Takes torchtitan's TOML and flags. With `[fault_tolerance] enable = false` it is torchtitan's own trainer. A supervisor
+may start it as a standby, which has imported everything when it is told to begin.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -17,7 +22,20 @@ from typing import Any
 
 from titan_ft import config as ft_config
 from titan_ft.config import ConfigError
+from titan_ft.launch.orphan import exit_with_parent
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
+from titan_ft.launch.standby import wait_for_go
+
+# What a worker imports only on its way to the first step; a standby does so before.
+IMPORTED_LATER = (
+    "datasets",
+    "tensorboard",
+    "titan_ft.trainer",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "torchft.coordination",
+    "torchft.process_group",
+)
 
 
 def main() -> None:
@@ -26,8 +44,9 @@ def main() -> None:
     # torch's TCPStore looks up the name of every peer's address, also of numeric ones. A lost query would cost the
     # resolver's five seconds, in the middle of a recovery.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+    exit_with_parent()
     try:
-        status = _run(sys.argv[1:], os.environ)
+        status = _run(wait_for_go(_import_all), os.environ)
     except ConfigError as error:
         print(f"titan_ft: {error}", file=sys.stderr)
         status = CONFIG_ERROR_CODE
@@ -39,32 +58,60 @@ def main() -> None:
     os._exit(status)
 
 
-def _run(args: list[str], environ: Mapping[str, str]) -> int:
-    from titan_ft.launch.orphan import exit_with_parent
+def _import_all() -> None:
+    """Import what training needs, and do once what is slow only the first time; leave GPUs alone."""
+    # CUDA would settle for the GPUs that are visible now. NVML tells that there are some without waking it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    with contextlib.suppress(ConfigError):  # found again, and reported, when this worker runs
+        job_config = _read_config(*sys.argv[1:])
+        from torchtitan.protocols.train_spec import get_train_spec
 
-    exit_with_parent()
-    toml = _config_file(args)
+        get_train_spec(job_config.model.name)
+    for name in IMPORTED_LATER:
+        importlib.import_module(name)
+    import torch
+
+    assert not torch.cuda.is_initialized()
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    gc.collect()
+    gc.freeze()  # what is imported stays: later collections need not look at it
+
+
+@functools.cache  # a standby has read it before it begins
+def _read_config(*args: str) -> Any:
+    """Read and validate the job's config; nothing before this may import torchtitan.
+
+    Raises:
+        ConfigError: there is a mistake in it.
+    """
+    toml = _config_file(list(args))
     if toml is not None:
         values = ft_config.load_toml(toml)
         ft_config.check_toml(values)
-        args = _resolve_assets(args, values)
+        args = (*_resolve_assets(list(args), values),)
 
     from titan_ft import device
 
     device.prepare()
-    import torchtitan.train
     from torchtitan.config import ConfigManager, JobConfig
 
-    from titan_ft import spec
     from titan_ft.data.datasets import register_datasets
 
     register_datasets()
     manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
     try:
-        job_config: Any = manager.parse_args(args)
+        job_config: Any = manager.parse_args(list(args))
     except ValueError as error:  # torchtitan's answer to an unknown key of its own tables
         raise ConfigError(" ".join(str(error).split())) from error
     ft_config.validate(job_config)
+    return job_config
+
+
+def _run(args: list[str], environ: Mapping[str, str]) -> int:
+    job_config = _read_config(*args)
+    import torchtitan.train
+
+    from titan_ft import device, spec
 
     trainer_class: type[torchtitan.train.Trainer] = torchtitan.train.Trainer
     if job_config.fault_tolerance.enable:

@@ -4,33 +4,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torchtitan.train
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from titan_ft import device, spec
+from titan_ft.checkpoint import ReplicaCheckpoints
 from titan_ft.history.events import EventLog
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.replica.catch_up import Update
 from titan_ft.replica.dimension import Committed, ReplicaDimension
+from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.feed import Feed, Reading
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
+from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.membership import Membership
-from titan_ft.replica.round import Contribution, Rounds
+from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
 from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.transport import StateServer
+from titan_ft.replica.watchdog import Watchdog
+
+_LR_FACTORS: dict[str, Callable[[float], float]] = {
+    "none": lambda share: 1.0,
+    "sqrt": math.sqrt,  # FT-HSDP's rule (arXiv 2602.00277)
+    "linear": lambda share: share,
+}
 
 
 @dataclass(frozen=True)
@@ -68,25 +84,55 @@ class ReplicaTrainer(Trainer):
         config = job_config.fault_tolerance
         self._events = _open_events(job_config, self.launch)
         self._events.emit("worker_started", config_digest=self.launch.config_digest)
-        spec.register(job_config.model.name, config)
+        loaders = spec.register(job_config.model.name, config)
         if job_config.debug.seed is None:
             # All groups must begin with the same weights, whenever they come; torchtitan would roll dice in each.
             job_config.debug.seed = int(self.launch.config_digest[:8], 16)
             logger.info(f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config")
         if job_config.training.global_batch_size > 0:  # counts all groups; torchtitan's Trainer sees only this one
             job_config.training.global_batch_size //= config.group_size
+        torchtitan.train.CheckpointManager = ReplicaCheckpoints  # what torchtitan's Trainer builds
         super().__init__(job_config)
-        self._num_batches = 0
         self._nominal_tokens = self._count_nominal_tokens()
+        self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
+        self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
+        self._readings: list[Reading] = []  # of the step under way
+        self._participants: list[int] = []  # slots that contributed to the last step
         loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
+        # Never while torchtitan builds the model: what that takes is not known here.
+        self._watchdog = Watchdog(config.hang_timeout_seconds, lambda: self._events.emit("hung", step=self.step))
         self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
-        self._replica: ReplicaDimension | None = None  # entered at the first step, see _enter
+        self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
+        self._behind = self._begun = False
+        self.checkpointer.attach(_CheckpointHost(self))
+
+    def init_distributed(self) -> ParallelDims:
+        """Set up the group as torchtitan does; from then on SIGTERM lets the group leave in order."""
+        dims = super().init_distributed()
+        num_ranks = torch.distributed.get_world_size()
+        host, port = self.launch.store
+        self._drain = Drain(
+            (lambda: TCPStore(host, port, is_master=False, wait_for_workers=False)) if num_ranks > 1 else None,
+            key=f"titan_ft/drain/{self.launch.attempt}",
+            rank=self.launch.rank,
+            num_ranks=num_ranks,
+            timeout_seconds=self.job_config.fault_tolerance.drain_timeout_seconds,
+            on_abandon=lambda reason: self._events.emit("drained", step=self.step, reason=reason, in_order=False),
+        )
+        self._drain.install()
+        return dims
 
     def train(self) -> None:
         """Train as torchtitan does, and leave the other groups however it ends."""
         try:
-            super().train()
+            try:
+                super().train()
+            except Leaving:
+                self._events.emit("drained", step=self.step, reason="SIGTERM", in_order=True)
+                logger.info(f"SIGTERM: this group leaves after step {self.step}")
+            self._drain.leave()
         finally:
+            self._watchdog.close()
             if self._replica is not None:
                 self._membership.close()
                 self._server.close()
@@ -98,37 +144,57 @@ class ReplicaTrainer(Trainer):
         if self._replica is not None:
             digest = self._replica.finish()
             self.step = self._replica.step
-            self._events.emit("training_finished", step=self.step, tokens=self.ntokens_seen, digest=digest)
+            self._events.emit(
+                "training_finished",
+                step=self.step,
+                tokens=self.ntokens_seen,
+                digest=digest,
+                lineage=f"{self._replica.position.lineage:012x}",
+            )
         return False
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         """Make one committed step, whatever happens to the other groups; or heal, which ends on one too."""
         started = time.monotonic()
-        replica, behind = (self._replica, False) if self._replica is not None else self._enter()
-        if behind:
+        replica = self._join_job()
+        if not self._begun and not self._begin(replica):
             self._heal(replica)
             return
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        committed = replica.commit(self._forward_backward(data_iterator, replica.arm))
+        self._readings = []
+        committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train)
         if committed is None:
             self._heal(replica)
             return
         grad_norm = self._apply(committed.update)
-        self._report(committed, grad_norm, lr, time.monotonic() - started, replica)
+        self._participants = committed.participants
+        self._report(committed, grad_norm, lr * self._lr_factor(committed.update), time.monotonic() - started, replica)
+        if replica.leaving:
+            raise Leaving
+        self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in self._readings)})
 
-    def _enter(self) -> tuple[ReplicaDimension, bool]:
-        """Join the job, now that this group is ready to train; says whether it must heal first."""
-        self._replica = replica = self._build_replica()
-        behind = replica.start(self.step - 1)
-        if self.launch.attempt > 0 and not behind and self.step == 1:
+    def _join_job(self) -> ReplicaDimension:
+        """Meet the other groups, now that this one is ready to train."""
+        if self._replica is None:
+            self._replica = self._build_replica()
+            self._behind = self._replica.join()
+        return self._replica
+
+    def _begin(self, replica: ReplicaDimension) -> bool:
+        """Begin with the job's first step, or go on behind a checkpoint; False if this group must heal."""
+        self._begun = True
+        if self._behind or not replica.start(self.step - 1):
+            return False
+        if self.launch.attempt > 0 and self.step == 1:
             # Without checkpoints there is nothing to come back to when every group is lost; but not silently.
             logger.warning("no group holds the state of the earlier attempt: training starts anew from step 0")
             self._events.emit("started_anew", step=0)
-        return replica, behind
+        return True
 
     def _heal(self, replica: ReplicaDimension) -> None:
         first = self.step == 1
+        self._participants = []
         self.optimizers.zero_grad()
         self.step = replica.heal()
         self.metrics_processor.ntokens_since_last_log = 0
@@ -137,17 +203,19 @@ class ReplicaTrainer(Trainer):
                 timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
             )
 
-    def _forward_backward(
-        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]], arm: Callable[[], None]
-    ) -> Contribution:
-        """Compute the local gradients of all microbatches; the last backward, after `arm`, launches the exchange."""
-        seen = self.ntokens_seen
-        microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+    def _train(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
+        """Add the gradients of a step's share of each slot to the local ones; calls `arm` before the last backward."""
+        if not slots:
+            return NOTHING
+        started, seen = time.monotonic(), self.ntokens_seen
+        readings = [self._feed.read(slot, self.gradient_accumulation_steps) for slot in slots]
         self.ntokens_seen = seen  # torchtitan counts what was read; here a commit counts, see _apply
+        microbatches = [batch for reading in readings for batch in reading.batches]
         valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
         tokens = sum(labels.numel() for _, labels in microbatches)
         losses = []
         for number, (inputs, labels) in enumerate(microbatches, start=1):
+            self._watchdog.beat()
             if number == len(microbatches):
                 arm()
             inputs = {
@@ -160,22 +228,30 @@ class ReplicaTrainer(Trainer):
                 global_valid_tokens=self._nominal_tokens,  # only ever a divisor
             )
             losses.append(loss.detach())
-        return self._gather_contribution(valid_tokens, tokens, torch.sum(torch.stack(losses)).item())
+        self._readings += readings
+        loss_sum = torch.sum(torch.stack(losses)).item()
+        entries = tuple(reading.entry for reading in readings)
+        return self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, entries)
 
-    def _gather_contribution(self, valid_tokens: int, tokens: int, loss: float) -> Contribution:
+    def _gather_contribution(
+        self, valid_tokens: int, tokens: int, loss: float, seconds: float, entries: tuple[Entry, ...]
+    ) -> Contribution:
         """Add up this group's facts, as torchtitan does for its logs, in one collective."""
         local_mean = loss * self._nominal_tokens / max(valid_tokens, 1)
-        facts = self._group.gather_losses([valid_tokens, tokens, loss, local_mean])
+        facts = self._group.gather_losses([valid_tokens, tokens, loss, local_mean, seconds])
         return Contribution(
             # Ranks of one context-parallel group hold the same tokens but different parts of the loss.
             valid_tokens=int(facts[:, 0].sum()) // self.parallel_dims.cp,
             tokens=int(facts[:, 1].sum()) // self.parallel_dims.cp,
             loss=float(facts[:, 2].sum()),
             max_loss=float(facts[:, 3].max()),
+            seconds=float(facts[:, 4].max()),
+            entries=entries,
         )
 
     def _apply(self, update: Update) -> float:
         """Apply a committed update, live or replayed, and advance what counts commits; returns the gradient norm."""
+        self._watchdog.beat()
         self._exchange.write_gradients(update.gradients)
         grad_norm = dist_utils.clip_grad_norm_(
             [parameter for part in self.model_parts for parameter in part.parameters()],
@@ -185,20 +261,30 @@ class ReplicaTrainer(Trainer):
             ep_enabled=self.parallel_dims.ep_enabled,
         )
         self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.step()
+        with _scaled_lr(self.optimizers, self._lr_factor(update)):
+            self.optimizers.step()
         self.lr_schedulers.step()
         self.ntokens_seen += update.tokens
+        self._ledger.advance(update.entries, update.readers)
         return grad_norm.item()
+
+    def _lr_factor(self, update: Update) -> float:
+        """Return what `lr_policy` multiplies the LR of an update with, by its share of the global batch."""
+        config = self.job_config.fault_tolerance
+        return _LR_FACTORS[config.lr_policy](len(update.slots) / config.group_size)
 
     def _report(
         self, committed: Committed, grad_norm: float, lr: float, seconds: float, replica: ReplicaDimension
     ) -> None:
         digest = replica.applied()
+        update = committed.update
         has_loss = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
-        batches = self.gradient_accumulation_steps
+        read = {reading.entry.slot: reading.describe() for reading in self._readings}
         self._events.emit(
             "step_committed",
-            step=committed.update.step,
+            step=update.step,
+            lineage=f"{update.lineage:012x}",
+            parent=f"{committed.parent:012x}",
             participants=committed.participants,
             tokens=committed.valid_tokens,
             loss=committed.loss if has_loss else None,
@@ -207,15 +293,12 @@ class ReplicaTrainer(Trainer):
             seconds=seconds,
             exchanges=committed.exchanges,
             exchange_seconds=committed.seconds,
-            forward_passes=batches,
-            data={
-                "slot": self.job_config.fault_tolerance.replica_id,
-                "first_batch": self._num_batches,
-                "num_batches": batches,
-            },
+            forward_passes=sum(len(reading.batches) for reading in self._readings),
+            data=read.pop(self.job_config.fault_tolerance.replica_id, None),
+            extra_data=list(read.values()),
+            batches={entry.slot: [entry.first_batch, entry.num_batches] for entry in update.entries},
             **({} if digest is None else {"digest": digest}),
         )
-        self._num_batches += batches
         if self.metrics_processor.should_log(self.step):
             self.metrics_processor.log(
                 self.step,
@@ -229,6 +312,7 @@ class ReplicaTrainer(Trainer):
                     "ft/exchange(s)": committed.seconds,
                     "ft/retries": committed.exchanges - 1,
                     "ft/heal(s)": replica.heal_seconds,
+                    "ft/slowest": committed.slowest,
                 },
             )
 
@@ -243,19 +327,32 @@ class ReplicaTrainer(Trainer):
         config = self.job_config.fault_tolerance
         host = config.advertise_address or _resolve_address(self.launch.lighthouse)
         self._server = StateServer(
-            config.bind_address or host, self.launch.token, config.process_group_timeout_ms / 1000, self._on_served
+            config.bind_address or host,
+            self.launch.token,
+            config.process_group_timeout_ms / 1000,
+            self._on_served,
+            config.transfer_max_mbps,
         )
         self._membership = self._join(host)
         self._exchange = self._build_exchange()
-        state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _TokensSeen(self))
+        state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _Counters(self, self._ledger))
         rounds = Rounds(
-            config, self._membership, self._exchange, state, self._server, self._events, self._nominal_tokens
+            config,
+            self._membership,
+            self._exchange,
+            state,
+            self._server,
+            self._events,
+            self._nominal_tokens,
+            self._drain,
+            self._watchdog,
         )
         return ReplicaDimension(
             config,
             rounds=rounds,
-            heal=Heal(config, rounds, state, self._group, self._events, self.launch.token, self._apply),
+            heal=Heal(config, rounds, state, self._ledger, self._group, self._events, self.launch.token, self._apply),
             state=state,
+            ledger=self._ledger,
             group=self._group,
             events=self._events,
             nominal_tokens=self._nominal_tokens,
@@ -303,17 +400,72 @@ class ReplicaTrainer(Trainer):
         )
 
 
-class _TokensSeen:
-    """The trainer's count of committed tokens, as part of the state that heals."""
+class _CheckpointHost:
+    """What `ReplicaCheckpoints` asks of the trainer."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: ReplicaTrainer) -> None:
         self._trainer = trainer
+        self.ledger, self.events, self.config = trainer._ledger, trainer._events, trainer.job_config
+
+    def heals_instead(self) -> bool:
+        """Join the job; says whether other groups train already."""
+        self._trainer._join_job()
+        return self._trainer._behind
+
+    def gather(self, value: int) -> list[int]:
+        """Gather an integer of every rank of this group."""
+        return self._trainer._group.gather(value)
+
+    @property
+    def is_writer(self) -> bool:
+        """Say whether this group is the first of those that made the last step."""
+        participants = self._trainer._participants
+        return bool(participants) and min(participants) == self.config.fault_tolerance.replica_id
+
+    @property
+    def saved(self) -> int:
+        """Return the step of the latest complete checkpoint that any group told of."""
+        return self._trainer._join_job().position.saved
+
+    @saved.setter
+    def saved(self, step: int) -> None:
+        self._trainer._join_job().position.saved = step
+
+    @property
+    def lineage(self) -> int:
+        """Return the lineage of the state."""
+        return self._trainer._join_job().position.lineage
+
+    @lineage.setter
+    def lineage(self, lineage: int) -> None:
+        self._trainer._join_job().position.lineage = lineage
+
+
+class _Counters:
+    """The trainer's count of committed tokens and the ledger, as part of the state that heals."""
+
+    def __init__(self, trainer: Trainer, ledger: Ledger) -> None:
+        self._trainer, self._ledger = trainer, ledger
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ntokens_seen": self._trainer.ntokens_seen}
+        return {"ntokens_seen": self._trainer.ntokens_seen, "ledger": self._ledger.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._trainer.ntokens_seen = state_dict["ntokens_seen"]
+        self._ledger.load_state_dict(state_dict["ledger"])
+
+
+@contextlib.contextmanager
+def _scaled_lr(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Iterator[None]:
+    """Multiply the LR by `factor` for one update; the scheduler's own LR is back afterwards."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
+    if factor != 1.0:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+    yield
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _open_events(job_config: JobConfig, launch: Launch) -> EventLog:

@@ -300,3 +300,40 @@ def test_to_dict_is_json() -> None:
     figures = json.loads(json.dumps(summarize(killed_run()).to_dict(), allow_nan=False))
     assert figures["failures"][0]["heal"]["donor"] == 0
     assert figures["losses"][0] == {"step": 1, "loss": 7.9}
+
+
+def test_drained_group_did_not_fail() -> None:
+    """A group that left in order is shown as drained with what that cost the others, whatever ended its last ranks."""
+    events = [commit(float(step), step, 0, seconds=1.0) for step in range(1, 4)]
+    events += [commit(4.5, 4, 0, seconds=1.5), commit(3.0, 3, 1)]
+    events += [event("drained", 3.2 + rank / 10, 1, rank, reason="SIGTERM") for rank in range(2)]
+    events += [event("worker_exited", 3.5, 1, 0, code=0), event("worker_exited", 3.5, 1, 1, signal="SIGTERM")]
+    summary = summarize(events)
+    (drain,) = summary.drains
+    assert (drain.replica, drain.attempt, drain.time, drain.in_order, summary.failures) == (1, 0, 3.2, True, [])
+    assert drain.stall_seconds == pytest.approx(0.5)
+    assert "1 (replica 1, attempt 0), survivors stalled 0.50 s" in format_summary(summary)
+    crash = event("worker_exited", 3.6, 1, 1, signal="SIGSEGV")
+    assert [failure.cause for failure in summarize([*events, crash]).failures] == ["SIGSEGV"]
+
+
+def test_restarts_by_a_standby_and_of_the_lighthouse() -> None:
+    """Restarts that a standby took over, and those of the lighthouse, are counted."""
+    events = [event("replica_restarted", 1.0, 1, None, 1, standby=True), event("replica_restarted", 2.0, 1, None, 2)]
+    events += [{"time": 3.0, "event": "lighthouse_restarted", "pid": 1}]
+    summary = summarize(events)
+    assert (summary.num_restarts, summary.num_standby_restarts, summary.num_lighthouse_restarts) == (2, 1, 1)
+    assert "2 restarts (1 by a standby)" in format_summary(summary)
+    assert "lighthouse" in format_summary(summary)
+
+
+def test_batches_are_audited() -> None:
+    """The report tells whether every batch was trained once; a history without that knowledge is unknown."""
+    assert summarize(killed_run()).every_batch_once == "unknown"
+    events = [
+        commit(float(step), step, 0, lineage=f"{step:012x}", parent=f"{step - 1:012x}", participants=[0])
+        | {"batches": {"0": [2 * (step - 1), 2]}}
+        for step in range(1, 4)
+    ]
+    assert "6 trained once, 0 lost, 0 repeated, 0 void: every batch once holds" in format_summary(summarize(events))
+    assert summarize(events[1:]).every_batch_once == "unknown"

@@ -4,7 +4,11 @@
 
 In $FAKE_WORKERS it writes `<replica>-<rank>-<attempt>.json` (pid, environment, command line) and then waits for the
 file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, that holds "exit CODE", "ignore" (SIGTERM from now on),
-"step N" or "raise". What is done is acknowledged by removing the file, except for "any".
+"step N", "drain" (finish when SIGTERM comes) or "raise". What is done is acknowledged by removing the file, except for
+"any".
+
+As a standby it writes `<rank>-<pid>.standby`. Its imports take for as long as there is a file `slow-imports`; with a
+file `bad-imports` they fail.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 from titan_ft.history.events import EventLog
 from titan_ft.launch.orphan import exit_with_parent
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.launch.standby import SOCKET_ENV, wait_for_go
 
 
 def flag(name: str) -> str:
@@ -29,6 +34,9 @@ def flag(name: str) -> str:
 def main() -> None:
     exit_with_parent(poll_seconds=0.1)
     folder = Path(os.environ["FAKE_WORKERS"])
+    if SOCKET_ENV in os.environ:
+        (folder / f"{os.environ['RANK']}-{os.getpid()}.standby").touch()
+    sys.argv[1:] = wait_for_go(lambda: imports(folder))
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TITAN_FT_ATTEMPT"])
     replica = int(flag("fault_tolerance.replica_id"))
     paths = RunPaths(flag("job.dump_folder"))
@@ -52,6 +60,17 @@ def main() -> None:
         time.sleep(0.02)
 
 
+def imports(folder: Path) -> None:
+    while (folder / "slow-imports").exists():
+        time.sleep(0.02)
+    if (folder / "bad-imports").exists():
+        raise ImportError("told to fail")
+
+
+def finish(signum: int, frame: object) -> None:
+    sys.exit(0)
+
+
 def obey(words: list[str], log: EventLog, replica: int) -> None:
     match words:
         case ["exit", code]:
@@ -61,6 +80,8 @@ def obey(words: list[str], log: EventLog, replica: int) -> None:
             raise RuntimeError("told to fail")
         case ["ignore"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case ["drain"]:
+            signal.signal(signal.SIGTERM, finish)
         case ["step", number]:
             log.emit("step_committed", step=int(number), loss=3.25, participants=[0, 1])
 

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,29 +22,74 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def plan(config: Path, num_replicas: int = 3, worker_args: list[str] | None = None, **settings: int) -> LaunchPlan:
+def plan(config: Path, num_replicas: int = 3, worker_args: list[str] | None = None, **settings: Any) -> LaunchPlan:
     return LaunchPlan(config, num_replicas, 2, config.parent / "run", worker_args=worker_args or [], **settings)
 
 
 def test_command_lines(config: Path) -> None:
     """The lighthouse gets the TOML's settings; workers get their group, the run directory, last the user's flags."""
     made = plan(config, worker_args=["--training.steps", "5"])
-    lighthouse = " ".join(made.lighthouse_command()[2:])
+    lighthouse = " ".join(made.lighthouse_command(4711)[2:])
     assert lighthouse == (
-        "titan_ft lighthouse --bind 127.0.0.1:0 --min-replicas 2 --heartbeat-timeout-ms 750 "
+        "titan_ft lighthouse --bind 127.0.0.1:4711 --min-replicas 2 --heartbeat-timeout-ms 750 "
         "--quorum-tick-ms 20 --join-timeout-ms 60000"
     )
     root = config.parent / "run"
-    assert made.worker_command_line(1) == [
+    command = made.supervisor_command(1)
+    assert command[3:] == [
+        f"--run-dir={root}",
+        "--replica=1",
+        "--ranks=2",
+        "--max-restarts=100",
+        "--module=titan_ft.train",
+        "--drain-timeout=25",
+        "--",
+        *command[command.index("--") + 1 :],
+    ]
+    assert command[command.index("--") + 1 :] == [
         f"--job.config_file={root}/config.toml",
         f"--job.dump_folder={root}",
         "--metrics.save_tb_folder=tb",
         "--fault_tolerance.enable",
         "--fault_tolerance.replica_id=1",
         "--fault_tolerance.group_size=3",
+        f"--fault_tolerance.job_id={made.job_id}",
+        "--fault_tolerance.drain_timeout_seconds=25",
         "--training.steps",
         "5",
     ]
+
+
+def test_spares_are_told_their_group_later(config: Path) -> None:
+    """A spare's command is a group's without its number; --no-standby and --drain-timeout reach both."""
+    made = plan(config, spares=1, standby=False, drain_timeout=7.5)
+    spare, group = made.spare_command(), made.supervisor_command(2)
+    assert "--spare" in spare
+    assert not any("replica" in flag and "group" not in flag for flag in spare if not flag.startswith("--run-dir"))
+    for command in (spare, group):
+        assert command.index("--no-standby") < command.index("--")
+        assert "--drain-timeout=7.5" in command
+        assert "--fault_tolerance.drain_timeout_seconds=7.5" in command
+
+
+def test_drain_timeout_comes_from_option_flag_or_config(config: Path) -> None:
+    """The option wins over the workers' flag, and that over the TOML."""
+    flag = ["--fault_tolerance.drain_timeout_seconds", "9"]
+    config.write_text(config.read_text() + "drain_timeout_seconds = 11\n")
+    assert plan(config).drain_seconds == 11
+    assert plan(config, worker_args=flag).drain_seconds == 9
+    assert plan(config, drain_timeout=3.0).drain_seconds == 3
+
+
+def test_each_run_has_a_job_id_of_its_own(config: Path) -> None:
+    """It names the folder in plain characters, differs from launch to launch, and is the user's if given."""
+    made = LaunchPlan(config, 3, 1, config.parent / "my run, é/")
+    assert re.fullmatch(r"my-run-[0-9a-f]{6}", made.job_id)
+    assert made.supervisor_command(0)[-2] == made.supervisor_command(1)[-2]
+    assert made.job_id != LaunchPlan(config, 3, 1, config.parent / "my run, é/").job_id
+    assert plan(config, worker_args=["--fault-tolerance.job-id", "mine"]).job_id == "mine"
+    config.write_text(config.read_text() + 'job_id = "ours"\n')
+    assert plan(config).job_id == "ours"
 
 
 def test_worker_flags_reach_the_lighthouse(config: Path) -> None:
@@ -72,6 +119,9 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
         (lambda: plan(tmp_path / "none.toml"), "none.toml"),
         (lambda: plan(config, worker_args=["--fault_tolerance.quorum_tick_ms=x"]), "whole number, got 'x'"),
         (lambda: plan(config, worker_args=["--fault_tolerance.join_timeout_ms=0"]), "join_timeout_ms must be > 0"),
+        (lambda: plan(config, spares=-1), "--spares must be >= 0, got -1"),
+        (lambda: plan(config, drain_timeout=0.0), "--drain-timeout must be > 0, got 0.0"),
+        (lambda: plan(config, worker_args=["--fault_tolerance.drain_timeout_seconds=x"]), "a number, got 'x'"),
         (lambda: plan(config, worker_args=["--fault_tolerance.lighthouse=http://a:1"]), "its own lighthouse"),
         (lambda: plan(config, worker_args=["--fault_tolerance.events_folder="]), 'events_folder must be "events"'),
     ]
@@ -82,8 +132,38 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
     events = tmp_path / "run" / "events"
     events.mkdir(parents=True)
     (events / "launcher-1.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"no events of an earlier run.*give another folder or remove it"):
+    with pytest.raises(ConfigError, match=r"no events of an earlier run.*with --resume"):
         plan(config)
+
+
+def test_resume_needs_the_same_config_and_a_checkpoint(config: Path) -> None:
+    """A used folder is taken only if training would go on from a checkpoint, with the config that it began with."""
+    text = config.read_text()
+    config.write_text(text + "[checkpoint]\nenable = true\n[training]\nsteps = 60\n")
+    first = plan(config, resume=True)  # an unused folder is fine: the same command starts and resumes
+    first.write()
+    first.paths.events_file("launcher-1").touch()
+    with pytest.raises(ConfigError, match=r"needs a checkpoint in .*/run/checkpoint, got none"):
+        plan(config, resume=True)
+    (first.paths.checkpoint / "step-10").mkdir(parents=True)
+    first.paths.logs(1, 4, 0).parent.mkdir(parents=True)
+    again = plan(config, resume=True)
+    assert "--attempt=5" in again.supervisor_command(1)
+    assert not any(flag.startswith("--attempt") for flag in again.supervisor_command(0))
+    again.write()
+    assert plan(first.paths.config, resume=True).num_replicas == 3
+    with pytest.raises(ConfigError, match=r"checkpoint.enable = true, got false; .* start anew"):
+        plan(config, resume=True, worker_args=["--checkpoint.enable", "False"])
+
+    config.write_text(text + "[checkpoint]\nenable = true\n[training]\nsteps = 60\n# a comment may change\n")
+    assert plan(config, resume=True).num_replicas == 3
+    config.write_text(text + "[checkpoint]\nenable = true\n[training]\nsteps = 80\n")
+    with pytest.raises(ConfigError, match=r"training.steps was 60, got 80; .*-- --training.steps=") as caught:
+        plan(config, resume=True)
+    assert "\n" not in str(caught.value)
+    config.write_text(text + "[checkpoint]\nenable = true\n[comm]\n[training]\nsteps = 60\nlocal_batch_size = 4\n")
+    with pytest.raises(ConfigError, match=r"training.local_batch_size was not set, got 4"):
+        plan(config, resume=True)
 
 
 def test_fields_of_a_foreign_config_module_are_left_to_the_workers(config: Path) -> None:

@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
+
+from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
+from titan_ft.launch.spares import may_replace
 
 
 def children(pid: int) -> list[int]:
@@ -76,20 +81,174 @@ def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
     run.wait_until(lambda: run.all_gone() and not any(run.is_alive(pid) for pid in started), 5.0, "all gone")
 
 
-def test_killed_supervisor_and_lighthouse(run: Any) -> None:
-    """A killed supervisor leaves no workers and fails only its group; without a lighthouse the run ends and says so."""
+def lighthouse_of(pid: int) -> int | None:
+    """Return the process of a launcher's lighthouse, if it has one."""
+    for child in children(pid):
+        command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if b"lighthouse" in command:
+            return child
+    return None
+
+
+def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
+    """A killed supervisor leaves no workers; the other group goes on, and the launcher says what happened."""
     launcher = run.launch(replicas=2)
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
-    lighthouse, *supervisors = children(launcher.pid)
+    _, *supervisors = children(launcher.pid)
     os.kill(supervisors[0], signal.SIGKILL)
-    run.wait_until(lambda: not run.is_alive(workers[0]["pid"]), 5.0, "workers of the killed supervisor gone")
+    run.wait_until(lambda: not run.is_alive(workers[0]["pid"]), 10.0, "workers of the killed supervisor gone")
     assert run.is_alive(workers[1]["pid"])
-    os.kill(lighthouse, signal.SIGKILL)
-    _, errors = launcher.communicate(timeout=15)
+    run.order(1, "any", "any", "exit 0")
+    _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
     assert "supervisor of replica 0 ended (SIGKILL)" in errors
-    assert "the lighthouse ended (SIGKILL), so all groups are stopped" in errors
+    assert "1 of 2 groups failed: 0" in errors
     assert run.all_gone()
+
+
+def test_killed_lighthouse_comes_back_at_its_address(run: Any) -> None:
+    """A lighthouse that is killed, and again, listens at the same address moments later; no group is restarted."""
+    launcher = run.launch(replicas=2)
+    workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
+    address = workers[0]["env"]["TORCHFT_LIGHTHOUSE"]
+    port = int(address.rpartition(":")[2])
+    for restarts in (1, 2):
+        killed = lighthouse_of(launcher.pid)
+        os.kill(killed, signal.SIGKILL)
+        run.wait_until(lambda count=restarts: len(run.events("lighthouse_restarted")) == count, what="lighthouse back")
+        assert lighthouse_of(launcher.pid) != killed
+        with socket.create_connection(("127.0.0.1", port), timeout=10):
+            pass
+    assert all(run.is_alive(worker["pid"]) for worker in workers)
+    for replica in (0, 1):
+        run.order(replica, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=20)
+    assert (launcher.returncode, errors) == (0, "")
+    assert printed.count("the lighthouse ended (SIGKILL); it is back at the same address after") == 2
+    assert not run.events("replica_restarted")
+    for event in run.events("lighthouse_restarted"):
+        assert event["address"] == address
+        assert event["reason"] == "the lighthouse ended (SIGKILL)"
+        assert event["seconds"] > 0
+
+
+def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
+    """A lighthouse that dies within moments, again and again, is given up; all that was started ends."""
+    launcher = run.launch(replicas=1)
+    run.worker(0, 0, 0)
+    for restarts in range(1, MAX_DEATHS):
+        os.kill(lighthouse_of(launcher.pid), signal.SIGKILL)
+        run.wait_until(lambda count=restarts: len(run.events("lighthouse_restarted")) == count, what="lighthouse back")
+    os.kill(lighthouse_of(launcher.pid), signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == 1
+    assert f"the lighthouse ended (SIGKILL), {MAX_DEATHS} times in a row" in errors
+    assert "so all groups are stopped" in errors
+    assert run.all_gone()
+
+
+def test_first_signal_drains(run: Any) -> None:
+    """At Ctrl-C all groups get to leave in order, which is told; the run was stopped, so the status is 1."""
+    launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60, standby=False)
+    about = [run.worker(replica, 0, 0) for replica in (0, 1)]
+    assert "--fault_tolerance.drain_timeout_seconds=60" in about[0]["argv"]
+    launcher.send_signal(signal.SIGINT)
+    printed, errors = launcher.communicate(timeout=40)
+    assert (launcher.returncode, errors) == (1, "")
+    assert "stopping all groups, draining for 60 s at most" in printed
+    for replica in (0, 1):
+        assert f"replica {replica} left after step 12 (SIGTERM)" in printed
+    assert run.events("launch_finished")[0]["reason"] == "stopped by a signal"
+    assert run.all_gone()
+
+
+def test_second_signal_ends_at_once(run: Any) -> None:
+    """Workers that do not leave are waited for until a second signal; that one does not wait."""
+    launcher = run.launch(replicas=1, drain_timeout=600)
+    worker = run.worker(0, 0, 0)
+    run.order(0, 0, 0, "ignore")
+    run.wait_obeyed(0, 0, 0)
+    launcher.send_signal(signal.SIGTERM)
+    run.wait_until(lambda: run.events("launch_stopping"), what="the first signal noticed")
+    assert run.is_alive(worker["pid"])
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    run.wait_until(run.all_gone, 10.0, "all gone")
+
+
+def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
+    """A group whose supervisor gets SIGTERM leaves; when the others finish, the run has succeeded."""
+    launcher = run.launch(replicas=2, module="draining_worker", standby=False)
+    for replica in (0, 1):
+        run.worker(replica, 0, 0)
+    _, _, second = children(launcher.pid)
+    os.kill(second, signal.SIGTERM)
+    run.wait_until(lambda: run.events("drained"), what="group 1 drained")
+    run.order(0, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=30)
+    assert (launcher.returncode, errors) == (0, "")
+    assert "replica 1 left after step 12 (SIGTERM)" in printed
+    assert "all groups finished or left (left: 1)" in printed
+
+
+def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
+    """A group out of restarts is taken over by a spare, under the next attempt; without a spare left it has failed."""
+    launcher = run.launch(replicas=2, spares=1, max_restarts=0, standby=False)
+    for replica in (0, 1):
+        run.worker(replica, 0, 0)
+    run.order(1, 0, 0, "exit 1")
+    spare = run.worker(1, 0, 1)
+    assert [flag for flag in spare["argv"] if "replica_id" in flag] == ["--fault_tolerance.replica_id=1"]
+    took = run.events("spare_took_over")
+    assert [(event["replica"], event["attempt"]) for event in took] == [(1, 1)]
+    run.order(1, 0, 1, "exit 1")
+    run.wait_until(lambda: len(run.events("replica_gave_up")) == 2, what="the spare's end")
+    run.order(0, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "replica 1: a spare takes its place (attempt 1)" in printed
+    assert "1 of 2 groups failed: 1" in errors
+    assert run.all_gone()
+
+
+def test_what_a_spare_may_replace() -> None:
+    """A group out of restarts, or whose supervisor was killed; not one that is final, wrong, stopped or still there."""
+    assert may_replace(1, gave_up=True)
+    assert may_replace(-signal.SIGKILL, gave_up=False)
+    assert not may_replace(1, gave_up=False)
+    assert not any(may_replace(code, gave_up=True) for code in (None, 0, CONFIG_ERROR_CODE, FINAL_CODE))
+
+
+def test_run_with_a_spare_succeeds(run: Any) -> None:
+    """When the spare finishes in the place of the lost group, the run has succeeded; a spare not needed just ends."""
+    launcher = run.launch(replicas=1, spares=2, max_restarts=0, standby=False)
+    run.worker(0, 0, 0)
+    run.order(0, 0, 0, "exit 1")
+    run.worker(0, 0, 1)
+    run.order(0, 0, 1, "exit 0")
+    _, errors = launcher.communicate(timeout=40)
+    assert (launcher.returncode, errors) == (0, "")
+
+
+def test_resume_goes_on_counting_and_tells_only_what_is_new(run: Any) -> None:
+    """A second launch in the folder starts with the next attempt, keeps logs and events, and repeats no old line."""
+    run.config.write_text(run.config.read_text() + "[checkpoint]\nenable = true\n")
+    for attempt in (0, 1):
+        launcher = run.launch(replicas=1, resume=True)
+        run.worker(0, 0, attempt)
+        run.order(0, 0, attempt, f"step {7 + attempt}")
+        run.wait_obeyed(0, 0, attempt)
+        run.order(0, 0, attempt, "exit 0")
+        printed, errors = launcher.communicate(timeout=30)
+        assert (launcher.returncode, errors) == (0, "")
+        (run.paths.checkpoint / "step-7").mkdir(parents=True, exist_ok=True)
+    assert "step 7" not in printed
+    assert len(run.events("launch_started")) == 2
+    assert len({event["job_id"] for event in run.events("launch_started")}) == 2
+    assert all(run.paths.logs(0, attempt, 0).exists() for attempt in (0, 1))
+    headers = run.paths.config.read_text().splitlines()[:3]
+    assert [line.startswith("# titan-ft launch ") for line in headers] == [True, True, False]
 
 
 def test_bad_config_ends_the_run(run: Any) -> None:

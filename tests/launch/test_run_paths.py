@@ -34,6 +34,16 @@ def test_events_of_an_attempt(tmp_path: Path) -> None:
     assert paths.has_events()
 
 
+def test_next_attempt(tmp_path: Path) -> None:
+    """The next attempt of a group is one that no log in the folder belongs to."""
+    paths = RunPaths(tmp_path)
+    assert paths.next_attempt(1) == 0
+    for replica, attempt in ((1, 0), (1, 9), (1, 10), (11, 50)):
+        paths.logs(replica, attempt, 0).parent.mkdir(parents=True)
+    (tmp_path / "logs" / "replica-1" / "attempt-x").mkdir()
+    assert paths.next_attempt(1) == 11
+
+
 def test_launcher_loads_no_torch() -> None:
     """The command line and the launcher start fast and work without torch."""
     modules = "titan_ft.cli, titan_ft.launch.local, titan_ft.launch.launch_plan, titan_ft.launch.supervisor"

@@ -102,6 +102,86 @@ def test_group_given_up() -> None:
     assert status.fold(after, event("worker_exited", code=1))[0].state == "failed"
 
 
+def test_lines_of_single_events() -> None:
+    """Each event worth knowing is one plain line."""
+    groups = status.initial(3)
+    for replica in (1, 2):
+        groups = status.fold(groups, step(7, replica))
+    cases = [
+        (
+            event("waiting", 1, step=7, reason="1 group(s) have a gradient, 2 needed"),
+            "replica 1 waits after step 7: 1 ",
+        ),
+        (event("straggler", 1, slot=2, factor=2.25, step=7), "replica 2 is slow: 2.2 times the others' step time"),
+        (event("straggler_recovered", 1, slot=2, factor=1.0), "replica 2 is as fast as the others again"),
+        (event("hung", 2, rank=3), "replica 2 hangs: rank 3 made no progress"),
+        (event("foreign_member", 1, member="j/4", reason="another job"), "replica 1 leaves j/4 aside (another job)"),
+        (event("refused", 1, member="1:5", reason="wrong token"), "replica 1 refused 1:5 (wrong token)"),
+        (event("checkpoint_saved", 2, step=50), "replica 2 saved the checkpoint of step 50"),
+        (event("data_reset", 2, reason="no position"), "replica 2 starts its data anew (no position)"),
+        (
+            event("catch_up_waiting", 2, step=9),
+            "replica 2 cannot queue more updates: the others wait until it has step 9",
+        ),
+        (event("drained", 2, step=9, reason="SIGTERM"), "replica 2 left after step 9 (SIGTERM)"),
+        (
+            {"time": 0.0, "event": "lighthouse_restarted", "pid": 1, "reason": "the lighthouse ended", "seconds": 0.25},
+            "the lighthouse ended; it is back at the same address after 0.25 s",
+        ),
+    ]
+    for each, line in cases:
+        told = status.describe(groups, status.fold(groups, each), each)
+        assert told is not None
+        assert told.startswith(line)
+        assert "\n" not in told
+
+
+def test_what_all_groups_see_is_told_once() -> None:
+    """Of the groups that train, the first one tells what each of them finds."""
+    groups = status.initial(3)
+    for replica in (1, 2):
+        groups = status.fold(groups, step(7, replica))
+    lines = [status.describe(groups, groups, event("straggler", replica, slot=0, factor=3.0)) for replica in (1, 2)]
+    assert lines == ["replica 0 is slow: 3.0 times the others' step time", None]
+
+
+def test_drained_group_has_not_died() -> None:
+    """Asked to leave, a group still commits its step; then it is drained, whatever its processes' ends are."""
+    groups = status.draining(status.fold(status.initial(2), event("training_finished", 1, step=3)))
+    assert [group.state for group in groups.values()] == ["draining", "finished"]
+    groups = status.fold(groups, step(4))
+    assert (groups[0].state, groups[0].step) == ("draining", 4)
+    for each in (
+        event("drained", step=4, reason="SIGTERM"),
+        event("worker_exited", rank=0, code=0, stopped=True),
+        event("worker_exited", rank=1, signal="SIGKILL", stopped=True),
+    ):
+        groups = status.fold(groups, each)
+        assert groups[0].state == "drained"
+    died = status.fold(groups, event("worker_exited", rank=1, signal="SIGSEGV", stopped=False))
+    assert died[0].state == "died"
+
+
+def test_spare_brings_a_lost_group_back() -> None:
+    """A group that gave up starts again when a spare takes over; the attempt is the spare's, one restart is counted."""
+    groups = status.fold(status.initial(1), event("replica_gave_up", reason="no restart left"))
+    took = {"time": 0.0, "event": "spare_took_over", "pid": 1, "replica": 0, "attempt": 4}
+    after = status.fold(groups, took)
+    assert status.describe(groups, after, took) == "replica 0: a spare takes its place (attempt 4)"
+    after = status.fold(after, event("replica_restarted", attempt=4))
+    assert (after[0].state, after[0].attempt, after[0].restarts) == ("starting", 4, 1)
+
+
+def test_events_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
+    """What the folder holds when the tail is made was told by the earlier run; the rest of such a file is new."""
+    log = EventLog(tmp_path / "a.jsonl")
+    log.emit("old")
+    tail = EventTail(tmp_path)
+    EventLog(tmp_path / "b.jsonl").emit("new")
+    log.emit("newer")
+    assert [each["event"] for each in tail.poll()] == ["new", "newer"]
+
+
 def test_unfinished_lines_are_read_later(tmp_path: Path) -> None:
     """The tail returns each whole line once, in the order of time over all files, and skips damage."""
     tail = EventTail(tmp_path / "events")

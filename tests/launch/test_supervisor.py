@@ -7,15 +7,22 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from titan_ft.launch.supervisor import root_failure, visible_devices
-from titan_ft.launch.worker_group import WorkerExit
+from titan_ft.launch.supervisor import root_failure
+from titan_ft.launch.worker_group import WorkerExit, visible_devices
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from supervised import Supervised
 
 
-def start(run: Any, ranks: int, max_restarts: int = 100) -> subprocess.Popen[str]:
+def start(run: Any, ranks: int, *further: str, max_restarts: int = 100) -> subprocess.Popen[str]:
     options = [f"--run-dir={run.paths.root}", "--replica=0", f"--ranks={ranks}", f"--max-restarts={max_restarts}"]
+    options += further
     flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
     extra = ["--module=fake_worker", "--lighthouse=http://127.0.0.1:1"]
     return run.start("-m", "titan_ft.launch.supervisor", *options, *extra, "--", *flags)
@@ -103,7 +110,7 @@ def test_restarts_are_limited(run: Any) -> None:
 
 
 def test_sigterm_ends_the_workers(run: Any) -> None:
-    """SIGTERM to the supervisor ends the workers and then itself, without a restart."""
+    """SIGTERM to the supervisor ends the workers and then itself, without a restart; status 1 if they did not drain."""
     supervisor = start(run, ranks=2)
     for rank in (0, 1):
         run.worker(0, rank, 0)
@@ -111,7 +118,96 @@ def test_sigterm_ends_the_workers(run: Any) -> None:
     assert supervisor.wait(10) == 1
     assert run.all_gone()
     assert not run.events("replica_restarted")
+    assert [(event["stopped"], event["signal"]) for event in run.events("worker_exited")] == [(True, "SIGTERM")] * 2
+
+
+def tell_all(run: Any, what: str, ranks: int = 2) -> list[dict[str, Any]]:
+    workers = [run.worker(0, rank, 0) for rank in range(ranks)]
+    for rank in range(ranks):
+        run.order(0, rank, 0, what)
+        run.wait_obeyed(0, rank, 0)
+    return workers
+
+
+def test_workers_drain(run: Any) -> None:
+    """Workers that finish their step when the supervisor is asked to stop make it end with status 0."""
+    with Supervised(run, 2) as supervised:
+        tell_all(run, "drain")
+        supervised.stop()
+        assert supervised.wait() == 0
+    assert [(event["stopped"], event["code"]) for event in run.events("worker_exited")] == [(True, 0)] * 2
+    assert not run.events("replica_restarted")
+
+
+def test_workers_that_do_not_drain_in_time_are_killed(run: Any) -> None:
+    """After the drain timeout workers that still run are killed, and the group counts as failed."""
+    with Supervised(run, 2, drain_seconds=1.0) as supervised:
+        tell_all(run, "ignore")
+        asked = time.monotonic()
+        supervised.stop()
+        assert supervised.wait() == 1
+        assert time.monotonic() - asked >= 1.0
+    assert [event["signal"] for event in run.events("worker_exited")] == ["SIGKILL"] * 2
+
+
+def test_second_request_kills_at_once(run: Any) -> None:
+    """A second request to stop does not wait for the drain."""
+    with Supervised(run, 2, drain_seconds=600.0) as supervised:
+        workers = tell_all(run, "ignore")
+        supervised.stop()
+        run.order(0, 0, 0, "step 1")  # still trains
+        run.wait_obeyed(0, 0, 0)
+        assert all(run.is_alive(worker["pid"]) for worker in workers)
+        supervised.stop()
+        assert supervised.wait() == 1
+    assert [event["signal"] for event in run.events("worker_exited")] == ["SIGKILL"] * 2
+
+
+def test_no_time_to_drain_kills_at_once(run: Any) -> None:
+    """Without a drain timeout workers get no SIGTERM."""
+    with Supervised(run, 2, drain_seconds=0.0) as supervised:
+        tell_all(run, "drain")
+        supervised.stop()
+        assert supervised.wait() == 1
+    assert [event["signal"] for event in run.events("worker_exited")] == ["SIGKILL"] * 2
+
+
+def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
+    """The others cannot finish the step without it: they get the short grace time, not the rest of the drain's."""
+    with Supervised(run, 2, drain_seconds=600.0, grace_seconds=0.5) as supervised:
+        workers = tell_all(run, "ignore")
+        supervised.stop()
+        run.order(0, 0, 0, "step 1")
+        run.wait_obeyed(0, 0, 0)
+        os.kill(workers[1]["pid"], signal.SIGKILL)
+        assert supervised.wait() == 1
     assert all(event["stopped"] for event in run.events("worker_exited"))
+
+
+def test_group_that_drained_by_itself_is_not_restarted(run: Any) -> None:
+    """Workers that got SIGTERM from elsewhere and end well have left for good: status 0."""
+    with Supervised(run, 2) as supervised:
+        for worker in tell_all(run, "drain"):
+            os.kill(worker["pid"], signal.SIGTERM)
+        assert supervised.wait() == 0
+    assert [(event["stopped"], event["code"]) for event in run.events("worker_exited")] == [(False, 0)] * 2
+    assert not run.events("replica_restarted")
+
+
+def test_drain_through_the_command_line(run: Any) -> None:
+    """--drain-timeout and --attempt reach the group; SIGTERM begins the drain, a further signal ends it."""
+    supervisor = start(run, 1, "--drain-timeout=600", "--attempt=4")
+    os.kill(run.worker(0, 0, 4)["pid"], signal.SIGKILL)
+    worker = run.worker(0, 0, 5)
+    run.order(0, 0, 5, "ignore")
+    run.wait_obeyed(0, 0, 5)
+    supervisor.terminate()
+    run.order(0, 0, 5, "step 1")
+    run.wait_obeyed(0, 0, 5)
+    assert run.is_alive(worker["pid"])
+    supervisor.send_signal(signal.SIGINT)
+    assert supervisor.wait(20) == 1
+    assert [event["attempt"] for event in run.events("replica_restarted")] == [5]
 
 
 def test_root_failure() -> None:

@@ -50,7 +50,7 @@ def attempt(held: HeldFetch) -> CatchUp:
 
 def update(step: int, lineage: int) -> Update:
     """Return a committed update that made a state of `lineage`."""
-    return Update(step=step, tokens=1, lineage=lineage, gradients=[])
+    return Update(step=step, tokens=1, lineage=lineage, entries=[], readers=[], gradients=[])
 
 
 def end(held: HeldFetch, attempt: CatchUp) -> None:

@@ -62,6 +62,9 @@ class Seat:
         self.process_group.abort()
 
 
+MESSAGE = bytes([0, 255, 0])
+
+
 class Rank:
     """One rank: model, exchange and seat."""
 
@@ -85,8 +88,10 @@ class Rank:
         return [None if p.grad is None else p.grad.clone() for p in self.model.parameters() if p.requires_grad]
 
     def finish(self, contributes: bool = True) -> Reduced:
-        """Complete the exchange; the row tells rank and a number."""
-        return self.exchange.finish(lambda _: contributes, lambda quorum: [float(quorum.rank), 2.0**-40])
+        """Complete the exchange; the row tells rank and a number, the message is one byte longer for each rank."""
+        return self.exchange.finish(
+            lambda _: contributes, lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank])
+        )
 
 
 class Ring:
@@ -193,8 +198,10 @@ def test_all_ranks_get_the_same_bits(ring: Ring) -> None:
     for number, rank in enumerate(ranks):
         rank.backward(seed=number)
     expected = sums(*[rank.gradients() for rank in ranks])
-    found = ring.together(*[lambda r=r: r.finish().rows.tolist() for r in ranks])
-    assert found[0] == found[1] == found[2] == [[float(n), 2.0**-40] for n in range(3)]
+    found = ring.together(*[lambda r=r: r.finish() for r in ranks])
+    for reduced in found:
+        assert reduced.rows.tolist() == [[float(n), 2.0**-40] for n in range(3)]
+        assert reduced.messages == [b"", b"\0", b"\0\xff"]
     for rank in ranks:
         rank.exchange.write_gradients()
         for gradient, wanted in zip(rank.gradients(), expected, strict=True):
@@ -320,7 +327,7 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
     model(torch.ones(2, 4)).sum().backward()
     assert [bucket.missing for bucket in exchange._buckets] == [set()] * 4
     before = [local(parameter.grad).clone() for parameter in model.parameters()]
-    exchange.finish(lambda _: True, lambda _: [0.0])
+    exchange.finish(lambda _: True, lambda _: ([0.0], b""))
     exchange.scale(3.0)
     exchange.write_gradients()
     for parameter, gradient in zip(model.parameters(), before, strict=True):
@@ -370,8 +377,9 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
         for bucket in order:
             rank.exchange._fill(bucket, [0])
     ring.together(*[rank.finish for rank in ranks])
-    # Each bucket carries a flag per parameter besides the gradients; the rows come last.
-    assert launched[0] == launched[1] == [41, 121, 4, 10, 4, 13, 4]
+    # Each bucket carries a flag per parameter besides the gradients; the rows, with the messages' sizes, and the
+    # messages come last.
+    assert launched[0] == launched[1] == [41, 121, 4, 10, 4, 13, 6, 2]
     ranks[0].exchange.write_gradients()
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].exchange.parameters)
 

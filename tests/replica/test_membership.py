@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 from titan_ft.replica import membership as membership_module
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
-from titan_ft.replica.membership import Member, Membership
+from titan_ft.replica.member import Member
+from titan_ft.replica.membership import Membership
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 
@@ -33,29 +34,6 @@ def add_up(seats: Any, *members: Membership) -> list[float]:
         return tensor.item()
 
     return seats.together(*[lambda m=m, t=t: reduce(m, t) for m, t in zip(members, tensors, strict=True)])
-
-
-# Names
-
-
-def test_a_member_survives_its_name() -> None:
-    """Everything of a member comes back from the replica id; a microsecond of its start is kept."""
-    member = Member(12, 1_700_000_000.123457, "abc", "c0ffee")
-    assert Member.parse(member.replica_id) == member
-
-
-def test_ids_sort_by_slot() -> None:
-    """torchft orders members by id as text: that must be the order of the slots, also with ten groups and more."""
-    members = [Member(slot, 5.0, "u", "c") for slot in (0, 2, 9, 10, 100, 99_999)]
-    assert sorted(member.replica_id for member in members) == [member.replica_id for member in members]
-
-
-@pytest.mark.parametrize("name", ["", "train_llama_0", "titan_ft/x/1.0/u/c", "titan_ft/1/1.0/u", "other/1/1.0/u/c"])
-def test_a_foreign_name_is_refused(name: str) -> None:
-    """An id that is not ours is named, with the remedy."""
-    with pytest.raises(ForeignMemberError, match="own lighthouse") as caught:
-        Member.parse(name)
-    assert repr(name) in str(caught.value)
 
 
 # Quorum
@@ -210,11 +188,11 @@ def test_a_newcomer_is_in_the_next_quorum(seats: Any) -> None:
 class Stranger:
     """A client that asks the lighthouse for quorums again and again, and does nothing else."""
 
-    def __init__(self, lighthouse: str, replica_id: str) -> None:
+    def __init__(self, lighthouse: str, replica_id: str, step: int = 0) -> None:
         from torchft.coordination import LighthouseClient
 
         self._client = LighthouseClient(lighthouse, timedelta(seconds=2))
-        self._replica_id = replica_id
+        self._replica_id, self._step = replica_id, step
         self._stop, self.listed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -228,7 +206,7 @@ class Stranger:
                     timeout=timedelta(seconds=0.5),
                     address="nobody:1",
                     store_address="nobody:1",
-                    step=0,
+                    step=self._step,
                     world_size=1,
                     shrink_only=False,
                 )
@@ -242,16 +220,43 @@ class Stranger:
         self._thread.join()
 
 
-def test_a_foreign_member_ends_the_group(seats: Any) -> None:
-    """Another job at the same lighthouse is named, instead of being waited for or averaged with."""
-    stranger = Stranger(seats.lighthouse, "somebody_elses_llama_0")
-    try:
-        member = seats.take(0)
-        member.begin(0)
-        with pytest.raises(ForeignMemberError, match="somebody_elses_llama_0"):
-            member.wait()
-    finally:
-        stranger.leave()
+@pytest.fixture
+def stranger(seats: Any) -> Iterator[Stranger]:
+    """Provide a member of another kind of job, with an impossible step, that sorts before all groups."""
+    stranger = Stranger(seats.lighthouse, "somebody_elses_llama_0", step=1_000_000)
+    yield stranger
+    stranger.leave()
+
+
+def test_a_foreign_member_is_left_aside(seats: Any, stranger: Stranger, caplog: pytest.LogCaptureFixture) -> None:
+    """Who is no group of this job is named once, and neither averaged with nor believed; the groups meet without it."""
+    members = seats.take(0), seats.take(1)
+    for step in (3, 4):
+        quorums = seats.meet(*members, steps=[step, step])
+        assert [quorum.rank for quorum in quorums] == [0, 1]
+        assert {(q.slots[0], q.slots[1], q.error, q.behind, q.max_step) for q in quorums} == {(0, 1, None, False, step)}
+        assert add_up(seats, *members) == [3.0, 3.0]
+        assert [member.vote(step, True) for member in members] == [True, True]
+    for member in members:
+        (event,) = member._events.named("foreign_member")
+        assert (event["member"], event["reason"]) == ("somebody_elses_llama_0", "it is not a titan_ft replica group")
+    assert caplog.text.count("somebody_elses_llama_0") == 2  # once by each group
+
+
+def test_who_is_behind_shows_in_spite_of_a_stranger(seats: Any, stranger: Stranger) -> None:
+    """The members tell each other their steps, so that a stranger's claim hides nobody who is behind."""
+    old = seats.take(1)
+    seats.meet(old, steps=[5])
+    old.vote(5, True)
+    quorums = seats.meet(seats.take(0), old, steps=[0, 6])
+    assert [(q.max_step, q.behind, q.error) for q in quorums] == [(6, True, None), (6, False, None)]
+
+
+def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) -> None:
+    """The other ranks leave it aside, too, without a word."""
+    ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
+    assert [quorum.slots for quorum in seats.meet(*ranks)] == [[0], [0]]
+    assert [len(rank._events.named("foreign_member")) for rank in ranks] == [1, 0]
 
 
 def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,15 +292,15 @@ def fate(seat: Membership) -> BaseException:
         seat.vote(0, False)
 
 
-def objection(seat: Membership) -> str:
-    """Go from quorum to quorum until one cannot be used; returns why."""
+def stay(seat: Membership, slots: list[int], stranger: bool = False) -> None:
+    """Go from quorum to quorum as training does until one has these slots (and a stranger was named); each must do."""
     while True:
         if not seat.asked:
             seat.begin(0)
-        error = seat.wait().error
-        seat.vote(0, False)
-        if error is not None:
-            return error
+        quorum = seat.wait()
+        if quorum.slots == slots and (not stranger or seat._events.named("foreign_member")):
+            return
+        seat.vote(0, quorum.error is None)
 
 
 def test_the_older_of_two_processes_of_a_slot_ends(seats: Any) -> None:
@@ -303,34 +308,54 @@ def test_the_older_of_two_processes_of_a_slot_ends(seats: Any) -> None:
     old = seats.take(0)
     seats.meet(old)
     new = seats.take(0)
-    end, why = seats.together(lambda: fate(old), lambda: objection(new))
+    end, _ = seats.together(lambda: fate(old), lambda: stay(new, [0]))
     assert isinstance(end, ReplacedError)
     assert "replica group 0" in str(end)
     assert "fault_tolerance.replica_id must be unique" in str(end)
-    assert "[0] were started again" in why
     (quorum,) = seats.meet(new)
     assert (quorum.members, quorum.error) == ((new.member,), None)
 
 
-def test_a_bystander_waits_until_the_older_process_has_left(seats: Any) -> None:
-    """A third group does not exchange in a quorum that holds a slot twice, and meets the newer process after it."""
+def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
+    """A third group exchanges with the newer process in the very quorum that still holds the older one."""
     bystander, old = seats.take(1), seats.take(0)
+    seats.meet(bystander, old)
+    for seat in (bystander, old):
+        seat.vote(0, True)
     new = seats.take(0)
-    end, why, same = seats.together(lambda: fate(old), lambda: objection(new), lambda: objection(bystander))
-    assert isinstance(end, ReplacedError)
-    assert why == same
-    assert [quorum.error for quorum in seats.meet(bystander, new)] == [None, None]
-    assert add_up(seats, bystander, new) == [3.0, 3.0]
+    # All three ask, and the older one of them stays, as a process does that hangs after its question.
+    for seat in (new, bystander, old):
+        seat.begin(0)
+    with pytest.raises(ReplacedError):
+        old.wait()
+    quorums = [new.wait(), bystander.wait()]
+    assert [(q.members, q.error) for q in quorums] == [((new.member, bystander.member), None)] * 2
+    assert add_up(seats, new, bystander) == [3.0, 3.0]
 
 
-def test_a_group_with_another_config_ends(seats: Any) -> None:
-    """A newcomer whose config differs is told with whom it must agree; the others go on without it."""
-    old, new = seats.take(0), seats.take(1, config_digest="deadbeef")
-    end, why = seats.together(lambda: fate(new), lambda: objection(old))
-    assert isinstance(end, ConfigMismatchError)
-    assert "digest deadbeef" in str(end)
-    assert "groups [0] (c0ffee)" in str(end)
-    assert "[1] run another config" in why
+@pytest.mark.parametrize(
+    ("kind", "error", "told", "named"),
+    [
+        ({"config_digest": "deadbeef"}, ConfigMismatchError, ["digest deadbeef", "groups [0] (c0ffee)"], "deadbeef"),
+        ({"job": "theirs"}, ForeignMemberError, ["job 'theirs'", "job 'ours' (groups [0])"], "job 'theirs'"),
+    ],
+)
+def test_a_newcomer_of_another_kind_ends(
+    seats: Any, kind: dict[str, str], error: type[Exception], told: list[str], named: str
+) -> None:
+    """A newcomer of another config or job is told with whom it disagrees; the first group names it and goes on."""
+    old = seats.take(0, config=seats.config(0, job_id="ours"))
+    seats.meet(old)
+    old.vote(0, True)
+    digest = kind.get("config_digest", "c0ffee")
+    new = seats.take(1, config=seats.config(1, job_id=kind.get("job", "ours")), config_digest=digest)
+    end, _ = seats.together(lambda: fate(new), lambda: stay(old, [0], stranger=True))
+    assert isinstance(end, error)
+    for part in told:
+        assert part in str(end)
+    (event,) = old._events.named("foreign_member")
+    assert event["member"] == new.member.replica_id
+    assert named in event["reason"]
     assert seats.meet(old)[0].error is None
 
 
@@ -382,6 +407,63 @@ def test_a_lighthouse_that_comes_back(seats: Any, mortal_lighthouse: Any) -> Non
     assert [quorum.error for quorum in quorums] == [None, None]
     assert quorums[0].key == quorums[1].key
     assert add_up(seats, *members) == [3.0, 3.0]
+
+
+def test_no_key_of_a_store_is_used_twice(seats: Any, mortal_lighthouse: Any) -> None:
+    """Quorums that a restarted lighthouse numbers again, of the same members at the same step, share no store keys."""
+    seats.lighthouse = mortal_lighthouse.address
+    groups = [FakeProcessGroup() for _ in range(2)]
+    members = [
+        seats.take(slot, process_group=groups[slot], config=seats.config(slot, quorum_timeout_seconds=60.0))
+        for slot in (0, 1)
+    ]
+    keys = []
+    for _ in range(3):
+        for _ in range(3):
+            quorums = seats.meet(*members, steps=[5, 5])
+            assert [quorum.error for quorum in quorums] == [None, None]
+            keys.append(quorums[0].key)
+            for member in members:
+                member.vote(5, False)
+        mortal_lighthouse.kill()
+        mortal_lighthouse.start()
+    assert len(set(keys)) < len(keys), "the lighthouse never repeated itself: nothing was tested"
+    for group in groups:
+        assert len(set(group.configured)) == len(group.configured)
+
+
+def test_a_forgetful_lighthouse_separates_nobody(
+    seats: Any, mortal_lighthouse: Any, wait_until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restarted lighthouse makes a quorum of the first that asks; that one waits for those it was with before."""
+    seats.lighthouse = mortal_lighthouse.address
+    # The second group's heartbeat is slow, so that the new lighthouse does not know it before it asks.
+    patient = [seats.config(0), seats.config(1, heartbeat_interval_ms=3_600_000)]
+    members = [seats.take(slot, config=config) for slot, config in enumerate(patient)]
+    seats.meet(*members)
+    for member in members:
+        member.vote(0, True)
+    mortal_lighthouse.kill()
+    mortal_lighthouse.start()
+    members[0].begin(1)
+    wait_until(lambda: "waiting for groups [1]" in caplog.text, "the first group found itself alone")
+    members[1].begin(1)
+    quorums = [member._pending.result(DEADLINE) for member in members]
+    assert [(quorum.slots, quorum.error) for quorum in quorums] == [([0, 1], None)] * 2
+    assert add_up(seats, *members) == [3.0, 3.0]
+
+
+def test_a_group_that_died_with_the_lighthouse_is_not_waited_for_long(seats: Any, mortal_lighthouse: Any) -> None:
+    """Who does not come back to a restarted lighthouse counts as gone."""
+    seats.lighthouse = mortal_lighthouse.address
+    stays, dies = seats.take(0), seats.take(1)
+    seats.meet(stays, dies)
+    stays.vote(0, True)
+    dies.close()
+    mortal_lighthouse.kill()
+    mortal_lighthouse.start()
+    stays.begin(1)
+    assert stays._pending.result(DEADLINE).slots == [0]
 
 
 # Aborts

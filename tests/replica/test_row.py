@@ -40,6 +40,9 @@ def test_row_survives_the_exchange() -> None:
         heals=5,
         donor=2,
         waited=0.25,
+        awaited=1,
+        seconds=0.125,
+        saved=1000,
     )
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"

@@ -6,12 +6,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import heapq
 import inspect
 import json
 import logging
+import select
 import socket
+import struct
 import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -39,10 +44,10 @@ def make_snapshot(step: int, num_bytes: int) -> Snapshot:
 class Donor:
     """A state server that notes what it is told, with a joiner's view of it."""
 
-    def __init__(self, wait_seconds: float = DEADLINE, token: str = TOKEN) -> None:
+    def __init__(self, wait_seconds: float = DEADLINE, token: str = TOKEN, max_mbps: float = 0.0) -> None:
         self.served: list[tuple[str, int]] = []
         self.told = threading.Event()
-        self.server = StateServer("127.0.0.1", token, wait_seconds, self._on_served)
+        self.server = StateServer("127.0.0.1", token, wait_seconds, self._on_served, max_mbps)
         self.address = f"127.0.0.1:{self.server.port}"
 
     def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
@@ -62,7 +67,7 @@ class Donor:
 
     def connect(self, token: str = TOKEN) -> transport._Connection:
         """Open a joiner's connection and prove the token."""
-        return transport._Connection(self.address, token, time.monotonic() + DEADLINE)
+        return transport._Connection(self.address, token, transport._Patience(DEADLINE, threading.Event()))
 
 
 @pytest.fixture(autouse=True)
@@ -269,7 +274,7 @@ def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
         wait_until(lambda: donor.server._readers == 1)
         assert donor.server.withdraw() is None
         donor.publish(make_snapshot(6, 10))
-        assert json.loads(connection._stream.readline()) == {"bytes": sent.payload.numel()}
+        assert json.loads(connection._stream.readline())["bytes"] == sent.payload.numel()
         received = connection._stream.read(sent.payload.numel())
     assert received == expected.numpy().tobytes()
     wait_until(lambda: donor.server._readers == 0)
@@ -285,12 +290,12 @@ def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
         prove(stream)
         header = make_snapshot(5, 10 * CHUNK).header
         stream.readline()
-        stream.write(json.dumps({"bytes": len(header)}).encode() + b"\n" + header[:-1])
+        stream.write(json.dumps({"bytes": len(header), "crc32": 0}).encode() + b"\n" + header[:-1])
         stream.flush()
 
     address, _ = serve_once(talk)
     started = time.monotonic()
-    with pytest.raises(TransferError, match=r"state of step 5 from 127\.0\.0\.1:.*closed"):
+    with pytest.raises(TransferError, match=r"state of step 5 from 127\.0\.0\.1:.*Connection"):
         fetch(address, TOKEN, 5, "4", 1, DEADLINE)
     assert time.monotonic() - started < DEADLINE / 2
 
@@ -450,6 +455,409 @@ def test_a_stranger_who_says_nothing_is_dropped(
         stream = stranger.makefile("rb")
         stream.readline()
         assert read_rest(stream) == b""
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("connections", [1, 5, 64])
+@pytest.mark.parametrize("max_mbps", [0.01, 1.0, 100.0, 10_000.0])
+def test_the_rate_holds_over_all_connections(max_mbps: float, connections: int) -> None:
+    """Whatever their number, connections together send at the rate, no faster and hardly slower, in equal parts."""
+    clock = Clock()
+    pace = transport._Pace(max_mbps, clock)
+    rate, begin = max_mbps * 1e6 / 8, clock.now
+    sent: Counter[int] = Counter()
+    turns = [(begin, number) for number in range(connections)]  # when who has sent a slice and wants to send another
+    for _ in range(2000):
+        clock.now, number = heapq.heappop(turns)
+        delay = pace.book(pace.slice)
+        assert delay < transport._STALL_SECONDS / 2, "a connection that waits for its turn does not look dead"
+        heapq.heappush(turns, (clock.now + delay, number))
+        sent[number] += pace.slice
+        allowed = rate * (clock.now + delay - begin + transport._CREDIT_SECONDS) + pace.slice
+        assert sent.total() <= allowed * (1 + 1e-9)
+    assert sent.total() >= rate * (clock.now - begin)
+    assert max(sent.values()) - min(sent.values()) <= rate * transport._CREDIT_SECONDS + 2 * pace.slice
+
+
+def test_idle_time_earns_no_credit() -> None:
+    """After a pause, however long, sending goes on at the rate and not at once."""
+    clock = Clock()
+    pace = transport._Pace(8.0, clock)  # a million bytes per second
+    pace.book(1000)
+    clock.now += 1000.0
+    total = 0
+    while pace.book(1000) == 0.0:
+        total += 1000
+    assert total <= 1_000_000 * transport._CREDIT_SECONDS + 1000
+
+
+def test_without_a_rate_nothing_waits() -> None:
+    """0 is unlimited, and what is sent is not cut to slices."""
+    pace = transport._Pace(0.0)
+    assert [pace.book(1 << 40) for _ in range(3)] == [0.0] * 3
+    assert pace.slice > 1 << 40
+
+
+def test_a_throttled_donor_keeps_to_the_rate(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+    """Two joiners with three connections each share what the donor may send, and both get every byte."""
+    donor = start_donor(max_mbps=4.0)  # half a million bytes per second
+    sent = donor.publish(make_snapshot(5, 100 * CHUNK))
+    started = time.monotonic()
+    for fetched in [background.submit(donor.fetch, 5, TOKEN, 3) for _ in range(2)]:
+        check_equal(fetched.result(DEADLINE), sent)
+    least = 200 * CHUNK / 500_000 - transport._CREDIT_SECONDS - transport._SLICE_SECONDS
+    assert time.monotonic() - started >= least
+
+
+def test_a_throttled_donor_is_not_taken_for_dead(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chunk may take longer than the silence that makes a connection count as broken: a trickle is no silence."""
+    monkeypatch.setattr(transport, "_STALL_SECONDS", 3.0)
+    donor = start_donor(max_mbps=0.008)  # 1000 bytes per second
+    monkeypatch.setattr(transport, "_CHUNK", 4000)
+    sent = donor.publish(make_snapshot(5, 4000))
+    check_equal(donor.fetch(5, connections=1), sent)
+    assert not caplog.records
+
+
+def test_a_throttled_answer_ends_with_its_joiner(start_donor: Callable[..., Donor]) -> None:
+    """A donor that sends slowly notices soon that nobody listens any more, and its memory is free again."""
+    donor = start_donor(max_mbps=0.01)
+    sent = donor.publish(make_snapshot(5, 1 << 20))  # a quarter of an hour
+    with donor.connect() as connection:
+        transport._write(connection._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        wait_until(lambda: donor.server._readers == 1)
+    wait_until(lambda: donor.server._readers == 0)
+    assert donor.server.withdraw() is sent
+
+
+def test_closing_ends_a_throttled_answer(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+    """A closed server does not go on sending, and its joiner hears of it at once."""
+    donor = start_donor(max_mbps=0.001)
+    donor.publish(make_snapshot(5, 10))
+    donor.fetch(5)
+    donor.publish(make_snapshot(6, 1 << 20))
+    fetched = background.submit(fetch, donor.address, TOKEN, 6, "4", 2, 60.0)
+    wait_until(lambda: donor.server._readers > 0)
+    donor.server.close()
+    with pytest.raises(TransferError, match="state of step 6"):
+        fetched.result(DEADLINE)
+    wait_until(lambda: donor.server._readers == 0)
+
+
+def test_a_joiner_that_takes_nothing_is_dropped(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A joiner that hangs, or whose host is gone, does not keep the snapshot's memory for good."""
+    monkeypatch.setattr(transport, "_JOINER_SECONDS", 0.2)
+    donor = start_donor()
+    sent = donor.publish(make_snapshot(5, 32 << 20))
+    with donor.connect() as connection:
+        transport._write(connection._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        wait_until(lambda: donor.server._readers == 1)
+        wait_until(lambda: donor.server._readers == 0)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Provide a view on what donors are asked for: offsets, and "header" for the header.
+
+    `watch(interfere)` calls interfere(place, times it was asked for, pace) before each answer and answers at the pace
+    that it returns.
+    """
+
+    def start(interfere: Callable[[Any, int, Any], Any] = lambda place, times, pace: pace) -> list[Any]:
+        asked: list[Any] = []
+        answer = StateServer._answer
+
+        def watched(stream: Any, connection: Any, request: dict[str, Any], snapshot: Snapshot, pace: Any) -> None:
+            if "done" not in request:
+                place = request.get("offset", "header")
+                asked.append(place)
+                pace = interfere(place, asked.count(place), pace)
+            answer(stream, connection, request, snapshot, pace)
+
+        monkeypatch.setattr(StateServer, "_answer", staticmethod(watched))
+        return asked
+
+    return start
+
+
+class Corrupting:
+    """Sends data with one bit flipped, after its checksum was made."""
+
+    @staticmethod
+    def send(connection: socket.socket, data: memoryview) -> None:
+        """Send all but the truth."""
+        connection.sendall(bytes(data[:-1]) + bytes([data[-1] ^ 16]))
+
+
+@pytest.mark.parametrize("place", ["header", 0, 2 * CHUNK, 4 * CHUNK])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_arrives_corrupted_is_fetched_again(
+    donor: Donor, watch: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture, place: object, times: int
+) -> None:
+    """A flipped bit in the header or in a chunk is noticed, warned of, and cured by asking for that part again."""
+    asked = watch(lambda where, count, pace: Corrupting() if where == place and count <= times else pace)
+    sent = donor.publish(make_snapshot(5, 4 * CHUNK + 1))
+    check_equal(donor.fetch(5), sent)
+    assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 5 * CHUNK, CHUNK), 1), place: times + 1}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    what = "the header" if place == "header" else f"bytes at {place} "
+    assert len(warnings) == times
+    assert all(what in warning and donor.address in warning for warning in warnings)
+
+
+def test_what_always_arrives_corrupted_fails_the_transfer(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+    """After three tries of one chunk the transfer fails, and the error names the chunk."""
+    asked = watch(lambda where, _, pace: Corrupting() if where == 2 * CHUNK else pace)
+    donor.publish(make_snapshot(5, 5 * CHUNK))
+    with pytest.raises(TransferError, match=r"state of step 5 .* 1000 bytes at 2000 .*checksum"):
+        donor.fetch(5)
+    assert asked.count(2 * CHUNK) == 3
+    assert donor.served == []
+
+
+class Proxy:
+    """Stands between joiners and a donor and breaks connections in the middle.
+
+    Args:
+        cuts: bytes from the donor after which a connection breaks, by its number in the order of arrival.
+        how: what then happens: "reset", "close", "silence", or "gone" (a close, and nobody listens any more).
+    """
+
+    def __init__(self, donor: Donor, cuts: dict[int, int], how: str) -> None:
+        self._port, self._cuts, self._how = donor.server.port, cuts, how
+        self._closed = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.accepted = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            if select.select([self._listener], [], [], 0.02)[0]:
+                joiner, _ = self._listener.accept()
+                threading.Thread(target=self._relay, args=(joiner, self._cuts.get(self.accepted, 1 << 60))).start()
+                self.accepted += 1
+        self._listener.close()
+
+    def _relay(self, joiner: socket.socket, left: int) -> None:
+        with joiner, socket.create_connection(("127.0.0.1", self._port)) as donor, contextlib.suppress(OSError):
+            while left:
+                ready, _, _ = select.select([joiner, donor], [], [], 0.1)
+                if self._closed.is_set():
+                    return
+                for source in ready:
+                    data = source.recv(min(left, 1 << 16))
+                    if not data:
+                        return
+                    (donor if source is joiner else joiner).sendall(data)
+                    left -= len(data) if source is donor else 0
+            if self._how == "silence":
+                self._closed.wait()
+            elif self._how == "reset":
+                joiner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif self._how == "gone":
+                self.close()
+                wait_until(lambda: self._listener.fileno() == -1)
+
+    def close(self) -> None:
+        """Break everything."""
+        self._closed.set()
+
+
+@pytest.fixture
+def start_proxy() -> Iterator[Callable[..., Proxy]]:
+    """Provide the builder of proxies; closes them."""
+    proxies: list[Proxy] = []
+
+    def start(*args: Any) -> Proxy:
+        proxies.append(Proxy(*args))
+        return proxies[-1]
+
+    yield start
+    for proxy in proxies:
+        proxy.close()
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "silence"])
+def test_a_broken_connection_is_made_again(
+    donor: Donor,
+    start_proxy: Callable[..., Proxy],
+    watch: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    """A connection that breaks or falls silent within the fifth chunk costs that chunk only, and no timeout."""
+    monkeypatch.setattr(transport, "_STALL_SECONDS", 3.0)
+    asked, proxy = watch(), start_proxy(donor, {1: 4700}, how)  # 0 is the header's; within: 4 chunks and their lines
+    sent = donor.publish(make_snapshot(5, 10 * CHUNK))
+    check_equal(fetch(proxy.address, TOKEN, 5, "4", 1, 600.0), sent)
+    assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 10 * CHUNK, CHUNK), 1), 4 * CHUNK: 2}
+    assert proxy.accepted == 3
+    assert donor.told.wait(DEADLINE)
+
+
+def test_all_connections_may_break(
+    donor: Donor, start_proxy: Callable[..., Proxy], watch: Callable[..., list[Any]]
+) -> None:
+    """Each break costs at most the one chunk that was under way, also when all connections break again and again."""
+    cuts = dict.fromkeys(range(1, 13), 3000)
+    asked, proxy = watch(), start_proxy(donor, cuts, "reset")
+    sent = donor.publish(make_snapshot(5, 60 * CHUNK))
+    check_equal(fetch(proxy.address, TOKEN, 5, "4", 4, DEADLINE), sent)
+    assert set(asked) == {"header", *range(0, 60 * CHUNK, CHUNK)}
+    assert len(asked) <= 61 + len(cuts)
+
+
+def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
+    """The connection of the header lies idle during the transfer; that it broke meanwhile does not matter."""
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    answer = {"bytes": len(sent.header), "crc32": zlib.crc32(sent.header)}
+    lines = ({"nonce": "0" * 32}, {"proof": "0" * 64}, answer)
+    proxy = start_proxy(donor, {0: sum(len(json.dumps(line)) + 1 for line in lines) + len(sent.header)}, "close")
+    check_equal(fetch(proxy.address, TOKEN, 5, "4", 1, DEADLINE), sent)
+    assert donor.told.wait(DEADLINE)
+    assert donor.served == [("4", 5)]
+    assert proxy.accepted == 3
+
+
+def test_connections_that_always_break_fail_the_transfer(
+    donor: Donor, start_proxy: Callable[..., Proxy], watch: Callable[..., list[Any]]
+) -> None:
+    """A donor that can be reached but never delivers a chunk is given up after three tries."""
+    asked, proxy = watch(), start_proxy(donor, dict.fromkeys(range(1, 100), 600), "close")
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    with pytest.raises(TransferError, match="closed the connection"):
+        fetch(proxy.address, TOKEN, 5, "4", 1, 600.0)
+    assert Counter(asked) == {"header": 1, 0: 3}
+
+
+def test_a_donor_that_is_gone_is_given_up_at_once(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
+    """When nobody listens any more after a break, another donor can be asked without any wait."""
+    proxy = start_proxy(donor, {1: 4700}, "gone")
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="ConnectionRefused"):
+        fetch(proxy.address, TOKEN, 5, "4", 1, 600.0)
+    assert time.monotonic() - started < DEADLINE
+
+
+def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor whose kernel still takes connections but which says nothing costs a stall, not the whole timeout."""
+    monkeypatch.setattr(transport, "_STALL_SECONDS", 0.2)
+    started = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(TransferError, match=r"nothing came for 0\.2 s"):
+            fetch(address, TOKEN, 5, "4", 1, 600.0)
+    assert time.monotonic() - started < DEADLINE
+
+
+def test_a_donor_that_has_yet_to_copy_is_not_silent(
+    start_donor: Callable[..., Donor],
+    background: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A joiner that waits for the snapshot hears of the donor, and does not take it for dead."""
+    monkeypatch.setattr(transport, "_STALL_SECONDS", 3.0)
+    monkeypatch.setattr(transport, "_WAITING_SECONDS", 0.05)
+    said: list[float] = []
+    write = transport._write
+
+    def note(stream: Any, message: dict[str, Any]) -> None:
+        said.extend([time.monotonic()] if "waiting" in message else [])
+        write(stream, message)
+
+    monkeypatch.setattr(transport, "_write", note)
+    donor = start_donor(wait_seconds=60.0)
+    fetched = background.submit(donor.fetch, 5)
+    wait_until(lambda: bool(said) and said[-1] - said[0] > 4.0)
+    sent = donor.publish(make_snapshot(5, 3 * CHUNK))
+    check_equal(fetched.result(DEADLINE), sent)
+    assert not caplog.records
+
+
+def test_cancelling_ends_a_chunk_under_way(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+    """A transfer that is not wanted any more ends within a chunk, also while the donor waits for its snapshot."""
+    donor, cancelled = start_donor(max_mbps=0.001, wait_seconds=60.0), threading.Event()
+    fetched = background.submit(fetch, donor.address, TOKEN, 5, "4", 2, 600.0, cancelled)
+    wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]
+    cancelled.set()
+    with pytest.raises(TransferError, match="cancelled"):
+        fetched.result(DEADLINE)
+    cancelled.clear()
+    donor.publish(make_snapshot(5, 1 << 20))
+    fetched = background.submit(fetch, donor.address, TOKEN, 5, "4", 2, 600.0, cancelled)
+    wait_until(lambda: donor.server._readers > 0)
+    cancelled.set()
+    with pytest.raises(TransferError, match="cancelled"):
+        fetched.result(DEADLINE)
+
+
+def test_a_slow_connection_does_not_hold_up_the_others(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+    """All chunks but the one that is stuck are fetched by the other connection."""
+    others = set(range(CHUNK, 10 * CHUNK, CHUNK))
+
+    def hold_first(place: object, _: int, pace: object) -> object:
+        if place == 0:
+            wait_until(lambda: others <= set(asked))
+        return pace
+
+    asked = watch(hold_first)
+    sent = donor.publish(make_snapshot(5, 10 * CHUNK))
+    check_equal(donor.fetch(5, connections=2, timeout=2 * DEADLINE), sent)
+    assert asked.count(0) == 1
+
+
+def test_one_failure_ends_the_other_connections(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+    """A transfer that cannot succeed any more does not wait for answers that other connections wait for."""
+    release, stuck = threading.Event(), threading.Event()
+
+    def interfere(place: object, _: int, pace: object) -> object:
+        if place == CHUNK:
+            stuck.set()
+            release.wait(60.0)
+        elif place == 0:
+            stuck.wait(DEADLINE)
+            return Corrupting()
+        return pace
+
+    watch(interfere)
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    started = time.monotonic()
+    try:
+        with pytest.raises(TransferError, match=r"1000 bytes at 0 .*checksum"):
+            donor.fetch(5, connections=2, timeout=600.0)
+        assert time.monotonic() - started < transport._STALL_SECONDS
+    finally:
+        release.set()
+
+
+def test_states_of_two_lineages_are_never_mixed(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+    """A donor whose state of the same step became another one meanwhile does not serve the rest of the first."""
+    first = donor.publish(make_snapshot(5, 10 * CHUNK))
+
+    def replace(place: object, _: int, pace: object) -> object:
+        if place == 2 * CHUNK:
+            donor.publish(Snapshot(5, 77, first.header, first.payload))
+        return pace
+
+    watch(replace)
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has step 5 of lineage 77"):
+        donor.fetch(5)
 
 
 def test_a_closed_server_listens_no_more(donor: Donor) -> None:

@@ -54,6 +54,20 @@ class Failure:
     """The last transfer of state before that step; None if the group did not contribute again, or healed nothing."""
 
 
+@dataclass
+class Drain:
+    """One group's attempt that left because it was asked to."""
+
+    replica: int
+    attempt: int
+    time: float
+    """Unix seconds at which its first rank said so."""
+    in_order: bool
+    """Whether it finished its step first."""
+    stall_seconds: float | None
+    """What the group hit hardest lost beyond a usual step; None where no other group committed on both sides."""
+
+
 def number(event: Mapping[str, Any], name: str) -> float | None:
     """Return a numeric field, or None where it is missing or no number."""
     value = event.get(name)
@@ -107,6 +121,7 @@ def find_failures(events: Sequence[Event], heals: Iterable[Heal]) -> list[Failur
     """Return one failure per replica and attempt that a signal or a nonzero code ended, in order of time."""
     commits = group_commits(events)
     usual = median_seconds(commits)
+    drained = {attempt_of(event) for event in events if event["event"] == "drained"}
     spans = _signs_of_life(events)
     healed = sorted(heals, key=lambda heal: heal.time)
     failures: dict[Attempt, Failure] = {}
@@ -114,6 +129,8 @@ def find_failures(events: Sequence[Event], heals: Iterable[Heal]) -> list[Failur
         attempt, cause = attempt_of(event), _cause(event)
         if event["event"] != "worker_exited" or attempt is None or cause is None or event.get("stopped"):
             continue  # a worker that its supervisor stopped did not fail
+        if attempt in drained and cause == "SIGTERM":
+            continue  # nor did one that was asked to leave
         if attempt in failures:
             continue  # the first exit of an attempt is the failure; other ranks die of it
         exited = float(event["time"])
@@ -128,6 +145,20 @@ def find_failures(events: Sequence[Event], heals: Iterable[Heal]) -> list[Failur
         rejoin = None if back is None else max(0.0, back["time"] - died)
         failures[attempt] = Failure(*attempt, died, cause, stall, rejoin, heal)
     return list(failures.values())
+
+
+def find_drains(events: Sequence[Event]) -> list[Drain]:
+    """Return the attempts that left because they were asked to, each at its first rank's word."""
+    commits = group_commits(events)
+    usual = median_seconds(commits)
+    drains: dict[Attempt, Drain] = {}
+    for event in events:
+        attempt = attempt_of(event)
+        if event["event"] == "drained" and attempt is not None and attempt not in drains:
+            left = float(event["time"])
+            stall = _stall(commits, attempt[0], left, left, usual)
+            drains[attempt] = Drain(*attempt, left, event.get("in_order") is not False, stall)
+    return list(drains.values())
 
 
 def median_seconds(commits: Iterable[Event]) -> float | None:

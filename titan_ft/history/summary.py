@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from titan_ft.history import audit
 from titan_ft.history.events import Event
 from titan_ft.history.failures import (
+    Drain,
     Failure,
     Heal,
     attempt_of,
     contributed,
+    find_drains,
     find_failures,
     find_heals,
     group_commits,
@@ -49,6 +52,10 @@ class RunSummary:
     recomputed_forward_passes: int = 0
     """Forward passes beyond one per batch, by the groups that contributed to the step."""
     num_restarts: int = 0
+    num_standby_restarts: int = 0
+    """Those in which a process took over that had imported everything."""
+    num_lighthouse_restarts: int = 0
+    drains: list[Drain] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     heals: list[Heal] = field(default_factory=list)
     """All transfers of state, those at the start of the run included."""
@@ -62,6 +69,9 @@ class RunSummary:
     num_step_digests: int = 0
     """(step, rank) pairs that were compared."""
     differing_steps: list[int] = field(default_factory=list)
+    every_batch_once: audit.Verdict = "unknown"
+    batches: str = ""
+    """The audit's counts in words."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain dictionaries, lists and numbers, for JSON."""
@@ -76,6 +86,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     commits = group_commits(history)
     heals = find_heals(history)
     ranks = defaultdict(set)
+    restarts = [event for event in history if event["event"] == "replica_restarted"]
     for event in history:
         attempt = attempt_of(event)
         if attempt is not None:
@@ -95,13 +106,19 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         exchanges_attempted=sum(exchanges.values()),
         step_seconds=median_seconds(commits),
         recomputed_forward_passes=sum(_recomputed(event) for event in commits),
-        num_restarts=sum(event["event"] == "replica_restarted" for event in history),
+        num_restarts=len(restarts),
+        num_standby_restarts=sum(event.get("standby") is True for event in restarts),
+        num_lighthouse_restarts=sum(event["event"] == "lighthouse_restarted" for event in history),
+        drains=find_drains(history),
         failures=find_failures(history, heals),
         heals=heals,
         losses=_losses(commits),
     )
     _compare_final(summary, finished)
     _compare_steps(summary, history)
+    if commits:
+        audited = audit.audit(history)
+        summary.every_batch_once, summary.batches = audited.verdict, audited.counts()
     return summary
 
 
@@ -160,13 +177,15 @@ def _compare_steps(summary: RunSummary, history: Iterable[Event]) -> None:
 def format_summary(summary: RunSummary) -> str:
     """Return the figures as a few aligned lines of text."""
     s = summary
+    standby = f" ({s.num_standby_restarts} by a standby)" if s.num_standby_restarts else ""
     rows = [
         ("groups", f"{s.num_groups} x {_count(s.ranks_per_group, 'rank')}"),
         ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a step (median)"),
         ("steps committed", str(s.steps_committed)),
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
-        ("failures", f"{len(s.failures)}, {_count(s.num_restarts, 'restart')}"),
+        ("batches", f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown"),
+        ("failures", f"{len(s.failures)}, {_count(s.num_restarts, 'restart')}{standby}"),
         *((f"  {_name(failure)}", _describe(failure)) for failure in s.failures[:MAX_FAILURES_SHOWN]),
     ]
     if len(s.failures) > MAX_FAILURES_SHOWN:
@@ -174,6 +193,13 @@ def format_summary(summary: RunSummary) -> str:
     if s.failures:
         rows.append(("survivors' stall", _spread([failure.stall_seconds for failure in s.failures])))
         rows.append(("time to rejoin", _spread([failure.rejoin_seconds for failure in s.failures])))
+    if s.drains:
+        who = ", ".join(_name(drain) for drain in s.drains[:MAX_FAILURES_SHOWN])
+        more = ", ..." if len(s.drains) > MAX_FAILURES_SHOWN else ""
+        stall = _spread([drain.stall_seconds for drain in s.drains])
+        rows.append(("drained", f"{len(s.drains)} ({who}{more}), survivors stalled {stall}"))
+    if s.num_lighthouse_restarts:
+        rows.append(("lighthouse", _count(s.num_lighthouse_restarts, "restart")))
     curve = ", ".join(f"{'not finite' if loss is None else f'{loss:.4f}'} (step {step})" for step, loss in s.losses)
     steps = f" at {_count(len(s.differing_steps), 'step')}, first {s.differing_steps[0]}" if s.differing_steps else ""
     rows += [
@@ -185,8 +211,8 @@ def format_summary(summary: RunSummary) -> str:
     return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
-def _name(failure: Failure) -> str:
-    return f"replica {failure.replica}, attempt {failure.attempt}"
+def _name(end: Failure | Drain) -> str:
+    return f"replica {end.replica}, attempt {end.attempt}"
 
 
 def _describe(failure: Failure) -> str:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 
 from titan_ft.launch.orphan import PARENT_PID_ENV
 
+LAST_SECONDS = 2.0
+"""Time for an end at once, before SIGKILL."""
+
 
 @dataclass(frozen=True)
 class Child:
@@ -22,20 +26,22 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    needed_by_others: bool = False
+    """Ends after all others."""
 
     @property
     def code(self) -> int | None:
         """Exit status (negative: the signal), or None while it runs."""
         return self.process.poll()
 
-    def tell(self, line: str) -> None:
-        """Write one line to its stdin and close it; a child that is gone is noticed elsewhere."""
+    def tell(self, line: str, *, more: bool = False) -> None:
+        """Write a line to its stdin; close it unless `more` will follow. A child that is gone is noticed elsewhere."""
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass
+            self.process.stdin.flush()
+            if not more:
+                self.process.stdin.close()
 
     def describe_end(self) -> str:
         code = self.code
@@ -52,7 +58,7 @@ class Children:
         self._env = {**os.environ, **env, PARENT_PID_ENV: str(os.getpid())}
         self._children: list[Child] = []
 
-    def start(self, name: str, command: list[str], log: Path) -> Child:
+    def start(self, name: str, command: list[str], log: Path, *, needed_by_others: bool = False) -> Child:
         """Start a process with its output in `log` and a pipe as stdin.
 
         It gets a session of its own: Ctrl-C in the terminal must reach the launcher only, which ends all in order.
@@ -67,29 +73,33 @@ class Children:
                 env=self._env,
                 start_new_session=True,
             )
-        child = Child(name, process, log)
+        child = Child(name, process, log, needed_by_others)
         self._children.append(child)
         return child
 
-    def stop(self, grace_seconds: float, impatient: Callable[[], bool] = lambda: False) -> None:
-        """End all that still run: SIGTERM, and SIGKILL after `grace_seconds` or as soon as `impatient` says so.
+    def stop(self, grace_seconds: float, *, hurry: Callable[[], bool] = lambda: False) -> None:
+        """End all that still run: SIGTERM; after `grace_seconds`, or when `hurry`, a second one ("at once"); SIGKILL.
 
-        The last one started ends first, and the lighthouse, which the others need, after all others.
+        What the others need ends after all others. `hurry` is called every few moments while this waits.
         """
-        for group in (self._children[1:], self._children[:1]):
-            running = [child for child in group if child.code is None]
-            for child in running:
-                child.process.terminate()
-            deadline = time.monotonic() + grace_seconds
-            while any(child.code is None for child in running):
-                if impatient() or time.monotonic() >= deadline:
-                    break
-                time.sleep(0.02)
-            for child in running:
-                if child.code is None:
-                    child.process.kill()
-            for child in running:
-                child.process.wait()
+        self._end([child for child in self._children if not child.needed_by_others], grace_seconds, hurry)
+        self._end([child for child in self._children if child.needed_by_others], LAST_SECONDS, hurry)
         for child in self._children:
             if child.process.stdin is not None and not child.process.stdin.closed:
-                child.process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    child.process.stdin.close()
+
+    def _end(self, children: list[Child], grace_seconds: float, hurry: Callable[[], bool]) -> None:
+        for seconds, may_hurry in ((grace_seconds, True), (LAST_SECONDS, False)):
+            for child in children:
+                if child.code is None:
+                    child.process.terminate()
+            deadline = time.monotonic() + seconds
+            while any(child.code is None for child in children):
+                if time.monotonic() >= deadline or (hurry() and may_hurry):
+                    break
+                time.sleep(0.02)
+        for child in children:
+            if child.code is None:
+                child.process.kill()
+            child.process.wait()

@@ -10,11 +10,14 @@ from typing import Any
 
 
 class EventTail:
-    """Read what was added to the event files of a folder since the last call."""
+    """Read what was added to the event files of a folder since the last call; first, since this was made.
+
+    What the folder holds already is of an earlier run in it, and would be taken for this one's.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._offsets: dict[Path, int] = {}
+        self._offsets = {path: path.stat().st_size for path in folder.glob("*.jsonl")}
 
     def poll(self) -> list[dict[str, Any]]:
         """Return the new events of all files, sorted by time; a line that is not whole yet is left for later."""

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 import shlex
 import sys
 from collections.abc import Mapping
@@ -13,13 +15,23 @@ from typing import Any
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml
 from titan_ft.launch.lighthouse import LighthouseSettings
+from titan_ft.launch.lighthouse_keeper import HOST
+from titan_ft.launch.resume import check_resume, split_headers
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 
 # Config modules whose [fault_tolerance] table is known here; any other may add fields, which its workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
 
-TEXT_FIELDS = ("lighthouse", "events_folder")
+# Fields of the table that concern the launcher too, with the type that a worker's flag for them is read as.
+SHARED_FIELDS: dict[str, type] = {
+    **{setting.name: int for setting in fields(LighthouseSettings)},
+    "min_replica_size": int,
+    "drain_timeout_seconds": float,
+    "lighthouse": str,
+    "events_folder": str,
+    "job_id": str,
+}
 
 
 @dataclass
@@ -35,6 +47,14 @@ class LaunchPlan:
     """0 lets the system choose."""
     worker_args: list[str] = field(default_factory=list)
     """torchtitan's flags, added to the workers' command line last, so that they win."""
+    spares: int = 0
+    """Groups beyond `num_replicas` that wait to take the place of one that is out of restarts."""
+    drain_timeout: float | None = None
+    """Seconds that a group may take to leave in order; None takes the config's."""
+    standby: bool = True
+    """Whether each group keeps processes ready that have imported everything."""
+    resume: bool = False
+    """Whether the run directory may hold an earlier run, whose last checkpoint this one goes on from."""
     module: str = DEFAULT_MODULE
     """Python module that the workers run."""
 
@@ -45,6 +65,7 @@ class LaunchPlan:
             ("--ranks-per-replica", self.num_ranks, 1),
             ("--max-restarts", self.max_restarts, 0),
             ("--lighthouse-port", self.lighthouse_port, 0),
+            ("--spares", self.spares, 0),
         ):
             if value < least:
                 raise ConfigError(f"{flag} must be >= {least}, got {value}")
@@ -58,10 +79,25 @@ class LaunchPlan:
         table = {**values.get(TABLE, {}), **_overrides(self.worker_args)}
         self._check_table(table)
         self.lighthouse = _lighthouse_settings(table)
-        if self.paths.has_events():
+        self.drain_seconds = self._resolve_drain_timeout(table)
+        # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
+        self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
+        if self.resume:
+            check_resume(self.paths, values, self.worker_args)
+        elif self.paths.has_events():
             raise ConfigError(
-                f"--run-dir must hold no events of an earlier run, got {self.run_dir}; give another folder or remove it"
+                f"--run-dir must hold no events of an earlier run, got {self.run_dir}; give another folder, remove it, "
+                "or go on from its last checkpoint with --resume"
             )
+
+    def _resolve_drain_timeout(self, table: Mapping[str, Any]) -> float:
+        """Return the seconds that groups get to leave in order."""
+        if self.drain_timeout is None:
+            return float(table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds))
+        if not 0 < self.drain_timeout < float("inf"):
+            usual = FaultTolerance.drain_timeout_seconds
+            raise ConfigError(f"--drain-timeout must be > 0, got {self.drain_timeout}; the usual is {usual:g}")
+        return self.drain_timeout
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
         """Check what only the launcher knows to be wrong; the workers check the rest."""
@@ -83,7 +119,7 @@ class LaunchPlan:
             )
 
     def write(self) -> None:
-        """Make the run directory and put the config there, headed by the command that made it.
+        """Make the run directory and put the config there, headed by the command that made it, then by earlier ones.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -91,7 +127,10 @@ class LaunchPlan:
         try:
             self.paths.events.mkdir(parents=True, exist_ok=True)
             header = f"# titan-ft launch {shlex.join(self._arguments())}\n"
-            self.paths.config.write_text(header + self.config.read_text(encoding="utf-8"), encoding="utf-8")
+            text = split_headers(self.config.read_text(encoding="utf-8"))[1]
+            if self.paths.config.exists():
+                header += split_headers(self.paths.config.read_text(encoding="utf-8"))[0]
+            self.paths.config.write_text(header + text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"--run-dir must be a folder that can be written, got {self.run_dir} ({error.strerror}); give another"
@@ -100,53 +139,72 @@ class LaunchPlan:
     def _arguments(self) -> list[str]:
         shown = [str(self.config), "--replicas", str(self.num_replicas), "--ranks-per-replica", str(self.num_ranks)]
         shown += ["--run-dir", str(self.run_dir)]
+        shown += ["--spares", str(self.spares)] if self.spares else []
+        shown += ["--resume"] if self.resume else []
         return shown + (["--", *self.worker_args] if self.worker_args else [])
 
-    def lighthouse_command(self) -> list[str]:
-        command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"127.0.0.1:{self.lighthouse_port}"]
+    def lighthouse_command(self, port: int) -> list[str]:
+        command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"{HOST}:{port}"]
         for setting in fields(self.lighthouse):
             command += [f"--{setting.name.replace('_', '-')}", str(getattr(self.lighthouse, setting.name))]
         return command
 
     def supervisor_command(self, replica: int) -> list[str]:
-        command = [sys.executable, "-m", "titan_ft.launch.supervisor"]
-        command += [f"--run-dir={self.paths.root}", f"--replica={replica}", f"--ranks={self.num_ranks}"]
-        command += [f"--max-restarts={self.max_restarts}", f"--module={self.module}"]
-        return [*command, "--", *self.worker_command_line(replica)]
+        """Return the command that supervises one group from its first attempt that the folder does not hold."""
+        which = [f"--replica={replica}"]
+        attempt = self.paths.next_attempt(replica)
+        if attempt:
+            which.append(f"--attempt={attempt}")
+        return self._supervisor(which, [f"--{TABLE}.replica_id={replica}"])
 
-    def worker_command_line(self, replica: int) -> list[str]:
-        """Return the flags of the workers of one group."""
+    def spare_command(self) -> list[str]:
+        """Return the command that waits, and then supervises the group that it is told to take over."""
+        return self._supervisor(["--spare"], [])
+
+    def _supervisor(self, which: list[str], replica_flags: list[str]) -> list[str]:
+        command = [sys.executable, "-m", "titan_ft.launch.supervisor", f"--run-dir={self.paths.root}", *which]
+        command += [f"--ranks={self.num_ranks}", f"--max-restarts={self.max_restarts}", f"--module={self.module}"]
+        command += [f"--drain-timeout={self.drain_seconds:g}"]
+        if not self.standby:
+            command.append("--no-standby")
+        return [*command, "--", *self.worker_flags(replica_flags)]
+
+    def worker_flags(self, replica_flags: list[str]) -> list[str]:
+        """Return the flags of workers: those of every group, with `replica_flags`, and the user's, which win."""
         return [
             f"--job.config_file={self.paths.config}",
             f"--job.dump_folder={self.paths.root}",
             "--metrics.save_tb_folder=tb",
             f"--{TABLE}.enable",
-            f"--{TABLE}.replica_id={replica}",
+            *replica_flags,
             f"--{TABLE}.group_size={self.num_replicas}",
+            f"--{TABLE}.job_id={self.job_id}",
+            f"--{TABLE}.drain_timeout_seconds={self.drain_seconds:g}",
             *self.worker_args,
         ]
 
 
+def _plain_name(name: str) -> str:
+    """Return a folder's name as part of a job id, in which torchft and file systems know every character."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-") or "run"
+
+
 def _overrides(worker_args: list[str]) -> dict[str, Any]:
     """Return the [fault_tolerance] fields that the workers' flags set, of those that concern the launcher too."""
-    known = {setting.name for setting in fields(LighthouseSettings)} | {"min_replica_size", *TEXT_FIELDS}
     found: dict[str, Any] = {}
     for position, arg in enumerate(worker_args):
         name, equals, value = arg.partition("=")
         section, _, key = name.removeprefix("--").replace("-", "_").partition(".")
-        if not arg.startswith("--") or section != TABLE or key not in known:
+        if not arg.startswith("--") or section != TABLE or key not in SHARED_FIELDS:
             continue
         if not equals:
             value = worker_args[position + 1] if position + 1 < len(worker_args) else ""
-        found[key] = value if key in TEXT_FIELDS else _whole_number(f"--{TABLE}.{key}", value)
+        try:
+            found[key] = SHARED_FIELDS[key](value)
+        except ValueError as error:
+            kind = "a whole number" if SHARED_FIELDS[key] is int else "a number"
+            raise ConfigError(f"--{TABLE}.{key} must be {kind}, got {value!r}; correct it") from error
     return found
-
-
-def _whole_number(name: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError as error:
-        raise ConfigError(f"{name} must be a whole number, got {value!r}") from error
 
 
 def _lighthouse_settings(table: Mapping[str, Any]) -> LighthouseSettings:

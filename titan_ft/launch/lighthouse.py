@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from types import FrameType
+from typing import Any
 
 from titan_ft.config import ConfigError
 from titan_ft.launch.orphan import PARENT_PID_ENV, exit_with_parent
@@ -55,6 +58,24 @@ def reachable_host(host: str) -> str:
     return "127.0.0.1" if host in ("[::]", "0.0.0.0") else host
 
 
+def _native_torchft() -> Any:
+    """Load torchft's native module alone, in milliseconds: the package around it imports torch, which takes seconds.
+
+    Training pauses for as long as a lighthouse that died takes to be back.
+
+    Raises:
+        ConfigError: torchft is not installed.
+    """
+    package = importlib.util.find_spec("torchft")
+    folders = package.submodule_search_locations if package is not None else None
+    spec = PathFinder.find_spec("torchft._torchft", folders)
+    if spec is None or spec.loader is None:
+        raise ConfigError("the lighthouse needs torchft, got no such package; install torchft")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def serve(bind: str, settings: LighthouseSettings) -> int:
     """Run a lighthouse until SIGTERM or SIGINT; announce its address on stdout once it is up.
 
@@ -67,10 +88,8 @@ def serve(bind: str, settings: LighthouseSettings) -> int:
         exit_with_parent()
     # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
     os.environ.setdefault("RUST_LOG", "warn")
-    from torchft.coordination import LighthouseServer
-
     try:
-        server = LighthouseServer(
+        server = _native_torchft().LighthouseServer(
             bind=bind,
             min_replicas=settings.min_replicas,
             join_timeout_ms=settings.join_timeout_ms,

@@ -41,6 +41,10 @@ class RestartPolicy:
     streak: int = 0
     """Restarts since the last attempt that had got going."""
 
+    @property
+    def restarts_left(self) -> bool:
+        return self.num_restarts < self.max_restarts
+
     def decide(self, code: int, alive_seconds: float, committed: bool) -> Decision:
         """Judge the end of an attempt.
 
@@ -54,7 +58,7 @@ class RestartPolicy:
             return Decision(False, reason="the configuration is wrong (exit status 2); it is not started again")
         if code == FINAL_CODE:
             return Decision(False, reason="the group must not come back by itself (exit status 3); see its log")
-        if self.num_restarts >= self.max_restarts:
+        if not self.restarts_left:
             return Decision(False, reason=f"no restart left (--max-restarts {self.max_restarts})")
         if committed or alive_seconds >= self.healthy_seconds:
             self.streak = 0

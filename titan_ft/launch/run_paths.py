@@ -45,6 +45,10 @@ class RunPaths:
     def lighthouse_log(self) -> Path:
         return self.root / "logs" / "lighthouse.log"
 
+    def spare_log(self, spare: int) -> Path:
+        """Output of the supervisor of one spare group, whatever group it takes over."""
+        return self.root / "logs" / f"spare-{spare}.log"
+
     def supervisor_log(self, replica: int) -> Path:
         """Output of the supervisor of one group (not of its workers)."""
         return self.root / "logs" / f"replica-{replica}" / "supervisor.log"
@@ -72,3 +76,13 @@ class RunPaths:
 
     def has_events(self) -> bool:
         return any(self.events.glob("*.jsonl"))
+
+    def has_checkpoint(self) -> bool:
+        """Tell whether a checkpoint was begun; whether one is whole is for the workers to find out."""
+        return any(self.checkpoint.glob("step-*"))
+
+    def next_attempt(self, replica: int) -> int:
+        """Return the first attempt number of a group that nothing in the folder belongs to."""
+        folders = self.logs(replica, 0, 0).parents[1].glob("attempt-*")
+        numbers = [folder.name.removeprefix("attempt-") for folder in folders]
+        return max((int(number) + 1 for number in numbers if number.isdigit()), default=0)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ JOINED = "joined"
 HEALING = "healing"
 TRAINING = "training"
 DIED = "died"
+DRAINING = "draining"
+DRAINED = "drained"
 FINISHED = "finished"
 FAILED = "failed"
 
@@ -43,6 +45,14 @@ def initial(num_replicas: int) -> Groups:
     return {replica: GroupStatus(replica) for replica in range(num_replicas)}
 
 
+def draining(groups: Groups) -> Groups:
+    """Return the status once all groups have been asked to leave."""
+    ended = (DIED, DRAINED, FINISHED, FAILED)
+    return {
+        replica: group if group.state in ended else replace(group, state=DRAINING) for replica, group in groups.items()
+    }
+
+
 def fold(groups: Groups, event: Event) -> Groups:
     """Return the status after an event. Of a group's ranks, rank 0 speaks; a rank that died does so for itself."""
     group = groups.get(event.get("replica", -1))
@@ -54,16 +64,28 @@ def fold(groups: Groups, event: Event) -> Groups:
 
 def _apply(group: GroupStatus, event: Event) -> GroupStatus:
     match event["event"]:
-        case "worker_exited" if event.get("code") != 0 and group.state != FAILED:
+        case "worker_exited" if group.state == FAILED or (group.state == DRAINED and event.get("stopped")):
+            return group
+        case "worker_exited" if event.get("code") != 0:
             return replace(group, state=DIED)
-        case "worker_exited" if group.state != FAILED and event.get("rank") == 0 and not event.get("stopped"):
+        case "worker_exited" if group.state != DRAINED and event.get("rank") == 0 and not event.get("stopped"):
             return replace(group, state=FINISHED)
+        case "spare_took_over":  # its supervisor tells that it restarts the group
+            return replace(group, state=STARTING, attempt=event["attempt"])
         case "replica_restarted":
             return replace(group, state=STARTING, attempt=event["attempt"], restarts=group.restarts + 1)
         case "replica_gave_up":
             return replace(group, state=FAILED)
     if event.get("rank", 0) != 0 or group.state == FAILED:
         return group
+    changed = _apply_word_of_rank_0(group, event)
+    # A group that was asked to leave goes on with its step meanwhile.
+    if group.state == DRAINING and changed.state not in (DRAINED, FINISHED):
+        return replace(changed, state=DRAINING)
+    return changed
+
+
+def _apply_word_of_rank_0(group: GroupStatus, event: Event) -> GroupStatus:
     match event["event"]:
         case "worker_started":
             return replace(group, state=STARTING)
@@ -82,6 +104,8 @@ def _apply(group: GroupStatus, event: Event) -> GroupStatus:
                 loss=event.get("loss"),
                 participants=tuple(event.get("participants", ())),
             )
+        case "drained":
+            return replace(group, state=DRAINED, step=event.get("step", group.step))
         case "training_finished":
             return replace(group, state=FINISHED, step=event.get("step", group.step))
     return group
@@ -89,11 +113,12 @@ def _apply(group: GroupStatus, event: Event) -> GroupStatus:
 
 def describe(before: Groups, after: Groups, event: Event) -> str | None:
     """Return the line that tells a change, or None when the event is not worth one."""
+    if event["event"] == "lighthouse_restarted":
+        return f"{event.get('reason')}; it is back at the same address after {event.get('seconds', 0.0):.2f} s"
     replica = event.get("replica", -1)
     if replica not in after:
         return None
-    old, new = before[replica], after[replica]
-    name = f"replica {replica}"
+    name, new = f"replica {replica}", after[replica]
     match event["event"]:
         case "worker_exited" if new.state == DIED and not event.get("stopped", False):
             return f"{name} died: {event.get('reason') or 'a worker ended'}"
@@ -101,22 +126,65 @@ def describe(before: Groups, after: Groups, event: Event) -> str | None:
             return f"{name} restarting (attempt {new.attempt})"
         case "replica_gave_up":
             return f"{name} failed: {event.get('reason')}; {event.get('log')}: {event.get('error')}"
+        case "spare_took_over":
+            return f"{name}: a spare takes its place (attempt {new.attempt})"
+        case "hung":
+            return f"{name} hangs: rank {event.get('rank')} made no progress and ends itself; its log has the stacks"
     if event.get("rank", 0) != 0 or event.get("attempt", new.attempt) < new.attempt:
         return None
-    match event["event"]:
-        case "joined" if new.state == JOINED and old.state != JOINED:
-            return f"{name} joined (groups {_listed(new.participants)})"
-        case "heal_started":
-            return f"{name} healing from replica {event.get('donor')} at step {event.get('from_step')}"
-        case "heal_finished":
-            seconds = event.get("seconds")
-            return f"{name} healed" + (f" in {seconds:.2f} s" if seconds is not None else "")
-        case "digest_mismatch":
-            minority = _listed(event.get("minority", ()))
-            return f"{name} sees different digests at step {event.get('step')} (minority: {minority or 'none, a tie'})"
-        case "training_finished":
-            return f"{name} finished at step {new.step}"
-    return None
+    if event["event"] == "joined":
+        joins = new.state == JOINED and before[replica].state != JOINED
+        return f"{name} joined (groups {_listed(new.participants)})" if joins else None
+    if event["event"] in _SEEN_BY_ALL and not _tells_for_all(after, replica):
+        return None
+    if event["event"].startswith("straggler"):
+        return _describe_speed(event)
+    tell = _WORDS_OF_RANK_0.get(event["event"])
+    return f"{name} {tell(event)}" if tell is not None else None
+
+
+# Every group comes to the same finding: one line is enough.
+_SEEN_BY_ALL = ("waiting", "straggler", "straggler_recovered", "digest_mismatch")
+
+
+def _tells_for_all(groups: Groups, replica: int) -> bool:
+    """Tell whether a group is the first of those that train."""
+    return all(group.state not in (JOINED, TRAINING) for group in groups.values() if group.replica < replica)
+
+
+def _describe_speed(event: Event) -> str:
+    name = f"replica {event.get('slot', event['replica'])}"
+    if event["event"] == "straggler_recovered":
+        return f"{name} is as fast as the others again"
+    factor = event.get("factor")
+    return f"{name} is slow" + (f": {factor:.1f} times the others' step time" if factor is not None else "")
+
+
+def _healed(event: Event) -> str:
+    seconds = event.get("seconds")
+    return "healed" + (f" in {seconds:.2f} s" if seconds is not None else "")
+
+
+def _because(event: Event) -> str:
+    return f" ({event['reason']})" if event.get("reason") else ""
+
+
+# What each event of a group's rank 0 says after the group's name.
+_WORDS_OF_RANK_0: dict[str, Callable[[Event], str]] = {
+    "heal_started": lambda e: f"healing from replica {e.get('donor')} at step {e.get('from_step')}",
+    "heal_finished": _healed,
+    "digest_mismatch": lambda e: (
+        f"sees different digests at step {e.get('step')} (minority: {_listed(e.get('minority', ())) or 'none, a tie'})"
+    ),
+    "waiting": lambda e: f"waits after step {e.get('step')}: {e.get('reason') or 'too few groups'}",
+    "catch_up_waiting": lambda e: f"cannot queue more updates: the others wait until it has step {e.get('step')}",
+    "drained": lambda e: f"left after step {e.get('step')}{_because(e)}",
+    "foreign_member": lambda e: f"leaves {e.get('member')} aside{_because(e)}",
+    "refused": lambda e: f"refused {e.get('member')}{_because(e)}",
+    "checkpoint_saved": lambda e: f"saved the checkpoint of step {e.get('step')}",
+    "data_reset": lambda e: f"starts its data anew{_because(e)}",
+    "training_finished": lambda e: f"finished at step {e.get('step')}",
+}
 
 
 def describe_progress(groups: Groups) -> str | None:

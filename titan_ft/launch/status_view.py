@@ -8,12 +8,30 @@ import sys
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from titan_ft.launch.status import DIED, FAILED, FINISHED, HEALING, TRAINING, Groups, describe_progress
+from titan_ft.launch.status import (
+    DIED,
+    DRAINED,
+    DRAINING,
+    FAILED,
+    FINISHED,
+    HEALING,
+    TRAINING,
+    Groups,
+    describe_progress,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_COLORS = {TRAINING: "green", FINISHED: "bold green", HEALING: "yellow", DIED: "red", FAILED: "bold red"}
+_COLORS = {
+    TRAINING: "green",
+    FINISHED: "bold green",
+    HEALING: "yellow",
+    DRAINING: "yellow",
+    DRAINED: "cyan",
+    DIED: "red",
+    FAILED: "bold red",
+}
 
 
 class StatusView(Protocol):
@@ -44,7 +62,7 @@ class PlainView:
     def update(self, groups: Groups) -> None:
         now = time.monotonic()
         text = describe_progress(groups)
-        ended = all(group.state == FINISHED for group in groups.values())
+        ended = all(group.state in (FINISHED, DRAINED) for group in groups.values())
         if text is None or ended or text == self._last or now < self._next_progress:
             return
         self._last, self._next_progress = text, now + self._progress_seconds

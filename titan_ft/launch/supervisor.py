@@ -3,16 +3,22 @@
 """Keep one replica group running: start its workers, and start them all again when one of them dies.
 
 One process per group (`python -m titan_ft.launch.supervisor`), so that a restart does not pay for this module's imports
-again. The group as a whole is what is restarted, because its ranks cannot go on without each other.
+again; beside the group it keeps a standby (see `standby`), so that a restart does not pay for the workers' imports
+either. The group as a whole is what is restarted, because its ranks cannot go on without each other.
+
+A spare supervisor (`--spare`) prepares a standby for a replica that it is told later, on stdin.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,12 +29,16 @@ from titan_ft.launch.log_tail import last_error_line
 from titan_ft.launch.orphan import PARENT_PID_ENV, exit_with_parent
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, RestartPolicy
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.launch.standby import Standby, StandbyKeeper
 
 if TYPE_CHECKING:
     from titan_ft.launch.worker_group import WorkerExit, WorkerGroup
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
+DRAIN_SECONDS = 25.0
+STANDBY_AFTER_SECONDS = 30.0
+"""A group that waits for others this long gets a standby, though it has not committed a step."""
 DEFAULT_MODULE = "titan_ft.train"
 
 
@@ -42,89 +52,140 @@ class GroupSpec:
     module: str = DEFAULT_MODULE
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
+    first_attempt: int = 0
     max_restarts: int = 100
     grace_seconds: float = GRACE_SECONDS
+    drain_seconds: float = DRAIN_SECONDS
+    """Seconds in which the workers may finish their step when a stop is asked for; 0 kills them at once."""
+    standby: bool = True
+
+
+class StopRequests:
+    """Count the requests to stop: the first lets the workers finish their step, the second kills them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, signum: int = 0, frame: FrameType | None = None) -> None:
+        """Count one; only that, so that it may be a signal handler."""
+        self.count += 1
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def impatient(self) -> bool:
+        return self.count > 1
 
 
 class Supervisor:
-    """Run one group until it finishes, may not be restarted any more, or `stop` is asked for."""
+    """Run one group until it finishes, may not be restarted any more, or a stop is asked for.
 
-    def __init__(self, spec: GroupSpec) -> None:
+    Args:
+        stop: counts the requests to stop.
+        keeper: of the standbys; one that already has a standby lets the first attempt begin with it.
+    """
+
+    def __init__(self, spec: GroupSpec, stop: StopRequests, keeper: StandbyKeeper) -> None:
         self.spec = spec
-        self._stop = False
+        self._stop = stop
+        self._keeper = keeper
+        keeper.start = lambda: start_standby(spec)
         self._policy = RestartPolicy(spec.max_restarts)
         self._events = EventLog(spec.paths.supervisor_events(spec.replica, os.getpid()), replica=spec.replica)
         self._group: WorkerGroup | None = None
 
-    def request_stop(self) -> None:
-        """Ask `run` to end the workers and return; only sets a flag, so that a signal handler may call it."""
-        self._stop = True
-
-    def stopping(self) -> bool:
-        return self._stop
-
     def kill_workers(self) -> None:
         """Kill the workers at once; for the thread that found this process orphaned."""
-        self._stop = True
+        self._stop()
         if self._group is not None:
             self._group.kill()
 
-    def run(self) -> int:
-        """Return 0 when the group finished, 2 when its configuration is wrong, else 1."""
-        attempt = 0
+    def run(self, takeover: str = "") -> int:
+        """Return 0 when the group finished or was drained, 2 when its configuration is wrong, else 1.
+
+        Args:
+            takeover: why the first attempt is a restart, if it is one.
+        """
+        attempt = self.spec.first_attempt
+        restarted_because = takeover
         try:
-            while not self.stopping():
+            while not self._stop:
                 started = time.monotonic()
-                failure = self._run_attempt(attempt)
-                if self.stopping():
-                    break
+                failure = self._run_attempt(attempt, restarted_because)
                 if failure is None:
                     return 0
+                if self._stop:
+                    break
                 decision = self._policy.decide(failure.code, time.monotonic() - started, self._has_committed(attempt))
                 if not decision.restart:
                     self._give_up(attempt, failure, decision.reason)
                     return CONFIG_ERROR_CODE if failure.code == CONFIG_ERROR_CODE else 1
                 self._pause(decision.delay_seconds)
-                if self.stopping():
-                    break
                 attempt += 1
-                self._events.emit("replica_restarted", attempt=attempt, reason=failure.describe())
+                restarted_because = failure.describe()
             return 1
         finally:
+            self._keeper.end()
             self._events.close()
 
-    def _run_attempt(self, attempt: int) -> WorkerExit | None:
-        """Run the group once; return the first worker that failed, None when all finished or a stop was asked for."""
-        from titan_ft.launch.worker_group import WorkerGroup
-
-        spec = self.spec
-        logs = {rank: spec.paths.logs(spec.replica, attempt, rank) for rank in range(spec.num_ranks)}
-        env = {**spec.env, "TITAN_FT_ATTEMPT": str(attempt), PARENT_PID_ENV: str(os.getpid())}
-        group = self._group = WorkerGroup(spec.module, spec.args, env, logs, attempt, spec.max_restarts)
+    def _run_attempt(self, attempt: int, restarted_because: str) -> WorkerExit | None:
+        """Run the group once; return the first worker that failed, None when all ended well."""
+        group = self._group = self._start_group(attempt, restarted_because)
         first: WorkerExit | None = None
         told: set[int] = set()
         try:
-            exits = self._wait_for_end(group)
+            exits = self._wait_for_end(group, attempt)
             first = root_failure(exits)
             # Before the others are ended, which may take the grace time: the event's time is that of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
                 self._emit_exit(attempt, exit, exit.describe())
                 told.add(exit.rank)
+            if self._stop and first is None and self.spec.drain_seconds > 0:
+                self._keeper.end()
+                group.drain(self.spec.drain_seconds, self._stop.impatient)
         finally:
-            final = group.end(spec.grace_seconds)
+            # A rank cannot finish without the one that failed; after a drain, there was time enough.
+            sibling_failed = root_failure(group.exits()) is not None and not self._stop.impatient()
+            final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
             self._group = None
         for exit in final:
             if exit.rank not in told:
                 cause = first.describe() if first else "the run was stopped"
                 self._emit_exit(attempt, exit, f"stopped because {cause}", stopped=True)
-        return first
+        return first or root_failure(final)
 
-    def _wait_for_end(self, group: WorkerGroup) -> list[WorkerExit]:
+    def _start_group(self, attempt: int, restarted_because: str) -> WorkerGroup:
+        """Let the standby begin if there is one that may; else start workers."""
+        from titan_ft.launch.worker_group import WorkerGroup, attempt_env
+
+        spec = self.spec
+        logs = {rank: spec.paths.logs(spec.replica, attempt, rank) for rank in range(spec.num_ranks)}
+        standby = self._keeper.take()
+        if restarted_because:
+            self._events.emit(
+                "replica_restarted", attempt=attempt, reason=restarted_because, standby=standby is not None
+            )
+        if standby is not None:
+            # One that dies right now costs its start-up time, but is not the group's failure.
+            if standby.go(spec.args, {**spec.env, **attempt_env(attempt)}, logs):
+                return standby.group
+            standby.end()
+        return WorkerGroup(spec.module, spec.args, _with_parent(spec.env), {**logs}, attempt, spec.max_restarts)
+
+    def _wait_for_end(self, group: WorkerGroup, attempt: int) -> list[WorkerExit]:
         """Wait until all finished, one failed, or a stop was asked for; return those that ended by themselves."""
+        started = looked = time.monotonic()
+        due = False
         while True:
             exits = group.exits()
-            if self.stopping() or len(exits) == group.num_ranks or any(exit.failed for exit in exits):
+            if self._stop or len(exits) == group.num_ranks or any(exit.failed for exit in exits):
                 return exits
+            now = time.monotonic()
+            # Imports must not slow the start of the group itself. A group of which ranks have left needs no standby.
+            if self.spec.standby and self._policy.restarts_left and not due and now - looked > 1.0:
+                looked = now
+                due = now - started > STANDBY_AFTER_SECONDS or self._has_committed(attempt)
+            self._keeper.keep(due and not exits)
             time.sleep(POLL_SECONDS)
 
     def _emit_exit(self, attempt: int, exit: WorkerExit, reason: str, stopped: bool = False) -> None:
@@ -146,8 +207,26 @@ class Supervisor:
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self.stopping() and time.monotonic() < deadline:
+        while not self._stop and time.monotonic() < deadline:
+            self._keeper.keep(due=False)
             time.sleep(POLL_SECONDS)
+
+
+def start_standby(spec: GroupSpec) -> Standby:
+    """Start a standby of the group."""
+    return Standby(spec.module, spec.args, _with_parent(spec.env), spec.num_ranks, spec.max_restarts)
+
+
+def start_spare(options: argparse.Namespace) -> Standby:
+    """Start a standby of a replica that is not known yet; what depends on it, such as its GPUs, follows with "go"."""
+    from titan_ft.launch.worker_group import usual_env
+
+    env = _with_parent(usual_env())
+    return Standby(options.module, options.worker_args, env, options.ranks, options.max_restarts)
+
+
+def _with_parent(env: dict[str, str]) -> dict[str, str]:
+    return {**env, PARENT_PID_ENV: str(os.getpid())}
 
 
 def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
@@ -159,57 +238,85 @@ def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
     return min(failed, key=lambda exit: (exit.code != CONFIG_ERROR_CODE, exit.code > 0, exit.rank), default=None)
 
 
-def visible_devices(replica: int, num_ranks: int, devices: list[str]) -> list[str] | None:
-    """Choose the GPUs of a group among those of the host; groups share them in turn when there are too few.
+class Instructions:
+    """Lines from the launcher on stdin."""
 
-    Returns None (leave the choice to the workers) when the host has fewer than one for each rank of a group.
-    """
-    if num_ranks > len(devices):
-        return None
-    return [devices[(replica * num_ranks + rank) % len(devices)] for rank in range(num_ranks)]
+    def __init__(self) -> None:
+        self._pending = b""
 
-
-def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
-    """Return what the environment of all workers of a group holds, whatever the attempt."""
-    import torch
-
-    env = {"TORCHFT_LIGHTHOUSE": lighthouse}
-    for name, value in (("OMP_NUM_THREADS", "1"), ("PYTHONUNBUFFERED", "1"), ("RUST_LOG", "warn")):
-        env[name] = os.environ.get(name, value)
-    known = os.environ.get("CUDA_VISIBLE_DEVICES")
-    listed = [name for name in known.split(",") if name] if known is not None else None
-    devices = listed if listed is not None else [str(index) for index in range(torch.cuda.device_count())]
-    chosen = visible_devices(replica, num_ranks, devices)
-    if chosen is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    return env
+    def wait(self, stop: StopRequests, meanwhile: Callable[[], None] = lambda: None) -> str:
+        """Return the next line; an empty one when the launcher closed stdin, or a stop was asked for."""
+        while b"\n" not in self._pending and not stop:
+            meanwhile()
+            if select.select([0], [], [], POLL_SECONDS)[0]:
+                data = os.read(0, 4096)  # not sys.stdin, whose buffer select does not know
+                if not data:
+                    return ""
+                self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return "" if stop else line.decode().strip()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Supervise the group that the command line describes."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m titan_ft.launch.supervisor", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--replica", type=int, required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--replica", type=int)
+    which.add_argument(
+        "--spare",
+        action="store_true",
+        help='wait on stdin, after the lighthouse, for a line {"replica": R, "attempt": K}; then be the supervisor of '
+        "that replica from that attempt on, with its --fault_tolerance.replica_id added to the workers' flags",
+    )
+    parser.add_argument("--attempt", type=int, default=0, help="number of the first attempt")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--max-restarts", type=int, default=100)
     parser.add_argument("--module", default=DEFAULT_MODULE)
     parser.add_argument("--lighthouse", default="", help="its address; if left out, read as one line from stdin")
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=DRAIN_SECONDS,
+        metavar="SECONDS",
+        help="how long workers may take to finish their step at a stop; 0 kills them at once",
+    )
+    parser.add_argument("--no-standby", dest="standby", action="store_false", help="keep no standby")
     parser.add_argument("worker_args", nargs="*", help="command line of the workers, after --")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Supervise the group that the command line, or for a spare the launcher, describes."""
+    options = parse(argv)
+    stop = StopRequests()
+    # torch would install handlers that raise in the middle of whatever runs; SIGQUIT is one nobody sends here.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, stop)
+    keeper = StandbyKeeper(lambda: start_spare(options))
     started: list[Supervisor] = []
 
     def kill_workers() -> None:
+        keeper.kill()
         for supervisor in started:
             supervisor.kill_workers()
 
     exit_with_parent(before_exit=kill_workers)
     # Imported here, while the lighthouse starts, and before its address is waited for.
-    import titan_ft.launch.worker_group  # noqa: F401
+    from titan_ft.launch.worker_group import worker_env
 
-    lighthouse = options.lighthouse or sys.stdin.readline().strip()
+    instructions = Instructions()
+    lighthouse = options.lighthouse or instructions.wait(stop)
     if not lighthouse:
-        return 1  # the launcher ended before the lighthouse was there
+        return 0 if options.spare else 1  # the launcher ended before the lighthouse was there
+    if options.spare:
+        order = instructions.wait(stop, lambda: keeper.keep(due=options.standby))
+        if not order:
+            keeper.end()
+            return 0
+        told = json.loads(order)
+        options.replica, options.attempt = int(told["replica"]), int(told["attempt"])
+        options.worker_args = [*options.worker_args, f"--fault_tolerance.replica_id={options.replica}"]
     spec = GroupSpec(
         paths=RunPaths(options.run_dir),
         replica=options.replica,
@@ -217,19 +324,14 @@ def main(argv: list[str] | None = None) -> int:
         module=options.module,
         args=options.worker_args,
         env=worker_env(options.replica, options.ranks, lighthouse),
+        first_attempt=options.attempt,
         max_restarts=options.max_restarts,
+        drain_seconds=options.drain_timeout,
+        standby=options.standby,
     )
-    supervisor = Supervisor(spec)
+    supervisor = Supervisor(spec, stop, keeper)
     started.append(supervisor)
-
-    def request_stop(signum: int, frame: FrameType | None) -> None:
-        supervisor.request_stop()
-
-    # torch would install handlers that raise in the middle of whatever runs; SIGQUIT is one nobody sends here.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, request_stop)
-    return supervisor.run()
+    return supervisor.run(takeover="a spare takes its place" if options.spare else "")
 
 
 if __name__ == "__main__":

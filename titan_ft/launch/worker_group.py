@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
 
@@ -46,23 +47,24 @@ class WorkerExit:
 
 
 class RankLogs(LogsSpecs):
-    """Send the output of each rank to the file given for it."""
+    """Send the output of each rank to the file given for it; None leaves it where this process's own output goes."""
 
-    def __init__(self, files: Mapping[int, Path]) -> None:
+    def __init__(self, files: Mapping[int, Path | None]) -> None:
         super().__init__()
         self._files = dict(files)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for path in self._files.values():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
         nowhere = dict.fromkeys(envs, "")
         # stderr joins stdout in the shell (see `_command`): opened twice, the file would be overwritten.
-        stdouts = {rank: str(self._files[rank]) for rank in envs}
+        stdouts = {rank: str(self._files[rank] or "") for rank in envs}
         return LogsDest(stdouts=stdouts, stderrs=nowhere, error_files=dict(nowhere))
 
     @property
     def root_log_dir(self) -> str:
-        return str(next(iter(self._files.values())).parent)
+        return next((str(path.parent) for path in self._files.values() if path is not None), "")
 
 
 class WorkerGroup:
@@ -72,8 +74,8 @@ class WorkerGroup:
         module: Python module that the workers run.
         args: its command line.
         env: environment of all workers, on top of this process's own and of torchrun's usual variables.
-        logs: log file per rank; their number is the number of ranks.
-        attempt: which start of the group this is, from 0.
+        logs: log file per rank, None for this process's own output; their number is the number of ranks.
+        attempt: which start of the group this is, from 0 (see `attempt_env`).
         max_restarts: told to the workers, as torchrun does.
     """
 
@@ -82,7 +84,7 @@ class WorkerGroup:
         module: str,
         args: list[str],
         env: Mapping[str, str],
-        logs: Mapping[int, Path],
+        logs: Mapping[int, Path | None],
         attempt: int,
         max_restarts: int,
     ) -> None:
@@ -94,7 +96,7 @@ class WorkerGroup:
         self._store = dist.TCPStore(  # type: ignore[attr-defined] # torch exports it without listing it
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        shared = {**env, **self._group_env(port, attempt, max_restarts)}
+        shared = {**env, **self._group_env(port, max_restarts), **attempt_env(attempt)}
         envs = {rank: {**shared, **self._rank_env(rank)} for rank in range(self.num_ranks)}
         command = _command(module, args)
         self._context: PContext = start_processes(
@@ -107,8 +109,8 @@ class WorkerGroup:
         self.pids = self._context.pids()
         self._reaped = False
 
-    def _group_env(self, port: int, attempt: int, max_restarts: int) -> dict[str, str]:
-        """Return torchrun's variables that are the same for all ranks."""
+    def _group_env(self, port: int, max_restarts: int) -> dict[str, str]:
+        """Return torchrun's variables that are the same for all ranks, and for all attempts."""
         world = str(self.num_ranks)
         return {
             "MASTER_ADDR": LOOPBACK,
@@ -120,7 +122,6 @@ class WorkerGroup:
             "GROUP_RANK": "0",
             "ROLE_NAME": "titan_ft",
             "TORCHELASTIC_RUN_ID": "titan_ft",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
         }
@@ -138,10 +139,22 @@ class WorkerGroup:
                 found.append(WorkerExit(rank, pid, code))
         return found
 
-    def end(self, grace_seconds: float) -> list[WorkerExit]:
-        """End what still runs (SIGTERM, after `grace_seconds` SIGKILL), collect all, and return how each ended."""
+    def drain(self, seconds: float, impatient: Callable[[], bool]) -> None:
+        """Ask all workers to finish their step and leave (SIGTERM), and wait `seconds` for it.
+
+        Returns early when one of them failed, since the others cannot finish without it, or when `impatient` says so.
+        """
         self._signal_running(signal.SIGTERM)
-        self._wait(grace_seconds)
+        self._wait(seconds, lambda: impatient() or any(exit.failed for exit in self.exits()))
+
+    def end(self, grace_seconds: float) -> list[WorkerExit]:
+        """End what still runs, collect all, and return how each ended.
+
+        Workers get SIGTERM, and SIGKILL after `grace_seconds`; with 0 they get SIGKILL at once.
+        """
+        if grace_seconds > 0:
+            self._signal_running(signal.SIGTERM)
+            self._wait(grace_seconds)
         self.kill()
         # A process in uninterruptible sleep (a hung driver) cannot be killed: do not wait for it for ever.
         self._wait(10.0)
@@ -163,10 +176,43 @@ class WorkerGroup:
             if pid not in ended:
                 _signal_group(pid, signum)
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + seconds
-        while len(self.exits()) < self.num_ranks and time.monotonic() < deadline:
+        while len(self.exits()) < self.num_ranks and time.monotonic() < deadline and not enough():
             time.sleep(0.01)
+
+
+def attempt_env(attempt: int) -> dict[str, str]:
+    """Return the variables that tell a worker how often its group was started before."""
+    return {"TITAN_FT_ATTEMPT": str(attempt), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+
+
+def visible_devices(replica: int, num_ranks: int, devices: list[str]) -> list[str] | None:
+    """Choose the GPUs of a group among those of the host; groups share them in turn when there are too few.
+
+    Returns None (leave the choice to the workers) when the host has fewer than one for each rank of a group.
+    """
+    if num_ranks > len(devices):
+        return None
+    return [devices[(replica * num_ranks + rank) % len(devices)] for rank in range(num_ranks)]
+
+
+def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
+    """Return what the environment of all workers of a group holds, whatever the attempt."""
+    env = {"TORCHFT_LIGHTHOUSE": lighthouse, **usual_env()}
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = [name for name in known.split(",") if name] if known is not None else None
+    devices = listed if listed is not None else [str(index) for index in range(torch.cuda.device_count())]
+    chosen = visible_devices(replica, num_ranks, devices)
+    if chosen is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+    return env
+
+
+def usual_env() -> dict[str, str]:
+    """Return what the environment of every worker holds, whatever its group."""
+    usual = (("OMP_NUM_THREADS", "1"), ("PYTHONUNBUFFERED", "1"), ("RUST_LOG", "warn"))
+    return {name: os.environ.get(name, value) for name, value in usual}
 
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:

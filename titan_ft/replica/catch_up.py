@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_ft import device
+from titan_ft.replica.ledger import Entry
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.transport import TransferError
 
@@ -34,13 +35,26 @@ class Fetched(enum.IntEnum):
 class Update:
     """A committed update, ready to be applied: scaled reduced gradients and what the trainer counts of it.
 
-    `gradients` is a result of `GradientExchange.reduced`; None = the exchange's own buckets hold them.
+    Attributes:
+        step: number of the update, from 1.
+        tokens: trained by it.
+        lineage: of the state after it.
+        entries: the batches that it was made of.
+        readers: slots of the groups that were ready at it (see `Ledger.readers`).
+        gradients: a result of `GradientExchange.reduced`; None = the exchange's own buckets hold them.
     """
 
     step: int
     tokens: int
     lineage: int
+    entries: list[Entry]
+    readers: list[int]
     gradients: list[torch.Tensor] | None = None
+
+    @property
+    def slots(self) -> list[int]:
+        """Return the slots whose data it was made of."""
+        return sorted({entry.slot for entry in self.entries})
 
 
 class CatchUp:

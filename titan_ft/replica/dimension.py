@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
@@ -19,9 +20,11 @@ from titan_ft.replica.catch_up import Update
 from titan_ft.replica.errors import GaveUpError
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.round import PAUSE_SECONDS, Contribution, Round, Rounds
+from titan_ft.replica.ledger import Ledger, share_out
+from titan_ft.replica.round import PAUSE_SECONDS, Contribution, Position, Round, Rounds
 from titan_ft.replica.row import Standing, fold48
 from titan_ft.replica.snapshot import TrainState
+from titan_ft.replica.straggler import Stragglers
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +39,19 @@ class Committed:
         loss, max_loss: mean per valid token over all participants, and the largest mean of one rank.
         exchanges: rounds that the step took; 1 = no retry.
         seconds: the time that the training thread waited for them.
+        parent: lineage of the state before the step.
+        slowest: seconds of the slowest group's own part of the step / median of the others' (0 = alone).
     """
 
     update: Update
+    parent: int
     participants: list[int]
     valid_tokens: int
     loss: float
     max_loss: float
     exchanges: int
     seconds: float
+    slowest: float
 
 
 class ReplicaDimension:
@@ -62,12 +69,15 @@ class ReplicaDimension:
         rounds: Rounds,
         heal: Heal,
         state: TrainState,
+        ledger: Ledger,
         group: Group,
         events: EventLog,
         nominal_tokens: int,
         total_steps: int,
     ) -> None:
         self._config, self._rounds, self._heal, self._state, self._group = config, rounds, heal, state, group
+        self._ledger = ledger
+        self._stragglers = Stragglers(config.straggler_factor, config.straggler_steps)
         self._nominal_tokens, self._total_steps = nominal_tokens, total_steps
         self._events = events
         self._waiting = False
@@ -78,32 +88,44 @@ class ReplicaDimension:
         """Return the number of committed updates that this group's state has."""
         return self._rounds.position.step
 
-    def start(self, step: int) -> bool:
-        """Enter the job, holding `step` committed updates; returns whether this group must `heal` first.
+    @property
+    def leaving(self) -> bool:
+        """Say whether this group was told to leave: the step that it has committed was its last."""
+        return self._rounds.leaving
 
-        The first step of a job waits for `group_size` groups, up to `start_timeout_seconds`.
+    @property
+    def position(self) -> Position:
+        """Return what this group holds."""
+        return self._rounds.position
+
+    def join(self) -> bool:
+        """Meet the other groups; returns whether they train already, so that this one must `heal`."""
+        return self._rounds.meet().behind
+
+    def start(self, step: int) -> bool:
+        """Begin to train together, holding `step` committed updates; returns False if this group must `heal` first.
+
+        The job's first step, also behind a checkpoint, waits for `group_size` groups, up to `start_timeout_seconds`.
 
         Raises:
             GaveUpError: fewer than `min_replica_size` groups came.
         """
         rounds, config, began = self._rounds, self._config, time.monotonic()
         rounds.position.step = step
-        rounds.ask()
-        if rounds.membership.wait().behind:
-            return True
         self.applied()
         while True:
             # Rounds of zeros: all groups decide by the same rows that the wait is over.
             rounds.position.waited = time.monotonic() - began
             made = rounds.make()
             if rounds.position.standing is Standing.BEHIND:
-                return True
+                return False
             if made is None:
                 continue
+            self._ledger.readers = tuple(made.slots(made.verdict.ready))
             present = len({row.slot for row in made.rows})
             waited = max(row.waited for row in made.rows)
-            if step > 0 or present >= config.group_size:
-                return False
+            if present >= config.group_size:
+                return True
             if waited >= config.start_timeout_seconds:
                 break
             time.sleep(PAUSE_SECONDS)
@@ -114,14 +136,28 @@ class ReplicaDimension:
                 "start the others sooner"
             )
         logger.warning("beginning with %d of %d groups: start_timeout_seconds is over", present, config.group_size)
-        return False
+        return True
 
     def arm(self) -> None:
         """Let the next backward launch the exchange; call it before the step's last backward."""
         self._rounds.arm()
 
-    def commit(self, contribution: Contribution) -> Committed | None:
+    def slots_to_read(self) -> list[int]:
+        """Return the slots whose data this group trains in the next step; none if another group still reads its own."""
+        own, readers = self._config.replica_id, self._ledger.readers
+        if self._config.batch_policy == "shrink":
+            return [own]
+        if own not in readers:  # the others dealt out this group's slot before they knew that it is back
+            return []
+        absent = set(range(self._config.group_size)) - set(readers)
+        return [own, *share_out(absent, readers)[own]]
+
+    def commit(self, contribution: Contribution, train: Callable[[list[int]], Contribution]) -> Committed | None:
         """Make rounds until the step is committed; its update is then to be applied at once.
+
+        Args:
+            contribution: what this group's gradients are made of.
+            train: adds the gradients of one more step's share of each of these slots to the local ones.
 
         Returns:
             None if this group turns out not to hold the job's state: it must `heal`, its gradients are void.
@@ -143,24 +179,31 @@ class ReplicaDimension:
             if self._rounds.position.standing is Standing.BEHIND:
                 return None
             if self._rounds.commits(made):
-                break
-            if not made.verdict.strays:  # with strays the same gradients go again at once, without theirs
+                if not (uncovered := self._rounds.uncovered(made)):
+                    break
+                # A group went with its share of the step. The others take it over, then exchange again.
+                shares = share_out(uncovered, made.slots(made.verdict.contributors))
+                contribution = contribution.plus(train(shares.get(self._config.replica_id, [])))
+            elif not made.verdict.strays:  # with strays the same gradients go again at once, without theirs
                 self._wait_for_more(made)
         self._waiting = False
         update = self._rounds.update(made)
         self._rounds.advance(update)
-        if self.step < self._total_steps:
+        self._compare_speeds(made)
+        if self.step < self._total_steps and not self._rounds.leaving:
             # Asked for now, when all groups are at the same point, the next quorum finds everybody on time.
             self._rounds.ask()
         verdict = made.verdict
         return Committed(
             update=update,
+            parent=made.lineage,
             participants=made.slots(verdict.contributors),
             valid_tokens=verdict.valid_tokens,
             loss=verdict.loss * (self._nominal_tokens / verdict.valid_tokens),
             max_loss=verdict.max_loss,
             exchanges=exchanges,
             seconds=time.monotonic() - started,
+            slowest=max(self._stragglers.ratios.values(), default=0.0),
         )
 
     def applied(self) -> str | None:
@@ -214,13 +257,32 @@ class ReplicaDimension:
                 time.sleep(PAUSE_SECONDS)
 
     def _wait_for_more(self, made: Round) -> None:
-        """Too few groups have a gradient: the same gradients wait for more."""
+        """Too few groups have a gradient, or one is to be waited for: the same gradients wait."""
         if not self._waiting:
             self._waiting = True
             present, least = len(made.verdict.contributors), self._config.min_replica_size
-            logger.warning("step %d waits: %d group(s) have a gradient, %d needed", self.step + 1, present, least)
-            self._events.emit("waiting", step=self.step, participants=made.slots(made.verdict.contributors))
+            awaited = made.slots(made.verdict.awaited)
+            why = (
+                f"groups {awaited} fetch the state"
+                if awaited
+                else f"{present} group(s) have a gradient, {least} needed"
+            )
+            logger.warning("step %d waits: %s", self.step + 1, why)
+            self._events.emit("waiting", step=self.step, participants=made.slots(made.verdict.contributors), reason=why)
         time.sleep(PAUSE_SECONDS)
+
+    def _compare_speeds(self, made: Round) -> None:
+        """Tell when a group has become a straggler, or is none any more."""
+        seconds = {made.quorum.slots[rank]: made.rows[rank].seconds for rank in made.verdict.contributors}
+        for change in self._stragglers.observe(seconds):
+            what = "is as fast as the others again" if change.recovered else f"is {change.ratio:.1f} times slower"
+            logger.warning("group %d %s", change.slot, what)
+            self._events.emit(
+                "straggler_recovered" if change.recovered else "straggler",
+                slot=change.slot,
+                factor=change.ratio,
+                step=self.step,
+            )
 
     def _take_digest(self) -> str:
         digest = self._state.digest()

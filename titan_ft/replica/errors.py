@@ -28,7 +28,7 @@ class DivergedError(ReplicaError):
 
 
 class ForeignMemberError(ReplicaError):
-    """Another job shares this lighthouse."""
+    """Another job was at this lighthouse first."""
 
     restart = False
 

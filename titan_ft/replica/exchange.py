@@ -30,12 +30,16 @@ class ExchangeError(RuntimeError):
     """The exchange broke; the local gradients are untouched and it can be repeated."""
 
 
+Told = tuple[Sequence[float], bytes]  # a member's row and message
+
+
 @dataclass(frozen=True)
 class Reduced:
-    """The outcome of one exchange: the quorum it ran in and the members' rows, shape [num_members, row_width]."""
+    """The outcome of one exchange: its quorum, the members' rows [num_members, row_width], and their messages."""
 
     quorum: Quorum
     rows: torch.Tensor
+    messages: list[bytes]
 
 
 class _Bucket:
@@ -100,11 +104,11 @@ class GradientExchange:
         self._launch(contributes)
         self._armed = True
 
-    def finish(self, contributes: Callable[[Quorum], bool], row: Callable[[Quorum], Sequence[float]]) -> Reduced:
-        """Complete the exchange and return every member's row; the buckets then hold the sums.
+    def finish(self, contributes: Callable[[Quorum], bool], tell: Callable[[Quorum], Told]) -> Reduced:
+        """Complete the exchange and return what every member tells; the buckets then hold the sums.
 
         The first call after `arm` completes the launched exchange; any other call makes a whole one from the local
-        gradients, which are only read. `row` builds this member's row once the quorum is known.
+        gradients, which are only read. `tell` builds this member's row and message once the quorum is known.
 
         Raises:
             ExchangeError: a member died or hung, or the process group could not be built. The process group has been
@@ -119,7 +123,7 @@ class GradientExchange:
             for bucket in self._buckets:
                 if bucket.missing:
                     self._fill(bucket, sorted(bucket.missing))
-            return flight.finish(row)
+            return flight.finish(tell)
         except ExchangeError:
             self._membership.abort()
             raise
@@ -202,25 +206,40 @@ class _Flight:
     def hand_over(self, bucket: _Bucket) -> None:
         self._full.put(bucket)
 
-    def finish(self, row: Callable[[Quorum], Sequence[float]]) -> Reduced:
+    def finish(self, tell: Callable[[Quorum], Told]) -> Reduced:
         self._full.put(None)
         self._thread.join()
         if self._error is not None:
             raise self._error
         assert self._quorum is not None
         try:
-            own = torch.tensor(row(self._quorum), dtype=torch.float64)
-            rows = torch.zeros((len(self._quorum.members), own.numel()), dtype=torch.float64, device=self._where)
-            rows[self._quorum.rank] = own
-            self._all_reduce(rows)
-            for work in self._works:
-                work.wait()
-            device.synchronize()
-            if (error := self._membership.process_group.errored()) is not None:
-                raise error
-            return Reduced(self._quorum, rows.cpu())
+            row, message = tell(self._quorum)
+            rows = self._gather(torch.tensor([*row, len(message)], dtype=torch.float64))
+            sizes = [int(size) for size in rows[:, -1].tolist()]
+            messages = [b""] * len(sizes)
+            if any(sizes):  # a second collective, for they vary in length
+                padded = self._gather(torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8))
+                messages = [octets[:size].numpy().tobytes() for octets, size in zip(padded, sizes, strict=True)]
+            return Reduced(self._quorum, rows[:, :-1], messages)
         except Exception as error:  # every backend raises its own kinds for a lost peer
             raise _broken(error) from error
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Gather a vector of every member, shape [num_members, own.numel()], after everything that is in flight.
+
+        Zero-padded vectors summed are vectors gathered: no collective but the one that every backend does best.
+        """
+        assert self._quorum is not None
+        gathered = torch.zeros((len(self._quorum.members), own.numel()), dtype=own.dtype, device=self._where)
+        gathered[self._quorum.rank] = own
+        self._all_reduce(gathered)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        device.synchronize()
+        if (error := self._membership.process_group.errored()) is not None:
+            raise error
+        return gathered.cpu()
 
     def join(self) -> None:
         """End the thread; it never outlives its exchange, because the next one writes the same buckets."""

@@ -16,6 +16,7 @@ from titan_ft.history.events import EventLog
 from titan_ft.replica.catch_up import CatchUp, Fetched, Update
 from titan_ft.replica.errors import JobLostError
 from titan_ft.replica.group import Group
+from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.round import PAUSE_SECONDS, Round, Rounds
 from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import TrainState
@@ -40,13 +41,14 @@ class Heal:
         config: FaultTolerance,
         rounds: Rounds,
         state: TrainState,
+        ledger: Ledger,
         group: Group,
         events: EventLog,
         token: str,
         apply: Callable[[Update], object],
     ) -> None:
         self._config, self._rounds, self._state, self._group, self._events = config, rounds, state, group, events
-        self._token, self._apply = token, apply
+        self._ledger, self._token, self._apply = ledger, token, apply
         self._attempt: CatchUp | None = None
         self._rest = 0  # rounds until the next donor is asked
         self._alone_since: float | None = None  # when the last holder was seen to have gone
@@ -88,6 +90,8 @@ class Heal:
             update = self._rounds.update(made, keep=True)
             if not self._attempt.queue(update, made.lineage):
                 self._fail(self._attempt, f"missed an update before step {update.step}")
+            elif 0 < self._config.catch_up_max_steps <= len(self._attempt.updates):
+                self._let_wait(self._attempt)
 
     def _conclude(self, attempt: CatchUp) -> bool:
         """End the attempt if all ranks of the group have their part of the state, or one of them failed.
@@ -100,6 +104,8 @@ class Heal:
             self._fail(attempt, attempt.error or "the fetch failed on another rank of this group")
         elif fetched is Fetched.DONE and not attempt.fits:
             self._fail(attempt, "the donor's state is not the one that the others went on from")
+        elif fetched is Fetched.DONE and self._rounds.position.awaited:
+            self._rounds.position.awaited = False  # the next round makes the update that the others hold back
         elif fetched is Fetched.DONE:
             self._finish(attempt)
             return True
@@ -110,6 +116,7 @@ class Heal:
         address, slot = self._rounds.membership.peer_address(donor), made.quorum.slots[donor]
         position = self._rounds.position
         position.standing, position.donor, position.heals = Standing.CATCHING_UP, slot, position.heals + 1
+        position.awaited = config.catch_up == "wait"
         self._events.emit("heal_started", donor=slot, from_step=step, step=step)
         return CatchUp(
             slot,
@@ -125,11 +132,22 @@ class Heal:
             ),
         )
 
+    def _let_wait(self, attempt: CatchUp) -> None:
+        """Let the others wait for the transfer's end: the queue is as long as it may be."""
+        if not self._rounds.position.awaited:
+            self._rounds.position.awaited = True
+            logger.warning(
+                "the others wait for this group: fault_tolerance.catch_up_max_steps (%d) updates are queued and the "
+                "state is not there yet",
+                self._config.catch_up_max_steps,
+            )
+            self._events.emit("catch_up_waiting", donor=attempt.donor, step=attempt.target_step)
+
     def _fail(self, attempt: CatchUp, reason: str) -> None:
         """Give the attempt up. The next donor is asked after a rest that doubles: each one pays with a copy."""
         attempt.cancel()
         position = self._rounds.position
-        self._attempt, position.donor = None, -1
+        self._attempt, position.donor, position.awaited = None, -1, False
         self._rest = min(2 ** (position.heals - 1), _MAX_REST) - 1
         position.standing = Standing.CATCHING_UP if self._rest else Standing.BEHIND
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
@@ -178,3 +196,6 @@ class Heal:
             if self._attempt is not None:
                 self._attempt.cancel()
             self._attempt, position.standing, position.donor, position.seen = None, Standing.READY, -1, best
+            position.awaited = False
+            # Nobody reads for another group until all have met again: what is missing is dealt out in the round.
+            self._ledger.readers = tuple(range(self._config.group_size))

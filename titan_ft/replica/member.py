@@ -1,11 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A replica group's name at the lighthouse, and what a set of such names means."""
+"""A replica group's name at the lighthouse, and which of a quorum's names belong together.
+
+A lighthouse takes in whoever asks and believes the steps that they claim. Each group therefore picks its own kind out
+of the reply by what the names say: the same job, the same config, the newest process of each slot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, ReplacedError
 
@@ -14,35 +19,51 @@ _ID_SEPARATOR = "/"
 
 @dataclass(frozen=True)
 class Member:
-    """One replica group's name at the lighthouse."""
+    """One replica group's name at the lighthouse.
+
+    Attributes:
+        slot: the group's replica id.
+        started: when its process began, in Unix seconds.
+        unique: differs for each process.
+        config: hex hash of what must be equal in all groups.
+        job: the job's name; may be empty.
+        store: host:port of the group's TCPStore.
+    """
 
     slot: int
     started: float
     unique: str
     config: str
+    job: str = ""
+    store: str = ""
 
     @property
     def replica_id(self) -> str:
         """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
-        return _ID_SEPARATOR.join(("titan_ft", f"{self.slot:06d}", f"{self.started:.6f}", self.unique, self.config))
+        return _ID_SEPARATOR.join(
+            ("titan_ft", f"{self.slot:06d}", f"{self.started:.6f}", self.unique, self.config, self.job, self.store)
+        )
 
     @staticmethod
     def parse(replica_id: str) -> Member:
         """Decode `replica_id`.
 
         Raises:
-            ForeignMemberError: another kind of job talks to this lighthouse.
+            ValueError: it names no titan_ft replica group.
         """
         try:
-            name, slot, started, unique, config = replica_id.split(_ID_SEPARATOR)
-            if name != "titan_ft":
-                raise ValueError(name)
-            return Member(int(slot), float(started), unique, config)
+            _, slot, started, unique, config, job, store = replica_id.split(_ID_SEPARATOR)
+            member = Member(int(slot), float(started), unique, config, job, store)
         except ValueError:
-            raise ForeignMemberError(
-                f"the lighthouse lists a member that is not a titan_ft replica group: {replica_id!r}; "
-                "give each job its own lighthouse"
-            ) from None
+            member = None
+        if member is None or member.replica_id != replica_id or not math.isfinite(member.started):
+            raise ValueError(f"not the name of a titan_ft replica group: {replica_id!r}")
+        return member
+
+    @property
+    def age(self) -> tuple[float, str]:
+        """Return a key that sorts the oldest process first."""
+        return self.started, self.unique
 
 
 @dataclass(frozen=True)
@@ -53,7 +74,8 @@ class Quorum:
         key: names this quorum among all of the job.
         rank, members: in the process group's order.
         max_step: largest number of committed updates that a member reported.
-        behind: whether this group reported fewer.
+        behind: whether this group reported fewer. Without strangers only: what they report says nothing, and the
+            exchange's rows settle it.
         error: why the process group could not be built (None when it stands): the exchange then fails at once and is
             repeated in the next quorum.
     """
@@ -71,31 +93,74 @@ class Quorum:
         return [member.slot for member in self.members]
 
 
-def objection(own: Member, members: Sequence[Member]) -> str | None:
-    """Find members that must not meet; they end by themselves. Returns why the quorum cannot be used, or None.
+@dataclass(frozen=True)
+class Admission:
+    """Who of a lighthouse's quorum makes the exchange.
+
+    Attributes:
+        members: the groups of this job, in rank order; all of them come to the same list by themselves.
+        strangers: names that are set aside, each with the reason. A process that was replaced is in neither.
+    """
+
+    members: tuple[Member, ...]
+    strangers: dict[str, str] = field(default_factory=dict)
+
+
+def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
+    """Pick the members that `own` exchanges with out of a quorum's names.
+
+    The oldest process says which job and which config is right: newcomers do not outvote who has the state. Of two
+    processes of one slot the newer one counts.
 
     Raises:
+        ForeignMemberError: the lighthouse serves another job, which was there first.
+        ConfigMismatchError: `own` runs another config than the oldest member of its job.
         ReplacedError: `own` was started again elsewhere.
-        ConfigMismatchError: `own` runs another config than the oldest member. Newcomers do not outvote who has the
-            state.
     """
-    twice = []
-    for member in members:
-        if any(other.slot == member.slot and other.started > member.started for other in members):
-            if member == own:
-                raise ReplacedError(
-                    f"replica group {own.slot} was started again elsewhere; this older process ends: "
-                    "fault_tolerance.replica_id must be unique among running groups"
-                )
-            twice.append(member.slot)
-    right = min(members, key=lambda member: member.started).config
-    if own.config != right:
-        others = [member.slot for member in members if member.config == right]
-        raise ConfigMismatchError(
-            f"this group's config (digest {own.config}) must equal that of groups {others} ({right}); start it with "
-            "their TOML and flags"
+    groups, strangers = [], {}
+    for replica_id in sorted(replica_ids):
+        try:
+            groups.append(Member.parse(replica_id))
+        except ValueError:
+            strangers[replica_id] = "it is not a titan_ft replica group"
+    assert own in groups, f"{own} is not in its own quorum"
+    first = min(groups, key=lambda member: member.age)
+    _check_job(own, first, groups)
+    alike = [member for member in groups if (member.job, member.config) == (first.job, first.config)]
+    _check_config(own, alike)
+    for member in groups:
+        if member.job != own.job:
+            strangers[member.replica_id] = f"it belongs to job {member.job!r}, this group to {own.job!r}"
+        elif member.config != own.config:
+            strangers[member.replica_id] = f"it runs another config (digest {member.config}; ours is {own.config})"
+    newest = {member.slot: member for member in sorted(alike, key=lambda member: member.age)}
+    if newest[own.slot] != own:
+        raise ReplacedError(
+            f"replica group {own.slot} was started again elsewhere; this older process ends: "
+            "fault_tolerance.replica_id must be unique among running groups"
         )
-    wrong = [member.slot for member in members if member.config != right]
-    if twice or wrong:
-        return f"waiting for groups to leave: {twice} were started again, {wrong} run another config"
-    return None
+    return Admission(tuple(newest[slot] for slot in sorted(newest)), strangers)
+
+
+def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
+    """Two jobs at one lighthouse would wait for each other in every step: the later one ends."""
+    if own.job != first.job:
+        slots = _slots(member for member in groups if member.job == first.job)
+        raise ForeignMemberError(
+            f"the lighthouse serves job {first.job!r} (groups {slots}), which was there before this group of job "
+            f"{own.job!r}; give each job its own lighthouse with fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE, or "
+            "groups of one job the same fault_tolerance.job_id"
+        )
+
+
+def _check_config(own: Member, alike: Sequence[Member]) -> None:
+    right = alike[0].config
+    if own.config != right:
+        raise ConfigMismatchError(
+            f"this group's config (digest {own.config}) must equal that of groups {_slots(alike)} ({right}); start it "
+            "with their TOML and flags, or, if it belongs to another job, with another lighthouse"
+        )
+
+
+def _slots(members: Iterable[Member]) -> list[int]:
+    return sorted({member.slot for member in members})

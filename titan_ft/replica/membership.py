@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -27,13 +28,17 @@ from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.member import Member, Quorum, objection
+from titan_ft.replica.member import Admission, Member, Quorum, admit
 
 logger = logging.getLogger(__name__)
 
 _RENDEZVOUS_SECONDS = 2.0  # all members got the quorum's reply at the same moment; one that is silent so long is gone
 # torchft's server repeats a request that a restarted lighthouse lost, once for all ranks of the group.
 _LIGHTHOUSE_RETRIES = 1000
+# A lighthouse that was started again knows nobody and makes a quorum of whoever asks first. Together well above the
+# time that all groups need to heartbeat again.
+_REUNION_ASKS = 20
+_REUNION_PAUSE_SECONDS = 0.1
 
 
 class Membership:
@@ -79,14 +84,17 @@ class Membership:
         self._store = self._connect_store()
         self._server: Any = None
         if group_rank == 0:
-            self.member = Member(config.replica_id, time.time(), uuid.uuid4().hex, config_digest)
+            store_address = f"{_bracketed(host)}:{self._store_port}"  # rank 0 runs where the store is
+            self.member = Member(
+                config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, store_address
+            )
             try:
                 self._server = ManagerServer(
                     replica_id=self.member.replica_id,
                     lighthouse_addr=lighthouse,
                     hostname=_bracketed(host),
                     bind=f"{_bracketed(config.bind_address or host)}:0",
-                    store_addr=f"{_bracketed(host)}:{self._store_port}",  # rank 0 runs where the store is
+                    store_addr=store_address,
                     world_size=group_world_size,
                     heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
                     connect_timeout=timedelta(seconds=config.connect_timeout_seconds),
@@ -102,8 +110,12 @@ class Membership:
         self._pending: Future[Quorum] | None = None
         self._configured = ""  # key of the quorum that the process group was built for
         self._prefix = ""  # of that quorum's keys in stores
+        self._builds: Counter[str] = Counter()  # how often a process group was built for each key
         self._peers: dict[int, str] = {}
+        self._peers_step = 0  # largest number of updates that a member of the process group had when it was built
         self._peer_stores: dict[str, TCPStore] = {}
+        self._former: tuple[int, list[str], tuple[Member, ...]] = (0, [], ())  # the last quorum's id, names, members
+        self._named: set[str] = set()  # strangers
         self._closed = False
         self._abort_lock = threading.Condition()
         self._failures = 0
@@ -125,7 +137,7 @@ class Membership:
 
         Raises:
             LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`.
-            ReplacedError, ConfigMismatchError, ForeignMemberError: see `titan_ft.replica.member`.
+            ReplacedError, ConfigMismatchError, ForeignMemberError: see `titan_ft.replica.member.admit`.
         """
         assert self._pending is not None, "begin() comes before wait()"
         return self._pending.result()
@@ -170,27 +182,58 @@ class Membership:
     # The quorum thread
 
     def _ask(self, step: int, failures: int) -> Quorum:
-        reply = self._request(step, failures)
-        members = tuple(Member.parse(replica_id) for replica_id in reply.replica_ids)
+        reply, members = self._find_members(step, failures)
         names = hashlib.sha256("/".join(member.unique for member in members).encode()).hexdigest()[:16]
         key = f"{reply.quorum_id}/{names}"
-        error = objection(self.member, members)
-        if error is None and key != self._configured:
-            # A restarted lighthouse counts quorum ids from the beginning, with the same members as before. Stores keep
-            # what was written under an id, so that their keys carry the step too.
-            error = self._configure(reply, members, key, f"titan_ft/{key}/{reply.max_step}")
+        rank = members.index(self.member)
+        error = None
+        if key != self._configured:
+            # A restarted lighthouse counts quorum ids from the beginning, and stores keep what was written under a key.
+            # The same processes were members each time that it came up, so that their counts agree. After a reply that
+            # reached only some of them they do not: then they miss each other, and meet in the next quorum.
+            self._builds[key] += 1
+            error = self._configure(reply.quorum_id, members, step, key, f"titan_ft/{key}/{self._builds[key]}")
             if error is None:
                 self._events.emit(
                     "joined", quorum=reply.quorum_id, participants=[member.slot for member in members], step=step
                 )
-        return Quorum(
-            key=key,
-            rank=reply.replica_rank,
-            members=members,
-            max_step=reply.max_step,
-            behind=reply.max_step > step,
-            error=error,
-        )
+        # With others in the quorum the largest step may be their claim.
+        alone = len(members) == len(reply.replica_ids)
+        max_step = reply.max_step if alone else max(step, self._peers_step)
+        return Quorum(key, rank, members, max_step, behind=max_step > step, error=error)
+
+    def _find_members(self, step: int, failures: int) -> tuple[Any, tuple[Member, ...]]:
+        """Ask for a quorum and pick this group's own kind out of the reply.
+
+        If the lighthouse was started again it may not know all groups yet. Who goes on then goes on without groups that
+        are alive; so ask again, as often on each rank of the group, before they count as gone.
+        """
+        former_id, former_names, former = self._former
+        restarted = False
+        for again in range(_REUNION_ASKS + 1):
+            reply = self._request(step, failures)
+            admission = admit(self.member, reply.replica_ids)
+            self._name_strangers(admission)
+            slots = [member.slot for member in admission.members]
+            missing = [member.slot for member in former if member.slot not in slots]
+            if again == 0:
+                restarted = reply.quorum_id < former_id
+                restarted |= reply.quorum_id == former_id and reply.replica_ids != former_names
+            if not (restarted and missing):
+                break
+            if again == 0:
+                logger.warning("the lighthouse was started again; waiting for groups %s to reconnect", missing)
+            time.sleep(_REUNION_PAUSE_SECONDS)
+        self._former = reply.quorum_id, reply.replica_ids, admission.members
+        return reply, admission.members
+
+    def _name_strangers(self, admission: Admission) -> None:
+        """Tell of each stranger once, on one rank of the group."""
+        for name in admission.strangers.keys() - self._named if self._group_rank == 0 else ():
+            self._named.add(name)
+            reason = admission.strangers[name]
+            logger.warning("left aside at the lighthouse: member %r, because %s", name, reason)
+            self._events.emit("foreign_member", member=name, reason=reason)
 
     def _request(self, step: int, failures: int) -> Any:
         """Ask until there is a quorum; gives up only when the lighthouse cannot be reached.
@@ -236,25 +279,29 @@ class Membership:
             "name it"
         )
 
-    def _configure(self, reply: Any, members: tuple[Member, ...], key: str, prefix: str) -> str | None:
+    def _configure(self, quorum_id: int, members: tuple[Member, ...], step: int, key: str, prefix: str) -> str | None:
         """Build the process group of a new quorum; returns what went wrong, or None."""
         if self._prefix and self._group_world_size > 1:
             self._store.set(self._broken_key(self._prefix), "1")  # lets the old quorum's watcher end
         with self._abort_lock:
             self._configured, self._prefix = key, prefix
             self._abort_lock.notify_all()
-        prefix = f"{prefix}/{self._group_rank}"
+        prefix, rank = f"{prefix}/{self._group_rank}", members.index(self.member)
+        store = members[0].store  # not the reply's, which is that of whoever claims the most steps
         try:
+            self._peers_step = step
             if len(members) > 1:
-                self._peers = self._exchange_addresses(reply, prefix, len(members))
+                told = [text.split(" ") for text in self._exchange_addresses(store, prefix, rank, len(members), step)]
+                self._peers = {peer: address for peer, (address, _) in enumerate(told)}
+                self._peers_step = max(int(number) for _, number in told)
             # A member that dies right here must not cost the timeout of a whole collective.
             self.process_group.set_timeout(timedelta(seconds=_RENDEZVOUS_SECONDS))
             self.process_group.configure(
-                f"{reply.store_address}/{prefix}/pg",
+                f"{store}/{prefix}/pg",
                 self.member.replica_id,
-                reply.replica_rank,
+                rank,
                 len(members),
-                reply.quorum_id,
+                quorum_id,
                 self._group_rank,
                 self._group_world_size,
                 [member.slot * self._group_world_size + self._group_rank for member in members],
@@ -262,25 +309,29 @@ class Membership:
             if self._group_world_size > 1 and self._store.check([self._broken_key(self._prefix)]):
                 return "broke on another rank of this group before it began here"
         except Exception as error:  # noqa: BLE001  # a member may die right here; the next quorum is without it
-            self._peer_stores.pop(reply.store_address, None)
+            self._peer_stores.pop(store, None)
             return f"{type(error).__name__}: {error}".split("\n", 1)[0]
         finally:
             self.process_group.set_timeout(self.timeout)
         return None
 
-    def _exchange_addresses(self, reply: Any, prefix: str, world_size: int) -> dict[int, str]:
-        """Tell the members this rank's state server and learn theirs; shows at once when a member is gone already."""
-        host, _, port = reply.store_address.rpartition(":")
+    def _exchange_addresses(self, address: str, prefix: str, rank: int, world_size: int, step: int) -> list[str]:
+        """Tell the members this rank's state server and step, learn theirs; shows at once when one is gone already.
+
+        Args:
+            address: host:port of the store where they meet.
+        """
+        host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=_RENDEZVOUS_SECONDS)
-        if reply.store_address not in self._peer_stores:
+        if address not in self._peer_stores:
             # Kept: every new connection costs a reverse DNS lookup on both sides, even of numeric addresses.
-            self._peer_stores[reply.store_address] = TCPStore(
+            self._peer_stores[address] = TCPStore(
                 host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout
             )
-        store = PrefixStore(prefix, self._peer_stores[reply.store_address])
-        store.set(str(reply.replica_rank), self._address)
+        store = PrefixStore(prefix, self._peer_stores[address])
+        store.set(str(rank), f"{self._address} {step}")
         store.wait([str(rank) for rank in range(world_size)], timeout)
-        return {rank: store.get(str(rank)).decode() for rank in range(world_size)}
+        return [store.get(str(rank)).decode() for rank in range(world_size)]
 
     # Failures seen by another rank of this group
 

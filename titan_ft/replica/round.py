@@ -15,17 +15,24 @@ from dataclasses import dataclass
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.catch_up import Update
+from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import DivergedError
-from titan_ft.replica.exchange import ExchangeError, GradientExchange
+from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, Told
+from titan_ft.replica.ledger import Entry, decode, encode
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.row import Row, Standing, Verdict, descend, judge
 from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.transport import StateServer
+from titan_ft.replica.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.1  # between rounds in which a group can only wait for others
+
+
+class Leaving(Exception):  # noqa: N818  # no error, but an end in order
+    """This group was told to leave, and all of its ranks have agreed."""
 
 
 @dataclass
@@ -40,6 +47,8 @@ class Position:
     heals: int = 0  # attempts of the heal under way
     donor: int = -1  # slot that the heal fetches from
     waited: float = 0.0  # seconds, for the job's first step
+    awaited: bool = False  # the others wait for the transfer under way
+    saved: int = 0  # step of the latest complete checkpoint heard of
     sound: bool = True  # False: the state is not one that the job went through, only a donor's will do
 
 
@@ -51,12 +60,27 @@ class Contribution:
         valid_tokens, tokens: of the whole group; see `Row`.
         loss: the group's loss sum / nominal tokens of a step of all groups.
         max_loss: largest mean loss of one of the group's ranks.
+        seconds: that the group's slowest rank spent on it.
+        entries: the batches that it was made of, as this rank read them.
     """
 
     valid_tokens: int = 0
     tokens: int = 0
     loss: float = 0.0
     max_loss: float = 0.0
+    seconds: float = 0.0
+    entries: tuple[Entry, ...] = ()
+
+    def plus(self, other: Contribution) -> Contribution:
+        """Add what further microbatches contribute."""
+        return Contribution(
+            valid_tokens=self.valid_tokens + other.valid_tokens,
+            tokens=self.tokens + other.tokens,
+            loss=self.loss + other.loss,
+            max_loss=max(self.max_loss, other.max_loss),
+            seconds=self.seconds + other.seconds,
+            entries=self.entries + other.entries,
+        )
 
 
 NOTHING = Contribution()
@@ -64,11 +88,15 @@ NOTHING = Contribution()
 
 @dataclass(frozen=True)
 class Round:
-    """A round that worked on all ranks of this group: the quorum, its members' rows and the verdict on them."""
+    """A round that worked on all ranks of this group: the quorum, its members' rows and the verdict on them.
+
+    `entries` are the batches that the contributors' gradients are made of.
+    """
 
     quorum: Quorum
     rows: list[Row]
     verdict: Verdict
+    entries: list[Entry]
 
     @property
     def lineage(self) -> int:
@@ -96,13 +124,24 @@ class Rounds:
         server: StateServer,
         events: EventLog,
         nominal_tokens: int,
+        drain: Drain,
+        watchdog: Watchdog,
     ) -> None:
         self.position = Position()
         self.membership = membership
+        self._drain, self._watchdog = drain, watchdog
+        self.leaving = False
+        """Whether all ranks of this group have agreed to leave: it asks for no quorum any more."""
         self._config, self._exchange, self._state, self._server = config, exchange, state, server
         self._events = events
         self._nominal_tokens = nominal_tokens
         self._served: Snapshot | None = None
+
+    def meet(self) -> Quorum:
+        """Ask for the next round's quorum and wait for it."""
+        self.ask()
+        with self._watchdog.paused():
+            return self.membership.wait()
 
     def ask(self) -> None:
         """Ask for the next round's quorum, unless it is asked for."""
@@ -122,30 +161,52 @@ class Rounds:
 
         Raises:
             DivergedError: the groups' states differ without a majority.
+            Leaving: the group agreed to leave in the round before.
         """
+        if self.leaving:
+            raise Leaving
+        with self._watchdog.paused():
+            reduced = self._exchange_and_vote(contribution)
+        if reduced is None:
+            return None
+        rows = [Row.decode(values) for values in reduced.rows.tolist()]
+        entries = [decode(message) for message in reduced.messages]
+        verdict = judge(rows, [[entry.slot for entry in own] for own in entries])
+        made = Round(reduced.quorum, rows, verdict, [entry for rank in verdict.contributors for entry in entries[rank]])
+        self._take_position(made)
+        self._serve(made)
+        return made
+
+    def _exchange_and_vote(self, contribution: Contribution) -> Reduced | None:
+        """Return what the members told, or None if it broke on any rank of this group."""
         self.ask()
         started = time.monotonic()
         reduced = None
         try:
-            reduced = self._exchange.finish(self._contributes, lambda quorum: self._row(quorum, contribution).encode())
+            reduced = self._exchange.finish(self._contributes, lambda quorum: self._tell(quorum, contribution))
         except ExchangeError as error:
             self._tell_broken(str(error), started)
-        if not self.membership.vote(self.position.step, reduced is not None):
-            if reduced is not None:
-                self._tell_broken("broke on another rank of this group", started)
-            return None
-        assert reduced is not None, "the vote passed with this rank's no"
-        rows = [Row.decode(values) for values in reduced.rows.tolist()]
-        made = Round(reduced.quorum, rows, judge(rows))
-        self._take_position(made)
-        self._serve(made)
-        return made
+        self._drain.before_vote()
+        agreed = self.membership.vote(self.position.step, reduced is not None)
+        self.leaving = self._drain.after_vote()
+        if agreed:
+            assert reduced is not None, "the vote passed with this rank's no"
+            return reduced
+        if reduced is not None:
+            self._tell_broken("broke on another rank of this group", started)
+        return None
 
     def commits(self, made: Round) -> bool:
         """Say whether the round is an update. With strays it is not: it is repeated without their gradients."""
         verdict = made.verdict
         enough = len(verdict.contributors) >= self._config.min_replica_size
-        return not verdict.strays and verdict.valid_tokens > 0 and enough
+        return not verdict.strays and not verdict.awaited and verdict.valid_tokens > 0 and enough
+
+    def uncovered(self, made: Round) -> list[int]:
+        """Return the slots whose data the round's gradients lack though `batch_policy` wants it in."""
+        if self._config.batch_policy == "shrink":
+            return []
+        return sorted(set(range(self._config.group_size)) - {entry.slot for entry in made.entries})
 
     def update(self, made: Round, keep: bool = False) -> Update:
         """Turn the round's sums into the token-weighted mean over its contributors.
@@ -159,6 +220,8 @@ class Rounds:
             step=step,
             tokens=made.verdict.tokens,
             lineage=descend(made.lineage, made.quorum.key, step),
+            entries=made.entries,
+            readers=made.slots(made.verdict.ready),
             gradients=self._exchange.reduced() if keep else None,
         )
 
@@ -171,11 +234,11 @@ class Rounds:
     def _contributes(self, quorum: Quorum) -> bool:
         return self.position.standing is Standing.READY and not quorum.behind
 
-    def _row(self, quorum: Quorum, contribution: Contribution) -> Row:
+    def _tell(self, quorum: Quorum, contribution: Contribution) -> Told:
         position = self.position
         outdated = position.standing.has_state and quorum.behind
         facts = contribution if self._contributes(quorum) else NOTHING
-        return Row(
+        row = Row(
             slot=self._config.replica_id,
             standing=Standing.BEHIND if outdated else position.standing,
             step=position.step if position.sound else 0,
@@ -189,11 +252,16 @@ class Rounds:
             heals=position.heals,
             donor=position.donor,
             waited=position.waited,
+            awaited=position.awaited,
+            seconds=facts.seconds,
+            saved=position.saved,
         )
+        return row.encode(), encode(facts.entries)
 
     def _take_position(self, made: Round) -> None:
         verdict, position = made.verdict, self.position
         position.seen = max(position.seen, *(row.seen for row in made.rows))
+        position.saved = max(position.saved, *(row.saved for row in made.rows))
         if verdict.strays or verdict.tie:
             self._tell_differing(made)
         if verdict.tie:

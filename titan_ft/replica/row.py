@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-_FLOATS = ("loss", "max_loss", "waited")
+_FLOATS = ("loss", "max_loss", "waited", "seconds")
 
 
 class Standing(IntEnum):
@@ -50,6 +50,9 @@ class Row:
         heals: heals that the member began since it has been behind; the next one asks the next donor.
         donor: slot that a member that is catching up fetches from; -1 = none at the moment.
         waited: seconds that the member has waited for the job's first step.
+        awaited: whether the others must wait until the member has fetched the state; it queues no more updates.
+        seconds: that the member's slowest rank spent on its own part of the step.
+        saved: step of the latest checkpoint that the member knows to be complete.
     """
 
     slot: int
@@ -65,6 +68,9 @@ class Row:
     heals: int = 0
     donor: int = -1
     waited: float = 0.0
+    awaited: int = 0
+    seconds: float = 0.0
+    saved: int = 0
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""
@@ -94,9 +100,11 @@ class Verdict:
         holders: ranks that hold the job's state.
         strays: ranks that claim to hold it but differ from the majority; they must heal.
         tie: the bytes differ and no majority exists.
-        contributors: holders whose gradient counts.
+        ready: holders that train on.
+        contributors: those of them whose gradient counts.
         donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
         serving: holders that a member fetches from.
+        awaited: members whose transfer must end before the next update.
         valid_tokens, tokens, loss, max_loss: sums (and the largest) over the contributors.
     """
 
@@ -104,30 +112,42 @@ class Verdict:
     holders: tuple[int, ...]
     strays: tuple[int, ...]
     tie: bool
+    ready: tuple[int, ...]
     contributors: tuple[int, ...]
     donors: dict[int, int]
     serving: tuple[int, ...]
+    awaited: tuple[int, ...]
     valid_tokens: int
     tokens: int
     loss: float
     max_loss: float
 
 
-def judge(rows: Sequence[Row]) -> Verdict:
-    """Decide from all members' rows who holds the state, whose gradient counts and who serves whom."""
+def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) -> Verdict:
+    """Decide from all members' rows who holds the state, whose gradient counts and who serves whom.
+
+    Args:
+        read: slots whose data each member's gradients are made of. Holders of one state never read the same; of two
+            that did, the lower rank is taken for a holder.
+    """
     claims = [rank for rank, row in enumerate(rows) if row.has_state]
     step = max((rows[rank].step for rank in claims), default=max(row.step for row in rows))
     holders, tie = _find_holders(rows, [rank for rank in claims if rows[rank].step == step])
-    contributors = tuple(r for r in holders if rows[r].standing == Standing.READY and rows[r].valid_tokens > 0)
-    fetched_from = {row.donor for row in rows if row.standing == Standing.CATCHING_UP}
+    holders = _without_doubles(holders, read or [()] * len(rows))
+    ready = tuple(rank for rank in holders if rows[rank].standing == Standing.READY)
+    contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0)
+    joiners = [rank for rank, row in enumerate(rows) if row.standing == Standing.CATCHING_UP]
+    fetched_from = {rows[rank].donor for rank in joiners}
     return Verdict(
         step=step,
         holders=holders,
         strays=tuple(rank for rank in claims if rank not in holders),
         tie=tie,
+        ready=ready,
         contributors=contributors,
         donors=_send_to_donors(rows, [rank for rank in holders if rows[rank].slot not in fetched_from]),
         serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),
+        awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),
         valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
         tokens=sum(rows[rank].tokens for rank in contributors),
         loss=sum(rows[rank].loss for rank in contributors),
@@ -150,6 +170,17 @@ def _find_holders(rows: Sequence[Row], claims: Sequence[int]) -> tuple[tuple[int
     if tie and rows[camp[0]].step > 0:
         return (), True
     return tuple(rank for rank in camp if rows[rank].digest == digest), False
+
+
+def _without_doubles(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:
+    """Leave out holders that read data which a lower rank has read too."""
+    taken: set[int] = set()
+    single = []
+    for rank in holders:
+        if taken.isdisjoint(read[rank]):
+            single.append(rank)
+            taken.update(read[rank])
+    return tuple(single)
 
 
 def _most_common(values: list[int]) -> int:

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torchtitan.train
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
@@ -195,7 +196,7 @@ def install_progress() -> None:
     before(ReplicaTrainer, "_report", report)
     after(ReplicaTrainer, "_report", lambda *_: WORKER.mark("trained"))
     before(ReplicaDimension, "finish", lambda *_: WORKER.mark("finishing"))
-    before(ReplicaDimension, "start", lambda *_: WORKER.mark("ready"))
+    before(ReplicaDimension, "join", lambda *_: WORKER.mark("ready"))
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))
     # The pause of two seconds at the end of torchtitan's train().
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
@@ -217,7 +218,7 @@ def install_faults() -> None:
         WORKER.all_reductions += 1
         if WORKER.reductions == 1:
             WORKER.at("exchange_first")
-        elif WORKER.reductions == len(flight._buckets) + 1:
+        elif WORKER.reductions == len(flight._buckets) + 2:  # the rows, then the messages
             WORKER.at("exchange_last")
 
     def request(_: Any, request: dict[str, Any], *__: Any) -> None:
@@ -239,6 +240,7 @@ def install_faults() -> None:
     before(ReplicaTrainer, "_report", lambda *_: WORKER.at("optimizer"))
     after(transport._Connection, "request", request)
     after(StateServer, "_answer", answer)
+    after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
 
 
 def install_flips() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from harness.job import Job
 from titan_ft.history.events import Event
+from titan_ft.replica.drain import TERMINATED
 
 # Clearly below process_group_timeout_ms (10000): who waits for a dead peer's timeout waits longer.
 LONGEST_GAP_SECONDS = 7.0
@@ -119,4 +120,4 @@ def check_killed(job: Job, events: Iterable[Event], kills: Sequence[tuple[int, i
         for codes in group.ended:
             assert -signal.SIGKILL in codes, exits(job)
             # The rest of the group is told to end, or ends by itself because it lost its peer.
-            assert set(codes) <= {-signal.SIGKILL, -signal.SIGTERM, 1}, exits(job)
+            assert set(codes) <= {-signal.SIGKILL, -signal.SIGTERM, TERMINATED, 1}, exits(job)

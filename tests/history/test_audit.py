@@ -1,0 +1,537 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The audit of a run's batches: none lost, none repeated, or it cannot be told."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.cli import main
+from titan_ft.history.audit import ROOT, Audit, audit, format_audit
+from titan_ft.history.events import Event
+
+
+class Job:
+    """Write the history of a job of some groups of two ranks, each of which trains two batches of its slot a step."""
+
+    def __init__(self, num_groups: int = 2) -> None:
+        self.events: list[Event] = []
+        self.time = 0.0
+        self.state = ROOT
+        self.step = 0
+        self.ends = dict.fromkeys(range(num_groups), 0)
+        self._names = 0
+        self._saved: dict[str, tuple[int, dict[int, int]]] = {}
+        self._remember()
+
+    def _remember(self) -> None:
+        self._saved[self.state] = (self.step, dict(self.ends))
+
+    def go_back(self, state: str) -> None:
+        """Go on from an earlier state, with the ledger that it had."""
+        self.state = state
+        self.step, ends = self._saved[state]
+        self.ends = dict(ends)
+
+    def say(self, event: str, **fields: Any) -> None:
+        self.time += 0.1
+        self.events.append({"time": self.time, "event": event, "pid": 1, **fields})
+
+    def commit(
+        self,
+        groups: Iterable[int],
+        by: Iterable[int] | None = None,
+        reads: Mapping[int, list[int]] | None = None,
+        first: Mapping[int, int] | None = None,
+        **fields: Any,
+    ) -> str:
+        """Make a step of the groups and return the state's name.
+
+        Args:
+            by: the groups that live to tell of it; all of them by default.
+            reads: the slots that each group reads; its own by default.
+            first: first batch by slot, where it is not the one that the ledger says.
+            fields: replace those of the events.
+        """
+        groups = list(groups)
+        reads = reads or {group: [group] for group in groups}
+        self.step, self._names = self.step + 1, self._names + 1
+        parent, self.state = self.state, f"{self._names:012x}"
+        starts = {slot: (first or {}).get(slot, self.ends[slot]) for slots in reads.values() for slot in slots}
+        for group in groups if by is None else by:
+            for rank in range(2):
+                data = {slot: reading(slot, starts[slot], rank) for slot in reads.get(group, [])}
+                usual = {
+                    "participants": groups,
+                    "lineage": self.state,
+                    "parent": parent,
+                    "batches": {str(slot): [start, 2] for slot, start in starts.items()},
+                    "data": data.pop(group, None),
+                    "extra_data": list(data.values()),
+                }
+                self.say("step_committed", replica=group, rank=rank, attempt=0, step=self.step, **(usual | fields))
+        self.ends |= {slot: start + 2 for slot, start in starts.items()}
+        self._remember()
+        return self.state
+
+
+def reading(slot: int, first_batch: int, rank: int) -> dict[str, Any]:
+    checksum = f"{slot}{rank}{first_batch:06x}"
+    return {"slot": slot, "first_batch": first_batch, "num_batches": 2, "checksum": checksum}
+
+
+def brief(found: Audit) -> tuple[str, int, int, int, int]:
+    """Return the verdict, and the numbers of batches trained, lost, repeated and void."""
+    return found.verdict, found.num_batches, found.num_lost, found.num_repeated, found.num_void
+
+
+def clean_job(num_steps: int = 5) -> Job:
+    job = Job()
+    for _ in range(num_steps):
+        job.commit([0, 1])
+    return job
+
+
+def test_clean_run_holds() -> None:
+    """Each batch of a run without trouble was trained once, in whatever order its events are given."""
+    job = clean_job()
+    found = audit(job.events)
+    assert brief(found) == ("holds", 20, 0, 0, 0)
+    assert (found.num_steps, found.unknown, found.notes) == (5, [], [])
+    random.Random(0).shuffle(job.events)
+    assert audit(job.events) == found
+
+
+def test_killed_group_resumes_its_slot() -> None:
+    """A group that is away trains nothing and loses nothing: its slot goes on where it stood."""
+    job = clean_job(2)
+    for groups in ([0], [0], [0, 1], [0, 1]):
+        job.commit(groups)
+    assert brief(audit(job.events)) == ("holds", 2 * 4 + 2 + 2 + 2 * 4, 0, 0, 0)
+
+
+def test_void_step_is_no_repeat() -> None:
+    """A step that only some committed, and the others repeated without them, is void; its batches are used again."""
+    job = clean_job(3)
+    before = job.state
+    job.commit([0, 1, 2], by=[0], reads={0: [0], 1: [1], 2: []})
+    job.go_back(before)
+    job.commit([1])
+    job.commit([0, 1])
+    found = audit(job.events)
+    assert brief(found) == ("holds", 12 + 2 + 4, 0, 0, 4)
+    assert {(f.slot, f.first_batch, f.num_batches, f.steps) for f in found.void} == {(0, 6, 2, (4,)), (1, 6, 2, (4,))}
+
+
+def test_lost_batches_are_named() -> None:
+    """A gap in a slot's batches is lost data, named with the steps around it."""
+    job = clean_job(2)
+    job.commit([0, 1], first={1: 7})
+    found = audit(job.events)
+    assert brief(found) == ("does not hold", 12, 3, 0, 0)
+    (lost,) = found.lost
+    assert (lost.slot, lost.first_batch, lost.num_batches, lost.steps) == (1, 4, 3, (2, 3))
+    assert "slot 1, batches 4-6: lost between steps 2 and 3" in format_audit(found)
+
+
+def test_batches_lost_at_the_start() -> None:
+    """A slot whose batches do not begin with 0 lost its first ones."""
+    job = Job()
+    job.commit([0, 1], first={0: 2})
+    (lost,) = audit(job.events).lost
+    assert (lost.slot, lost.first_batch, lost.num_batches, lost.steps) == (0, 0, 2, (0, 1))
+
+
+def test_repeated_batches_are_named() -> None:
+    """Batches that two steps of the trajectory trained are repeats, named with both steps and counted once."""
+    job = clean_job(3)
+    job.commit([0, 1], first={1: 4})
+    found = audit(job.events)
+    assert brief(found) == ("does not hold", 14, 0, 2, 0)
+    (repeated,) = found.repeated
+    assert (repeated.slot, repeated.first_batch, repeated.num_batches, repeated.steps) == (1, 4, 2, (3, 4))
+    assert "slot 1, batches 4-5: trained at step 3 and again at step 4" in format_audit(found)
+    job.commit([0, 1], first={1: 3})
+    job.commit([0, 1], first={1: 3})
+    found = audit(job.events)
+    assert found.num_repeated == 3
+    assert found.counts() == "15 trained once, 0 lost, 3 repeated, 0 void"
+
+
+def test_batches_out_of_order_do_not_hold() -> None:
+    """Batches of a slot that come in another order are neither lost nor repeated, but not in their place."""
+    job = clean_job(1)
+    job.commit([0, 1], first={1: 4})
+    job.commit([0, 1], first={1: 2})
+    found = audit(job.events)
+    assert brief(found) == ("does not hold", 12, 0, 0, 0)
+    assert "slot 1: the batches were not trained in their order" in format_audit(found)
+
+
+def test_batch_that_differs_when_read_again() -> None:
+    """A batch that a void step and its repetition read with different tokens was not resumed rightly."""
+    job = clean_job(2)
+    before = job.state
+    job.commit([0, 1], by=[0])
+    job.go_back(before)
+    job.commit([0, 1])
+    assert audit(job.events).verdict == "holds"
+    wrong = next(event for event in job.events[-4:] if (event["replica"], event["rank"]) == (0, 1))
+    wrong["data"]["checksum"] = "deadbeef"
+    found = audit(job.events)
+    assert brief(found) == ("does not hold", 12, 0, 0, 4)
+    (differing,) = found.differing
+    assert (differing.slot, differing.first_batch, differing.num_batches) == (0, 4, 2)
+    assert "rank 1" in differing.detail
+    assert "deadbeef" in differing.detail
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_cut_history_is_unknown(step: int) -> None:
+    """Without the events of one step nobody can tell; the answer says where the history is cut."""
+    job = clean_job(5)
+    found = audit(event for event in job.events if event["step"] != step)
+    assert (found.verdict, found.num_steps, found.lost, found.repeated) == ("unknown", 5 - step, [], [])
+    assert f"before step {step + 1} ({step:012x})" in "".join(found.unknown)
+    assert found.void == []
+
+
+def test_what_is_known_to_be_lost_beats_unknown() -> None:
+    """A cut history in which batches are lost behind the cut does not hold."""
+    job = clean_job(4)
+    job.commit([0, 1], first={0: 10})
+    found = audit(event for event in job.events if event["step"] != 2)
+    assert (found.verdict, found.num_lost) == ("does not hold", 2)
+    assert found.unknown
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [{"time": 1.0, "event": "worker_started", "pid": 1}],
+        [{"time": 1.0, "event": "step_committed", "pid": 1}],
+        [{"time": 1.0, "event": "step_committed", "pid": 1, "lineage": 3, "parent": None, "step": "x", "data": 4}],
+    ],
+)
+def test_history_that_tells_nothing_is_unknown(events: list[Event]) -> None:
+    """An empty history, or one without any commit that can be read, is unknown and says why."""
+    found = audit(events)
+    assert brief(found) == ("unknown", 0, 0, 0, 0)
+    assert found.unknown
+    json.dumps(found.to_dict())
+
+
+def test_events_of_an_older_format_are_unknown() -> None:
+    """Commits without lineage, all of them or one, leave it open."""
+    job = clean_job()
+    for event in job.events[-2:]:
+        del event["lineage"], event["parent"], event["batches"]
+    assert audit(job.events).verdict == "unknown"
+    for event in job.events[:-2]:
+        del event["lineage"], event["parent"], event["batches"]
+    found = audit(job.events)
+    assert brief(found) == ("unknown", 0, 0, 0, 0)
+    assert "20 commits do not name the state" in found.unknown[0]
+
+
+@pytest.mark.parametrize("batches", [None, {}, {"0": [0]}, {"x": [0, 2]}, {"0": [-2, 2]}, 7])
+def test_step_that_does_not_tell_its_batches(batches: object) -> None:
+    """A history whose only step names no batches never holds."""
+    job = Job()
+    job.commit([0], batches=batches, data=None)
+    assert audit(job.events).verdict == "unknown"
+
+
+def test_silent_step_on_the_way() -> None:
+    """A step that does not tell its batches leaves it open whether what seems lost behind it was lost."""
+    job = clean_job(2)
+    job.commit([0, 1], batches=None)
+    job.commit([0, 1])
+    found = audit(job.events)
+    assert brief(found) == ("unknown", 12, 0, 0, 0)
+    assert "first: step 3" in found.unknown[0]
+    job.commit([0, 1], first={0: 10})
+    assert audit(job.events).verdict == "does not hold"
+
+
+def test_resume_from_a_checkpoint() -> None:
+    """After a total loss the steps behind the checkpoint are void, even while the new ones are fewer."""
+    job = clean_job(3)
+    saved = job.state
+    for _ in range(5):
+        job.commit([0, 1])
+    job.go_back(saved)
+    for replica in range(2):
+        job.say("checkpoint_loaded", replica=replica, step=3, lineage=saved)
+    job.commit([0, 1])
+    found = audit(job.events)
+    assert brief(found) == ("holds", 16, 0, 0, 20)
+    assert (found.num_steps, found.notes) == (4, [])
+
+
+def test_wrong_resume_from_a_checkpoint() -> None:
+    """A resume that skips data of the checkpoint lost it, although the void steps had trained it."""
+    job = clean_job(3)
+    saved = job.state
+    for _ in range(5):
+        job.commit([0, 1])
+    job.go_back(saved)
+    job.say("checkpoint_loaded", replica=0, step=3, lineage=saved)
+    job.commit([0, 1], first={1: 16})
+    found = audit(job.events)
+    assert (found.verdict, found.num_lost) == ("does not hold", 10)
+
+
+def test_checkpoint_loaded_by_a_group_that_then_heals() -> None:
+    """A restarted group that loads a checkpoint, and then heals from the others, sends nobody back."""
+    job = clean_job(3)
+    saved = job.state
+    for _ in range(3):
+        job.commit([0])
+    job.say("checkpoint_loaded", replica=1, step=3, lineage=saved)
+    assert (audit(job.events).verdict, audit(job.events).num_steps) == ("holds", 6)
+
+
+def test_training_that_starts_anew() -> None:
+    """After a total loss without a checkpoint the first steps are made again, and only those count."""
+    job = clean_job(5)
+    job.go_back(ROOT)
+    job.say("started_anew", replica=0, step=0)
+    job.commit([0, 1])
+    assert brief(audit(job.events)) == ("holds", 4, 0, 0, 20)
+
+
+def test_unannounced_return_is_told() -> None:
+    """Fewer steps made last, without a word why, leave open which state is final; trouble in one only is unknown."""
+    job = clean_job(5)
+    job.go_back(ROOT)
+    job.commit([0, 1])
+    found = audit(job.events)
+    assert found.verdict == "holds"
+    assert "ended with one of" in found.notes[0]
+    job.commit([0, 1], first={0: 4})
+    assert audit(job.events).verdict == "unknown"
+
+
+@pytest.mark.parametrize(
+    "restart",
+    [
+        {"event": "checkpoint_loaded", "step": 0, "lineage": f"{3:012x}"},
+        {"event": "rolled_back", "step": 3},
+    ],
+)
+def test_return_to_another_state_than_announced(restart: dict[str, Any]) -> None:
+    """A job that goes on from another state than it said leaves open which state is final."""
+    job = clean_job(5)
+    job.go_back(ROOT)
+    job.say(**restart)
+    job.commit([0, 1])
+    assert "ended with one of" in "".join(audit(job.events).notes)
+
+
+def test_return_announced_too_late() -> None:
+    """Steps that were made before a restart was announced are not explained by it."""
+    job = clean_job(5)
+    job.go_back(ROOT)
+    job.commit([0, 1])
+    job.say("started_anew", replica=0, step=0)
+    job.commit([0, 1])
+    assert "ended with one of" in "".join(audit(job.events).notes)
+
+
+def test_history_that_begins_at_a_checkpoint_is_unknown() -> None:
+    """A run that resumed another run's checkpoint does not tell of the batches before it."""
+    job = clean_job(3)
+    saved, job.events = job.state, []
+    job.say("checkpoint_loaded", replica=0, step=3, lineage=saved)
+    job.commit([0, 1])
+    assert brief(audit(job.events)) == ("unknown", 4, 0, 0, 0)
+
+
+def test_constant_policy() -> None:
+    """A slot without a group is trained by another one; it is no participant, and nothing is lost or repeated."""
+    job = clean_job(2)
+    for _ in range(3):
+        job.commit([0], reads={0: [0, 1]})
+    job.commit([0, 1])
+    assert brief(audit(job.events)) == ("holds", 24, 0, 0, 0)
+
+
+def test_two_groups_that_read_the_same_slot() -> None:
+    """Batches that two groups trained in one step are repeats, although the step counts them once."""
+    job = Job(3)
+    job.commit([0, 1], reads={0: [0, 2], 1: [1, 2]})
+    found = audit(job.events)
+    assert brief(found) == ("does not hold", 6, 0, 2, 0)
+    assert "trained by several groups at step 1" in format_audit(found)
+
+
+def test_batches_that_nobody_read_are_lost() -> None:
+    """Batches that a step counts but none of its groups read are lost; a group that died untold leaves it open."""
+    job = Job()
+    job.commit([0, 1], reads={0: [0], 1: []}, batches={"0": [0, 2], "1": [0, 2]})
+    found = audit(job.events)
+    assert brief(found) == ("does not hold", 2, 2, 0, 0)
+    assert "read by no group" in format_audit(found)
+    job = Job()
+    job.commit([0, 1], by=[0])
+    assert audit(job.events).verdict == "holds"
+    job = clean_job()
+    for event in job.events:
+        del event["data"], event["extra_data"]
+    assert audit(job.events).verdict == "holds"
+
+
+def test_reading_that_is_not_counted() -> None:
+    """Batches that a group trained and the step does not count contradict the ledger."""
+    job = Job()
+    job.commit([0, 1], batches={"0": [0, 2], "1": [0, 1]})
+    found = audit(job.events)
+    assert found.verdict == "does not hold"
+    assert found.conflicts == ["step 1: slot 1, batch 1: trained by replica 1, not counted"]
+
+
+def test_events_that_disagree_about_one_state() -> None:
+    """Two groups that made the same state of different batches do not hold, whoever is right."""
+    job = clean_job()
+    job.events[-1]["batches"] = {"0": [8, 2]}
+    found = audit(job.events)
+    assert found.verdict == "does not hold"
+    assert "disagree about the batches of step 5" in found.conflicts[0]
+
+
+def two_ends(job: Job, **fields: Any) -> tuple[str, str]:
+    """Let groups 0 and 1 end in two states of one step."""
+    before = job.state
+    first = job.commit([0, 1], by=[0])
+    job.go_back(before)
+    return first, job.commit([1], **fields)
+
+
+def test_two_lineages_at_the_end() -> None:
+    """Where the job may have ended with either of two states, what is true of both is true; else it is unknown."""
+    job = clean_job(3)
+    two_ends(job)
+    found = audit(job.events)
+    assert found.verdict == "holds"
+    assert "the verdict is the same for each" in found.notes[0]
+
+    job = clean_job(3)
+    good, bad = two_ends(job, first={1: 8})
+    assert audit(job.events).verdict == "unknown"
+    for final, verdict in ((good, "holds"), (bad, "does not hold")):
+        finished = {"time": 99.0, "event": "training_finished", "pid": 1, "step": 4, "lineage": final}
+        assert audit([*job.events, finished]).verdict == verdict
+
+
+def test_final_state_that_no_commit_tells_of() -> None:
+    """A job that ended with a state whose commit is missing is unknown."""
+    job = clean_job(3)
+    job.say("training_finished", replica=0, step=4, lineage="abcdefabcdef")
+    assert audit(job.events).verdict == "unknown"
+
+
+def test_data_that_began_anew() -> None:
+    """After a reset the numbers begin anew: no repeats, no differing data, but nobody can tell."""
+    job = clean_job(3)
+    job.say("checkpoint_loaded", replica=0, step=3, lineage=job.state)
+    job.say("data_reset", replica=0, reason="4 shards instead of 2")
+    job.ends = {0: 0, 1: 0}
+    job.commit([0, 1])
+    for event in job.events[-4:]:
+        event["data"]["checksum"] = "other"
+    found = audit(job.events)
+    assert brief(found) == ("unknown", 16, 0, 0, 0)
+    assert "4 shards instead of 2" in found.unknown[0]
+    job.commit([0, 1], first={0: 5})
+    assert audit(job.events).verdict == "does not hold"
+
+
+def test_random_faults() -> None:
+    """Random deaths, void steps and resumes always hold; without the events of one step they are unknown."""
+    rng = random.Random(1)
+    for _ in range(30):
+        job, states = Job(3), [ROOT]
+        for _ in range(30):
+            groups = sorted(rng.sample(range(3), rng.randint(1, 3)))
+            before = job.state
+            if rng.random() < 0.2:
+                job.commit(groups, by=groups[:1])
+                job.go_back(before)
+            if rng.random() < 0.05 and len(states) > 5:
+                del states[-4:]
+                job.go_back(states[-1])
+                job.say("checkpoint_loaded", step=job.step, lineage=job.state)
+            states.append(job.commit(groups))
+        states.append(job.commit([0, 1, 2]))
+        found = audit(job.events)
+        assert (found.verdict, found.notes) == ("holds", [])
+        assert found.num_batches == sum(job.ends.values())
+        gone = rng.choice(states[1:-1])
+        found = audit(event for event in job.events if event.get("lineage") != gone)
+        assert found.verdict == "unknown"
+
+
+def test_text_stays_short() -> None:
+    """However much is wrong, the text names the first ones and says how many more there are."""
+    job = clean_job(1)
+    for _ in range(40):
+        job.commit([0, 1], first={slot: end + 1 for slot, end in job.ends.items()})
+    text = format_audit(audit(job.events))
+    assert text.splitlines()[0].split() == ["every", "batch", "once", "does", "not", "hold"]
+    assert "70 more" in text
+    assert len(text.splitlines()) < 20
+
+
+def write(folder: Path, events: Iterable[Event]) -> None:
+    (folder / "events").mkdir()
+    (folder / "events" / "a.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def lossy(job: Job) -> None:
+    job.commit([0, 1], first={0: 20})
+
+
+def cut(job: Job) -> None:
+    del job.events[:4]
+
+
+def nothing(job: Job) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "verdict"), [(nothing, 0, "holds"), (lossy, 1, "does not hold"), (cut, 1, "unknown")]
+)
+def test_command(
+    change: Callable[[Job], None], status: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status is 0 only when every batch was trained once; the text and the JSON tell the verdict."""
+    job = clean_job()
+    change(job)
+    write(tmp_path, job.events)
+    assert main(["audit", str(tmp_path)]) == status
+    assert verdict in capsys.readouterr().out.splitlines()[0]
+    assert main(["audit", str(tmp_path), "--json"]) == status
+    assert json.loads(capsys.readouterr().out)["verdict"] == verdict
+
+
+def test_command_on_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing folder is bad usage; one without events, or with a file that is none, is unknown."""
+    assert main(["audit", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["audit", str(tmp_path)]) == 1
+    assert "unknown" in capsys.readouterr().out
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "a.jsonl").write_text("nonsense\n")
+    assert main(["audit", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "unknown" in out
+    assert "a.jsonl:1" in out

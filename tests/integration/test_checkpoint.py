@@ -1,0 +1,239 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints of real jobs: stopped, killed at their worst moment, and gone on with by other groups and ranks."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from harness.job import Job
+from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
+
+from titan_ft.checkpoint_folder import complete_steps
+from titan_ft.history.events import Event
+
+STEPS, STOP = 20, 10
+
+Flags = Callable[..., list[str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The checkpoints that the jobs of a test share."""
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def flags(folder: Path) -> Flags:
+    """Make the flags of jobs that save full checkpoints there, and have one LR schedule whatever their length."""
+
+    def make(interval: int = 5, mode: str = "disabled") -> list[str]:
+        return [
+            "--checkpoint.enable",
+            f"--checkpoint.folder={folder}",
+            f"--checkpoint.interval={interval}",
+            f"--checkpoint.async_mode={mode}",
+            "--checkpoint.no-last-save-model-only",
+            *SCHEDULE,
+        ]
+
+    return make
+
+
+SCHEDULE = [f"--lr_scheduler.total_steps={STEPS}"]
+
+
+def digests(events: Iterable[Event]) -> set[tuple[int, str]]:
+    """The final state of each rank of a group."""
+    return {(event["rank"], event["digest"]) for event in named(events, "training_finished")}
+
+
+def batches(events: Iterable[Event]) -> dict[tuple[int, int], tuple[int, int, str]]:
+    """What was trained at each step of each slot (of groups of one rank), and that it was the same if made twice."""
+    found: dict[tuple[int, int], tuple[int, int, str]] = {}
+    for event in named(events, "step_committed"):
+        data = event["data"]
+        fact = (data["first_batch"], data["num_batches"], data["checksum"])
+        assert found.setdefault((event["step"], data["slot"]), fact) == fact
+    return found
+
+
+def saved(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """Who saved which step."""
+    return [(event["replica"], event["step"]) for event in named(events, "checkpoint_saved")]
+
+
+def check_resumed(job: Job, events: list[Event], step: int) -> None:
+    """Every rank goes on behind the checkpoint of `step`: it loaded that, or it came late and took it from a peer."""
+    processes = [own for own in by_process(events).values() if named(own, "step_committed")]
+    assert any(named(own, "checkpoint_loaded") for own in processes)
+    for own in processes:
+        loaded = [event["step"] for event in named(own, "checkpoint_loaded")]
+        healed = [event["step"] for event in named(own, "heal_finished")]
+        first = named(own, "step_committed")[0]
+        if loaded:
+            assert loaded == [step]
+            assert first["parent"] == named(own, "checkpoint_loaded")[0]["lineage"]
+        assert first["step"] == (loaded + healed)[-1] + 1
+        assert first["step"] > step
+    check_one_trajectory(named(events, "step_committed"))
+    check_finished(job, events, job.steps)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_resumed_run_is_the_run_that_never_stopped(make_job: Callable[..., Job], flags: Flags, mode: str) -> None:
+    """10 steps, end, 10 more: the same batches, the same bytes as 20 in one go; one group saves."""
+    straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
+    straight.run()
+    expected = check(straight, survivors=[0, 1])
+
+    first = make_job(groups=2, steps=STOP, flags=flags(mode=mode))
+    first.run()
+    before = check(first, survivors=[0, 1])
+    assert saved(before) in ([(0, 5), (0, STOP)], [(0, STOP)] if mode == "async" else [])
+    second = make_job(groups=2, steps=STEPS, flags=flags(mode=mode))
+    second.run()
+    after = second.events()
+    check_resumed(second, after, STOP)
+    assert digests(after) == digests(expected)
+    assert batches([*before, *after]) == batches(expected)
+    assert saved(after)[-1] == (0, STEPS)
+    assert not named(after, "data_reset")
+
+
+def test_all_groups_killed_at_once(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+    """The job goes on from its last checkpoint by itself, to the same bytes."""
+    straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
+    straight.run()
+    expected = check(straight, survivors=[0, 1])
+    faults = [{"replica": replica, "point": "backward", "step": 13} for replica in (0, 1)]
+    job = make_job(groups=2, steps=STEPS, flags=flags(), hooks={"faults": faults})
+    job.run()
+    events = job.events()
+    check_killed(job, events, [(replica, 0, "sigkill:backward") for replica in (0, 1)])
+    check_resumed(job, [event for event in events if event["attempt"] == 1], STOP)
+    assert digests(events) == digests(expected)
+    assert batches(events) == batches(expected)
+    assert not named(events, "started_anew")
+    assert complete_steps(folder) == [5, 10, 15, 20]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_writer_killed_in_its_save(make_job: Callable[..., Job], flags: Flags, folder: Path, mode: str) -> None:
+    """Another group saves at its next commit; nobody takes the dead group's folder for a checkpoint."""
+    faults = [{"replica": 0, "point": "save", "step": STOP, "after": ["killable"]}]
+    job = make_job(groups=2, steps=STEPS, flags=flags(mode=mode), hooks={"faults": faults, "hold": 3})
+    (job.markers / "killable").touch()
+    job.run()
+    events = check(job, survivors=[1])
+    check_killed(job, events, [(0, 0, "sigkill:save")])
+    (killed,) = named(events, "fault_injected")
+    taken_over = [step for replica, step in saved(events) if replica == 1]
+    assert taken_over
+    first = next(e["step"] for e in named(events, "step_committed") if e["participants"] == [1])
+    assert taken_over[0] in (first, first + 1)  # a step may be committed with a group that dies behind its vote
+    assert taken_over[0] > STOP
+    assert STOP not in complete_steps(folder)
+    assert [path.name for path in folder.iterdir() if "partial" in path.name] == []
+    assert (killed["step"], complete_steps(folder)[0]) == (STOP, 5) if mode == "disabled" else True
+
+
+def test_all_groups_lost_while_one_saves(make_job: Callable[..., Job], flags: Flags) -> None:
+    """What the writer left is not loaded: the job goes on from the checkpoint before."""
+    faults = [
+        {"replica": 0, "point": "save", "step": STOP},
+        {"replica": 1, "point": "forward", "step": STOP + 1},
+    ]
+    job = make_job(groups=2, steps=STEPS, flags=flags(), hooks={"faults": faults})
+    job.run()
+    events = job.events()
+    check_killed(job, events, [(0, 0, "sigkill:save"), (1, 0, "sigkill:forward")])
+    check_resumed(job, [event for event in events if event["attempt"] == 1], 5)
+    batches(events)
+
+
+def test_writer_killed_in_its_last_save(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+    """The job does not end without its final checkpoint."""
+    steps = 6
+    faults = [{"replica": 0, "point": "save", "step": steps}]
+    job = make_job(groups=2, steps=steps, flags=flags(interval=100), hooks={"faults": faults})
+    job.run()
+    events = check(job, survivors=[1])
+    check_killed(job, events, [(0, 0, "sigkill:save")])
+    assert complete_steps(folder) == [steps]
+    assert saved(events)
+
+
+def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+    """All groups get SIGTERM amid training (a preemption): they leave in order, and a later job goes on."""
+    straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
+    straight.run()
+    expected = check(straight, survivors=[0, 1])
+    delays = [{"replica": replica, "step": STOP + 2, "seconds": 1} for replica in (0, 1)]
+    job = make_job(groups=2, steps=STEPS, flags=flags(mode="async"), hooks={"delays": delays})
+    job.start()
+    job.wait_until(lambda: STOP in complete_steps(folder), 60, "step 10 is saved")
+    for group in job.groups:
+        job._signal(group, signal.SIGTERM)
+    job.finish()
+    assert [group.finished for group in job.groups] == [True, True], exits(job)
+    (last,) = {
+        max(event["step"] for event in named(own, "step_committed")) for own in by_process(job.events()).values()
+    }
+    assert STOP <= last < STEPS
+    again = make_job(groups=2, steps=STEPS, flags=flags())
+    again.run()
+    check_resumed(again, again.events(), STOP)
+    assert digests(again.events()) == digests(expected)
+    assert batches([*job.events(), *again.events()]) == batches(expected)
+
+
+def test_other_ranks_and_other_groups_go_on(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+    """1 group of 2 ranks reads the shards of 2 groups of 1 on exactly; for 3 groups the data begins anew, and says so."""
+    straight = make_job(groups=2, steps=STOP + 4, flags=SCHEDULE)
+    straight.run()
+    expected = check(straight, survivors=[0, 1])
+    make_job(groups=2, steps=STOP, flags=flags()).run()
+
+    load = [f"--checkpoint.load_step={STOP}"]
+    wide = make_job(groups=1, ranks=2, steps=STOP + 4, flags=[*flags(), *load])
+    wide.run()
+    events = wide.events()
+    check_resumed(wide, events, STOP)
+    assert not named(events, "data_reset")
+    read = {
+        (event["step"], event["rank"]): (event["data"]["first_batch"], 1, event["data"]["checksum"])
+        for event in named(events, "step_committed")
+    }
+    assert read == {key: fact for key, fact in batches(expected).items() if key[0] > STOP}
+    losses = {event["step"]: event["loss"] for event in named(expected, "step_committed")}
+    for event in named(events, "step_committed"):
+        assert event["loss"] == pytest.approx(losses[event["step"]], rel=1e-5)
+
+    more = make_job(groups=3, steps=STOP + 4, flags=[*flags(), *load])
+    more.run()
+    events = more.events()
+    check_resumed(more, events, STOP)
+    reasons = {event["reason"] for event in named(events, "data_reset")}
+    assert len(reasons) == 1
+    assert "2 shards, now into 3" in reasons.pop()
+    assert {event["data"]["first_batch"] for event in named(events, "step_committed") if event["step"] == STOP + 1} == {
+        0
+    }
+
+
+def test_a_foreign_folder_is_refused(make_job: Callable[..., Job], flags: Flags) -> None:
+    """Another flavor's checkpoints: one line, exit status 2, no restart."""
+    make_job(groups=1, steps=2, flags=flags()).run()
+    job = make_job(groups=1, steps=4, flags=[*flags(), "--model.flavor=debugmodel"])
+    job.run()
+    assert [worker.code for worker in job.groups[0].workers] == [2], exits(job)
+    assert job.groups[0].attempt == 0
+    lines = [line for line in job.output(0).splitlines() if line.startswith("titan_ft: ")]
+    assert len(lines) == 1
+    for part in ("step-2", "llama3 debugmodel", "llama3 tiny", "checkpoint.folder"):
+        assert part in lines[0]
+    assert "Traceback" not in job.output(0)

@@ -1,0 +1,76 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A lighthouse that dies: training waits for the next one, and neither a group nor a step is lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from harness.job import Job
+from harness.trajectory import check, named
+
+QUIET_SECONDS = 1.5  # without a commit: every group waits for the lighthouse
+
+
+def committed(job: Job) -> int:
+    """Return how many steps all groups together have committed."""
+    return len(job.events("step_committed"))
+
+
+def wait_for_quiet(job: Job) -> None:
+    """Wait until no group commits steps any more."""
+    last, since = committed(job), time.monotonic()
+
+    def is_quiet() -> bool:
+        nonlocal last, since
+        if (now := committed(job)) != last:
+            last, since = now, time.monotonic()
+        return time.monotonic() > since + QUIET_SECONDS
+
+    job.wait_until(is_quiet, 30, "training waits for the lighthouse")
+
+
+def check_undisturbed(job: Job, groups: int) -> None:
+    """Nobody was restarted or had to heal, every step has everybody's gradient, at most one exchange was repeated."""
+    events = check(job, survivors=range(groups))
+    steps = named(events, "step_committed")
+    assert {tuple(event["participants"]) for event in steps} == {tuple(range(groups))}
+    assert max(event["exchanges"] for event in steps) <= 2
+    assert not named(events, "heal_started", "digest_mismatch")
+
+
+@pytest.mark.parametrize(("groups", "ranks"), [(2, 1), (3, 1), (2, 2)])
+def test_training_waits_for_a_lighthouse_that_is_away(make_job: Callable[..., Job], groups: int, ranks: int) -> None:
+    """All groups ask for a quorum in vain; the new lighthouse knows none of them, and yet all go on together."""
+    job = make_job(groups=groups, ranks=ranks, steps=12)
+    job.start()
+    job.wait_until(lambda: any(event["step"] == 3 for event in job.events("step_committed")), 60, "step 3")
+    killed = job._lighthouse
+    assert killed is not None
+    job._zygote.signal(killed, signal.SIGKILL)
+    job.wait_until(lambda: not killed.running, 10, "the lighthouse is gone")
+    wait_for_quiet(job)
+    assert committed(job) < groups * ranks * job.steps, "the job had ended before the lighthouse was gone"
+    job._start_lighthouse(job._address.removeprefix("http://"))
+    job.finish()
+    check_undisturbed(job, groups)
+
+
+def test_a_lighthouse_that_dies_again_and_again(make_job: Callable[..., Job]) -> None:
+    """Each one counts quorums from the beginning, and no group takes one of them for an earlier one."""
+    moments = (4, 8, 12)
+    delays = [{"replica": replica, "step": step, "seconds": 0.5} for replica in (0, 1) for step in moments]
+    job = make_job(groups=2, steps=16, hooks={"delays": delays})
+    job.start()
+    for step in moments:
+        job.wait_until(
+            lambda step=step: any(event["step"] == step - 1 for event in job.events("step_committed")),
+            60,
+            f"step {step - 1}",
+        )
+        job.restart_lighthouse()
+    job.finish()
+    check_undisturbed(job, 2)

@@ -1,0 +1,28 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stand in for a worker that leaves in order at SIGTERM: the fake worker, with a word of farewell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+import fake_worker
+
+from titan_ft.history.events import EventLog
+from titan_ft.launch.run_paths import RunPaths
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TITAN_FT_ATTEMPT"])
+    replica = int(fake_worker.flag("fault_tolerance.replica_id"))
+    path = RunPaths(fake_worker.flag("job.dump_folder")).worker_events(replica, rank, attempt, os.getpid())
+    EventLog(path, replica=replica, rank=rank, attempt=attempt).emit("drained", step=12, reason="SIGTERM")
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, leave)
+    fake_worker.main()

@@ -1,0 +1,39 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A supervisor of fake workers on a thread of the test, which spares each test another import of torch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from titan_ft.launch.standby import StandbyKeeper
+from titan_ft.launch.supervisor import GroupSpec, StopRequests, Supervisor, start_standby
+
+
+class Supervised:
+    """Replica 0, with real workers that are the test's own children; use as a context, which ends them."""
+
+    def __init__(self, run: Any, num_ranks: int = 1, **settings: Any) -> None:
+        flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
+        env = {name: run.env[name] for name in ("FAKE_WORKERS", "PYTHONPATH")}
+        spec = GroupSpec(run.paths, 0, num_ranks, module="fake_worker", args=flags, env=env, **settings)
+        self.stop = StopRequests()  # called as a signal handler would be
+        self._supervisor = Supervisor(spec, self.stop, StandbyKeeper(lambda: start_standby(spec)))
+        self._codes: list[int] = []
+        self._thread = threading.Thread(target=lambda: self._codes.append(self._supervisor.run()), daemon=True)
+
+    def __enter__(self) -> Supervised:
+        self._thread.start()
+        return self
+
+    def wait(self, seconds: float = 20.0) -> int:
+        """Return the exit status."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"the supervisor did not end within {seconds} s"
+        return self._codes[0]
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+        self.stop()
+        self._thread.join(30.0)

@@ -1,0 +1,105 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The lighthouse that comes back: its port, its start, and what counts as a crash loop."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_ft.config import ConfigError
+from titan_ft.history.events import EventLog
+from titan_ft.launch.children import Children
+from titan_ft.launch.lighthouse_keeper import HOST, LighthouseKeeper
+
+# Says that it listens, and does whatever the code that follows does.
+ANNOUNCE = "print('lighthouse listening at http://127.0.0.1:1', flush=True); "
+
+MakeKeeper = Callable[..., LighthouseKeeper]
+
+
+@pytest.fixture
+def make_keeper(tmp_path: Path) -> Iterator[MakeKeeper]:
+    children, events = Children({}), EventLog(tmp_path / "events" / "launcher-1.jsonl")
+    made: list[LighthouseKeeper] = []
+
+    def make(code: str, port: int = 0) -> LighthouseKeeper:
+        command = [sys.executable, "-c", code]
+        made.append(LighthouseKeeper(lambda port: command, port, tmp_path / "lighthouse.log", children, events))
+        return made[-1]
+
+    yield make
+    children.stop(5.0)
+    events.close()
+    for keeper in made:
+        keeper.close()
+
+
+def poll_until(keeper: LighthouseKeeper, condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        keeper.poll()
+        time.sleep(0.01)
+
+
+def test_port_is_held_while_nobody_listens(make_keeper: MakeKeeper) -> None:
+    """The port is nobody else's while the lighthouse is away, is its own again and again, and is given back."""
+    keeper = make_keeper("")
+    assert keeper.address == f"http://{HOST}:{keeper.port}"
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind((HOST, keeper.port))
+    for _ in range(2):
+        socket.create_server((HOST, keeper.port)).close()  # with SO_REUSEADDR, as the lighthouse does
+    keeper.close()
+    with socket.socket() as other:
+        other.bind((HOST, keeper.port))
+
+
+def test_taken_port_is_a_mistake_in_the_command(make_keeper: MakeKeeper) -> None:
+    """A --lighthouse-port at which somebody listens is refused before anything is started."""
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--lighthouse-port must be a free port, got {port} .*choose another"):
+            make_keeper("", port)
+
+
+def test_lighthouse_that_cannot_start_is_not_started_again(make_keeper: MakeKeeper, tmp_path: Path) -> None:
+    """If it ends before it ever listened, the reason is its settings: that is told at once."""
+    keeper = make_keeper("print('started'); raise SystemExit(2)")
+    poll_until(keeper, lambda: keeper.failure)
+    assert keeper.failure == "the lighthouse ended (exit status 2)"
+    assert (tmp_path / "lighthouse.log").read_text() == "started\n"
+
+
+def test_crash_loop_is_given_up(make_keeper: MakeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deaths count while each follows a short life, also if it never listened again, and a long life forgives them."""
+    monkeypatch.setattr("titan_ft.launch.lighthouse_keeper.backoff_seconds", lambda streak: 0.0)
+    flag, log = tmp_path / "once", tmp_path / "lighthouse.log"
+    first_only = f"import os; os.path.exists({str(flag)!r}) and exit(1); open({str(flag)!r}, 'w'); "
+    keeper = make_keeper(first_only + ANNOUNCE)
+    poll_until(keeper, lambda: keeper.failure)
+    assert keeper.failure == "the lighthouse ended (exit status 1), 5 times in a row within moments of its start"
+    assert log.read_text().count("listening") == 1
+
+    monkeypatch.setattr("titan_ft.launch.lighthouse_keeper.HEALTHY_SECONDS", 0.0)
+    log.unlink()
+    healthy = make_keeper(ANNOUNCE)
+    poll_until(healthy, lambda: log.exists() and log.read_text().count("listening") > 5)
+    assert not healthy.failure
+
+
+def test_native_module_comes_without_torch() -> None:
+    """The lighthouse loads torchft's native module by itself: a restart does not wait for torch's imports."""
+    code = (
+        "import sys; from titan_ft.launch.lighthouse import _native_torchft; "
+        "assert _native_torchft().LighthouseServer.__name__ == 'LighthouseServer'; "
+        "sys.exit('torch' in sys.modules or 'torchft' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

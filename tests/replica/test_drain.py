@@ -1,0 +1,302 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Leaving on SIGTERM: the ranks' agreement, and real processes with real signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.replica.drain import TERMINATED, Drain, Process
+
+DEADLINE = 60.0  # seconds; only ever reached by a bug
+NEVER = 3600.0  # seconds
+
+# A store in a folder: the processes of these tests need no torch, whose import costs seconds.
+PREAMBLE = """
+import ctypes, os, pathlib, signal, sys, time
+from titan_ft.replica.drain import Drain
+class Store:
+    def set(self, key, value):
+        part = self.file(str(os.getpid()) + key); part.write_text(value); part.rename(self.file(key))
+    def get(self, key): return self.file(key).read_bytes()
+    def check(self, keys): return all(self.file(key).exists() for key in keys)
+    def wait(self, keys, timeout):
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > deadline: raise RuntimeError("timeout")
+            time.sleep(0.01)
+    def file(self, key): return pathlib.Path(sys.argv[1], key.replace("/", "_"))
+def say(text): print(text, flush=True)
+def drain(timeout, rank=0, num_ranks=1):
+    made = Drain(Store if num_ranks > 1 else None, key="drain", rank=rank, num_ranks=num_ranks,
+                 timeout_seconds=timeout, on_abandon=lambda reason: say(f"abandoned: {reason}"))
+    made.install()
+    return made
+def vote(made):
+    made.before_vote()
+    return made.after_vote()
+def block(): ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # no handler of Python's runs
+"""
+
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start Python code with `drain(...)` at hand, and wait until it said "ready"; ends what is left of it."""
+    processes = []
+
+    def start(code: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PREAMBLE + code, str(tmp_path)]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def build(store: Any, rank: int, num_ranks: int = 2) -> Drain:
+    """Build a rank of this process."""
+
+    def on_abandon(reason: str) -> None:
+        raise AssertionError(reason)
+
+    return Drain(
+        lambda: store, key="drain", rank=rank, num_ranks=num_ranks, timeout_seconds=NEVER, on_abandon=on_abandon
+    )
+
+
+def leave_all(*ranks: Drain) -> None:
+    """Let ranks leave together, which ends their threads."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(Drain.leave, ranks))
+
+
+# The agreement
+
+
+def test_a_rank_that_looks_late_does_not_leave_early() -> None:
+    """What a rank writes before its next vote is not taken for the last one by a rank that has yet to look there."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    fast, slow = build(store, 0), build(store, 1)
+    fast.before_vote()
+    slow.before_vote()
+    assert not fast.after_vote()
+    fast.request()
+    fast.before_vote()  # of the second vote, while the other rank has not looked after the first
+    assert not slow.after_vote()
+    slow.before_vote()
+    assert fast.after_vote()
+    assert slow.after_vote()
+    assert slow.requested
+    assert slow.after_vote(), "an agreement holds, also when this vote did not end a step"
+    leave_all(fast, slow)
+
+
+def test_all_ranks_leave_after_the_same_vote() -> None:
+    """Ranks at their own pace, told at any moment, with the store that groups have: all stop at one vote."""
+    import torch.distributed as dist
+
+    num_ranks = 3
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+    def connect() -> Any:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+    for trial in range(5):
+        barrier = threading.Barrier(num_ranks, timeout=DEADLINE)
+        key = f"drain/{trial}"
+
+        def train(
+            rank: int, barrier: threading.Barrier = barrier, key: str = key, trial: int = trial
+        ) -> tuple[int, float]:
+            made = Drain(
+                connect, key=key, rank=rank, num_ranks=num_ranks, timeout_seconds=NEVER, on_abandon=pytest.fail
+            )
+            if rank == trial % num_ranks:
+                threading.Timer(0.01 + trial * 0.003, made.request).start()
+            for votes in range(1, 100_000):
+                made.before_vote()
+                barrier.wait()
+                if made.after_vote():
+                    began = time.monotonic()
+                    made.leave()
+                    return votes, time.monotonic() - began
+            raise AssertionError("never left")
+
+        with ThreadPoolExecutor(num_ranks) as pool:
+            left = list(pool.map(train, range(num_ranks)))
+        assert len({votes for votes, _ in left}) == 1, left
+
+
+def test_leaving_waits_for_the_others_but_not_for_ever() -> None:
+    """A rank that leaves alone is held up for the two seconds of grace; the last one not at all."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    first, last = build(store, 0), build(store, 1)
+    waited = []
+
+    def leave(made: Drain) -> None:
+        began = time.monotonic()
+        made.leave()
+        waited.append(time.monotonic() - began)
+
+    leave(first)
+    leave(last)
+    assert waited[0] > 1.5
+    assert waited[1] < waited[0]
+
+
+def test_processes_are_recognized() -> None:
+    """This process lives; one of another start time under its pid is another one; other hosts cannot be looked at."""
+    this = Process.parse(str(Process.this()))
+    assert this == Process.this()
+    assert not this.is_gone()
+    assert replace(this, start="1").is_gone()
+    assert not replace(this, start="1", host="elsewhere").is_gone()
+    assert not replace(this, start="").is_gone(), "where there is no /proc"
+
+
+# One rank
+
+
+def test_sigterm_ends_training_at_the_next_vote(start: Start) -> None:
+    """After SIGTERM the vote under way is finished, and the group leaves after it."""
+    process = start("""
+made = drain(1000)
+assert not vote(made)
+say("ready")
+while not vote(made): time.sleep(0.01)
+made.leave()
+say("left")
+""")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, output) == (0, "left\n")
+
+
+def test_the_timeout_ends_a_rank_that_cannot_leave(start: Start) -> None:
+    """A training thread stuck in a C call does not keep the timeout from running: the reason is told, status 0."""
+    process = start("made = drain(1.5); vote(made); say('ready'); block()")
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0
+    assert output == "abandoned: fault_tolerance.drain_timeout_seconds (1.5 s) is over\n"
+    assert "drain_timeout_seconds" in errors
+
+
+def test_before_the_first_vote_nothing_is_waited_for(start: Start) -> None:
+    """A worker that is still loading has nothing to finish."""
+    process = start("made = drain(1000); say('ready'); block()")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, output) == (0, "abandoned: it had not begun to train\n")
+
+
+def test_a_second_sigterm_ends_at_once(start: Start) -> None:
+    """The same request from two senders is one; a second one later ends the process, whatever it is doing."""
+    process = start("""
+import titan_ft.replica.drain
+titan_ft.replica.drain._ONE_REQUEST_SECONDS = 3.0  # a busy machine may take long between the two
+made = drain(1000); vote(made); say("ready")
+while not made.requested: time.sleep(0.001)
+say("requested")
+sys.stdin.readline()
+say("alive")
+block()
+""")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "requested\n"
+    process.send_signal(signal.SIGTERM)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "alive\n"
+    deadline = time.monotonic() + DEADLINE
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == TERMINATED
+
+
+def test_forked_children_keep_the_default(start: Start) -> None:
+    """SIGTERM ends a forked child, however early it comes, and does not ask this rank to leave."""
+    process = start("""
+made = drain(1000)
+parent, endings = os.getpid(), set()
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        while os.getppid() == parent: time.sleep(0.01)
+        os._exit(1)
+    os.kill(child, signal.SIGTERM)
+    endings.add(os.WTERMSIG(os.waitpid(child, 0)[1]))
+say("ready")
+time.sleep(0.3)
+say(f"{endings} {made.requested}")
+""")
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert output == f"{ {int(signal.SIGTERM)} } False\n"
+
+
+# Several ranks
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_dead_sibling_ends_a_rank_at_once(start: Start, reaped: bool) -> None:
+    """Sent SIGTERM because a sibling died, a rank does not wait for the step; nor before its first vote."""
+    sibling = start("made = drain(1000, 1, 2); say('ready'); time.sleep(1000)")
+    voting = "" if reaped else "made.before_vote();"
+    process = start(f"made = drain(1000, 0, 2); {voting} say('ready'); block()")
+    sibling.kill()
+    if reaped:
+        sibling.wait(DEADLINE)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, output) == (TERMINATED, "")
+    assert "rank 1 of this group is gone" in errors
+
+
+def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
+    """A rank that is slow to leave is not cut short by the end of one that left in order."""
+    sibling = start("made = drain(1000, 1, 2); say('ready'); sys.stdin.readline(); made.leave()")
+    process = start("made = drain(2, 0, 2); made.before_vote(); say('ready'); block()")
+    sibling.communicate("\n", timeout=DEADLINE)
+    assert sibling.returncode == 0
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0
+    assert "drain_timeout_seconds" in output
+
+
+def test_ranks_give_up_together(start: Start) -> None:
+    """When one rank has given up its siblings follow, with status 0: the group left, only not in order."""
+    process = start("made = drain(1000, 0, 2); made.before_vote(); say('ready'); block()")
+    process.send_signal(signal.SIGTERM)
+    sibling = start("made = drain(0.5, 1, 2); made.before_vote(); say('ready'); block()")
+    sibling.send_signal(signal.SIGTERM)
+    for rank in (process, sibling):
+        output, _ = rank.communicate(timeout=DEADLINE)
+        assert rank.returncode == 0
+        assert output.startswith("abandoned: ")

@@ -1,0 +1,139 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The feed: goes on behind what is committed, uses again what is not, whatever the loader is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ft import device
+from titan_ft.data.assets import resolve
+from titan_ft.replica.feed import Feed, Reading, load_loader, save_loader
+from titan_ft.replica.ledger import Ledger
+
+NUM_SLOTS = 2
+Build = Callable[[int], Any]
+
+
+@pytest.fixture(scope="module", params=["in memory", "streamed", "workers", "streamed, workers"])
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+    """torchtitan's own loader over a map-style or a streaming Hugging Face dataset, with and without workers."""
+    device.prepare()
+    import datasets
+    from torchtitan.components.tokenizer import build_hf_tokenizer
+    from torchtitan.config import JobConfig
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    texts = [f"The {number}th sentence, and {number * 7919} words more. " * (1 + number % 5) for number in range(80)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    streaming = "streamed" in request.param
+
+    def load(path: str) -> Any:
+        data = datasets.load_dataset("json", data_files=path, split="train", streaming=streaming)
+        # A stream is cut by files, or by skipping; two shards make both groups and workers meet a real split.
+        return data
+
+    DATASETS["titan_ft_test"] = DatasetConfig(path=str(path), loader=load, sample_processor=lambda s: s["text"])
+    config = JobConfig()
+    config.model.hf_assets_path = resolve("titan_ft://tokenizer")
+    config.training.dataset, config.training.seq_len, config.training.local_batch_size = "titan_ft_test", 16, 2
+    config.training.dataloader.num_workers = 2 if "workers" in request.param else 0
+    tokenizer = build_hf_tokenizer(config)
+    yield lambda slot: build_text_dataloader(
+        dp_world_size=NUM_SLOTS, dp_rank=slot, tokenizer=tokenizer, job_config=config
+    )
+    del DATASETS["titan_ft_test"]
+
+
+def commit(ledger: Ledger, reading: Reading) -> str:
+    ledger.advance([reading.entry], readers=[0])
+    return reading.checksum
+
+
+def straight(build: Build, slot: int, num_steps: int) -> list[str]:
+    """Return the checksums of the steps of an undisturbed run."""
+    ledger = Ledger(NUM_SLOTS)
+    feed = Feed(ledger, build, iter)
+    return [commit(ledger, feed.read(slot, 2)) for _ in range(num_steps)]
+
+
+def test_another_process_goes_on_behind_the_last_commit(build: Build) -> None:
+    """A group that was restarted and healed reads what an undisturbed one would have read next."""
+    ledger, healed = Ledger(NUM_SLOTS), Ledger(NUM_SLOTS)
+    feed = Feed(ledger, build, iter)
+    sums = [commit(ledger, feed.read(1, 2)) for _ in range(3)]
+    feed.read(1, 2)  # read, never committed: the batch in flight at the kill
+    healed.load_state_dict(ledger.state_dict())
+    feed = Feed(healed, build, iter)
+    sums += [commit(healed, feed.read(1, 2)) for _ in range(3)]
+    assert sums == straight(build, 1, 6)
+    assert len(set(sums)) == 6
+
+
+def test_what_was_not_committed_is_used_again(build: Build) -> None:
+    """A retried step has the very same batches, and nothing is read for it."""
+    ledger = Ledger(NUM_SLOTS)
+    feed = Feed(ledger, build, iter)
+    commit(ledger, feed.read(0, 2))
+    reading = feed.read(0, 2)
+    assert feed.read(0, 2) is reading
+    commit(ledger, reading)
+    following = feed.read(0, 2)
+    assert following.entry.first_batch == reading.entry.end
+    assert [reading.checksum, following.checksum] == straight(build, 0, 3)[1:]
+
+
+def test_it_follows_a_ledger_that_others_moved(build: Build) -> None:
+    """What this group read while another one trained its slot is void; so is a ledger that went back."""
+    ledger, others = Ledger(NUM_SLOTS), Ledger(NUM_SLOTS)
+    feed, other_feed = Feed(ledger, build, iter), Feed(others, build, iter)
+    sums = straight(build, 0, 5)
+    begin = ledger.state_dict()
+    commit(ledger, feed.read(0, 2))
+    feed.read(0, 2)
+    for _ in range(4):
+        commit(others, other_feed.read(0, 2))
+    ledger.load_state_dict(others.state_dict())
+    assert feed.read(0, 2).checksum == sums[4]
+    ledger.load_state_dict(begin)
+    assert feed.read(0, 2).checksum == sums[0]
+
+
+def test_a_dropped_slot_is_opened_again_where_it_ends(build: Build) -> None:
+    """An absent group's slot that is read for a while, left and taken up again."""
+    ledger = Ledger(NUM_SLOTS)
+    feed = Feed(ledger, build, iter)
+    sums = [commit(ledger, feed.read(1, 2)) for _ in range(2)]
+    feed.drop({0})
+    sums += [commit(ledger, feed.read(1, 2)) for _ in range(2)]
+    assert sums == straight(build, 1, 4)
+
+
+class Wilful:
+    """A loader of a user's own, whose state is an object that only pickle could carry."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield {"input": torch.zeros(1, 2)}, torch.zeros(1, 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"where": Path("/")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("never loaded")
+
+
+def test_a_state_that_needs_pickle_is_refused() -> None:
+    """A state comes from another group: what could run code is not loaded."""
+    import pickle
+
+    with pytest.raises(pickle.UnpicklingError, match="[Ww]eights"):
+        load_loader(Wilful(), save_loader(Wilful()))

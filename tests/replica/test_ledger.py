@@ -1,0 +1,81 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ledger: entries on the wire, what a commit changes, shards that do not depend on the groups, shares."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from titan_ft.replica.ledger import Entry, Ledger, decode, encode, share_out
+
+
+def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0state\n\xff") -> Entry:
+    return Entry(slot, first_batch, num_batches, state)
+
+
+@pytest.mark.parametrize("entries", [[], [entry(0, 0)], [entry(3, 7, 1, b""), entry(0, 2**40, 5, bytes(range(256)) * 9)]])
+def test_entries_survive_the_wire(entries: list[Entry]) -> None:
+    """Whatever bytes a loader's state holds comes back; nothing is sent for nothing."""
+    data = encode(entries)
+    assert decode(data) == entries
+    assert bool(data) == bool(entries)
+
+
+def test_a_commit_moves_its_slots_only() -> None:
+    """Slots whose data was not in the update stay where they are."""
+    ledger = Ledger(3)
+    ledger.advance([entry(0, 0), entry(2, 0, 1, b"two")], readers=[0, 2])
+    ledger.advance([entry(0, 2, 3, b"later")], readers=[0])
+    assert [ledger.end(slot) for slot in range(3)] == [5, 0, 1]
+    assert [ledger.state(slot) for slot in range(3)] == [b"later", None, b"two"]
+    assert ledger.readers == (0,)
+
+
+@pytest.mark.parametrize("first_batch", [0, 3])
+def test_a_repeated_or_skipped_batch_is_an_error(first_batch: int) -> None:
+    """What a commit is made of goes on exactly where the ledger ends."""
+    ledger = Ledger(1)
+    ledger.advance([entry(0, 0)], readers=[0])
+    with pytest.raises(ValueError, match="slot 0 is trained up to batch 2"):
+        ledger.advance([entry(0, first_batch)], readers=[0])
+
+
+def test_it_heals_to_a_joiner_as_json() -> None:
+    """A joiner's ledger is the donor's after a trip through a snapshot's header."""
+    ledger, joiner = Ledger(3), Ledger(3)
+    ledger.advance([entry(0, 0), entry(2, 0)], readers=[0, 2])
+    joiner.advance([entry(1, 0)], readers=[1])  # what it holds itself is void
+    joiner.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert joiner.state_dict() == ledger.state_dict()
+    assert [joiner.end(slot) for slot in range(3)] == [2, 0, 2]
+    assert joiner.state(1) is None
+
+
+def test_shards_carry_over_to_another_split_into_groups() -> None:
+    """Two groups of two data ranks go on where four groups of one stopped: the shards of the job are the same."""
+    before = Ledger(4)
+    before.advance([entry(slot, 0, slot + 1, bytes([slot])) for slot in range(4)], readers=range(4))
+    saved = before.shards()
+    assert sorted(saved) == ["0", "1", "2", "3"]
+    ranks = [Ledger(2, shard, 2) for shard in range(2)]
+    for ledger in ranks:
+        ledger.load_shards(saved)
+    assert [[ledger.end(slot) for slot in range(2)] for ledger in ranks] == [[1, 3], [2, 4]]
+    assert [[ledger.state(slot) for slot in range(2)] for ledger in ranks] == [[b"\0", b"\2"], [b"\1", b"\3"]]
+    assert ranks[0].shards() | ranks[1].shards() == saved
+
+
+def test_a_shard_that_was_not_begun_stays_so() -> None:
+    """A slot without a committed batch is read from its beginning after a resume as well."""
+    ledger = Ledger(2)
+    ledger.load_shards(Ledger(2).shards())
+    assert ledger.state(1) is None
+    assert ledger.end(1) == 0
+
+
+def test_absent_slots_are_dealt_out_evenly() -> None:
+    """Everybody is served in turn, in the same order everywhere, and nobody is left out of the answer."""
+    assert share_out([5, 1, 3, 4], [0, 2, 6]) == {0: [1, 5], 2: [3], 6: [4]}
+    assert share_out([], [0, 2]) == {0: [], 2: []}

@@ -1,0 +1,199 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names at the lighthouse, and which of them make an exchange together."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+
+from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, ReplacedError, ReplicaError
+from titan_ft.replica.member import Admission, Member, admit
+
+
+def member(slot: int, started: float = 0.0, **more: Any) -> Member:
+    values = {"unique": f"u{slot}-{started}", "config": "c", "job": "j", "store": f"10.0.0.{slot}:7"}
+    return Member(slot, started, **values | more)
+
+
+def names(*members: Member) -> list[str]:
+    return [member.replica_id for member in members]
+
+
+# Names
+
+
+@pytest.mark.parametrize("job", ["", "a-job"])
+@pytest.mark.parametrize("store", ["10.0.0.1:29500", "[fd00::1]:29500"])
+def test_a_member_survives_its_name(job: str, store: str) -> None:
+    """Everything of a member comes back from the replica id; a microsecond of its start is kept."""
+    one = Member(12, 1_700_000_000.123457, "abc", "c0ffee", job, store)
+    assert Member.parse(one.replica_id) == one
+
+
+def test_ids_sort_by_slot() -> None:
+    """torchft orders members by id as text: that must be the order of the slots, also with ten groups and more."""
+    members = [member(slot, 5.0) for slot in (0, 2, 9, 10, 100, 99_999)]
+    assert sorted(names(*members)) == names(*members)
+
+
+FOREIGN = [
+    "",
+    "train_llama_0",
+    "train_llama_0:7f3a",
+    "titan_ft/000001/1.000000/u/c",  # without job and store
+    "titan_ft/x/1.000000/u/c/j/h:1",
+    "titan_ft/000001/soon/u/c/j/h:1",
+    "titan_ft/000001/nan/u/c/j/h:1",
+    "titan_ft/000001/-inf/u/c/j/h:1",
+    "titan_ft/1/1.000000/u/c/j/h:1",  # would not sort by slot
+    "titan_ft/000001/1.0/u/c/j/h:1",
+    "other/000001/1.000000/u/c/j/h:1",
+    "titan_ft/000001/1.000000/u/c/j/h:1/more",
+]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_name_is_no_member(name: str) -> None:
+    """An id that is not ours is named by the error."""
+    with pytest.raises(ValueError, match="titan_ft replica group") as caught:
+        Member.parse(name)
+    assert repr(name) in str(caught.value)
+
+
+# Admission
+
+
+def test_members_of_one_kind_are_taken_by_slot() -> None:
+    """In whatever order the reply names them, each of them comes to the same list, which goes by slot."""
+    members = [member(0, 3.0), member(1, 1.0), member(2, 2.0)]
+    for order in itertools.permutations(members):
+        for own in members:
+            assert admit(own, names(*order)) == Admission(tuple(members))
+
+
+def test_a_group_alone_takes_itself() -> None:
+    """A quorum of one is one."""
+    assert admit(member(4), names(member(4))) == Admission((member(4),))
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_name_is_set_aside(name: str) -> None:
+    """Another kind of job is left out with the reason, wherever it stands in the order."""
+    ours = member(0), member(1)
+    assert admit(ours[1], [name, *names(*ours)]) == Admission(ours, {name: "it is not a titan_ft replica group"})
+
+
+def test_a_newer_job_is_set_aside() -> None:
+    """The job that was there first goes on with its own, and says to whom the others belong."""
+    ours, theirs = (member(0, 1.0), member(2, 9.0)), member(1, 5.0, job="k")
+    admission = admit(ours[1], names(*ours, theirs))
+    assert admission.members == ours
+    assert list(admission.strangers) == [theirs.replica_id]
+    assert "job 'k'" in admission.strangers[theirs.replica_id]
+    assert "'j'" in admission.strangers[theirs.replica_id]
+
+
+def test_a_newer_job_ends() -> None:
+    """Its groups are told of both jobs, whose groups were there first, and what to do."""
+    ours, theirs = (member(0, 1.0), member(2, 9.0)), member(1, 5.0, job="")
+    with pytest.raises(ForeignMemberError, match="its own lighthouse") as caught:
+        admit(theirs, names(*ours, theirs))
+    for part in ("job 'j' (groups [0, 2])", "job ''", "fault_tolerance.lighthouse", "fault_tolerance.job_id"):
+        assert part in str(caught.value)
+
+
+def test_a_newer_process_of_the_first_job_is_no_newcomer() -> None:
+    """What counts is the job's oldest group: one of its groups that was restarted later stays in it."""
+    old, restarted, other = member(0, 1.0), member(1, 100.0), member(1, 50.0, job="k")
+    assert admit(restarted, names(old, restarted, other)).members == (old, restarted)
+    with pytest.raises(ForeignMemberError):
+        admit(other, names(old, restarted, other))
+
+
+def test_another_config_is_set_aside() -> None:
+    """Those with the oldest group's config go on, however many have another."""
+    right, wrong = (member(2, 1.0), member(3, 8.0)), (member(0, 2.0, config="d"), member(1, 3.0, config="d"))
+    admission = admit(right[1], names(*right, *wrong))
+    assert admission.members == right
+    assert set(admission.strangers) == set(names(*wrong))
+    for reason in admission.strangers.values():
+        assert "digest d; ours is c" in reason
+
+
+def test_a_group_with_another_config_ends() -> None:
+    """It is told both digests and which groups have the right one."""
+    right, wrong = (member(2, 1.0), member(3, 8.0)), (member(0, 2.0, config="d"), member(1, 3.0, config="d"))
+    for own in wrong:
+        with pytest.raises(ConfigMismatchError, match="TOML and flags") as caught:
+            admit(own, names(*right, *wrong))
+        assert "digest d" in str(caught.value)
+        assert "groups [2, 3] (c)" in str(caught.value)
+
+
+def test_the_config_of_another_job_says_nothing() -> None:
+    """A stranger is not asked which config is right."""
+    ours, theirs = member(0, 2.0, config="d"), member(1, 3.0, config="c", job="k")
+    assert admit(ours, names(ours, theirs)).members == (ours,)
+
+
+def test_the_newest_process_of_a_slot_is_taken() -> None:
+    """The others need not wait for the older one to leave; it is no stranger either."""
+    other, old, new = member(1, 1.0), member(0, 2.0), member(0, 3.0)
+    for own in (other, new):
+        assert admit(own, names(old, new, other)) == Admission((new, other))
+
+
+def test_an_older_process_of_a_slot_ends() -> None:
+    """It is told that it was replaced, and which field made it so."""
+    old, older, new = member(0, 2.0), member(0, 1.0), member(0, 3.0)
+    for own in (old, older):
+        with pytest.raises(ReplacedError, match=r"replica group 0 .*fault_tolerance.replica_id must be unique"):
+            admit(own, names(old, older, new))
+
+
+def test_a_newer_process_of_another_kind_replaces_nobody() -> None:
+    """A slot is taken over only by a process with the right job and config."""
+    old = member(0, 1.0)
+    strangers = member(0, 2.0, config="d"), member(0, 3.0, job="k")
+    admission = admit(old, names(old, *strangers))
+    assert admission.members == (old,)
+    assert set(admission.strangers) == set(names(*strangers))
+
+
+def test_processes_started_in_the_same_microsecond() -> None:
+    """Somebody is older all the same: one ends, and both agree which."""
+    one, two = member(0, 1.0, unique="a"), member(0, 1.0, unique="b")
+    assert admit(two, names(one, two)).members == (two,)
+    with pytest.raises(ReplacedError):
+        admit(one, names(one, two))
+
+
+def test_every_quorum_has_a_way_on() -> None:
+    """Of all small quorums: those who are not told to end come to one list, hold it all, and the oldest is alive."""
+    kinds = [
+        member(slot, 0.0, config=config, job=job) for slot in (0, 1) for config in ("c", "d") for job in ("j", "k")
+    ]
+    for chosen in itertools.permutations(kinds, 3):
+        quorum = [
+            member(one.slot, float(age), config=one.config, job=one.job, unique=f"{age}")
+            for age, one in enumerate(chosen)
+        ]
+        admitted: dict[Member, Admission] = {}
+        for own in quorum:
+            with contextlib.suppress(ReplicaError):
+                admitted[own] = admit(own, ["stranger", *names(*quorum)])
+        lists = {admission.members for admission in admitted.values()}
+        assert lists == {tuple(sorted(admitted, key=lambda one: one.slot))}
+        left = {(one.config, one.job) for one in admitted}
+        assert left == {(quorum[0].config, quorum[0].job)}
+        assert "stranger" in admitted[next(iter(admitted))].strangers
+
+
+def test_a_group_is_in_its_own_quorum() -> None:
+    """A reply without the group itself is our bug."""
+    with pytest.raises(AssertionError):
+        admit(member(0), names(member(1)))

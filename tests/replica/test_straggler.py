@@ -1,0 +1,69 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which groups are stragglers, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan_ft.replica.straggler import StragglerChange, Stragglers
+
+
+def slots(changes: list[StragglerChange]) -> list[int]:
+    return [change.slot for change in changes]
+
+
+def test_a_group_slow_for_long_enough_is_told_once() -> None:
+    """A group becomes a straggler at the last of `steps` slow steps, with its ratio to the others; only once."""
+    stragglers = Stragglers(factor=1.5, steps=3)
+    slow = {0: 1.0, 1: 3.0, 2: 2.0}
+    assert stragglers.observe(slow) == []
+    assert stragglers.observe(slow) == []
+    assert stragglers.observe(slow) == [StragglerChange(slot=1, ratio=2.0, steps=3, recovered=False)]
+    assert stragglers.observe(slow) == []
+    assert stragglers.ratios[1] == 2.0
+
+
+def test_one_good_step_breaks_the_row() -> None:
+    """Slow steps count only in a row; exactly the factor is not slower than it."""
+    stragglers = Stragglers(factor=1.5, steps=2)
+    for own in (9.0, 1.5, 9.0, 1.0):
+        assert stragglers.observe({0: 1.0, 1: own}) == []
+    assert stragglers.observe({0: 1.0, 1: 9.0}) == []
+    assert slots(stragglers.observe({0: 1.0, 1: 9.0})) == [1]
+
+
+def test_a_straggler_recovers_after_as_many_good_steps() -> None:
+    """A single good step of a straggler is no news; `steps` of them in a row are, and then it can be told again."""
+    stragglers = Stragglers(factor=1.5, steps=2)
+    slow, good = {0: 1.0, 1: 2.0}, {0: 1.0, 1: 1.0}
+    told = [stragglers.observe(seconds) for seconds in (slow, slow, good, slow, good, good, slow, slow)]
+    assert [slots(changes) for changes in told] == [[], [1], [], [], [], [1], [], [1]]
+    assert [change.recovered for changes in told for change in changes] == [False, True, False]
+
+
+def test_an_absent_group_starts_anew() -> None:
+    """A group that misses a step has no row of slow steps, and is no straggler when it is back."""
+    stragglers = Stragglers(factor=1.5, steps=2)
+    slow, absent = {0: 1.0, 1: 1.0, 2: 2.0}, {0: 1.0, 1: 1.0}
+    told = [slots(stragglers.observe(seconds)) for seconds in (slow, absent, slow, slow, absent, slow, slow)]
+    assert told == [[], [], [], [2], [], [], [2]]
+
+
+def test_one_slow_group_of_many_does_not_hide_another() -> None:
+    """Each group is measured by the others' median, which does not move with a single one of them."""
+    stragglers = Stragglers(factor=1.5, steps=1)
+    assert slots(stragglers.observe({0: 1.0, 1: 1.0, 2: 1.1, 3: 2.0, 4: 50.0})) == [3, 4]
+
+
+@pytest.mark.parametrize("seconds", [{}, {3: 7.0}, {0: 0.0, 1: 5.0}])
+def test_nothing_to_compare_with_tells_nothing(seconds: dict[int, float]) -> None:
+    """A group alone, and times that a coarse clock shows as zero, make no straggler."""
+    assert Stragglers(factor=1.5, steps=1).observe(seconds) == []
+
+
+def test_factor_zero_reports_none() -> None:
+    """A factor of 0 turns the report off."""
+    stragglers = Stragglers(factor=0, steps=1)
+    assert stragglers.observe({0: 1.0, 1: 100.0}) == []
+    assert stragglers.ratios == {}

@@ -1,0 +1,147 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The watchdog, in processes that hang in different ways."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+DEADLINE = 60.0  # seconds; only ever reached by a bug
+
+PREAMBLE = """
+import sys, threading, time
+from titan_ft.replica.watchdog import Watchdog
+told = lambda: print("told", flush=True)
+def say(text): print(text, flush=True)
+def wait(): sys.stdin.readline()
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start Python code with the watchdog imported; ends what is left of it."""
+    processes = []
+
+    def start(code: str, **options: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PREAMBLE + code]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]  # a plain dict
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_hang_is_explained_told_and_ended(start: Start) -> None:
+    """A training thread that waits for ever: all stacks and the field are in the log, the event is told, status 1."""
+    process = start("""
+def stuck_in_a_lock(): threading.Lock().__enter__(); lock = threading.Lock(); lock.acquire(); lock.acquire()
+def another_thread(): time.sleep(1000)
+threading.Thread(target=another_thread, daemon=True).start()
+Watchdog(0.5, told)
+stuck_in_a_lock()
+""")
+    output, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert output == "told\n"
+    assert "stuck_in_a_lock" in errors
+    assert "another_thread" in errors
+    assert "hang_timeout_seconds" in errors.splitlines()[-1]
+
+
+def test_nothing_holds_up_the_end(start: Start) -> None:
+    """The process ends although the callback blocks, and nobody reads the pipe of its stderr, which is full."""
+    receive, send = os.pipe()
+    process = start(
+        """
+import os
+os.set_blocking(2, False)
+try:
+    while os.write(2, b"x" * 4096): pass
+except BlockingIOError: pass
+os.set_blocking(2, True)
+Watchdog(0.5, lambda: time.sleep(1000))
+print("full", flush=True)
+os.write(2, b"stuck")
+""",
+        stderr=send,
+    )
+    os.close(send)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "full\n"
+        assert process.wait(DEADLINE) == 1
+    finally:
+        os.close(receive)
+
+
+def test_a_call_that_keeps_the_gil_is_ended(start: Start) -> None:
+    """No Python thread runs any more; the stacks are in the log all the same, and the process ends."""
+    process = start("""
+import ctypes
+watchdog = Watchdog(0.5, told)
+def keeps_the_gil(): ctypes.PyDLL(None).sleep(1000)
+keeps_the_gil()
+""")
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert "keeps_the_gil" in errors
+
+
+def test_beats_and_pauses_keep_it_alive(start: Start) -> None:
+    """Slow progress is no hang, nor is a long pause, nested ones included; after it the full time counts again."""
+    process = start("""
+watchdog = Watchdog(1.5, told)
+for _ in range(6):
+    time.sleep(0.4); watchdog.beat()
+with watchdog.paused():
+    with watchdog.paused(): time.sleep(0.1)
+    time.sleep(2.5)
+say("alive")
+time.sleep(1000)
+""")
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert output == "alive\ntold\n"
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("code", ["Watchdog(0, told)", "w = Watchdog(0.3, told); w.close(); w.close()"])
+def test_off_or_closed_it_never_ends_anything(start: Start, code: str) -> None:
+    """Zero seconds turn it off, and a closed one has no timer left either."""
+    process = start(f"{code}\ntime.sleep(1.5)\nsay('alive')")
+    output, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, output, errors) == (0, "alive\n", "")
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(start: Start) -> None:
+    """A process that is stopped for longer than the timeout and continued is not taken for hung."""
+    process = start("""
+watchdog = Watchdog(3.0, told)
+threading.Thread(target=lambda: [(time.sleep(0.2), say("tick")) for _ in range(1000)], daemon=True).start()
+wait()
+watchdog.beat()
+say("alive")
+""")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "tick\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(4)  # longer than the timeout, shorter than that of the GIL's backstop
+    os.kill(process.pid, signal.SIGCONT)
+    ticks = [process.stdout.readline() for _ in range(3)]  # its threads ran again for several ticks of the watchdog
+    assert ticks == ["tick\n"] * 3
+    output, _ = process.communicate("\n", timeout=DEADLINE)
+    assert output.endswith("alive\n")
+    assert process.returncode == 0

@@ -1,0 +1,669 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints of a fault-tolerant run, in one process: who saves when, what is in them, what is loaded."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_ft import device
+
+device.prepare()
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # noqa: E402
+from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
+from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
+from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
+from torchtitan.config import Checkpoint  # noqa: E402
+
+from titan_ft.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
+from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, publish  # noqa: E402
+from titan_ft.config import ConfigError  # noqa: E402
+from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
+
+LINEAGE = 0xABCDEF
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _world() -> Iterator[None]:
+    """A world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Progress:
+    """What torchtitan's Trainer is as a Stateful."""
+
+    def __init__(self) -> None:
+        self.step = self.ntokens_seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"]
+
+
+class Events:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.told.append((event, fields))
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.told if event == name]
+
+
+class Run:
+    """A group of one rank: its state, its checkpoints and their host."""
+
+    def __init__(
+        self, base: Path, *, slots: int = 2, slot: int = 0, flavor: str = "tiny", dataset: str = "austen", **more: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 3)
+        optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
+        schedulers = LRSchedulersContainer(optimizers, lambda step: 1 / (step + 1))
+        self.optimizers, self.schedulers = optimizers, schedulers
+        self.progress = Progress()
+        self.ledger, self.events = Ledger(slots), Events()
+        self.saved, self.lineage = 0, 0
+        self.is_writer, self.heals = True, False
+        self.gathered: list[int] = []
+        self.claimed = -1  # step that this group said it can load
+        self.config = SimpleNamespace(
+            model=SimpleNamespace(name="llama3", flavor=flavor),
+            training=SimpleNamespace(dataset=dataset, seq_len=32),
+            fault_tolerance=SimpleNamespace(replica_id=slot, drain_timeout_seconds=10.0),
+        )
+        self.checkpoints = ReplicaCheckpoints(
+            dataloader=object(),
+            model_parts=[self.model],
+            optimizers=optimizers,
+            lr_schedulers=schedulers,
+            states={"train_state": self.progress},
+            checkpoint_config=Checkpoint(**{"enable": True, "interval": 5, "last_save_model_only": False, **more}),
+            sd_adapter=None,
+            base_folder=str(base),
+        )
+        self.folder = Path(self.checkpoints.folder) if more.get("enable", True) else base / "checkpoint"
+        self.checkpoints.attach(self)  # type: ignore[arg-type]
+
+    # The host
+
+    def heals_instead(self, step: int) -> bool:
+        self.claimed = step
+        return self.heals
+
+    def gather(self, value: int) -> list[int]:
+        self.gathered.append(value)
+        return [value]
+
+    # What a test does with it
+
+    def train(self, until: int) -> None:
+        """Make steps and offer each for saving."""
+        while self.progress.step < until:
+            self.step()
+            self.checkpoints.save(self.progress.step)
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 4)).square().sum().backward()
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        self.schedulers.step()
+        self.progress.step += 1
+        self.progress.ntokens_seen += 64
+        self.lineage = LINEAGE + self.progress.step
+        slots = range(self.ledger.num_slots)
+        entries = [Entry(slot, self.ledger.end(slot), 1, b"place %d" % self.progress.step) for slot in slots]
+        self.ledger.advance(entries, slots)
+
+    def settle(self) -> None:
+        """Wait for the save under way."""
+        save = self.checkpoints._under_way
+        assert save is not None
+        concurrent.futures.wait([save.done], timeout=60)
+
+    def values(self) -> dict[str, Any]:
+        """The state by value."""
+        optimizer = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in self.optimizers.state_dict().items()
+        }
+        return {
+            "weight": self.model.weight.detach().clone(),
+            "optimizer": optimizer,
+            "scheduler": self.schedulers.state_dict()["last_epoch"],
+            "progress": self.progress.state_dict(),
+            "ledger": self.ledger.shards(),
+            "lineage": self.lineage,
+        }
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Make groups that share a folder; closes their checkpoints with the test."""
+    runs: list[Run] = []
+
+    def make(**more: Any) -> Run:
+        runs.append(Run(tmp_path, **more))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.checkpoints.close()
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError("No space left on device")
+
+
+class Gate:
+    """Holds back the writing of data until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, write = threading.Event(), FileSystemWriter.write_data
+
+        def wait(*args: Any) -> Any:
+            assert self.open.wait(60)
+            return write(*args)
+
+        monkeypatch.setattr(FileSystemWriter, "write_data", wait)
+
+
+# What is saved and loaded
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode: str) -> None:
+    """Model, optimizer, scheduler, counters, ledger and lineage of the saved step, whatever was trained meanwhile."""
+    run = make_run(async_mode=mode)
+    run.train(4)
+    run.step()
+    expected = run.values()
+    run.checkpoints.save(5)
+    run.step()  # overwrites the state, perhaps while the save is under way
+    if mode == "async":
+        run.settle()
+        run.checkpoints.save(6)
+    assert run.saved == 5
+    (told,) = run.events.named("checkpoint_saved")
+    assert told["step"] == 5
+    assert told["seconds"] > 0
+
+    other = make_run(slot=1, async_mode=mode)
+    assert other.checkpoints.load()
+    assert_equal(other.values(), expected)
+    assert other.saved == 5
+    assert other.events.told == [("checkpoint_loaded", {"step": 5, "lineage": f"{LINEAGE + 5:012x}"})]
+
+
+def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[..., Run]) -> None:
+    """A manifest lies beside the data; per-rank loader states are not in the data."""
+    run = make_run()
+    run.train(5)
+    manifest = json.loads((run.folder / "step-5" / MANIFEST).read_text())
+    assert manifest | {"version": ""} == {
+        "step": 5,
+        "lineage": f"{LINEAGE + 5:012x}",
+        "model": "llama3 tiny",
+        "dataset": "austen",
+        "seq_len": 32,
+        "num_shards": 2,
+        "model_only": False,
+        "version": "",
+    }
+    keys = FileSystemReader(run.folder / "step-5").read_metadata().state_dict_metadata
+    assert {key for key in keys if key.startswith("dataloader")} == {
+        f"dataloader.{slot}.{name}" for slot in (0, 1) for name in ("batches", "state")
+    }
+    assert [path.name for path in run.folder.iterdir()] == ["step-5"]
+
+
+def test_a_group_that_heals_loads_nothing(make_run: Callable[..., Run]) -> None:
+    """When the job goes on in other groups, the disk's older state is left alone."""
+    make_run().train(5)
+    joiner = make_run(slot=1)
+    joiner.heals = True
+    assert not joiner.checkpoints.load()
+    assert joiner.claimed == 5
+    assert joiner.progress.step == 0
+    assert joiner.events.told == []
+
+
+def test_without_checkpoints_nothing_happens(make_run: Callable[..., Run]) -> None:
+    """checkpoint.enable = false: no file, no question to the host."""
+    run = make_run(enable=False)
+    run.heals = True
+    assert not run.checkpoints.load()
+    run.train(5)
+    run.checkpoints.maybe_wait_for_staging()
+    run.checkpoints.finish(5)
+    assert not run.folder.exists()
+    assert run.gathered == []
+
+
+def test_load_only_saves_nothing(make_run: Callable[..., Run]) -> None:
+    """checkpoint.load_only loads, and that is all."""
+    make_run().train(5)
+    run = make_run(load_only=True)
+    assert run.checkpoints.load()
+    run.train(12)
+    run.checkpoints.finish(12)
+    assert complete_steps(run.folder) == [5]
+
+
+# Who saves when
+
+
+@pytest.mark.parametrize(
+    ("step", "first", "last", "due"),
+    [
+        (0, True, False, 0),
+        (1, False, False, 0),
+        (1, True, False, 1),
+        (4, True, False, 1),
+        (5, False, False, 5),
+        (9, False, False, 5),
+        (10, True, False, 10),
+        (12, False, True, 12),
+    ],
+)
+def test_latest_due(step: int, first: bool, last: bool, due: int) -> None:
+    """Multiples of the interval, the first step if asked for, and the last one."""
+    assert latest_due(step, 5, first, last) == due
+
+
+def test_only_the_writer_saves(make_run: Callable[..., Run]) -> None:
+    """A group that is not the writer writes nothing, and asks its ranks nothing."""
+    run = make_run(slot=1)
+    run.is_writer = False
+    run.gathered.clear()
+    run.train(11)
+    assert not run.folder.exists()
+    assert run.gathered == []
+
+
+def test_what_another_group_saved_is_not_saved_again(make_run: Callable[..., Run]) -> None:
+    """The new writer goes on with the interval when the old one's checkpoint is complete."""
+    run = make_run()
+    run.saved = 5
+    run.train(9)
+    assert complete_steps(run.folder) == []
+    run.train(10)
+    assert complete_steps(run.folder) == [10]
+
+
+def test_the_next_writer_takes_over_at_once(make_run: Callable[..., Run]) -> None:
+    """When the writer was lost in its save, the next commit's writer saves the state of that step."""
+    run = make_run(slot=1)
+    run.is_writer = False
+    run.train(6)
+    run.is_writer = True
+    run.train(9)
+    assert complete_steps(run.folder) == [7]
+    assert run.saved == 7
+
+
+def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a save is under way none begins; it counts when it is complete; what became due meanwhile follows."""
+    gate = Gate(monkeypatch)
+    run = make_run(async_mode="async")
+    run.train(11)
+    assert run.saved == 0
+    assert complete_steps(run.folder) == []
+    gate.open.set()
+    run.settle()
+    assert complete_steps(run.folder) == [5]
+    run.train(12)
+    run.settle()
+    run.train(13)
+    assert run.saved == 12
+    assert complete_steps(run.folder) == [5, 12]
+
+
+def test_the_last_step_is_complete_when_save_returns(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An asynchronous save under way is waited for, and the last one is synchronous."""
+    gate = Gate(monkeypatch)
+    run = make_run(async_mode="async")
+    run.train(5)
+    threading.Timer(0.2, gate.open.set).start()
+    run.step()
+    run.checkpoints.save(6, last_step=True)
+    assert complete_steps(run.folder) == [5, 6]
+    assert run.saved == 6
+    run.checkpoints.finish(6)
+    assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5, 6]
+
+
+def test_the_final_state_is_saved_when_its_writer_was_lost(make_run: Callable[..., Run]) -> None:
+    """A group that finished and heard of no final checkpoint writes it."""
+    run = make_run(slot=1)
+    run.is_writer = False
+    run.train(6)
+    run.checkpoints.finish(6)
+    assert complete_steps(run.folder) == [6]
+
+
+def test_close_waits_for_the_save_under_way(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that leaves in order completes what it has begun."""
+    gate = Gate(monkeypatch)
+    run = make_run(async_mode="async")
+    run.train(5)
+    threading.Timer(0.2, gate.open.set).start()
+    run.checkpoints.close()
+    assert complete_steps(run.folder) == [5]
+    assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """An error while writing costs this checkpoint; the next due step tries again."""
+    run = make_run(async_mode=mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", fail)
+        run.train(5)
+        if mode == "async":
+            run.settle()
+        run.train(9)
+    assert run.saved == 0
+    assert run.events.named("checkpoint_failed") == [{"step": 5, "error": "No space left on device"}]
+    assert complete_steps(run.folder) == []
+    run.train(10)
+    if mode == "async":
+        run.settle()
+        run.train(11)
+    assert run.saved == 10
+    assert [path.name for path in run.folder.iterdir()] == ["step-10"]  # what was left of step 5 is gone
+
+
+def test_the_last_save_must_not_fail(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the final checkpoint the run does not end as a success."""
+    run = make_run()
+    run.train(3)
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    with pytest.raises(SaveError, match=r"checkpoint\.folder"):
+        run.checkpoints.save(3, last_step=True)
+
+
+# Which folders count
+
+
+def test_an_incomplete_checkpoint_is_never_loaded(make_run: Callable[..., Run]) -> None:
+    """Neither what a writer left when it died, nor a step folder of stock torchtitan without its metadata."""
+    make_run().train(5)
+    folder = make_run().folder
+    (folder / "partial-10-group-0").mkdir()
+    (folder / "partial-10-group-0" / ".metadata").touch()
+    (folder / "step-15").mkdir()
+    (folder / "step-15" / "__0_0.distcp").touch()
+    (folder / "copy-of-step-20").mkdir()
+    (folder / "copy-of-step-20" / ".metadata").touch()
+    run = make_run()
+    assert run.checkpoints.load()
+    assert run.progress.step == 5
+    with pytest.raises(ConfigError, match=r"load_step must name a complete checkpoint in .*, got 15; there are 5"):
+        make_run().checkpoints.load(15)
+
+
+def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run]) -> None:
+    """Another writer's remains of the same step do not matter; those of earlier steps go with the next checkpoint."""
+    run = make_run()
+    for name in ("partial-3-group-1", "partial-5-group-0", "partial-5-group-1", "step-5"):
+        (run.folder / name).mkdir(parents=True)
+        (run.folder / name / "__7_0.distcp").touch()
+    run.train(5)
+    assert sorted(path.name for path in run.folder.iterdir()) == ["partial-5-group-1", "step-5"]
+    assert not (run.folder / "step-5" / "__7_0.distcp").exists()
+    run.train(10)
+    assert sorted(path.name for path in run.folder.iterdir()) == ["step-10", "step-5"]
+
+
+def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
+    """After a run went back to an earlier checkpoint, its own state of a step takes the place of the old one."""
+    make_run().train(10)
+    run = make_run()
+    assert run.checkpoints.load(5)
+    assert run.saved == 5
+    with torch.no_grad():
+        run.model.weight.fill_(7.0)
+    run.train(10)
+    other = make_run()
+    assert other.checkpoints.load()
+    assert_equal(other.model.weight, run.model.weight)
+    assert sorted(path.name for path in run.folder.iterdir()) == ["step-10", "step-5"]
+
+
+def test_two_groups_publish_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them wins, whole."""
+    manifest = Manifest(5, "0" * 12, "llama3 tiny", "austen", 32, 2, False)
+    target = tmp_path / "step-5"
+    for name in ("a", "b"):
+        (tmp_path / f"partial-5-{name}").mkdir()
+        (tmp_path / f"partial-5-{name}" / ".metadata").write_text(name)
+    rename = Path.rename
+
+    def race(path: Path, to: Path) -> Path:
+        if path.name == "partial-5-a":
+            monkeypatch.setattr(Path, "rename", rename)
+            publish(tmp_path / "partial-5-b", target, manifest)
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", race)
+    publish(tmp_path / "partial-5-a", target, manifest)
+    assert (target / ".metadata").read_text() == "b"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+
+
+def test_purge_counts_complete_checkpoints(make_run: Callable[..., Run]) -> None:
+    """keep_latest_k keeps that many complete ones, however many partial folders there are."""
+    run = make_run(keep_latest_k=2)
+    run.train(10)
+    for step in (11, 12, 13):
+        (run.folder / f"step-{step}").mkdir()
+    run.train(13)
+    assert complete_steps(run.folder) == [5, 10]
+    run.train(20)
+    assert complete_steps(run.folder) == [15, 20]
+    run.checkpoints.close()
+    left = {path.name for path in run.folder.iterdir()}
+    assert not {name for name in left if name.startswith("partial")}
+
+
+# Folders of other runs
+
+
+def test_another_model_is_refused(make_run: Callable[..., Run]) -> None:
+    """One line names the folder, both models and the remedy."""
+    make_run().train(5)
+    run = make_run(flavor="8B")
+    with pytest.raises(ConfigError) as error:
+        run.checkpoints.load()
+    text = str(error.value)
+    assert "\n" not in text
+    for part in (str(run.folder / "step-5"), "llama3 8B", "llama3 tiny", "checkpoint.folder", "job.dump_folder"):
+        assert part in text
+
+
+def test_another_number_of_shards_resets_the_data(make_run: Callable[..., Run]) -> None:
+    """The state goes on, the data begins anew, and both is told."""
+    make_run().train(5)
+    run = make_run(slots=3)
+    assert run.checkpoints.load()
+    assert run.progress.step == 5
+    assert run.lineage == LINEAGE + 5
+    assert [run.ledger.end(slot) for slot in range(3)] == [0, 0, 0]
+    (reset,) = run.events.named("data_reset")
+    assert reset["step"] == 5
+    assert "2 shards, now into 3" in reset["reason"]
+
+
+def test_the_same_shards_in_other_groups_go_on(make_run: Callable[..., Run]) -> None:
+    """Four groups of one data rank and two groups of two read the same four shards."""
+    run = make_run(slots=4)
+    run.train(5)
+    for slot in (0, 1, 2, 3):
+        run.ledger.advance([Entry(slot, 5, slot, b"slot %d" % slot)], [])
+    run.progress.step = 9
+    run.train(10)
+    for rank in (0, 1):
+        other = make_run(slots=2)
+        ledger = other.ledger = Ledger(2, rank, 2)
+        other.gather = lambda value: [2, 3]  # type: ignore[method-assign]  # the largest shard of each rank
+        other.checkpoints.attach(other)  # type: ignore[arg-type]
+        assert other.checkpoints.load()
+        assert [ledger.end(slot) for slot in (0, 1)] == [6 + rank, 8 + rank]
+        assert other.events.named("data_reset") == []
+
+
+def test_another_dataset_resets_the_data(make_run: Callable[..., Run]) -> None:
+    """A place in one text means nothing in another."""
+    make_run().train(5)
+    run = make_run(dataset="c4")
+    assert run.checkpoints.load()
+    (reset,) = run.events.named("data_reset")
+    assert "austen" in reset["reason"]
+    assert "c4" in reset["reason"]
+
+
+def test_a_stock_checkpoint_is_taken_without_its_data(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    """torchtitan's own checkpoint: state yes, loader state no, and a warning."""
+    run = make_run()
+    for _ in range(3):
+        run.step()
+    stock = CheckpointManager(
+        dataloader=None,
+        model_parts=[run.model],
+        optimizers=run.optimizers,
+        lr_schedulers=run.schedulers,
+        states={"train_state": run.progress},
+        checkpoint_config=Checkpoint(enable=True, last_save_model_only=False),
+        sd_adapter=None,
+        base_folder=str(tmp_path),
+    )
+    stock.states.pop("dataloader")
+    stock.save(3, last_step=True)
+    other = make_run()
+    assert other.checkpoints.load()
+    assert_equal(other.model.weight, run.model.weight)
+    assert other.progress.step == 3
+    assert other.events.named("checkpoint_loaded") == [{"step": 3, "lineage": "0" * 12}]
+    (reset,) = other.events.named("data_reset")
+    assert "not of a fault-tolerant run" in reset["reason"]
+
+
+def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> None:
+    """A checkpoint of last_save_model_only is refused as a training state, with the ways out; and loads as a model."""
+    run = make_run(last_save_model_only=True)
+    run.train(6)
+    run.checkpoints.save(6, last_step=True)
+    with pytest.raises(ConfigError, match=r"step-6 must hold a training state, got a model only.*load_step"):
+        make_run().checkpoints.load(6)
+    other = make_run(folder="elsewhere", initial_load_path=str(run.folder / "step-6"))
+    assert other.checkpoints.load()
+    assert_equal(other.model.weight, run.model.weight)
+    assert (other.progress.step, other.saved) == (0, 0)
+    assert other.events.named("data_reset") == []
+
+
+def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[..., Run]) -> None:
+    """Though that is of the model only by torchtitan's default: the one before is loaded; alone it is refused."""
+    run = make_run(last_save_model_only=True, keep_latest_k=2)
+    run.train(6)
+    run.checkpoints.save(6, last_step=True)
+    other = make_run()
+    assert other.checkpoints.load()
+    assert other.progress.step == 5
+    run.checkpoints.save(7, last_step=True)  # purges step 5
+    with pytest.raises(ConfigError, match="got a model only"):
+        make_run().checkpoints.load()
+
+
+def test_initial_load_path_counts_until_there_is_a_complete_checkpoint(make_run: Callable[..., Run]) -> None:
+    """A run whose first writer died in its first save begins with the given model again, not with a random one."""
+    run = make_run()
+    run.train(5)
+    other = make_run(folder="elsewhere", initial_load_path=str(run.folder / "step-5"), initial_load_model_only=False)
+    (run.folder.parent / "elsewhere" / "partial-5-group-0").mkdir(parents=True)
+    assert other.checkpoints.load()
+    assert other.claimed == 0  # another folder's step is known when it is loaded
+    assert other.progress.step == 5
+
+
+def test_what_is_missing_in_a_checkpoint_is_told_in_one_line(make_run: Callable[..., Run]) -> None:
+    """A checkpoint that lacks a key of the optimizer: no traceback of DCP's."""
+    run = make_run()
+    del run.checkpoints.states["optimizer"]
+    run.train(5)
+    with pytest.raises(
+        ConfigError, match=r"step-5 must hold .*Missing key in checkpoint state_dict: optimizer"
+    ) as error:
+        make_run().checkpoints.load()
+    assert "\n" not in str(error.value)
+
+
+def test_excluded_data_begins_anew(make_run: Callable[..., Run]) -> None:
+    """checkpoint.exclude_from_loading keeps torchtitan's meaning, also for what is ours."""
+    make_run().train(5)
+    run = make_run(exclude_from_loading=["dataloader", "lr_scheduler"])
+    assert run.checkpoints.load()
+    assert run.progress.step == 5
+    assert run.schedulers.state_dict()["last_epoch"] == 0
+    (reset,) = run.events.named("data_reset")
+    assert "exclude_from_loading" in reset["reason"]
+    with pytest.raises(ConfigError, match="nonsense not found"):
+        make_run(exclude_from_loading=["nonsense"]).checkpoints.load()
+
+
+def test_a_damaged_manifest_is_refused(make_run: Callable[..., Run]) -> None:
+    """It is named; nobody guesses."""
+    run = make_run()
+    run.train(5)
+    (run.folder / "step-5" / MANIFEST).write_text("{")
+    with pytest.raises(ConfigError, match=f"{MANIFEST} must be a manifest"):
+        make_run().checkpoints.load()
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"async_mode": "sometimes"}, "async_mode"),
+        ({"keep_latest_k": 1}, "at least 2"),
+        ({"async_mode": "async_with_pinned_mem"}, "async_mode"),
+    ],
+)
+def test_bad_settings_are_told_in_one_line(make_run: Callable[..., Run], settings: dict[str, Any], part: str) -> None:
+    """What torchtitan refuses with a traceback, and what fails at the first save on a CPU."""
+    if "pinned" in str(settings) and torch.accelerator.is_available():
+        pytest.skip("an accelerator stages in pinned memory")
+    with pytest.raises(ConfigError, match=part):
+        make_run(**settings)
+
+
+def test_a_manifest_of_a_later_version_may_say_more(tmp_path: Path) -> None:
+    """Unknown fields are passed over."""
+    manifest = Manifest(5, "0" * 12, "llama3 tiny", "austen", 32, 2, False)
+    (tmp_path / MANIFEST).write_text(json.dumps({**dataclasses.asdict(manifest), "more": 1}))
+    assert Manifest.read(tmp_path) == manifest

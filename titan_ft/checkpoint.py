@@ -1,0 +1,397 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints of a fault-tolerant run: torchtitan's own, written by one group on commit, with the ledger inside."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
+from torchtitan.tools.logging import logger
+
+from titan_ft.checkpoint_folder import (
+    ELSEWHERE,
+    Manifest,
+    check_model,
+    complete_steps,
+    data_change,
+    discard,
+    partial_folder,
+    publish,
+)
+from titan_ft.config import ConfigError
+from titan_ft.history.events import EventLog
+from titan_ft.replica.errors import ReplicaError
+from titan_ft.replica.ledger import Ledger
+
+QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
+
+
+class SaveError(ReplicaError):
+    """The checkpoint after the last step could not be written."""
+
+
+class CheckpointHost(Protocol):
+    """What `ReplicaCheckpoints` asks of the trainer."""
+
+    ledger: Ledger
+    events: EventLog
+    config: Any  # torchtitan's JobConfig with our table
+    saved: int  # step of the latest complete checkpoint that any group told of; what is set travels to the others
+    lineage: int  # of the state that this group holds
+
+    def heals_instead(self) -> bool:
+        """Join the job; say whether others train already, so that this group takes its state from them."""
+
+    def gather(self, value: int) -> list[int]:
+        """Gather an integer of every rank of this group."""
+
+    @property
+    def is_writer(self) -> bool:
+        """Say whether this group has the lowest slot of those that contributed to the last commit."""
+
+
+class _State(IntEnum):
+    UNDER_WAY = 0
+    COMPLETE = 1
+    FAILED = 2
+
+
+@dataclass
+class _Save:
+    """A save of this group; `done` once its checkpoint is published, as far as this rank knows."""
+
+    step: int
+    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    done: Future[None] = field(default_factory=Future)
+
+    @property
+    def state(self) -> _State:
+        if not self.done.done():
+            return _State.UNDER_WAY
+        return _State.COMPLETE if self.done.exception() is None else _State.FAILED
+
+
+class ReplicaCheckpoints(CheckpointManager):
+    """torchtitan's checkpoints, for groups that share one folder; `attach` comes before the first load.
+
+    Raises:
+        ConfigError: a setting that torchtitan refuses.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._host: CheckpointHost | None = None
+        self._under_way: _Save | None = None
+        self._failed = 0  # step of the latest save of this group that failed
+        self._num_shards = 0
+        self._reset = ""  # why the data begins anew after the load under way
+        try:
+            super().__init__(**{**kwargs, "dataloader": None})  # the ledger's shards stand for the loaders
+        except ValueError as error:
+            raise ConfigError(f"checkpoint: {_one_line(error)}") from error
+        if self.enable_staging and not torch.accelerator.is_available():
+            raise ConfigError(
+                f'checkpoint.async_mode must be "disabled" or "async" without a GPU, got {self.async_mode.value!r}; '
+                "the staging of the other modes is for GPUs"
+            )
+
+    def attach(self, host: CheckpointHost) -> None:
+        """Connect to the replica dimension. All ranks of a group."""
+        self._host = host
+        if self.enable:
+            self.states[DATALOADER] = _Shards(host.ledger)
+            self.states[QUORUM_STATE] = _QuorumState(host)
+            # Shards are numbered from 0 through the whole job; the last data rank of a group has the largest number.
+            self._num_shards = max(host.gather(max(map(int, host.ledger.shards())))) + 1
+
+    @property
+    def host(self) -> CheckpointHost:
+        """Return what was attached."""
+        assert self._host is not None, "attach() comes first"
+        return self._host
+
+    def load(self, step: int = -1) -> bool:
+        """Load the latest complete checkpoint (or that of `step`), unless the job goes on in other groups.
+
+        Raises:
+            ConfigError: the checkpoint is not one of this run, or not complete.
+        """
+        if not self.enable or self.host.heals_instead():
+            return False
+        steps = complete_steps(self.folder)
+        if step != -1 and os.path.isdir(self.folder) and step not in steps:
+            raise ConfigError(
+                f"checkpoint.load_step must name a complete checkpoint in {self.folder}, got {step}; "
+                f"there are {', '.join(map(str, steps)) or 'none'}"
+            )
+        try:
+            with contextlib.nullcontext() if steps else self._as_without_folder():
+                loaded = super().load(step)
+        except ConfigError:
+            raise
+        except ValueError as error:  # torchtitan's answer to a setting that it cannot use
+            raise ConfigError(f"checkpoint: {_one_line(error)}") from error
+        if loaded:
+            self._tell_loaded()
+        return loaded
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Save the state after `curr_step` if it is this group's turn. Every group calls it after every step.
+
+        Raises:
+            SaveError: the last step's checkpoint could not be written.
+        """
+        if not self.enable or self.load_only:
+            return
+        self._settle(wait=last_step)
+        due = latest_due(curr_step, self.interval, self.enable_first_step_checkpoint, last_step)
+        # Due since an earlier step, if a writer was lost with its save or was slower than the interval.
+        if self.host.is_writer and self._under_way is None and due > max(self.host.saved, self._failed):
+            self._write(curr_step, last_step)
+
+    def finish(self, step: int) -> None:
+        """Save the final state if its writer was lost; when all groups have finished, or were given up."""
+        if not self.enable or self.load_only:
+            return
+        self._settle(wait=True)
+        if self.host.saved < step:  # in all groups that are left: then at least one of them does
+            logger.warning("no group has saved step %d: saving it here", step)
+            self._write(step, last_step=True)
+
+    def close(self) -> None:
+        """Wait for a save under way, as long as a group may take to leave."""
+        save: _Save | None = getattr(self, "_under_way", None)  # torchtitan calls this from __del__, too
+        if save is not None:
+            self._under_way = None
+            concurrent.futures.wait([save.done], timeout=self.host.config.fault_tolerance.drain_timeout_seconds)
+            if save.state is _State.COMPLETE:
+                self._tell_saved(save)
+            else:
+                logger.warning("the checkpoint of step %d remains incomplete: this group ends", save.step)
+        super().close()
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future | AsyncSaveResponse | None:
+        """Save in a folder of this group, and publish that as `checkpoint_id` once it is complete."""
+        assert self._under_way is not None
+        save, target = self._under_way, Path(checkpoint_id)
+        manifest = self._describe(save.step, model_only=TRAIN_STATE not in state_dict)
+        partial = partial_folder(target, save.step, f"group-{self.host.config.fault_tolerance.replica_id}")
+        coordinates = dist.get_rank() == 0  # in DCP: its part ends when all ranks have written theirs
+        if coordinates:
+            # What an earlier attempt left. The other ranks write nothing before this one has planned.
+            shutil.rmtree(partial, ignore_errors=True)
+
+        def conclude(written: Future[Any] | None) -> None:
+            try:
+                if written is not None:
+                    written.result()
+                if coordinates:
+                    publish(partial, target, manifest)
+                save.seconds = time.monotonic() - save.started
+                save.done.set_result(None)
+            except BaseException as error:  # noqa: BLE001  # a thread's edge; DCP's are BaseExceptions. _settle tells
+                save.done.set_exception(error)
+
+        result = super().dcp_save(state_dict, str(partial), async_mode, enable_garbage_collection, to_hf)
+        written = result.upload_completion if isinstance(result, AsyncSaveResponse) else result
+        if isinstance(written, Future):
+            written.add_done_callback(conclude)
+        else:
+            if to_hf:
+                dist.barrier()  # each rank has merged files of its own after DCP's part
+            conclude(None)
+        return result
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load what the checkpoint has of `state_dict`.
+
+        Raises:
+            ConfigError: it is another model's, or no training state.
+        """
+        self._reset = ""
+        if not from_hf:
+            manifest = Manifest.read(Path(checkpoint_id))
+            check_model(manifest, self._describe(), checkpoint_id)
+            if QUORUM_STATE in state_dict:  # else only the model is wanted
+                self._choose(state_dict, manifest, checkpoint_id)
+        try:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        except CheckpointException as error:
+            raise ConfigError(
+                f"checkpoint: {checkpoint_id} must hold the state of this run's model and optimizer, got: "
+                f"{_one_line(error)}; {ELSEWHERE}"
+            ) from error
+
+    # torchtitan's steps of a save and a load
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return self._under_way is not None  # `save` has decided
+
+    def _async_wait(self) -> None:
+        self.save_future = None  # `_settle` has waited for it, and has told of its errors
+
+    def _find_load_step(self, folder: str = "") -> int:
+        steps = complete_steps(folder or self.folder)
+        manifests = ((step, Manifest.read(Path(self._create_checkpoint_id(step, folder)))) for step in reversed(steps))
+        full = next((step for step, manifest in manifests if manifest is None or not manifest.model_only), None)
+        if full is None:
+            return max(steps, default=-1)
+        if full < steps[-1]:
+            # The last save may be of the model only. Whoever was killed behind it must be able to come back.
+            logger.warning("the checkpoint of step %d is of the model only: loading that of step %d", steps[-1], full)
+        return full
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self.keep_latest_k > 0 and dist.get_rank() == 0:
+            for step in complete_steps(self.folder)[: -self.keep_latest_k]:
+                doomed = discard(Path(self._create_checkpoint_id(step)), step)
+                if doomed is not None:
+                    self.purge_queue.put(str(doomed))
+
+    # Ours
+
+    @contextlib.contextmanager
+    def _as_without_folder(self) -> Iterator[None]:
+        """Hide a folder without any complete checkpoint, for which torchtitan would pass over initial_load_path."""
+        folder, self.folder = self.folder, os.path.join(self.folder, "none")
+        try:
+            yield
+        finally:
+            self.folder = folder
+
+    def _write(self, step: int, last_step: bool) -> None:
+        self._under_way = save = _Save(step)
+        try:
+            super().save(step, last_step)
+        except CheckpointException as error:  # on all ranks, or on none
+            save.done.set_exception(error)
+        self._settle(wait=last_step)
+        if last_step and self._failed == step:
+            raise SaveError(
+                f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got an error (see "
+                "above); make room or give another one"
+            )
+
+    def _settle(self, wait: bool = False) -> None:
+        """Conclude the save under way if it has ended on all ranks of this group."""
+        save = self._under_way
+        if save is None:
+            return
+        if wait:
+            concurrent.futures.wait([save.done])
+        states = self.host.gather(save.state)
+        if _State.UNDER_WAY in states:
+            return
+        self._under_way = None
+        if _State.FAILED in states:
+            self._failed = save.step
+            error = save.done.exception()
+            reason = "it failed on another rank of this group" if error is None else _one_line(error)
+            logger.error("the checkpoint of step %d could not be written: %s", save.step, reason)
+            self.host.events.emit("checkpoint_failed", step=save.step, error=reason)
+            return
+        self.host.saved = max(self.host.saved, save.step)
+        self._tell_saved(save)
+        self._purge_stale_checkpoints()
+
+    def _tell_saved(self, save: _Save) -> None:
+        if dist.get_rank() == 0:
+            self.host.events.emit("checkpoint_saved", step=save.step, seconds=save.seconds)
+
+    def _tell_loaded(self) -> None:
+        host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
+        host.saved = step
+        host.events.emit("checkpoint_loaded", step=step, lineage=f"{host.lineage:012x}")
+        if self._reset:
+            logger.warning("training goes on after step %d, but its data begins anew: %s", step, self._reset)
+            host.events.emit("data_reset", step=step, reason=self._reset)
+
+    def _describe(self, step: int = 0, model_only: bool = False) -> Manifest:
+        config = self.host.config
+        return Manifest(
+            step=step,
+            lineage=f"{self.host.lineage:012x}",
+            model=f"{config.model.name} {config.model.flavor}",
+            dataset=config.training.dataset,
+            seq_len=config.training.seq_len,
+            num_shards=self._num_shards,
+            model_only=model_only,
+        )
+
+    def _choose(self, state_dict: dict[str, Any], manifest: Manifest | None, folder: str) -> None:
+        """Leave out of `state_dict` what the checkpoint cannot give: DCP takes a missing key for an error."""
+        has_data = Path(folder, ".metadata").is_file()
+        keys = FileSystemReader(folder).read_metadata().state_dict_metadata if has_data else ()
+        if not any(key.startswith(f"{TRAIN_STATE}.") for key in keys):
+            raise ConfigError(
+                f"checkpoint: {folder} must hold a training state, got a model only (checkpoint.last_save_model_only); "
+                "give the step of a full one as checkpoint.load_step, or begin with this model: as "
+                "checkpoint.initial_load_path, with another checkpoint.folder"
+            )
+        if manifest is None:
+            del state_dict[QUORUM_STATE]
+        self._reset = "" if DATALOADER in state_dict else "checkpoint.exclude_from_loading names it"
+        self._reset = self._reset or data_change(manifest, self._describe())
+        if self._reset:
+            state_dict.pop(DATALOADER, None)
+
+
+class _Shards(Stateful):
+    """The ledger in a checkpoint, by shards of the whole job; each rank gives and takes its own."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._ledger.shards())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._ledger.load_shards(state_dict)
+
+
+class _QuorumState(Stateful):
+    """What the groups must agree on about the state, in a checkpoint."""
+
+    def __init__(self, host: CheckpointHost) -> None:
+        self._host = host
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lineage": self._host.lineage}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._host.lineage = int(state_dict["lineage"])
+
+
+def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
+    """Return the latest step up to `step` whose state torchtitan would save; 0 = none."""
+    return step if last else max(step // interval * interval, int(first and step >= 1))
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(str(error).split()) or type(error).__name__

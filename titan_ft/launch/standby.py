@@ -1,0 +1,285 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Workers that are started early, import all that training needs, and wait to be told which attempt they are.
+
+Nearly all of a worker's start is Python imports. A standby has them behind it when its group dies.
+
+Supervisor and standby speak over a Unix socket: one byte says "ready", one line of JSON says "go" (command line,
+environment, log files). Until then a standby prints to the supervisor's own log, writes no event and uses no GPU; it
+ends quietly when the other end of the socket does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from titan_ft.launch.restart_policy import backoff_seconds
+
+if TYPE_CHECKING:
+    from titan_ft.launch.worker_group import WorkerGroup
+
+SOCKET_ENV = "TITAN_FT_STANDBY"
+"""Path of the socket, for workers that are started as standbys."""
+READY = b"r"
+MAX_FAILURES = 3
+NICE = 5
+
+
+class Standby:
+    """The supervisor's end: one group of workers that waits.
+
+    Args:
+        module, args, env, max_restarts: as for `WorkerGroup`; `go` may replace args and add to env.
+        num_ranks: of the group.
+    """
+
+    def __init__(self, module: str, args: list[str], env: Mapping[str, str], num_ranks: int, max_restarts: int) -> None:
+        from titan_ft.launch.worker_group import WorkerGroup
+
+        self._connections: list[socket.socket] = []
+        self._ready: set[socket.socket] = set()
+        self._folder = tempfile.mkdtemp(prefix="titan_ft-")  # only this user may enter it
+        path = os.path.join(self._folder, "go")
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(path)
+            self._listener.listen(num_ranks)
+            self._listener.setblocking(False)
+            nowhere: dict[int, Path | None] = dict.fromkeys(range(num_ranks))
+            self.group: WorkerGroup = WorkerGroup(
+                module, args, {**env, SOCKET_ENV: path}, nowhere, attempt=0, max_restarts=max_restarts
+            )
+        except BaseException:
+            self._close_listener()
+            raise
+
+    def poll(self) -> None:
+        """Take note of the ranks that connected or got ready since the last call."""
+        num_ranks = self.group.num_ranks
+        while len(self._connections) < num_ranks:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                break
+            connection.setblocking(False)
+            self._connections.append(connection)
+        if len(self._connections) == num_ranks:
+            self._close_listener()  # at once, so that a supervisor that is killed leaves no folder behind
+        for connection in self._connections:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                if connection not in self._ready and connection.recv(1) == READY:
+                    self._ready.add(connection)
+
+    @property
+    def connected(self) -> bool:
+        """Whether all ranks listen, though they may still import: they are ahead of workers started now."""
+        return len(self._connections) == self.group.num_ranks and not self.group.exits()
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks have imported everything."""
+        return len(self._ready) == self.group.num_ranks and not self.group.exits()
+
+    def go(self, args: list[str], env: Mapping[str, str], logs: Mapping[int, Path]) -> bool:
+        """Let the workers begin, with this command line, further environment and log files.
+
+        Returns False when one of them is gone; then the group is of no use any more, and is to be ended.
+        """
+        for log in logs.values():
+            log.parent.mkdir(parents=True, exist_ok=True)
+        message = {"args": args, "env": dict(env), "logs": [str(logs[rank]) for rank in sorted(logs)]}
+        try:
+            for connection in self._connections:
+                connection.setblocking(True)
+                connection.sendall(json.dumps(message).encode() + b"\n")
+        except ConnectionError:
+            return False
+        finally:
+            self._close()
+        return not self.group.exits()
+
+    def end(self) -> None:
+        """End the workers, which hold nothing that is worth a grace time."""
+        self._close()
+        self.group.end(0.0)
+
+    def _close(self) -> None:
+        self._close_listener()
+        for connection in self._connections:
+            connection.close()
+
+    def _close_listener(self) -> None:
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class StandbyKeeper:
+    """Keep one standby, and replace it when it dies, but not for ever: a run does without.
+
+    Args:
+        start: makes a standby; may be replaced when what it starts changes.
+    """
+
+    def __init__(self, start: Callable[[], Standby]) -> None:
+        self.start = start
+        self._standby: Standby | None = None
+        self._num_failures = 0
+        self._not_before = 0.0
+
+    def keep(self, due: bool) -> None:
+        """Look after the standby; start one if there is none and it is `due`. To be called every now and then."""
+        standby = self._standby
+        if standby is not None:
+            standby.poll()
+            exits = standby.group.exits()
+            if exits:
+                self._standby = None
+                standby.end()
+                self._note_failure(exits[0].describe())
+        elif due and self._num_failures < MAX_FAILURES and time.monotonic() >= self._not_before:
+            try:
+                self._standby = self.start()
+            except OSError as error:  # out of processes or files: the run itself may still go on
+                self._note_failure(str(error))
+
+    def take(self) -> Standby | None:
+        """Hand over the standby if it can be told to go; one that has hardly begun is ended instead."""
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return None
+        standby.poll()
+        if standby.connected:
+            if standby.ready:
+                self._num_failures = 0
+            return standby
+        standby.end()
+        return None
+
+    def end(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.end()
+
+    def kill(self) -> None:
+        """Kill the workers only; safe from another thread."""
+        standby = self._standby
+        if standby is not None:
+            standby.group.kill()
+
+    def _note_failure(self, what: str) -> None:
+        self._num_failures += 1
+        self._not_before = time.monotonic() + backoff_seconds(self._num_failures)
+        more = self._num_failures < MAX_FAILURES
+        rest = "another one follows" if more else "no other follows, so that restarts take longer"
+        print(f"a standby failed: {what}; {rest}", file=sys.stderr, flush=True)
+
+
+def wait_for_go(imports: Callable[[], None]) -> list[str]:
+    """The worker's end: run `imports` in the background until told to go; return the command line to run with.
+
+    Returns at once, with this process's own command line, in a worker that is no standby. Ends the process when the
+    supervisor is gone or does not need it.
+    """
+    path = os.environ.pop(SOCKET_ENV, "")
+    if not path:
+        return sys.argv[1:]
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:
+        _leave(path)
+    # A thread may be slow for as long as it lives; the process needs rights to become fast again.
+    thread = threading.Thread(target=_import, args=(imports, connection), name="standby_imports", daemon=True)
+    thread.start()
+    line = b""
+    with contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
+        line = lines.readline()
+    if not line.endswith(b"\n"):
+        _leave(path)
+    _hurry()
+    message: dict[str, Any] = json.loads(line)
+    os.environ.update(message["env"])
+    _redirect_output(message["logs"][int(os.environ["RANK"])])
+    thread.join()
+    connection.close()
+    return list(message["args"])
+
+
+def _leave(path: str) -> NoReturn:
+    """End without a word; a supervisor that was killed early left the socket and its folder behind."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))
+    os._exit(0)
+
+
+def _import(imports: Callable[[], None], connection: socket.socket) -> None:
+    """Import at low priority, so that the group that trains is hardly slower, and say that it is done."""
+    _slow_down()
+    try:
+        imports()
+    except BaseException:  # noqa: BLE001  # thread edge: its supervisor sees this process end
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    with contextlib.suppress(OSError):  # the supervisor is gone, which the main thread sees too
+        connection.sendall(READY)
+
+
+def _slow_down() -> None:
+    """Give this thread idle priority if that can be undone, else a somewhat lower one.
+
+    Linux lets a thread leave the idle class only with CAP_SYS_NICE or RLIMIT_NICE. Without, a worker that is told to
+    go before its imports are done would starve on a busy host.
+    """
+    if not hasattr(os, "sched_setscheduler"):
+        return
+    undone: list[bool] = []
+
+    def probe() -> None:
+        undone.append(_set_policy(0, os.SCHED_IDLE) and _set_policy(0, os.SCHED_OTHER))
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    thread.join()
+    if undone == [True]:
+        _set_policy(0, os.SCHED_IDLE)
+    else:
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)  # on Linux of this thread only
+
+
+def _hurry() -> None:
+    """Take this process's threads out of the idle class, where they may have got to."""
+    if hasattr(os, "sched_setscheduler"):
+        for thread in os.listdir("/proc/self/task"):
+            _set_policy(int(thread), os.SCHED_OTHER)
+
+
+def _set_policy(thread_id: int, policy: int) -> bool:
+    """Set the scheduling policy of a thread (0: this one); says whether it was allowed and the thread still there."""
+    try:
+        os.sched_setscheduler(thread_id, policy, os.sched_param(0))
+    except OSError:
+        return False
+    return True
+
+
+def _redirect_output(path: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.close(log)

@@ -1,0 +1,277 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Leave on SIGTERM: all ranks of a group after the same vote, or not at all if a rank of it has died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_ft.replica.watchdog import end_process
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit status of a rank that did not leave but was ended."""
+
+# Where Slurm signals every process of a job and torchrun hands its own SIGTERM on, a worker gets the same one twice.
+_ONE_REQUEST_SECONDS = 1.0
+_LEAVE_SECONDS = 2.0
+_POLL_SECONDS = 0.05
+_NO_VOTE_SECONDS = 1.0  # time to find a dead sibling for a rank that has nothing to finish
+
+
+class Drain:
+    """One rank's part in leaving. Votes must be a barrier over the ranks of the group, the same votes on each of them.
+
+    A rank that is told to leave writes the number of its next vote to the group's store before that vote; right after
+    each vote every rank looks for its number. The write comes before the writer's vote, and nobody is past a vote
+    before all have cast it: all ranks find it after the same vote. Without the number, a rank that is slow to look
+    after one vote could find what was written for the next.
+
+    Args:
+        connect: opens a connection to the group's store; None when the group has one rank.
+        key: prefix of the keys in the store, unique to this attempt of the group.
+        timeout_seconds: after this time the rank ends without having left in order.
+        on_abandon: called with the reason before such an end, on another thread.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], TCPStore] | None,
+        *,
+        key: str,
+        rank: int,
+        num_ranks: int,
+        timeout_seconds: float,
+        on_abandon: Callable[[str], None],
+    ) -> None:
+        assert connect is not None or num_ranks == 1, "the ranks of a group agree through its store"
+        self._connect, self._key, self._rank, self._num_ranks = connect, key, rank, num_ranks
+        self._timeout_seconds, self._on_abandon = timeout_seconds, on_abandon
+        self._requested = self._left = False
+        self._votes = 0
+        self._told = self._agreed = False
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+        self._store = None if connect is None else connect()
+        if self._store is not None:
+            self._store.set(f"{key}/process/{rank}", str(Process.this()))
+
+    @property
+    def requested(self) -> bool:
+        """Say whether this rank was told to leave, by SIGTERM, by `request` or by another rank of the group."""
+        return self._requested
+
+    def install(self) -> None:
+        """Take SIGTERM as the request to leave, and a second one as the order to end at once; main thread only.
+
+        Signals that come within a second of the first count as that one. Processes that this one forks get SIGTERM's
+        default action.
+        """
+        receive, send = os.pipe()
+        os.set_blocking(send, False)
+        threading.Thread(target=self._receive, args=(receive,), name="titan_ft_signals", daemon=True).start()
+        # The main thread may sit in a vote or a collective for long, where Python's handlers do not run. The byte that
+        # Python's C handler writes comes through at any time.
+        signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.siginterrupt(signal.SIGTERM, False)  # libraries that know no EINTR need not see one
+        # A forked child must die of SIGTERM, and not write it to this process's pipe: not even right after the fork.
+        os.register_at_fork(
+            before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+            after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
+            after_in_child=_forget_signals,
+        )
+
+    def request(self) -> None:
+        """Ask the group to leave; any thread, returns at once. From now on the timeout runs."""
+        with self._lock:
+            if self._requested:
+                return
+            self._requested = True
+        threading.Thread(target=self._expire, name="titan_ft_drain_timeout", daemon=True).start()
+        if self._connect is not None:
+            threading.Thread(target=self._watch, args=(self._connect,), name="titan_ft_siblings", daemon=True).start()
+
+    def before_vote(self) -> None:
+        """Tell the other ranks if this one was told to leave; training thread, right before each vote."""
+        self._votes += 1
+        if self._store is not None and self._requested and not self._told:
+            self._store.set(f"{self._key}/vote/{self._votes}", "1")
+            self._told = True
+
+    def after_vote(self) -> bool:
+        """Say whether the group leaves, from this vote on: the same on all its ranks; training thread."""
+        if not self._agreed:
+            if self._store is None:
+                self._agreed = self._requested
+            elif self._store.check([f"{self._key}/vote/{self._votes}"]):
+                self._agreed = True
+                self.request()
+        return self._agreed
+
+    def leave(self) -> None:
+        """Mark this rank as gone in order and wait, for 2 seconds at most, until all ranks are.
+
+        Call it last of all, also when training has finished: rank 0 takes the server of the others' vote along, and a
+        rank that ends without it counts as dead.
+        """
+        self._left = True
+        if self._store is None:
+            return
+        try:
+            self._store.set(self._left_key(self._rank), "1")
+            keys = [self._left_key(rank) for rank in range(self._num_ranks)]
+            self._store.wait(keys, timedelta(seconds=_LEAVE_SECONDS))
+        except RuntimeError:  # the time is over, or the store went first; this rank leaves in any case
+            return
+
+    # Threads
+
+    def _receive(self, receive: int) -> None:
+        """Read the numbers of the signals that came."""
+        first: float | None = None
+        while True:
+            if signal.SIGTERM not in os.read(receive, 64):
+                continue
+            if first is None:
+                first = time.monotonic()
+                self.request()
+            elif time.monotonic() - first > _ONE_REQUEST_SECONDS:
+                os._exit(TERMINATED)
+
+    def _expire(self) -> None:
+        """End when the time is over, or soon if this rank has not come to a vote: then it has nothing to finish."""
+        began = time.monotonic()
+        if self._store is not None:
+            time.sleep(min(_NO_VOTE_SECONDS, self._timeout_seconds))
+        reason = "it had not begun to train"
+        if self._votes:
+            time.sleep(max(0.0, began + self._timeout_seconds - time.monotonic()))
+            reason = f"fault_tolerance.drain_timeout_seconds ({self._timeout_seconds:g} s) is over"
+        self._abandon(reason)
+
+    def _watch(self, connect: Callable[[], TCPStore]) -> None:
+        """End at once when another rank has died or given up: the step cannot be finished.
+
+        A supervisor sends SIGTERM to the other ranks when one dies. Ranks on other hosts cannot be looked at.
+        """
+        try:
+            store = connect()  # its own: the other one may be waiting
+            siblings: dict[int, Process] = {}
+            while not self._left:
+                for rank in range(self._num_ranks):
+                    name = f"{self._key}/process/{rank}"
+                    if rank != self._rank and rank not in siblings and store.check([name]):
+                        siblings[rank] = Process.parse(store.get(name).decode())
+                gone = [rank for rank, process in siblings.items() if process.is_gone()]
+                if store.check([f"{self._key}/abandoned"]):
+                    self._abandon("another rank of this group had to end")
+                # The mark is older than the end: looked for after it, a rank that left has it.
+                elif dead := [rank for rank in gone if not store.check([self._left_key(rank)])]:
+                    line = f"rank {dead[0]} of this group is gone, so that its step cannot be finished: ending at once"
+                    self._end(TERMINATED, partial(_print, line))
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError:  # the store is gone; the timeout holds
+            return
+
+    def _abandon(self, reason: str) -> None:
+        line = f"SIGTERM: ending without having left in order, because {reason}"
+        # A rank that has left has told so already, and only hangs in its clean-up.
+        last_words = (
+            () if self._left else (partial(_print, line), partial(self._on_abandon, reason), self._tell_abandoned)
+        )
+        self._end(0, *last_words)
+
+    def _tell_abandoned(self) -> None:
+        if self._store is not None:
+            self._store.set(f"{self._key}/abandoned", "1")
+
+    def _end(self, status: int, *last_words: Callable[[], object]) -> None:
+        if self._ending.acquire(blocking=False):
+            end_process(status, *last_words)
+
+    def _left_key(self, rank: int) -> str:
+        return f"{self._key}/left/{rank}"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process as others can recognize it.
+
+    Attributes:
+        host: where `pid` is valid: host since its boot, and PID namespace (containers may share the host's name).
+        start: of the process, in ticks since boot, because pids are reused; empty where there is no /proc.
+    """
+
+    host: str
+    pid: int
+    start: str
+
+    @classmethod
+    def this(cls) -> Process:
+        """Describe this process."""
+        stat = _stat(os.getpid())
+        return cls(_host(), os.getpid(), "" if stat is None else stat[1])
+
+    @classmethod
+    def parse(cls, text: str) -> Process:
+        """Read what `str` wrote."""
+        host, pid, start = text.split(",")
+        return cls(host, int(pid), start)
+
+    def __str__(self) -> str:
+        return f"{self.host},{self.pid},{self.start}"
+
+    def is_gone(self) -> bool:
+        """Say whether it has certainly ended; False if it cannot be looked at from here."""
+        if self.host != _host():
+            return False
+        if self.start:
+            stat = _stat(self.pid)
+            return stat is None or stat[0] in "ZX" or stat[1] != self.start
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+def _stat(pid: int) -> tuple[str, str] | None:
+    """Return state and start time of a process from /proc (proc(5), fields 3 and 22); None if it is not there."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], fields[19]
+
+
+def _host() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _forget_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _print(line: str) -> None:
+    os.write(2, f"titan_ft: {line}\n".encode())  # sys.stderr may be locked by a thread that hangs

@@ -1,0 +1,139 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The feed: reads batches of slots, on from where the ledger ends.
+
+What was read and not committed is kept and used again. A loader's state is that of torchdata's `StatefulDataLoader`,
+taken after each step's last batch: nothing that was consumed is read again. It is packed by `torch.save` and unpacked
+by `torch.load(weights_only=True)`, because it comes from other groups: plain values and tensors only.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from titan_ft.replica.ledger import Entry, Ledger
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # inputs, labels: as torchtitan's loaders yield them
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The batches of one slot for one step.
+
+    `checksum` is a CRC-32 over the bytes of their inputs and labels: the same batch read again must have the same.
+    """
+
+    entry: Entry
+    batches: list[Batch]
+    checksum: str
+
+    def describe(self) -> dict[str, Any]:
+        """Return what events tell of it."""
+        entry = self.entry
+        return {
+            "slot": entry.slot,
+            "first_batch": entry.first_batch,
+            "num_batches": entry.num_batches,
+            "checksum": self.checksum,
+        }
+
+
+class Feed:
+    """Reads for one rank.
+
+    Args:
+        ledger: tells where each slot goes on.
+        build: builds this rank's loader of a slot, from the slot's beginning.
+        iterate: yields batches of a loader (torchtitan's `Trainer.batch_generator`).
+    """
+
+    def __init__(
+        self, ledger: Ledger, build: Callable[[int], Any], iterate: Callable[[Iterable[Any]], Iterator[Batch]]
+    ) -> None:
+        self._ledger, self._build, self._iterate = ledger, build, iterate
+        self._readers: dict[int, _Reader] = {}
+
+    def read(self, slot: int, num_batches: int) -> Reading:
+        """Return the next `num_batches` of `slot` after those that are committed.
+
+        Raises:
+            DataloaderExhaustedError: torchtitan's word for the end of finite data.
+        """
+        end = self._ledger.end(slot)
+        reader = self._readers.get(slot)
+        if reader is None or not reader.can_go_on_at(end):
+            loader = self._open(slot, None if reader is None else reader.loader)
+            reader = self._readers[slot] = _Reader(slot, end, loader, self._iterate(loader))
+        return reader.read(end, num_batches)
+
+    def drop(self, slots: Collection[int]) -> None:
+        """Close the loaders of all slots but `slots`."""
+        for slot in [slot for slot in self._readers if slot not in slots]:
+            del self._readers[slot]
+
+    def _open(self, slot: int, loader: Any) -> Any:
+        state = self._ledger.state(slot)
+        if loader is None or state is None:  # a loader that has been read from cannot go back to its beginning
+            loader = self._build(slot)
+        if state is not None:
+            load_loader(loader, state)
+        return loader
+
+
+class _Reader:
+    """One slot's open loader; `next_batch` is the number of the batch that it yields next."""
+
+    def __init__(self, slot: int, next_batch: int, loader: Any, batches: Iterator[Batch]) -> None:
+        self.loader = loader
+        self._slot, self._next_batch, self._batches = slot, next_batch, batches
+        self._last: Reading | None = None
+
+    def can_go_on_at(self, end: int) -> bool:
+        return end == self._next_batch or (self._last is not None and self._last.entry.first_batch == end)
+
+    def read(self, end: int, num_batches: int) -> Reading:
+        if self._last is None or self._last.entry.first_batch != end:
+            batches = [next(self._batches) for _ in range(num_batches)]
+            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))
+            self._next_batch = entry.end
+            self._last = Reading(entry, batches, _checksum(batches))
+        return self._last
+
+
+def save_loader(loader: Any) -> bytes:
+    """Pack a loader's state.
+
+    Raises:
+        TypeError: it is of types that another group could not unpack safely.
+    """
+    # torchtitan's loader wraps the state in a pickle of its own, named after the rank; torchdata's is plain.
+    state = StatefulDataLoader.state_dict(loader) if isinstance(loader, StatefulDataLoader) else loader.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()
+
+
+def load_loader(loader: Any, packed: bytes) -> None:
+    """Let a loader go on where `save_loader` found the other one."""
+    state = torch.load(io.BytesIO(packed), weights_only=True)
+    if isinstance(loader, StatefulDataLoader):
+        StatefulDataLoader.load_state_dict(loader, state)
+    else:
+        loader.load_state_dict(state)
+
+
+def _checksum(batches: Iterable[Batch]) -> str:
+    value = 0
+    for inputs, labels in batches:
+        tensors = [inputs[name] for name in sorted(inputs) if isinstance(inputs[name], torch.Tensor)]
+        for tensor in (*tensors, labels):
+            octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            value = zlib.crc32(memoryview(octets.numpy()), value)  # type: ignore[arg-type]  # numpy arrays are buffers
+    return f"{value:08x}"
