@@ -38,6 +38,22 @@ IMPORTED_LATER = (
 )
 
 
+# Fields of [fault_tolerance] that a group may have to itself; job_id is compared by name.
+_MAY_DIFFER = (
+    "advertise_address",
+    "bind_address",
+    "drain_timeout_seconds",
+    "events_folder",
+    "hang_timeout_seconds",
+    "job_id",
+    "lighthouse",
+    "replica_id",
+    "transfer_connections",
+    "transfer_max_mbps",
+    "transfer_timeout_seconds",
+)
+
+
 def main() -> None:
     """Run one worker; ends the process."""
     os.environ.setdefault("RUST_LOG", "warn")  # torchft's servers log every heartbeat at info
@@ -180,7 +196,7 @@ def _config_digest(job_config: Any) -> str:
     values = job_config.to_dict()
     for table in ("job", "metrics", "profiling", "comm"):
         values.pop(table, None)
-    for key in ("replica_id", "advertise_address", "bind_address", "lighthouse", "events_folder"):
+    for key in _MAY_DIFFER:
         values["fault_tolerance"].pop(key, None)
     values["model"].pop("hf_assets_path", None)
     return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

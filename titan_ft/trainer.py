@@ -356,8 +356,19 @@ class ReplicaTrainer(Trainer):
             group=self._group,
             events=self._events,
             nominal_tokens=self._nominal_tokens,
-            total_steps=self.job_config.training.steps,
+            pauses_after=self._pauses_after,
         )
+
+    def _pauses_after(self, step: int) -> bool:
+        """Say whether torchtitan ends, saves or validates after `step`.
+
+        Who asks for a quorum before that is waited for in the exchange, for `process_group_timeout_ms`, instead of at
+        the lighthouse.
+        """
+        config = self.job_config
+        saves = config.checkpoint.enable and step % config.checkpoint.interval == 0
+        validates = config.validation.enable and step % config.validation.freq == 0
+        return step >= config.training.steps or saves or validates
 
     def _join(self, host: str) -> Membership:
         config = self.job_config.fault_tolerance

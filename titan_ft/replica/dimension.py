@@ -59,7 +59,7 @@ class ReplicaDimension:
 
     Args:
         nominal_tokens: tokens of a step with all groups present; local losses are scaled by its inverse.
-        total_steps: the step after which training ends.
+        pauses_after: says of a step whether training goes on after it only when something else is done.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class ReplicaDimension:
         group: Group,
         events: EventLog,
         nominal_tokens: int,
-        total_steps: int,
+        pauses_after: Callable[[int], bool],
     ) -> None:
         self._config, self._rounds, self._heal, self._state, self._group = config, rounds, heal, state, group
         self._ledger = ledger
         self._stragglers = Stragglers(config.straggler_factor, config.straggler_steps)
-        self._nominal_tokens, self._total_steps = nominal_tokens, total_steps
+        self._nominal_tokens, self._pauses_after = nominal_tokens, pauses_after
         self._events = events
         self._waiting = False
         self.heal_seconds = 0.0
@@ -190,7 +190,7 @@ class ReplicaDimension:
         update = self._rounds.update(made)
         self._rounds.advance(update)
         self._compare_speeds(made)
-        if self.step < self._total_steps and not self._rounds.leaving:
+        if not (self.leaving or self._pauses_after(self.step)):
             # Asked for now, when all groups are at the same point, the next quorum finds everybody on time.
             self._rounds.ask()
         verdict = made.verdict
