@@ -7,6 +7,8 @@ Two groups of two ranks each (stock: one job of four ranks), the same model, dat
   steady    step time without failures, as ratios to stock in the same round
   failure   SIGKILL of a whole group: the survivors' stall, and the steps that they lost
   rejoin    the time from that kill until the group contributes again, on one host
+  recovery  titan_ft alone, each group on cores of its own: kill to contributing with and without a standby, the
+            survivors' steps during a slow transfer (replay against wait), a drain, a lighthouse that is killed
 
 The peer runs as torchtitan ships it, with torchft's lighthouse at its defaults, restarted by torchrun; titan_ft runs
 under `titan-ft launch`. Use a quiet machine: all processes share its cores.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,7 +30,8 @@ from typing import Any
 from bench_commits import read_group
 from bench_kills import SURVIVOR, VICTIM, kill_repeatedly, measure
 from bench_machine import describe_machine
-from bench_run import BenchError, Run
+from bench_recovery import measure_recovery
+from bench_run import MAX_RESTARTS, BenchError, Run
 from bench_steps import compare, logged_steps, step_seconds
 from bench_systems import OURS, PEER, STOCK, derive_config, rank_logs
 from bench_table import format_report
@@ -39,8 +43,7 @@ LOG_FREQ = 10
 WARMUP_STEPS = 10
 STEPS_PER_KILL = 1000
 """More than a kill takes, and still an end, should nobody be left to end the run."""
-MAX_RESTARTS = 100
-PARTS = ("steady", "failure", "rejoin")
+PARTS = ("steady", "failure", "rejoin", "recovery")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--steps", type=_at_least(WARMUP_STEPS + LOG_FREQ), default=40, help=f"of each, {WARMUP_STEPS} for warm-up"
     )
     parser.add_argument("--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return")
+    parser.add_argument("--recoveries", type=_at_least(1), default=3, help="of each kind of recovery")
     parser.add_argument("--only", choices=PARTS, help="one part; failure and rejoin come from the same kills")
     parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
@@ -107,6 +111,11 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
         report["kills"] = {}
         for system in systems[1:]:  # stock has no group to lose
             report["kills"][system] = measure_kills(options.kills, base, system, work_dir)
+            _save(report, options.json)
+    if "recovery" in parts:
+        report["recovery"] = {}
+        for name, figures in measure_recovery(options.recoveries, base, work_dir, _tell):
+            report["recovery"][name] = figures
             _save(report, options.json)
 
 
@@ -153,4 +162,5 @@ def _save(report: dict[str, Any], path: Path | None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it started ends with it
     sys.exit(main())

@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -91,8 +91,11 @@ def first_return(commits: Sequence[Commit], kill: Kill) -> Commit | None:
     return next((commit for commit in commits if commit.contributed and commit.attempt > kill.attempt), None)
 
 
-def kill_repeatedly(run: Run, num_kills: int) -> list[Kill]:
+def kill_repeatedly(run: Run, num_kills: int, before_kill: Callable[[], None] = lambda: None) -> list[Kill]:
     """Kill the victim `num_kills` times, and let it come back after each; no more once it does not.
+
+    Args:
+        before_kill: called before each.
 
     Raises:
         BenchError: it did not even start, or the run ended.
@@ -102,9 +105,10 @@ def kill_repeatedly(run: Run, num_kills: int) -> list[Kill]:
     if not recent:
         raise BenchError(f"{run.system}: no step within {RETURN_SECONDS:g} s; logs in {run.run_dir}")
     while recent and len(kills) < num_kills:
+        before_kill()
         step_seconds = (recent[-1].time - recent[0].time) / (len(recent) - 1)
         time.sleep(step_seconds * (len(kills) + 0.5) / num_kills)
-        kills.append(_kill(run.run_dir, recent[-1].attempt))
+        kills.append(kill_victim(run.run_dir, recent[-1].attempt))
         recent = _wait_settled(run, kills[-1].attempt + 1)
     return kills
 
@@ -126,7 +130,8 @@ def _wait_settled(run: Run, attempt: int) -> list[Commit]:
     return []
 
 
-def _kill(run_dir: Path, attempt: int) -> Kill:
+def kill_victim(run_dir: Path, attempt: int) -> Kill:
+    """SIGKILL all workers of the victim's latest attempt, which is `attempt`."""
     pids = latest_workers(read_events(RunPaths(run_dir).events), VICTIM)
     kill = Kill(time.time(), attempt)
     for pid in pids:

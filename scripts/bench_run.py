@@ -9,18 +9,20 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench_systems import Command, commands, to_toml
+from bench_systems import RANKS_PER_GROUP, Command, commands, to_toml
 
 import titan_ft
 from titan_ft.launch.log_tail import last_error_line
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 15.0
+MAX_RESTARTS = 100
 
 
 class BenchError(RuntimeError):
@@ -33,10 +35,21 @@ class Run:
     Args:
         config: what the system reads, as `derive_config` returns it.
         max_restarts: how often a group is started again; 0 where a restart would spoil the figures.
+        num_ranks: of each group.
+        flags: further ones for `titan-ft launch`.
     """
 
-    def __init__(self, system: str, run_dir: Path, config: Mapping[str, Any], max_restarts: int = 0) -> None:
-        self.system, self.run_dir, self._max_restarts = system, run_dir, max_restarts
+    def __init__(
+        self,
+        system: str,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        max_restarts: int = 0,
+        num_ranks: int = RANKS_PER_GROUP,
+        flags: Sequence[str] = (),
+    ) -> None:
+        self.system, self.run_dir = system, run_dir
+        self._commands = partial(commands, system, run_dir, max_restarts, num_ranks, flags)
         run_dir.mkdir(parents=True)
         (run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
         self._started: list[tuple[Command, subprocess.Popen[bytes]]] = []
@@ -46,7 +59,7 @@ class Run:
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
         # Quiet servers and one thread per rank for all systems alike: torchft's log of each heartbeat costs time.
         env = {**os.environ, "PYTHONPATH": path, "RUST_LOG": "warn", "OMP_NUM_THREADS": "1"}
-        for command in commands(self.system, self.run_dir, self._max_restarts):
+        for command in self._commands():
             with self._log(command).open("wb") as output:
                 process = subprocess.Popen(
                     command.args,
@@ -58,6 +71,11 @@ class Run:
                 )
             self._started.append((command, process))
         return self
+
+    @property
+    def pid(self) -> int:
+        """Return the pid of what was started first; of ours, the launcher."""
+        return self._started[0][1].pid
 
     def _log(self, command: Command) -> Path:
         return self.run_dir / f"{command.name}.log"

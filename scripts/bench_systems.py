@@ -11,7 +11,7 @@ import copy
 import json
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,16 +78,24 @@ def to_toml(config: Mapping[str, Any], prefix: str = "") -> str:
     return "".join(lines + tables)
 
 
-def commands(system: str, run_dir: Path, max_restarts: int) -> list[Command]:
-    """Return what to start for a system whose config is in `run_dir`; each group is restarted up to `max_restarts`."""
+def commands(
+    system: str, run_dir: Path, max_restarts: int, num_ranks: int = RANKS_PER_GROUP, flags: Sequence[str] = ()
+) -> list[Command]:
+    """Return what to start for a system whose config is in `run_dir`.
+
+    Args:
+        max_restarts: of each group.
+        num_ranks: of each group.
+        flags: further ones for `titan-ft launch`.
+    """
     config = run_dir / "config.toml"
     restarts = f"--max-restarts={max_restarts}"
     if system == STOCK:
         worker = ["-m", "titan_ft.train", f"--job.config_file={config}"]
-        return [Command(STOCK, [*_torchrun(run_dir, 0, NUM_GROUPS * RANKS_PER_GROUP), restarts, *worker], TORCHRUN_ENV)]
+        return [Command(STOCK, [*_torchrun(run_dir, 0, NUM_GROUPS * num_ranks), restarts, *worker], TORCHRUN_ENV)]
     if system == OURS:
         launch = ["-m", "titan_ft", "launch", str(config), f"--replicas={NUM_GROUPS}"]
-        launch += [f"--ranks-per-replica={RANKS_PER_GROUP}", restarts, f"--run-dir={run_dir}"]
+        launch += [f"--ranks-per-replica={num_ranks}", restarts, f"--run-dir={run_dir}", *flags]
         return [Command(OURS, [sys.executable, *launch])]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         bind = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -98,7 +106,7 @@ def commands(system: str, run_dir: Path, max_restarts: int) -> list[Command]:
         worker = [str(Path(__file__).with_name("bench_peer.py")), f"--job.config_file={config}"]
         worker += [f"--fault_tolerance.replica_id={replica}"]
         env = {**TORCHRUN_ENV, "TORCHFT_LIGHTHOUSE": f"http://{bind}"}
-        torchrun = [*_torchrun(run_dir, replica, RANKS_PER_GROUP), restarts]
+        torchrun = [*_torchrun(run_dir, replica, num_ranks), restarts]
         started.append(Command(f"group-{replica}", [*torchrun, *worker], env))
     return started
 

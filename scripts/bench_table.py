@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench_steps import Spread
@@ -23,6 +23,8 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_steady_rows(report["steady"])]
     if report.get("kills"):
         lines += ["", *_kill_rows(report["kills"], parts)]
+    for name, figures in report.get("recovery", {}).items():
+        lines += ["", *markdown(_RECOVERY_ROWS[name](figures))]
     return "\n".join(lines)
 
 
@@ -65,6 +67,72 @@ def _spread(spread: Spread) -> str:
 
 
 def _spread_of(costs: Sequence[Mapping[str, Any]], name: str) -> str:
-    known = [cost[name] for cost in costs if cost[name] is not None]
+    values = [_value(cost, name) for cost in costs]
+    known = [value for value in values if value is not None]
     missing = f", {len(costs) - len(known)} never" if len(known) < len(costs) else ""
     return (_spread(Spread.of(known)) if known else "-") + missing
+
+
+def _value(cost: Any, name: str) -> float | None:
+    """Return a figure, given its path such as `stall.seconds`."""
+    for part in name.split("."):
+        cost = cost[part]
+    return None if cost is None else float(cost)
+
+
+def _return_rows(returns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    rows = [["SIGKILL of a group", "kills", "kill to contributing (s)", "survivors' stall (s)", "at the return (s)"]]
+    for case in returns:
+        costs, ready = case["kills"], case["standby_ready_seconds"]
+        late = ready.count(None)
+        title = f"{case['num_ranks']} rank{'s' * (case['num_ranks'] > 1)} a group, {'a standby' if case['standby'] else 'no standby'}"
+        title += f" ({late} of them not ready)" if late else ""
+        figures = ("rejoin_seconds", "stall_seconds", "rejoin_stall_seconds")
+        rows.append([title, str(len(costs)), *(_spread_of(costs, name) for name in figures)])
+    return rows
+
+
+def _rejoin_rows(rejoins: Mapping[str, Any]) -> list[list[str]]:
+    rows = [
+        [
+            f"return at {rejoins['transfer_max_mbps']:.1f} Mbit/s",
+            "transfer (steps)",
+            "steps made meanwhile",
+            "median step / before",
+            "longest gap beyond a step (s)",
+            "in steps",
+            "when it is back (s)",
+        ]
+    ]
+    figures = ("transfer_steps", "steps_made", "step_ratio", "stall.seconds", "stall.steps", "return_stall.seconds")
+    known = {catch_up: rejoins[catch_up] for catch_up in ("replay", "wait") if catch_up in rejoins}
+    return rows + [
+        [f"{catch_up}, {len(costs)} times", *(_spread_of(costs, name) for name in figures)]
+        for catch_up, costs in known.items()
+    ]
+
+
+def _drain_rows(drains: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    in_order = sum(drain["in_order"] for drain in drains)
+    figures = ("stall.seconds", "stall.steps", "leave_seconds")
+    return [
+        ["SIGTERM to a group", "survivors' stall (s)", "in steps", "until it had left (s)"],
+        [f"{len(drains)} drains, {in_order} in order", *(_spread_of(drains, name) for name in figures)],
+    ]
+
+
+def _outage_rows(outages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    figures = ("stall.seconds", "stall.steps", "away_seconds")
+    restarts = sum(outage["num_restarts"] for outage in outages)
+    return [
+        ["SIGKILL of the lighthouse", "pause (s)", "in steps", "lighthouse away (s)", "groups restarted"],
+        [f"{len(outages)} times", *(_spread_of(outages, name) for name in figures), str(restarts)],
+    ]
+
+
+_RECOVERY_ROWS: Mapping[str, Callable[[Any], list[list[str]]]] = {
+    "returns": _return_rows,
+    "rejoins": _rejoin_rows,
+    "drains": _drain_rows,
+    "outages": _outage_rows,
+}

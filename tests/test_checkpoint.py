@@ -87,7 +87,7 @@ class Run:
         self.config = SimpleNamespace(
             model=SimpleNamespace(name="llama3", flavor=flavor),
             training=SimpleNamespace(dataset=dataset, seq_len=32),
-            fault_tolerance=SimpleNamespace(replica_id=slot, drain_timeout_seconds=10.0),
+            fault_tolerance=SimpleNamespace(replica_id=slot, drain_timeout_seconds=10.0, join_timeout_ms=60_000),
         )
         self.checkpoints = ReplicaCheckpoints(
             dataloader=object(),
@@ -323,6 +323,19 @@ def test_the_next_writer_takes_over_at_once(make_run: Callable[..., Run]) -> Non
     assert run.saved == 7
 
 
+def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
+    """Steps of the interval, and those after them until somebody told of a checkpoint."""
+    run = make_run(slot=1)
+    run.is_writer = False
+    assert [step for step in range(1, 8) if run.checkpoints.pauses_after(step)] == [5, 6, 7]
+    run.saved = 5
+    assert [step for step in range(5, 12) if run.checkpoints.pauses_after(step)] == [5, 10, 11]
+    run = make_run(async_mode="async", enable_first_step_checkpoint=True)
+    assert [step for step in range(1, 12) if run.checkpoints.pauses_after(step)] == [1, 5, 10]
+    assert not make_run(load_only=True).checkpoints.pauses_after(5)
+    assert not make_run(enable=False).checkpoints.pauses_after(5)
+
+
 def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """While a save is under way none begins; it counts when it is complete; what became due meanwhile follows."""
     gate = Gate(monkeypatch)
@@ -406,6 +419,22 @@ def test_the_last_save_must_not_fail(make_run: Callable[..., Run], monkeypatch: 
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     with pytest.raises(SaveError, match=r"checkpoint\.folder"):
         run.checkpoints.save(3, last_step=True)
+
+
+def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A synchronous save longer than join_timeout_ms costs the writer its place in the quorum: say what to change."""
+    said: list[str] = []
+    monkeypatch.setattr("titan_ft.checkpoint.logger.warning", lambda text, *_: said.append(text))
+    run = make_run()
+    run.train(5)
+    assert said == []
+    run.config.fault_tolerance.join_timeout_ms = 0.001
+    run.train(10)
+    (text,) = said
+    assert "join_timeout_ms" in text
+    assert "checkpoint.async_mode" in text
 
 
 # Which folders count

@@ -88,8 +88,8 @@ class FaultTolerance:
     # Ours: membership.
 
     job_id: str = ""
-    """Name of the job: groups of another name at the same lighthouse are left aside. `titan-ft launch` gives each run
-    one of its own; elsewhere, give one to each job where jobs share a lighthouse."""
+    """Name of the job, without spaces and slashes. Of two jobs that meet at one lighthouse the later one ends, and the
+    other leaves it aside. `titan-ft launch` gives each run a name of its own."""
 
     lighthouse: str = ""
     """Address of the lighthouse, http://host:port. Empty takes the environment variable TORCHFT_LIGHTHOUSE."""

@@ -100,7 +100,9 @@ class ReplicaTrainer(Trainer):
         self._participants: list[int] = []  # slots that contributed to the last step
         loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
         # Never while torchtitan builds the model: what that takes is not known here.
-        self._watchdog = Watchdog(config.hang_timeout_seconds, lambda: self._events.emit("hung", step=self.step))
+        self._watchdog = Watchdog(
+            config.hang_timeout_seconds, lambda: self._events.emit("hung", step=self._num_committed)
+        )
         self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
         self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
         self._behind = self._begun = False
@@ -117,10 +119,18 @@ class ReplicaTrainer(Trainer):
             rank=self.launch.rank,
             num_ranks=num_ranks,
             timeout_seconds=self.job_config.fault_tolerance.drain_timeout_seconds,
-            on_abandon=lambda reason: self._events.emit("drained", step=self.step, reason=reason, in_order=False),
+            on_abandon=lambda reason: self._events.emit(
+                "drained", step=self._num_committed, reason=reason, in_order=False
+            ),
         )
         self._drain.install()
         return dims
+
+    @property
+    def _num_committed(self) -> int:
+        """Return the number of committed steps; torchtitan's `step` is that of the step under way."""
+        replica: ReplicaDimension | None = getattr(self, "_replica", None)  # a signal may come before it is there
+        return 0 if replica is None else replica.step
 
     def train(self) -> None:
         """Train as torchtitan does, and leave the other groups however it ends."""
@@ -128,8 +138,8 @@ class ReplicaTrainer(Trainer):
             try:
                 super().train()
             except Leaving:
-                self._events.emit("drained", step=self.step, reason="SIGTERM", in_order=True)
-                logger.info(f"SIGTERM: this group leaves after step {self.step}")
+                self._events.emit("drained", step=self._num_committed, reason="SIGTERM", in_order=True)
+                logger.info(f"SIGTERM: this group leaves after step {self._num_committed}")
             self._drain.leave()
         finally:
             self._watchdog.close()

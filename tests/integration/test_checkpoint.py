@@ -67,23 +67,18 @@ def saved(events: Iterable[Event]) -> list[tuple[int, int]]:
 
 
 def check_resumed(job: Job, events: list[Event], step: int) -> None:
-    """Every rank goes on behind the checkpoint of `step`: it loaded that, or it came late and took it from a peer."""
-    processes = [own for own in by_process(events).values() if named(own, "step_committed")]
-    assert any(named(own, "checkpoint_loaded") for own in processes)
-    for own in processes:
-        loaded = [event["step"] for event in named(own, "checkpoint_loaded")]
-        healed = [event["step"] for event in named(own, "heal_finished")]
+    """Every rank loaded the checkpoint of `step` and went on behind it, with its peers."""
+    for own in by_process(events).values():
+        (loaded,) = named(own, "checkpoint_loaded")
         first = named(own, "step_committed")[0]
-        if loaded:
-            assert loaded == [step]
-            assert first["parent"] == named(own, "checkpoint_loaded")[0]["lineage"]
-        assert first["step"] == (loaded + healed)[-1] + 1
-        assert first["step"] > step
+        assert (loaded["step"], first["step"]) == (step, step + 1)
+        assert first["parent"] == loaded["lineage"]
     check_one_trajectory(named(events, "step_committed"))
     check_finished(job, events, job.steps)
+    assert not named(events, "heal_started", "exchange_failed")
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_run_that_never_stopped(make_job: Callable[..., Job], flags: Flags, mode: str) -> None:
     """10 steps, end, 10 more: the same batches, the same bytes as 20 in one go; one group saves."""
     straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
@@ -93,7 +88,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(make_job: Callable[..., Job
     first = make_job(groups=2, steps=STOP, flags=flags(mode=mode))
     first.run()
     before = check(first, survivors=[0, 1])
-    assert saved(before) in ([(0, 5), (0, STOP)], [(0, STOP)] if mode == "async" else [])
+    assert saved(before) == [(0, 5), (0, STOP)]
     second = make_job(groups=2, steps=STEPS, flags=flags(mode=mode))
     second.run()
     after = second.events()
@@ -121,24 +116,23 @@ def test_all_groups_killed_at_once(make_job: Callable[..., Job], flags: Flags, f
     assert complete_steps(folder) == [5, 10, 15, 20]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_writer_killed_in_its_save(make_job: Callable[..., Job], flags: Flags, folder: Path, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "interval"), [("disabled", 5), ("async", STOP)])
+def test_writer_killed_in_its_save(
+    make_job: Callable[..., Job], flags: Flags, folder: Path, mode: str, interval: int
+) -> None:
     """Another group saves at its next commit; nobody takes the dead group's folder for a checkpoint."""
-    faults = [{"replica": 0, "point": "save", "step": STOP, "after": ["killable"]}]
-    job = make_job(groups=2, steps=STEPS, flags=flags(mode=mode), hooks={"faults": faults, "hold": 3})
-    (job.markers / "killable").touch()
+    faults = [{"replica": 0, "point": "save", "step": STOP}]
+    job = make_job(groups=2, steps=STEPS, flags=flags(interval, mode), hooks={"faults": faults, "hold": 3})
     job.run()
     events = check(job, survivors=[1])
     check_killed(job, events, [(0, 0, "sigkill:save")])
-    (killed,) = named(events, "fault_injected")
+    alone = [event["step"] for event in named(events, "step_committed") if event["participants"] == [1]]
     taken_over = [step for replica, step in saved(events) if replica == 1]
-    assert taken_over
-    first = next(e["step"] for e in named(events, "step_committed") if e["participants"] == [1])
-    assert taken_over[0] in (first, first + 1)  # a step may be committed with a group that dies behind its vote
-    assert taken_over[0] > STOP
+    assert taken_over[0] == alone[0]
+    assert complete_steps(folder) == sorted(step for _, step in saved(events))
     assert STOP not in complete_steps(folder)
+    assert complete_steps(folder)[-1] == STEPS
     assert [path.name for path in folder.iterdir() if "partial" in path.name] == []
-    assert (killed["step"], complete_steps(folder)[0]) == (STOP, 5) if mode == "disabled" else True
 
 
 def test_all_groups_lost_while_one_saves(make_job: Callable[..., Job], flags: Flags) -> None:
@@ -167,6 +161,7 @@ def test_writer_killed_in_its_last_save(make_job: Callable[..., Job], flags: Fla
     assert saved(events)
 
 
+@pytest.mark.slow
 def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
     """All groups get SIGTERM amid training (a preemption): they leave in order, and a later job goes on."""
     straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
@@ -191,8 +186,9 @@ def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, folde
     assert batches([*job.events(), *again.events()]) == batches(expected)
 
 
+@pytest.mark.slow
 def test_other_ranks_and_other_groups_go_on(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
-    """1 group of 2 ranks reads the shards of 2 groups of 1 on exactly; for 3 groups the data begins anew, and says so."""
+    """1 group of 2 ranks goes on exactly in the data of 2 groups of 1; for 3 groups it begins anew, and they say so."""
     straight = make_job(groups=2, steps=STOP + 4, flags=SCHEDULE)
     straight.run()
     expected = check(straight, survivors=[0, 1])

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -292,7 +293,7 @@ def fate(seat: Membership) -> BaseException:
         seat.vote(0, False)
 
 
-def stay(seat: Membership, slots: list[int], stranger: bool = False) -> None:
+def stay(seat: Any, slots: list[int], stranger: bool = False) -> None:
     """Go from quorum to quorum as training does until one has these slots (and a stranger was named); each must do."""
     while True:
         if not seat.asked:
@@ -386,6 +387,21 @@ def test_a_lighthouse_that_dies(seats: Any, mortal_lighthouse: Any) -> None:
         assert part in str(caught.value)
 
 
+def restart(lighthouse: Any) -> None:
+    """Kill the lighthouse and start another at its port, as soon as that is free: a killed process ends in a moment."""
+    lighthouse.kill()
+    host, port = lighthouse.address.removeprefix("http://").split(":")
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+        except ConnectionRefusedError:
+            break
+        except OSError:  # just ending
+            pass
+    lighthouse.start()
+
+
 def test_a_lighthouse_that_comes_back(seats: Any, mortal_lighthouse: Any) -> None:
     """Killed while it is asked, and back: the groups meet again well before the timeout, and can exchange.
 
@@ -399,8 +415,7 @@ def test_a_lighthouse_that_comes_back(seats: Any, mortal_lighthouse: Any) -> Non
         for member in members:
             member.vote(step, False)
     members[0].begin(5)
-    mortal_lighthouse.kill()
-    mortal_lighthouse.start()
+    restart(mortal_lighthouse)
     started = time.monotonic()
     quorums = seats.meet(*members, steps=[5, 5])
     assert time.monotonic() - started < 15.0
@@ -425,8 +440,7 @@ def test_no_key_of_a_store_is_used_twice(seats: Any, mortal_lighthouse: Any) -> 
             keys.append(quorums[0].key)
             for member in members:
                 member.vote(5, False)
-        mortal_lighthouse.kill()
-        mortal_lighthouse.start()
+        restart(mortal_lighthouse)
     assert len(set(keys)) < len(keys), "the lighthouse never repeated itself: nothing was tested"
     for group in groups:
         assert len(set(group.configured)) == len(group.configured)
@@ -443,8 +457,7 @@ def test_a_forgetful_lighthouse_separates_nobody(
     seats.meet(*members)
     for member in members:
         member.vote(0, True)
-    mortal_lighthouse.kill()
-    mortal_lighthouse.start()
+    restart(mortal_lighthouse)
     members[0].begin(1)
     wait_until(lambda: "waiting for groups [1]" in caplog.text, "the first group found itself alone")
     members[1].begin(1)
@@ -460,8 +473,7 @@ def test_a_group_that_died_with_the_lighthouse_is_not_waited_for_long(seats: Any
     seats.meet(stays, dies)
     stays.vote(0, True)
     dies.close()
-    mortal_lighthouse.kill()
-    mortal_lighthouse.start()
+    restart(mortal_lighthouse)
     stays.begin(1)
     assert stays._pending.result(DEADLINE).slots == [0]
 

@@ -43,6 +43,7 @@ def test_row_survives_the_exchange() -> None:
         awaited=1,
         seconds=0.125,
         saved=1000,
+        leaving=1,
     )
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"

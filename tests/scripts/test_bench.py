@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,21 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # where scripts find each other
 
 import bench  # noqa: E402
+import bench_processes  # noqa: E402
+import bench_recovery  # noqa: E402
 import bench_run  # noqa: E402
 from bench_commits import Commit, GroupHistory, from_events, from_torchft_logs  # noqa: E402
 from bench_kills import Kill, measure  # noqa: E402
+from bench_pauses import (  # noqa: E402
+    Pause,
+    commit_times,
+    measure_drain,
+    measure_outage,
+    measure_rejoin,
+    pause_around,
+    usual_seconds,
+)
+from bench_processes import children, pin_groups, split_cores, wait_for_standby  # noqa: E402
 from bench_run import BenchError, Run  # noqa: E402
 from bench_steps import Spread, compare, logged_steps, parse_stamp, step_seconds  # noqa: E402
 from bench_systems import OURS, PEER, STOCK, Command, commands, derive_config, rank_logs, to_toml  # noqa: E402
@@ -181,6 +194,12 @@ def test_the_peer_has_torchfts_own_lighthouse(tmp_path: Path) -> None:
     assert [group.env["TORCHFT_LIGHTHOUSE"] for group in groups] == [f"http://{address}"] * 2
 
 
+def test_a_launch_has_the_ranks_and_the_flags_that_are_asked_for(tmp_path: Path) -> None:
+    (command,) = commands(OURS, tmp_path, 3, num_ranks=1, flags=["--no-standby"])
+    assert "--ranks-per-replica=1" in command.args
+    assert command.args[-1] == "--no-standby"
+
+
 class FakeSystem:
     """Stands in for `bench_run.commands`: Python one-liners."""
 
@@ -190,7 +209,7 @@ class FakeSystem:
     def runs(self, *codes: str, services: tuple[str, ...] = ()) -> None:
         started = [Command(f"worker-{index}", [sys.executable, "-c", code]) for index, code in enumerate(codes)]
         started += [Command("service", [sys.executable, "-c", code], service=True) for code in services]
-        self._monkeypatch.setattr(bench_run, "commands", lambda system, run_dir, max_restarts: started)
+        self._monkeypatch.setattr(bench_run, "commands", lambda *shape: started)
 
 
 @pytest.fixture
@@ -244,11 +263,237 @@ def test_the_report_is_a_table_per_part() -> None:
     assert "survivors' stall" not in format_report(report, ["rejoin"])
 
 
+def survivor_commits(*times: float) -> list[dict[str, Any]]:
+    return [commit_event(time) for time in times]
+
+
+def victim_event(time: float, event: str, attempt: int = 1, **fields: Any) -> dict[str, Any]:
+    return {"time": time, "event": event, "replica": 1, "rank": 0, "attempt": attempt, **fields}
+
+
+def victim_commit(time: float, attempt: int = 1, **fields: Any) -> dict[str, Any]:
+    return commit_event(time, replica=1, attempt=attempt, **fields)
+
+
+def in_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(events, key=lambda event: event["time"])
+
+
+def test_the_usual_step_is_of_the_last_steps_before() -> None:
+    """Neither slow first steps count nor what comes after the moment."""
+    times = [0.0, 9.0, 18.0, *(20.0 + step for step in range(21)), 45.0, 50.0]
+    assert usual_seconds(times, 40.5) == 1.0
+    with pytest.raises(BenchError, match="no step"):
+        usual_seconds(times, 5.0)
+
+
+def test_a_pause_counts_in_the_step_after_too_and_not_later() -> None:
+    """The step under way passes, the next one stalls for two seconds; a slow one ten steps on is another matter."""
+    times = [0.0, 1.0, 2.0, 3.0, 4.0, 7.0, *(8.0 + step for step in range(10)), 30.0]
+    assert pause_around(times, begin=3.5, end=3.9) == Pause(seconds=2.0, steps=2.0, usual_seconds=1.0)
+    assert pause_around(times, begin=8.5, end=8.6).seconds == 0.0
+    with pytest.raises(BenchError, match="committed nothing"):
+        pause_around(times, begin=31.0, end=32.0)
+
+
+def test_a_rejoin_with_replay() -> None:
+    """Steps of 1 s; a kill; the survivor alone is faster; steps of 1.1 s during the transfer; 3 s at the return."""
+    before = [float(step) for step in range(11)]
+    alone = [12.0, 12.5, 13.0]
+    during = [13.0 + 1.1 * step for step in range(1, 11)]
+    events = survivor_commits(*before, *alone, *during, 27.0, 28.0)
+    events += [
+        victim_commit(9.9, attempt=0),
+        victim_event(12.8, "heal_started", attempt=0),
+        victim_event(12.9, "heal_started", from_step=9),
+        victim_event(13.0, "heal_started", from_step=10),
+        victim_event(24.1, "heal_finished", replayed=10),
+        victim_commit(24.5, participants=[0]),
+        victim_commit(27.0),
+    ]
+    rejoin = measure_rejoin(in_order(events), Kill(10.2, attempt=0))
+    assert rejoin.transfer_seconds == pytest.approx(11.1)
+    assert rejoin.transfer_steps == pytest.approx(11.1)
+    assert rejoin.steps_made == 11
+    assert rejoin.step_ratio == pytest.approx(1.1)
+    assert rejoin.stall.seconds == pytest.approx(0.1)
+    assert rejoin.return_stall.seconds == pytest.approx(2.0)
+    assert rejoin.replayed == 10
+
+
+def test_a_rejoin_with_wait() -> None:
+    """The survivor stands still for the whole transfer, and the few steps of it make no median."""
+    events = survivor_commits(*(float(step) for step in range(11)), 12.0, 22.0, 23.0, 24.0)
+    events += [
+        victim_event(12.1, "heal_started"),
+        victim_event(22.2, "heal_finished", replayed=1),
+        victim_commit(23.0),
+    ]
+    rejoin = measure_rejoin(in_order(events), Kill(10.2, attempt=0))
+    assert (rejoin.stall.seconds, rejoin.stall.steps) == (9.0, 9.0)
+    assert rejoin.step_ratio is None
+    assert rejoin.steps_made == 1
+    assert rejoin.return_stall.seconds == 0.0
+
+
+def test_a_group_that_does_not_return_is_no_figure() -> None:
+    events = [*survivor_commits(0.0, 1.0, 2.0), victim_event(1.5, "heal_started"), victim_commit(0.5, attempt=0)]
+    with pytest.raises(BenchError, match="did not contribute again"):
+        measure_rejoin(in_order(events), Kill(0.8, attempt=0))
+
+
+def test_a_drain_stalls_in_the_step_after_the_one_that_is_finished() -> None:
+    events = [*survivor_commits(0.0, 1.0, 2.0, 3.0, 4.0, 6.5, 7.0), victim_event(3.95, "drained", attempt=0)]
+    events.append(victim_event(3.96, "drained", attempt=0, rank=1))
+    drain = measure_drain(in_order(events), signalled=3.2)
+    assert drain.stall == Pause(seconds=1.5, steps=1.5, usual_seconds=1.0)
+    assert drain.leave_seconds == pytest.approx(0.75)
+    assert drain.in_order
+    with pytest.raises(BenchError, match="asked to leave"):
+        measure_drain(survivor_commits(0.0, 1.0, 2.0), signalled=1.5)
+
+
+def test_an_outage_is_the_pause_of_the_group_hit_hardest() -> None:
+    events = survivor_commits(0.0, 1.0, 2.0, 3.0, 5.0, 6.0)
+    events += [victim_commit(time) for time in (0.0, 1.0, 2.0, 3.0, 5.5, 6.0)]
+    events += [
+        {"time": 1.5, "event": "lighthouse_restarted", "seconds": 9.0},
+        {"time": 4.0, "event": "lighthouse_restarted", "seconds": 0.7},
+        victim_event(0.5, "replica_restarted"),
+    ]
+    outage = measure_outage(in_order(events), killed=3.2)
+    assert outage.stall.seconds == pytest.approx(1.5)
+    assert (outage.away_seconds, outage.num_restarts) == (0.7, 0)
+    with pytest.raises(BenchError, match="did not come back"):
+        measure_outage(in_order(events), killed=4.5)
+
+
+def test_the_throttle_makes_the_transfer_last_its_steps() -> None:
+    """2.5 MB in 20 steps of half a second are 2 Mbit/s; steps after the failure do not count."""
+    events = [*survivor_commits(0.0, 0.5, 1.0, 1.5, 5.0, 9.0), victim_event(1.6, "replica_restarted")]
+    events.append(victim_event(8.0, "heal_finished", bytes=2_500_000))
+    assert bench_recovery.throttle(in_order(events)) == pytest.approx(2.0)
+    with pytest.raises(BenchError, match="no group fetched"):
+        bench_recovery.throttle(survivor_commits(0.0, 1.0))
+
+
+def test_commits_of_all_attempts_count() -> None:
+    events = [commit_event(1.0), commit_event(2.0, rank=1), commit_event(3.0, attempt=2), victim_commit(4.0)]
+    assert commit_times(events, 0) == [1.0, 3.0]
+
+
+def test_recovery_has_a_table_per_kind() -> None:
+    pause = {"seconds": 0.5, "steps": 2.0, "usual_seconds": 0.25}
+    rejoin = {"transfer_steps": 20.0, "steps_made": 19, "step_ratio": 1.02, "stall": pause, "return_stall": pause}
+    kill = {"rejoin_seconds": 2.0, "stall_seconds": 0.1, "rejoin_stall_seconds": 0.3}
+    recovery = {
+        "returns": [
+            {"num_ranks": 1, "standby": False, "standby_ready_seconds": [], "kills": [kill]},
+            {"num_ranks": 2, "standby": True, "standby_ready_seconds": [3.0, None], "kills": [kill, kill]},
+        ],
+        "rejoins": {"transfer_max_mbps": 12.34, "replay": [rejoin], "wait": [{**rejoin, "step_ratio": None}]},
+        "drains": [{"stall": pause, "leave_seconds": 0.2, "in_order": True}],
+        "outages": [{"stall": pause, "away_seconds": 0.75, "num_restarts": 0}],
+    }
+    report = {"command": "python scripts/bench.py", "machine": bench.describe_machine(), "recovery": recovery}
+    text = format_report(report, ["recovery"])
+    rows = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("|")}
+    assert "2.000 (2.000 to 2.000)" in rows["1 rank a group, no standby"]
+    assert "2 ranks a group, a standby (1 of them not ready)" in rows
+    assert "12.3 Mbit/s" in text
+    assert "1.020 (1.020 to 1.020)" in rows["replay, 1 times"]
+    assert "-, 1 never" in rows["wait, 1 times"]
+    assert "0.200 (0.200 to 0.200)" in rows["1 drains, 1 in order"]
+    assert rows["1 times"].split("|")[-2].strip() == "0"
+    # What is measured is shown, even when the run ends before the rest.
+    del recovery["drains"], recovery["outages"], recovery["rejoins"]["wait"]
+    assert "drains" not in format_report(report, ["recovery"])
+
+
+def test_no_core_goes_to_two_groups() -> None:
+    assert split_cores([5, 3, 4, 0, 1], 2) == [{0, 1}, {3, 4}]
+    with pytest.raises(BenchError, match="a core for each"):
+        split_cores([0], 2)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., int]]:
+    """Start Python programs, and end them."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str, *arguments: str) -> int:
+        process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
+        processes.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()  # it runs
+        return process.pid
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+@needs_proc
+def test_children_are_found_with_their_command_lines(started: Callable[..., int]) -> None:
+    pid = started("print(flush=True); import time; time.sleep(60)", "titan_ft.launch.supervisor", "--replica=7")
+    assert children(os.getpid())[pid][-2:] == ["titan_ft.launch.supervisor", "--replica=7"]
+    assert bench_processes.supervisors(os.getpid()) == {7: pid}
+    assert bench_processes.lighthouse(os.getpid()) is None
+
+
+@needs_proc
+def test_a_standby_is_ready_when_it_sleeps(started: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that imports wants the CPU; the workers that train are not taken for it."""
+    monkeypatch.setattr(bench_processes, "LOOK_SECONDS", 0.01)
+    busy = started("print(flush=True)\nwhile True: pass")
+    asleep = started("print(flush=True); import time; time.sleep(60)")
+    assert wait_for_standby(os.getpid(), lambda: {busy}, 1, 60.0) is not None
+    assert wait_for_standby(os.getpid(), lambda: {asleep}, 1, 0.5) is None
+    assert wait_for_standby(os.getpid(), lambda: {busy}, 2, 0.5) is None
+
+
+LAUNCHER = """
+import subprocess, sys
+code = "import sys; sys.stdin.read()"
+for replica in (1, 0):
+    arguments = [sys.executable, "-c", code, "titan_ft.launch.supervisor", f"--replica={replica}"]
+    subprocess.Popen(arguments, stdin=subprocess.PIPE)
+import signal; signal.pause()
+"""
+
+
+@needs_proc
+@pytest.mark.skipif(os.cpu_count() == 1, reason="needs a core for each of two groups")
+def test_groups_are_pinned_to_different_cores(fake_system: FakeSystem, tmp_path: Path) -> None:
+    fake_system.runs(LAUNCHER)
+    with Run(OURS, tmp_path / "run", {}) as run:
+        shares = pin_groups(run, 2)
+        assert shares[0].isdisjoint(shares[1])
+        found = bench_processes.supervisors(run.pid)
+        assert {replica: os.sched_getaffinity(pid) for replica, pid in found.items()} == dict(enumerate(shares))
+
+
+@needs_proc
+def test_a_launch_without_supervisors_cannot_be_pinned(
+    fake_system: FakeSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_processes, "START_SECONDS", 0.2)
+    fake_system.runs(WAIT)
+    with pytest.raises(BenchError, match="0 of 1 supervisors"), Run(OURS, tmp_path / "run", {}) as run:
+        pin_groups(run, 1)
+
+
 def test_a_markdown_table_is_aligned() -> None:
     assert markdown([["a", "bb"], ["ccc", "d"]]) == ["| a   | bb |", "| --- | -- |", "| ccc | d  |"]
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "15"], ["--kills", "0"], ["--rounds", "x"], ["--only", "all"]])
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "15"], ["--kills", "0"], ["--recoveries", "0"], ["--rounds", "x"], ["--only", "all"]]
+)
 def test_bad_usage_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.main(arguments)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from titan_ft.history.events import EventLog
 from titan_ft.launch.log_tail import last_error_line
 from titan_ft.launch.orphan import PARENT_PID_ENV, exit_with_parent
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, RestartPolicy
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, RestartPolicy
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.launch.standby import Standby, StandbyKeeper
 
@@ -101,7 +101,7 @@ class Supervisor:
             self._group.kill()
 
     def run(self, takeover: str = "") -> int:
-        """Return 0 when the group finished or was drained, 2 when its configuration is wrong, else 1.
+        """Return 0 when the group finished or was drained, 2 or 3 (see `restart_policy`) as a worker did, else 1.
 
         Args:
             takeover: why the first attempt is a restart, if it is one.
@@ -119,7 +119,7 @@ class Supervisor:
                 decision = self._policy.decide(failure.code, time.monotonic() - started, self._has_committed(attempt))
                 if not decision.restart:
                     self._give_up(attempt, failure, decision.reason)
-                    return CONFIG_ERROR_CODE if failure.code == CONFIG_ERROR_CODE else 1
+                    return failure.code if failure.code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
                 self._pause(decision.delay_seconds)
                 attempt += 1
                 restarted_because = failure.describe()

@@ -244,7 +244,9 @@ class ReplicaDimension:
                 return self.finish()
             if made is not None:
                 everybody = len(made.verdict.holders) == len(made.rows)
-                complete = everybody and len(set(made.quorum.slots)) >= self._config.group_size
+                missing = self._config.group_size - len({*made.quorum.slots, *self._rounds.position.left})
+                # A rank that was told to leave may say so on some ranks of the others only: they must agree here.
+                complete = all(self._group.gather(int(everybody and missing <= 0)))
                 if not everybody:
                     deadline = time.monotonic() + self._config.finish_timeout_seconds
             if any(self._group.gather(int(time.monotonic() >= deadline))):

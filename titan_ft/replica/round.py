@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
@@ -49,6 +49,7 @@ class Position:
     waited: float = 0.0  # seconds, for the job's first step
     awaited: bool = False  # the others wait for the transfer under way
     saved: int = 0  # step of the latest complete checkpoint heard of
+    left: set[int] = field(default_factory=set)  # slots of groups that left in order
     sound: bool = True  # False: the state is not one that the job went through, only a donor's will do
 
 
@@ -255,6 +256,7 @@ class Rounds:
             awaited=position.awaited,
             seconds=facts.seconds,
             saved=position.saved,
+            leaving=self._drain.requested,
         )
         return row.encode(), encode(facts.entries)
 
@@ -262,6 +264,8 @@ class Rounds:
         verdict, position = made.verdict, self.position
         position.seen = max(position.seen, *(row.seen for row in made.rows))
         position.saved = max(position.saved, *(row.saved for row in made.rows))
+        position.left -= {row.slot for row in made.rows}
+        position.left |= {row.slot for row in made.rows if row.leaving}
         if verdict.strays or verdict.tie:
             self._tell_differing(made)
         if verdict.tie:

@@ -53,6 +53,7 @@ class Row:
         awaited: whether the others must wait until the member has fetched the state; it queues no more updates.
         seconds: that the member's slowest rank spent on its own part of the step.
         saved: step of the latest checkpoint that the member knows to be complete.
+        leaving: whether the member was told to leave and will be gone after this exchange, if it is committed.
     """
 
     slot: int
@@ -71,6 +72,7 @@ class Row:
     awaited: int = 0
     seconds: float = 0.0
     saved: int = 0
+    leaving: int = 0
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""

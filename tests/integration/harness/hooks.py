@@ -6,16 +6,25 @@ The product has no code for tests: on import, this module wraps methods of the e
 environment variable TITAN_FT_TEST_HOOKS:
 
     replica, rank, attempt, markers   who this worker is, and a folder where workers leave marks for each other
-    faults   [{"replica", "rank", "attempt", "point", "step", "after", "unless"}]: at the first passage of `point` in a
-             step >= `step` (none: any), once all marks of `after` are there and none of `unless`, the worker kills
-             itself with SIGKILL
+    faults   [{"replica", "rank", "attempt", "point", "step", "forwards", "after", "unless"}]: at the first passage of
+             `point` in a step >= `step` (none: any) in which it began >= `forwards` forwards, once all marks of `after`
+             are there and none of `unless`, the worker kills itself with SIGKILL
     hold     number of steps that a group goes on before it waits for one that was killed to be back, and then for a
              joiner's transfer, so that heals happen amid training however slow the machine is (None: never)
-    delays   [{"replica", "rank", "attempt", "step", "seconds"}]: sleep in the forward of that step
+    hold_fetching   the same for transfers alone, where `hold` is not to count for them
+    pauses   [{"replica", "rank", "attempt", "queued", "after"}]: a joiner goes on with its transfer, after the first
+             pieces, once it has queued so many updates and all marks of `after` are there
+    breaks   [{"replica", "rank", "attempt", "answer"}]: a donor's connection breaks in the middle of that piece of the
+             state (from 1)
+    delays   [{"replica", "rank", "attempt", "step", "seconds"}]: sleep in the forward of that step (none: of each)
+    pin      whether each group has a core of its own, as far as there are cores
+    gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave the
+             mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME
     flips    [{"replica", "rank", "step"}]: flip one bit of a parameter after the optimizer made that step
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
     dump     whether parameters are written there, too, before and after training: begin-... and end-...
+    stream   .jsonl files, which `--training.dataset=stream` streams
     begin    file of parameters to begin with: torchtitan draws others for another number of shards
 """
 
@@ -25,21 +34,28 @@ import functools
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import torch
 import torchtitan.train
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
 from harness.mask import mask_labels
 from titan_ft.replica import heal, transport
+from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.dimension import ReplicaDimension
 from titan_ft.replica.exchange import _Flight, local
 from titan_ft.replica.membership import Membership
@@ -62,11 +78,16 @@ class Worker:
         self.step = 0  # the step under way
         self.forwards = 0  # calls of the model since the last commit
         self.held_seconds = 0.0  # spent waiting for other groups since the last commit, by order of a test
+        self.samples = 0  # texts that this process has tokenized
+        self.rate: float | None = None  # LR of the last update
         self.handed_over = 0  # buckets of this exchange
         self.reductions = 0  # all-reduces of this exchange
         self.all_reductions = 0  # all-reduces since the last commit
+        self.queued = 0  # updates queued in the heal under way
+        self.answers = 0  # pieces of the state that this donor sent
         self.passed: dict[str, int] = {}  # steps begun since a mark was first seen
         self.events: Any = None
+        self.watchdog: Any = None
         self.markers = Path(SETTINGS["markers"])
         # There as long as this rank fetches a donor's state.
         self.fetching = self.markers / "fetching-{replica}-{attempt}-{rank}".format(**SETTINGS)
@@ -80,9 +101,13 @@ class Worker:
         (self.markers / f"{text}-{SETTINGS['replica']}-{SETTINGS['attempt']}").touch()
 
     def at(self, point: str) -> None:
-        """Pass `point`; does not return if a fault waits there."""
+        """Pass `point`; does not return if a fault waits there, nor before a gate there is open."""
+        for gate in SETTINGS.get("gates", ()):
+            if gate.get("point", "forward") == point and self.is_target(gate) and self.step >= gate.get("step", 0):
+                self.wait_at(gate["name"])
         for fault in SETTINGS.get("faults", ()):
             due = fault["point"] == point and self.is_target(fault) and self.step >= fault.get("step", 0)
+            due = due and self.forwards >= fault.get("forwards", 0)
             due = due and all((self.markers / mark).exists() for mark in fault.get("after", ()))
             if due and not any((self.markers / mark).exists() for mark in fault.get("unless", ())):
                 self.mark("down")
@@ -92,18 +117,24 @@ class Worker:
                 os.kill(os.getpid(), signal.SIGKILL)
                 signal.pause()  # the signal may come to another thread
 
+    def wait_at(self, gate: str) -> None:
+        started = time.monotonic()
+        (self.markers / "reached-{0}-{replica}-{attempt}-{rank}".format(gate, **SETTINGS)).touch()
+        while not (self.markers / gate).exists():
+            time.sleep(0.005)
+        self.held_seconds += time.monotonic() - started
+
     def hold(self) -> None:
         """Wait for groups that were killed and for transfers that began, once `hold` steps were made without them."""
-        limit = SETTINGS.get("hold")
-        if limit is None:
-            return
+        hold = SETTINGS.get("hold")
+        limits = {"down": hold, "fetching": SETTINGS.get("hold_fetching", hold)}
         started = time.monotonic()
         waited_for = []
         for mark in [*self.markers.glob("down-*"), *self.markers.glob("fetching-*")]:
+            kind, _, who = mark.name.partition("-")
             self.passed[mark.name] = self.passed.get(mark.name, -1) + 1
-            if self.passed[mark.name] >= limit:
+            if (limit := limits[kind]) is not None and self.passed[mark.name] >= limit:
                 waited_for.append(mark)
-                kind, _, who = mark.name.partition("-")
                 if kind == "down":
                     (self.markers / f"waiting-{who}-{SETTINGS['replica']}").touch()
         while not all(map(self._is_over, waited_for)):
@@ -111,6 +142,16 @@ class Worker:
                 raise TimeoutError(f"held for {waited_for}")
             time.sleep(0.005)
         self.held_seconds += time.monotonic() - started
+
+    def pause_transfer(self) -> None:
+        """Wait in a transfer for what a test wants to happen before its end."""
+        deadline = time.monotonic() + _HOLD_SECONDS
+        for pause in filter(self.is_target, SETTINGS.get("pauses", ())):
+            marks = [self.markers / mark for mark in pause.get("after", ())]
+            while self.queued < pause.get("queued", 0) or not all(mark.exists() for mark in marks):
+                if time.monotonic() > deadline:
+                    raise transport.TransferError(f"paused for {pause}, {self.queued} queued")
+                time.sleep(0.005)
 
     def _is_over(self, mark: Path) -> bool:
         kind, replica, attempt = mark.name.split("-")[:3]
@@ -159,16 +200,17 @@ def install_progress() -> None:
     """Follow the steps, count the forwards, leave marks."""
 
     def build(trainer: ReplicaTrainer) -> None:
-        WORKER.events = trainer._events
+        WORKER.events, WORKER.watchdog = trainer._events, trainer._watchdog
         model = trainer.model_parts[0]
         model.register_forward_pre_hook(count_forward)
         list(model.layers.values())[1].register_forward_pre_hook(lambda *_: WORKER.at("forward"))
 
     def count_forward(*_: Any) -> None:
         WORKER.forwards += 1
-        WORKER.hold()
+        with WORKER.watchdog.paused():
+            WORKER.hold()
         for delay in SETTINGS.get("delays", ()):
-            if WORKER.is_target(delay) and WORKER.step == delay["step"]:
+            if WORKER.is_target(delay) and delay.get("step") in (None, WORKER.step):
                 time.sleep(delay["seconds"])
 
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
@@ -180,8 +222,16 @@ def install_progress() -> None:
             step=committed.update.step,
             forwards=WORKER.forwards,
             reductions=WORKER.all_reductions,
+            samples=WORKER.samples,
+            rate=WORKER.rate,
             held_seconds=round(WORKER.held_seconds, 3),
         )
+
+    def encode(*_: Any, **__: Any) -> None:
+        WORKER.samples += 1
+
+    def optimize(optimizers: OptimizersContainer, *_: Any) -> None:
+        (WORKER.rate,) = {group["lr"] for optimizer in optimizers for group in optimizer.param_groups}
 
     def fetch(original: Any, *args: Any) -> Any:
         WORKER.fetching.touch()
@@ -190,8 +240,15 @@ def install_progress() -> None:
         finally:
             WORKER.fetching.unlink(missing_ok=True)
 
+    def queue(catch_up: CatchUp, *_: Any) -> None:
+        WORKER.queued = len(catch_up.updates)
+
     after(ReplicaTrainer, "_build_replica", lambda trainer: build(trainer))
     wrap(heal, "fetch", fetch)
+    after(CatchUp, "queue", queue)
+    after(ReplicaDimension, "_wait_for_more", lambda *_: WORKER.mark("awaits"))
+    before(HuggingFaceTokenizer, "encode", encode)
+    before(OptimizersContainer, "step", optimize)
     before(ReplicaTrainer, "train_step", step)
     before(ReplicaTrainer, "_report", report)
     after(ReplicaTrainer, "_report", lambda *_: WORKER.mark("trained"))
@@ -224,9 +281,11 @@ def install_faults() -> None:
     def request(_: Any, request: dict[str, Any], *__: Any) -> None:
         if "offset" in request:
             WORKER.at("fetch")
+            WORKER.pause_transfer()
 
     def answer(_: Any, __: Any, request: dict[str, Any], *___: Any) -> None:
         if "offset" in request:
+            WORKER.mark("serving")
             WORKER.at("serve")
 
     before(_Flight, "__init__", launch)
@@ -241,6 +300,21 @@ def install_faults() -> None:
     after(transport._Connection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
+
+
+def install_breaks() -> None:
+    """Break a donor's connection in the middle of a piece of the state, once."""
+
+    def send(original: Any, pace: Any, connection: socket.socket, data: memoryview) -> None:
+        if data.nbytes == transport._CHUNK:
+            WORKER.answers += 1
+            if any(WORKER.is_target(what) and what["answer"] == WORKER.answers for what in SETTINGS["breaks"]):
+                connection.sendall(data[: data.nbytes // 2])
+                connection.shutdown(socket.SHUT_RDWR)
+                raise ConnectionAbortedError("by order of a test")
+        original(pace, connection, data)
+
+    wrap(transport._Pace, "send", send)
 
 
 def install_flips() -> None:
@@ -295,6 +369,15 @@ def install_records(folder: Path) -> None:
     before(torchtitan.train.Trainer, "close", end)
 
 
+def install_stream(files: list[str]) -> None:
+    """Register a streaming Hugging Face dataset, as torchtitan's own "c4" is."""
+
+    def load(_: str) -> Any:
+        return datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+
+    DATASETS["stream"] = DatasetConfig(path="", loader=load, sample_processor=lambda sample: sample["text"])
+
+
 def install_begin(path: Path) -> None:
     """Begin with the parameters of a file, sharded as this run shards them."""
 
@@ -309,15 +392,27 @@ def install_begin(path: Path) -> None:
     before(torchtitan.train.Trainer, "train", load)
 
 
+def pin() -> None:
+    """Give this group a core: its steps then take as long whatever other groups do."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[SETTINGS["replica"] % len(cores)]})
+
+
 def install() -> None:
+    if SETTINGS.get("pin"):
+        pin()
     install_progress()
     install_faults()
+    if SETTINGS.get("breaks"):
+        install_breaks()
     if SETTINGS.get("flips"):
         install_flips()
     if SETTINGS.get("mask"):
         install_mask()
     if SETTINGS.get("record"):
         install_records(Path(SETTINGS["record"]))
+    if SETTINGS.get("stream"):
+        install_stream(SETTINGS["stream"])
     if SETTINGS.get("begin"):
         install_begin(Path(SETTINGS["begin"]))
 

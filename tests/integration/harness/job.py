@@ -132,6 +132,33 @@ class Job:
         self._zygote.wait_until(lambda: not killed.running, 10, "the lighthouse is gone")
         self._start_lighthouse(self._address.removeprefix("http://"))
 
+    def signal(self, replica: int, signum: signal.Signals, rank: int | None = None) -> None:
+        """Send a signal to one rank of a group, or to all."""
+        workers = self.groups[replica].workers
+        for worker in workers if rank is None else [workers[rank]]:
+            self._zygote.signal(worker, signum)
+
+    def mark(self, name: str) -> None:
+        """Leave a mark for the workers' hooks; opens the gate of that name."""
+        (self.markers / name).touch()
+
+    def wait_for_gate(self, name: str, replica: int, ranks: Sequence[int] = (0,), attempt: int = 0) -> None:
+        """Wait until these ranks of a group have reached a gate (see `harness.hooks`)."""
+        marks = [self.markers / f"reached-{name}-{replica}-{attempt}-{rank}" for rank in ranks]
+        self.wait_until(lambda: all(mark.exists() for mark in marks), 60, f"group {replica} reached gate {name}")
+
+    def wait_for_end(self, replica: int) -> list[int | None]:
+        """Wait until all ranks of a group have ended; returns their exit statuses."""
+        group = self.groups[replica]
+        self.wait_until(lambda: group.gone, 30, f"group {replica} has ended")
+        return [worker.code for worker in group.workers]
+
+    def start_again(self, replica: int) -> None:
+        """Start a group again that has left, or that is out of restarts."""
+        assert self.groups[replica].gone
+        self._end_attempt(self.groups[replica])
+        self._start_group(self.groups[replica])
+
     def wait_until(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
         """Watch over the job until `condition` is true; fails with the workers' stacks and logs after `seconds`."""
         deadline = time.monotonic() + seconds

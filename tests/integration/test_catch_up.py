@@ -1,0 +1,222 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The catch-up: a joiner fetches the state while the others train on, replays what it missed, and is one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+import pytest
+from harness.job import Job
+from harness.trajectory import check, check_killed, named
+
+from titan_ft.history.events import Event
+
+STEP = 4  # the step in which the first group is killed
+
+
+def kill(replica: int, point: str, **more: Any) -> dict[str, Any]:
+    return {"replica": replica, "point": point, **more}
+
+
+def sleepy(groups: int, seconds: float) -> list[dict[str, Any]]:
+    """Let every forward take some time, so that transfers do not outlast the job."""
+    return [{"replica": replica, "attempt": "any", "seconds": seconds} for replica in range(groups)]
+
+
+def of(events: Iterable[Event], replica: int, name: str) -> list[Event]:
+    return [event for event in events if event["replica"] == replica and event["event"] == name]
+
+
+def check_contributes_at_once(events: Sequence[Event], replica: int) -> Event:
+    """The only heal of a group ended amid training, and the next step has the group's gradient."""
+    (healed,) = of(events, replica, "heal_finished")
+    after = [event for event in named(events, "step_committed") if event["step"] == healed["step"] + 1]
+    assert after, "the heal ended with the job"
+    assert all(replica in event["participants"] for event in after)
+    return healed
+
+
+def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
+    """A transfer that lasts for many steps makes the others neither wait nor slower; the joiner replays them all."""
+    least, first = 15, 12
+    hooks = {
+        "faults": [kill(1, "backward", step=first)],
+        "hold": 2,
+        "hold_fetching": 2 * least,
+        "pauses": [{"replica": 1, "attempt": 1, "queued": least}],
+        "delays": sleepy(3, 0.1),  # sleep does not depend on what else the machine does
+        "pin": True,
+    }
+    # The tiny model's state has 5.5 MB.
+    flags = ["--fault_tolerance.transfer_max_mbps=20"]
+    job = make_job(groups=3, steps=first + 2 * least + 10, hooks=hooks, flags=flags)
+    job.run()
+    events = check(job, survivors=[0, 2])
+    check_killed(job, events, [(1, 0, "sigkill:backward")])
+    assert not named(events, "waiting", "catch_up_waiting", "heal_failed")
+    healed = check_contributes_at_once(events, 1)
+    assert healed["replayed"] >= least
+    print({k: healed[k] for k in ("bytes", "seconds", "replayed", "from_step", "step")})
+    for survivor in (0, 2):
+        held = {event["step"]: event["held_seconds"] for event in of(events, survivor, "computed")}
+        seconds = {e["step"]: e["seconds"] - held[e["step"]] for e in of(events, survivor, "step_committed")}
+        before = [seconds[step] for step in range(3, first)]
+        # The first one has built the process group with the joiner.
+        during = [seconds[step] for step in range(healed["from_step"] + 2, healed["step"] + 1)]
+        print(survivor, median(before), median(during))
+        assert median(during) <= 1.1 * median(before)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, ["--training.dtype=bfloat16"]),
+        (2, ["--training.mixed_precision_param=bfloat16"]),
+    ],
+    ids=["parameters", "fsdp"],
+)
+def test_replay_in_bfloat16_with_clipping(make_job: Callable[..., Job], ranks: int, flags: list[str]) -> None:
+    """A replayed update is rounded and clipped as the live one was."""
+    max_norm, least = 0.05, 4
+    hooks = {
+        "faults": [kill(1, "backward", step=STEP)],
+        "hold": 2,
+        "hold_fetching": 2 * least,
+        "pauses": [{"replica": 1, "attempt": 1, "rank": rank, "queued": least} for rank in range(ranks)],
+    }
+    flags = [*flags, f"--training.max_norm={max_norm}"]
+    job = make_job(groups=2, ranks=ranks, steps=24, hooks=hooks, flags=flags)
+    job.run()
+    events = check(job, survivors=[0])
+    assert min(event["grad_norm"] for event in named(events, "step_committed")) > 2 * max_norm
+    healed = of(events, 1, "heal_finished")
+    assert len(healed) == ranks
+    assert min(event["replayed"] for event in healed) >= least
+
+
+def test_others_wait_for_a_joiner_whose_queue_is_full(make_job: Callable[..., Job]) -> None:
+    """With catch_up_max_steps updates queued the others keep their step's gradients until the state is there."""
+    limit = 3
+    hooks = {
+        "faults": [kill(1, "backward", step=STEP)],
+        "hold": 2,
+        "hold_fetching": None,
+        "pauses": [{"replica": 1, "attempt": 1, "after": ["awaits-0-0", "awaits-2-0"]}],
+    }
+    flags = [f"--fault_tolerance.catch_up_max_steps={limit}", "--fault_tolerance.transfer_max_mbps=50"]
+    job = make_job(groups=3, hooks=hooks, flags=flags)
+    job.run()
+    events = check(job, survivors=[0, 2])
+    (waiting,) = named(events, "catch_up_waiting")
+    healed = check_contributes_at_once(events, 1)
+    # The last one is the update that the others held back.
+    assert (waiting["replica"], waiting["step"]) == (1, healed["from_step"] + limit)
+    assert healed["replayed"] == limit + 1
+    for survivor in (0, 2):
+        assert [e["step"] for e in of(events, survivor, "waiting")] == [waiting["step"]]
+        assert "groups [1] fetch the state" in job.output(survivor)
+
+
+def test_others_wait_by_choice(make_job: Callable[..., Job]) -> None:
+    """With catch_up = "wait" the others make no update during the transfer."""
+    hooks = {
+        "faults": [kill(1, "backward", step=STEP)],
+        "hold": 2,
+        "hold_fetching": None,
+        "pauses": [{"replica": 1, "attempt": 1, "after": ["awaits-0-0", "awaits-2-0"]}],
+    }
+    job = make_job(groups=3, hooks=hooks, flags=["--fault_tolerance.catch_up=wait"])
+    job.run()
+    events = check(job, survivors=[0, 2])
+    assert not named(events, "catch_up_waiting")
+    healed = check_contributes_at_once(events, 1)
+    print(healed)
+    for survivor in (0, 2):
+        (waiting,) = of(events, survivor, "waiting")
+        assert waiting["step"] == healed["step"] - 1
+
+
+def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
+    """Groups that come back together fetch from different donors, at the same time."""
+    hooks = {
+        "faults": [kill(replica, "backward", step=STEP) for replica in (1, 2)],
+        "hold": 2,
+        "hold_fetching": None,
+        "delays": sleepy(4, 0.03),
+        "pauses": [
+            {"replica": 1, "attempt": 1, "after": ["fetching-2-1-0"]},
+            {"replica": 2, "attempt": 1, "after": ["fetching-1-1-0"]},
+        ],
+    }
+    job = make_job(groups=4, steps=40, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=100"])
+    job.run()
+    events = check(job, survivors=[0, 3])
+    check_killed(job, events, [(replica, 0, "sigkill:backward") for replica in (1, 2)])
+    assert {event["donor"] for event in named(events, "heal_started")} == {0, 3}
+    assert [check_contributes_at_once(events, replica)["replayed"] > 0 for replica in (1, 2)] == [True, True]
+
+
+@pytest.mark.parametrize("groups", [3, 4])
+def test_another_group_dies_during_a_catch_up(make_job: Callable[..., Job], groups: int) -> None:
+    """A group that dies and returns while another one catches up is sent to a free holder, or waits for one."""
+    # Group 1 fetches until group 2 is back and, if there is a holder that serves nobody, until that one serves it.
+    until = ["ready-2-1"] if groups == 3 else ["fetching-2-1-0"]
+    hooks = {
+        "faults": [kill(1, "backward", step=STEP), kill(2, "forward", after=["fetching-1-1-0", "serving-0-0"])],
+        "hold": 2,
+        "hold_fetching": None,
+        "delays": sleepy(groups, 0.05),
+        "pauses": [{"replica": 1, "attempt": 1, "after": until}],
+    }
+    job = make_job(groups=groups, steps=50, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=100"])
+    job.run()
+    events = check(job, survivors=[replica for replica in range(groups) if replica not in (1, 2)])
+    check_killed(job, events, [(1, 0, "sigkill:backward"), (2, 0, "sigkill:forward")])
+    assert not named(events, "heal_failed", "waiting")
+    first, second = check_contributes_at_once(events, 1), check_contributes_at_once(events, 2)
+    (asked,) = of(events, 2, "heal_started")
+    assert first["donor"] == 0
+    if groups == 3:
+        assert asked["time"] > first["time"]
+    else:
+        assert asked["time"] < first["time"]
+        assert second["donor"] == 3
+
+
+def test_all_donors_but_one_die(make_job: Callable[..., Job]) -> None:
+    """A joiner asks one donor after the other, and heals from the last one that is left."""
+    donors = (0, 2, 3)
+    faults = [kill(1, "backward", step=STEP)]
+    for donor in donors:  # the first two that send a piece of their state die
+        one, other = (f"down-{peer}-0" for peer in donors if peer != donor)
+        faults += [
+            kill(donor, "serve", unless=[one, other]),
+            kill(donor, "serve", after=[one], unless=[other]),
+            kill(donor, "serve", after=[other], unless=[one]),
+        ]
+    hooks = {"faults": faults, "hold": 6, "hold_fetching": None, "delays": sleepy(4, 0.02)}
+    job = make_job(groups=4, steps=50, hooks=hooks)
+    job.run()
+    died = [event["replica"] for event in job.events("fault_injected")][1:]
+    (left,) = set(donors) - set(died)
+    events = check(job, survivors=[left])
+    check_killed(job, events, [(1, 0, "sigkill:backward"), *[(donor, 0, "sigkill:serve") for donor in died]])
+    assert [event["donor"] for event in of(events, 1, "heal_started")] == [*died, left]
+    assert [event["donor"] for event in of(events, 1, "heal_failed")] == died
+    for replica in (1, *died):
+        check_contributes_at_once(events, replica)
+
+
+def test_transfer_survives_a_broken_connection(make_job: Callable[..., Job]) -> None:
+    """A connection that breaks in the middle of a piece is made again; the heal is the first and only one."""
+    hooks = {"faults": [kill(1, "backward", step=STEP)], "hold": 2, "breaks": [{"replica": 0, "answer": 7}]}
+    job = make_job(groups=2, hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0])
+    assert job.output(1, attempt=1).count(" broke, try 1 of 3: ") == 1
+    assert not named(events, "heal_failed")
+    assert len(of(events, 1, "heal_started")) == 1
+    check_contributes_at_once(events, 1)

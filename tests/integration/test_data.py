@@ -1,0 +1,245 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every batch once: whatever is killed, each slot's data is trained in order, none is lost and none is repeated."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.client import ZygoteClient
+from harness.job import Job
+from harness.trajectory import check, check_killed, named
+
+from titan_ft.cli import main
+from titan_ft.history.audit import audit
+from titan_ft.history.events import Event
+
+STEP = 4  # the step in which the second group is killed
+NUM_FILES = 4  # of the stream: two for each of two slots, one for each of their loaders' workers
+LOADERS = {
+    "in memory": ["--training.seq_len=256"],  # a text lasts for about two batches
+    "in memory, workers": ["--training.dataloader.num_workers=2"],
+    "streamed": ["--training.dataset=stream"],
+    "streamed, workers": ["--training.dataset=stream", "--training.dataloader.num_workers=2"],
+}
+POINTS = ("forward", "backward", "exchange_first", "vote_before", "vote_after", "commit", "optimizer")
+
+
+def kill(replica: int, point: str, step: int = STEP, **more: Any) -> dict[str, Any]:
+    return {"replica": replica, "point": point, "step": step, **more}
+
+
+class Loaders:
+    """Makes jobs of two groups with each kind of loader, and keeps what such a job reads while nothing fails."""
+
+    def __init__(self, zygote: ZygoteClient, folder: Path) -> None:
+        self._zygote, self._folder = zygote, folder
+        self._undisturbed: dict[str, list[Event]] = {}
+        self.jobs: list[Job] = []
+        self._texts = [folder / f"texts-{number}.jsonl" for number in range(NUM_FILES)]
+        for number, path in enumerate(self._texts):
+            texts = [f"Sentence {n} of {number}, and {n * 7919} words more. " * (1 + n % 4) for n in range(60)]
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def settings(self, kind: str, **hooks: Any) -> dict[str, Any]:
+        """Return the settings of a job."""
+        stream = {"stream": list(map(str, self._texts))} if "streamed" in kind else {}
+        return {"groups": 2, "flags": LOADERS[kind], "hooks": {**stream, **hooks}}
+
+    def undisturbed(self, kind: str) -> list[Event]:
+        """Return the events of a job in which nothing fails."""
+        if kind not in self._undisturbed:
+            self.jobs.append(Job(self._zygote, self._folder / kind.replace(", ", "-"), **self.settings(kind)))
+            self.jobs[-1].run()
+            self._undisturbed[kind] = check(self.jobs[-1], survivors=[0, 1])
+        return self._undisturbed[kind]
+
+
+@pytest.fixture(scope="module")
+def loaders(zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaders]:
+    loaders = Loaders(zygote, tmp_path_factory.mktemp("loaders"))
+    yield loaders
+    for job in loaders.jobs:
+        job.close()
+
+
+def check_audit(events: Iterable[Event]) -> None:
+    """The history tells that every batch was trained once."""
+    found = audit(events)
+    assert (found.verdict, found.num_lost, found.num_repeated) == ("holds", 0, 0), found
+
+
+def checksums(events: Iterable[Event]) -> dict[tuple[int, int, int], str]:
+    """What was read, by slot, rank and first batch; the same whenever it was read."""
+    found: dict[tuple[int, int, int], str] = {}
+    for event in named(events, "step_committed"):
+        for data in filter(None, [event["data"], *event["extra_data"]]):
+            key = (data["slot"], event["rank"], data["first_batch"])
+            assert found.setdefault(key, data["checksum"]) == data["checksum"]
+    return found
+
+
+def check_same_data(events: Iterable[Event], undisturbed: Iterable[Event]) -> None:
+    """Each batch is the one that a job reads in which nothing fails."""
+    read, wanted = checksums(events), checksums(undisturbed)
+    assert read
+    assert read.items() <= wanted.items()
+
+
+def trained(events: Iterable[Event], replica: int, slot: int) -> dict[int, list[int]]:
+    """First batch and number of batches of `slot` in each step that trained it, as `replica` saw it."""
+    own = [event for event in named(events, "step_committed") if event["replica"] == replica and event["rank"] == 0]
+    return {event["step"]: event["batches"][str(slot)] for event in own if str(slot) in event["batches"]}
+
+
+def resumed(events: Iterable[Event]) -> list[Event]:
+    """The commits of the second attempt of group 1 to which it contributed."""
+    own = [event for event in named(events, "step_committed") if (event["replica"], event["attempt"]) == (1, 1)]
+    return [event for event in own if 1 in event["participants"]]
+
+
+@pytest.mark.parametrize("point", ["backward", "exchange_first", "optimizer"])
+def test_a_killed_group_goes_on_behind_its_last_commit(
+    make_job: Callable[..., Job], loaders: Loaders, point: str
+) -> None:
+    """The batch of a step that was not committed is used again; one that was is not, though its group died with it."""
+    job = make_job(**loaders.settings("in memory", faults=[kill(1, point)], hold=2))
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, 0, f"sigkill:{point}")])
+    check_audit(events)
+    check_same_data(events, loaders.undisturbed("in memory"))
+    committed = STEP if point == "optimizer" else STEP - 1
+    first = resumed(events)[0]["data"]
+    assert (first["slot"], first["first_batch"]) == (1, committed)
+    assert [batch for batch, _ in trained(events, 0, slot=0).values()] == list(range(job.steps))
+    assert [batch for batch, _ in trained(events, 0, slot=1).values()] == list(range(committed + len(resumed(events))))
+
+
+@pytest.mark.parametrize(
+    "kind", ["in memory, workers", "streamed", pytest.param("streamed, workers", marks=pytest.mark.slow)]
+)
+def test_any_loader_goes_on_behind_the_last_commit(make_job: Callable[..., Job], loaders: Loaders, kind: str) -> None:
+    """Worker processes, which read ahead, and streams resume at the batch; the survivor meets no timeout for them."""
+    job = make_job(**loaders.settings(kind, faults=[kill(1, "backward")], hold=2))
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, 0, "sigkill:backward")])
+    check_audit(events)
+    check_same_data(events, loaders.undisturbed(kind))
+    assert resumed(events)[0]["data"]["first_batch"] == STEP - 1
+    for event in named(events, "exchange_failed"):
+        assert event["seconds"] < 3.0  # workers that outlive their rank would hold its connections open
+
+
+@pytest.mark.parametrize("kind", ["in memory", "streamed"])
+def test_resuming_reads_nothing_again(make_job: Callable[..., Job], loaders: Loaders, kind: str) -> None:
+    """For the same batches a resumed loader tokenizes as many texts as one that was never interrupted."""
+    undisturbed = loaders.undisturbed(kind)
+    steps = len({event["step"] for event in named(undisturbed, "step_committed")})
+    wanted = {event["step"]: event["samples"] for event in named(undisturbed, "computed") if event["replica"] == 1}
+    step = steps // 2
+    job = make_job(**loaders.settings(kind, faults=[kill(1, "forward", step)], hold=1))
+    job.run()
+    events = check(job, survivors=[0])
+    begin = resumed(events)[0]["data"]["first_batch"]
+    assert begin == step - 1
+    drawn = {e["step"]: e["samples"] for e in named(events, "computed") if (e["replica"], e["attempt"]) == (1, 1)}
+    assert wanted[begin] > 1
+    for event in resumed(events):  # batch n is read in step n + 1 of the undisturbed job
+        # torchtitan's dataset takes the next text before it looks at the tokens that are left of the one before.
+        assert drawn[event["step"]] == max(1, wanted[event["data"]["first_batch"] + 1] - wanted[begin])
+
+
+def test_kill_between_two_microbatches(make_job: Callable[..., Job]) -> None:
+    """With gradient accumulation a step's batches count together: those of a step that died half way are used again."""
+    flags = ["--training.global_batch_size=8"]  # two microbatches of two samples in each of two groups
+    job = make_job(groups=2, flags=flags, hooks={"faults": [kill(1, "forward", forwards=2)], "hold": 2})
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, 0, "sigkill:forward")])
+    check_audit(events)
+    contributed = [e for e in named(events, "step_committed") if e["replica"] in e["participants"]]
+    assert {event["data"]["num_batches"] for event in contributed} == {2}
+    assert {tuple(count for _, count in event["batches"].values()) for event in contributed} == {(2, 2), (2,)}
+    assert resumed(events)[0]["data"]["first_batch"] == 2 * (STEP - 1)
+
+
+def kills(num_kills: int, num_groups: int, seed: int) -> list[dict[str, Any]]:
+    """Kill random groups at random points, each once the one before has healed."""
+    dice = random.Random(seed)
+    faults: list[dict[str, Any]] = []
+    attempts = [0] * num_groups
+    for _ in range(num_kills):
+        victim = dice.randrange(num_groups)
+        fault = kill(victim, dice.choice(POINTS), dice.randint(1, 3), attempt=attempts[victim])
+        if faults:
+            fault["after"] = [f"healed-{faults[-1]['replica']}-{faults[-1]['attempt'] + 1}"]
+        attempts[victim] += 1
+        faults.append(fault)
+    return faults
+
+
+@pytest.mark.parametrize(("num_kills", "steps"), [(6, 60), pytest.param(30, 250, marks=pytest.mark.slow)])
+def test_many_kills(make_job: Callable[..., Job], num_kills: int, steps: int) -> None:
+    """Groups die one after the other, any of them anywhere in a step: no batch is lost or repeated, no step is lost."""
+    faults = kills(num_kills, num_groups=3, seed=num_kills)
+    victims = {fault["replica"] for fault in faults}
+    job = make_job(groups=3, steps=steps, hooks={"faults": faults, "hold": 1}, max_restarts=num_kills)
+    job.run(seconds=10 * num_kills + 60)
+    events = check(job, survivors=set(range(3)) - victims)
+    check_killed(job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults])
+    check_audit(events)
+    found = checksums(events)
+    assert {slot for slot, _, _ in found} == {0, 1, 2}
+    # A death costs an exchange or two; so may the return.
+    exchanges: dict[int, int] = {}
+    for event in named(events, "step_committed"):
+        exchanges[event["step"]] = max(exchanges.get(event["step"], 1), event["exchanges"])
+    assert sum(exchanges.values()) <= steps + 3 * num_kills
+
+
+def test_audit_on_the_command_line(
+    make_job: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`titan-ft audit` says that a run's data holds, and names what does not once its history is altered."""
+    job = make_job(groups=2, steps=10, hooks={"faults": [kill(1, "backward")], "hold": 2})
+    job.run()
+    events = check(job, survivors=[0])
+    assert main(["audit", str(job.paths.root)]) == 0
+    assert "holds" in capsys.readouterr().out
+
+    def altered(name: str, change: Callable[[Event], None]) -> list[str]:
+        """Return the arguments for a copy in which one group's lone commit of step 5 was changed."""
+        copy = tmp_path / name
+        shutil.copytree(job.paths.root, copy)
+        ((path, lines),) = [
+            (path, lines)
+            for path in sorted((copy / "events").glob("*.jsonl"))
+            if (lines := [json.loads(line) for line in path.read_text().splitlines()])[0]["replica"] == 0
+        ]
+        (commit,) = [line for line in lines if line["event"] == "step_committed" and line["step"] == STEP + 1]
+        change(commit)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return ["audit", str(copy)]
+
+    assert {e["replica"] for e in named(events, "step_committed") if e["step"] == STEP + 1} == {0}
+    batch = trained(events, 0, slot=0)[STEP + 1][0]
+    assert batch == STEP
+
+    assert main(altered("another", lambda commit: commit["batches"].update({"0": [batch + 1, 1]}))) == 1
+    said = capsys.readouterr().out
+    assert f"slot 0, batch {batch}: lost between steps {STEP} and {STEP + 1}" in said
+    assert f"slot 0, batch {batch + 1}: trained at step {STEP + 1} and again at step {STEP + 2}" in said
+    assert main(altered("none", lambda commit: commit["batches"].clear())) == 1
+    assert f"slot 0, batch {batch}: lost between steps {STEP} and {STEP + 2}" in capsys.readouterr().out
+    assert main(altered("gone", lambda commit: commit.pop("batches"))) == 1
+    assert f"1 steps do not tell what they trained (first: step {STEP + 1})" in capsys.readouterr().out
+    assert main(altered("line", lambda commit: commit.update(event="deleted"))) == 1
+    assert f"no event tells how the state before step {STEP + 2}" in capsys.readouterr().out

@@ -1,0 +1,164 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Groups that live and do not move: a training thread that hangs, processes that are stopped and continued."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+from harness.job import Job
+from harness.trajectory import check, named
+
+from titan_ft.history.audit import audit
+from titan_ft.history.events import Event
+from titan_ft.replica.drain import TERMINATED
+
+STEP = 4  # the step in which a group comes to a stop
+LATER = 8  # the step in which another group waits for it to be continued
+TIMEOUT_SECONDS = 3  # of an operation between groups
+
+
+def gate(name: str, step: int = STEP, replica: int = 1, **more: Any) -> dict[str, Any]:
+    return {"name": name, "replica": replica, "step": step, **more}
+
+
+def hang_after(seconds: float) -> str:
+    return f"--fault_tolerance.hang_timeout_seconds={seconds:g}"
+
+
+def check_hung(job: Job, events: list[Event], replica: int, ranks: Collection[int]) -> None:
+    """One of these ranks of the group ended itself, for that reason; no watchdog of another group did anything."""
+    hung = named(events, "hung")
+    assert hung
+    assert {e["replica"] for e in hung} == {replica}
+    assert {e["rank"] for e in hung} <= set(ranks)
+    assert {e["step"] for e in hung} == {STEP - 1}
+    for rank in {e["rank"] for e in hung}:
+        output = job.output(replica, rank)
+        assert "most recent call first" in output
+        assert "hang_timeout_seconds" in output
+
+
+def check_data(events: list[Event]) -> None:
+    """Every batch was trained once."""
+    found = audit(events)
+    assert found.verdict == "holds", found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hung_rank_ends_itself(make_job: Callable[..., Job], ranks: int) -> None:
+    """It prints where it hangs and its group starts again; the others wait longer than they may hang, and go on."""
+    job = make_job(
+        groups=2,
+        ranks=ranks,
+        hooks={"gates": [gate("never", rank=ranks - 1)], "hold": 2},
+        replica_flags={0: [hang_after(2)], 1: [hang_after(3)]},
+    )
+    job.start()
+    job.wait_for_gate("never", 1, [ranks - 1])
+    job.mark("down-1-0")  # the survivor soon waits for the next attempt
+    job.finish()
+    events = check(job, survivors=[0], longest_gap=math.inf)
+    check_data(events)
+    # A rank that waits for the one that hangs makes no progress either.
+    check_hung(job, events, 1, range(ranks))
+    assert "wait_at" in "".join(job.output(1, rank) for rank in range(ranks))
+    (codes,) = job.groups[1].ended
+    assert 1 in codes
+    assert set(codes) <= {1, TERMINATED}
+
+
+def test_a_group_hangs_while_another_dies(make_job: Callable[..., Job]) -> None:
+    """The third group waits for a quorum with the one that hangs, longer than it may hang itself."""
+    hooks = {"faults": [{"replica": 1, "point": "backward", "step": STEP}], "gates": [gate("never", replica=2)]}
+    job = make_job(
+        groups=3,
+        hooks={**hooks, "hold": 2},
+        replica_flags={0: [hang_after(2)], 1: [hang_after(2)], 2: [hang_after(4)]},
+    )
+    job.start()
+    job.wait_for_gate("never", 2)
+    job.mark("down-2-0")
+    job.finish()
+    events = check(job, survivors=[0], longest_gap=math.inf)
+    check_data(events)
+    check_hung(job, events, 2, [0])
+    assert [group.ended for group in job.groups] == [[], [[-signal.SIGKILL]], [[1]]]
+    assert next(e["participants"] for e in named(events, "step_committed") if e["step"] == STEP) == [0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], ranks: int) -> None:
+    """A group whose heartbeats stop is evicted; continued, it finds out, and heals without a restart."""
+    gates = [gate("go", rank=0), *(gate("later", LATER, replica=0, rank=rank) for rank in range(ranks))]
+    job = make_job(
+        groups=2,
+        ranks=ranks,
+        flags=[f"--fault_tolerance.process_group_timeout_ms={1000 * TIMEOUT_SECONDS}"],
+        hooks={"gates": gates, "hold": 2},
+    )
+    job.start()
+    job.wait_for_gate("go", 1)
+    job.signal(1, signal.SIGSTOP, rank=0)  # the one that heartbeats; another one is left in the middle of its forward
+    job.wait_for_gate("later", 0, range(ranks))
+    assert not [e for e in job.events("exchange_failed") if e["replica"] == 1 and e["rank"] == 0]
+    job.signal(1, signal.SIGCONT, rank=0)
+    job.mark("go")
+    job.wait_until(
+        lambda: {e["rank"] for e in job.events("exchange_failed") if e["replica"] == 1} == set(range(ranks)),
+        30,
+        "the group has noticed",
+    )
+    job.mark("later")
+    job.finish()
+    events = check(job, survivors=[0], longest_gap=math.inf)
+    check_data(events)
+    assert job.groups[1].attempt == 0
+    assert [e["replica"] for e in named(events, "heal_finished")] == [1] * ranks
+    participants = {e["step"]: e["participants"] for e in named(events, "step_committed")}
+    assert [participants[step] for step in (STEP - 1, STEP, LATER, job.steps)] == [[0, 1], [0], [0], [0, 1]]
+
+
+def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> None:
+    """A rank without heartbeats of its own is stopped: its sibling hangs and ends itself, the group starts again."""
+    job = make_job(
+        groups=2,
+        ranks=2,
+        flags=[f"--fault_tolerance.process_group_timeout_ms={1000 * TIMEOUT_SECONDS}"],
+        hooks={"gates": [gate("go", rank=1)], "hold": 2},
+        replica_flags={1: [hang_after(TIMEOUT_SECONDS)]},
+    )
+    job.start()
+    job.wait_for_gate("go", 1, [1])
+    job.mark("down-1-0")
+    job.signal(1, signal.SIGSTOP, rank=1)
+    job.mark("go")
+    job.finish()
+    events = check(job, survivors=[0], longest_gap=math.inf)
+    check_data(events)
+    check_hung(job, events, 1, [0])
+    assert job.groups[1].ended == [[1, -signal.SIGKILL]]  # of the supervisor: a stopped process takes no SIGTERM
+
+
+def test_a_short_stop_is_no_failure(make_job: Callable[..., Job]) -> None:
+    """A group that is stopped for less than the heartbeat timeout only costs that time."""
+    job = make_job(groups=2, hooks={"gates": [gate("go")]})
+    job.start()
+    job.wait_for_gate("go", 1)
+    job.signal(1, signal.SIGSTOP)
+    job.mark("go")
+    until = time.monotonic() + 0.1
+    job.wait_until(lambda: time.monotonic() > until, 10, "it was stopped for 0.1 s")
+    job.signal(1, signal.SIGCONT)
+    job.finish()
+    events = check(job, survivors=[0, 1])
+    check_data(events)
+    committed = named(events, "step_committed")
+    assert {(tuple(e["participants"]), e["exchanges"]) for e in committed} == {((0, 1), 1)}
+    assert not named(events, "exchange_failed", "heal_started", "hung")
