@@ -50,8 +50,8 @@ class Rejoin:
         transfer_steps: the same in usual steps.
         steps_made: that the survivor committed meanwhile.
         step_ratio: median step meanwhile / usual step; None with too few whole steps for a median.
-        stall: in the transfer.
-        return_stall: from then on until the joiner contributes.
+        stall: from the start of the fetch until the joiner contributes.
+        return_stall: of this, around the moment at which the joiner has the state, and later.
         replayed: updates that the joiner replayed.
     """
 
@@ -151,16 +151,22 @@ def measure_rejoin(events: Sequence[Event], kill: Kill) -> Rejoin:
     end: float = done["time"]
     times = commit_times(events, SURVIVOR)
     usual, gaps = usual_seconds(times, kill.time), list(pairwise(times))
+    around = [gap for gap in gaps if gap[1] >= begin and gap[0] <= back.time]
     whole = [after - before for before, after in gaps if before >= begin and after <= end]
     return Rejoin(
         transfer_seconds=end - begin,
         transfer_steps=(end - begin) / usual,
         steps_made=sum(begin <= time <= end for time in times),
         step_ratio=median(whole) / usual if len(whole) >= MIN_STEPS else None,
-        stall=pause([gap for gap in gaps if gap[1] >= begin and gap[1] <= end], usual),
-        return_stall=pause([gap for gap in gaps if gap[1] > end and gap[0] <= back.time], usual),
+        stall=pause(around, usual),
+        return_stall=pause([gap for gap in around if gap[1] > end and not _waited_through(gap, begin, end)], usual),
         replayed=done["replayed"],
     )
+
+
+def _waited_through(gap: Gap, begin: float, end: float) -> bool:
+    """Tell whether a gap is a wait for the transfer, though its commit may come a moment after the transfer's end."""
+    return min(gap[1], end) - max(gap[0], begin) > (end - begin) / 2
 
 
 def measure_drain(events: Sequence[Event], signalled: float) -> Drain:

@@ -109,7 +109,7 @@ def measure_rejoins(
 ) -> list[dict[str, Any]]:
     """Kill a group again and again; return what its return, with a slow transfer, cost the survivor."""
     kills: list[Kill] = []
-    fields = {"catch_up": catch_up, "transfer_max_mbps": mbps}
+    fields: dict[str, Any] = {"catch_up": catch_up, "transfer_max_mbps": mbps}
     with _launched(f"rejoins-{catch_up}", base, work_dir, **fields) as run:
         since = 0.0
         for index in range(number):

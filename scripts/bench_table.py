@@ -85,7 +85,8 @@ def _return_rows(returns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for case in returns:
         costs, ready = case["kills"], case["standby_ready_seconds"]
         late = ready.count(None)
-        title = f"{case['num_ranks']} rank{'s' * (case['num_ranks'] > 1)} a group, {'a standby' if case['standby'] else 'no standby'}"
+        ranks = "1 rank" if case["num_ranks"] == 1 else f"{case['num_ranks']} ranks"
+        title = f"{ranks} a group, {'a standby' if case['standby'] else 'no standby'}"
         title += f" ({late} of them not ready)" if late else ""
         figures = ("rejoin_seconds", "stall_seconds", "rejoin_stall_seconds")
         rows.append([title, str(len(costs)), *(_spread_of(costs, name) for name in figures)])

@@ -70,9 +70,9 @@ def test_nothing_is_checked_when_disabled() -> None:
             "fault_tolerance.replica_id must be < group_size (2), got 2; number the groups from 0, or raise group_size",
         ),
         (
-            {"checkpoint.enable": True},
-            "checkpoint.enable is not supported yet for fault-tolerant runs (recovery needs no checkpoint) "
-            "and must be false, got True; set checkpoint.enable = false",
+            {"optimizer.early_step_in_backward": True},
+            "optimizer.early_step_in_backward is not supported yet (an update must wait for the vote) and must be "
+            "false, got True; set optimizer.early_step_in_backward = false",
         ),
         (
             {"semi_sync_method": "diloco"},
@@ -94,6 +94,15 @@ def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any
         ({"replica_id": -1}, ["replica_id must be >= 0", "-1"]),
         ({"min_replica_size": 0}, ["min_replica_size must be >= 1"]),
         ({"transfer_connections": 0}, ["transfer_connections must be >= 1"]),
+        ({"transfer_max_mbps": -0.5}, ["transfer_max_mbps must be >= 0", "-0.5"]),
+        ({"catch_up": "later"}, ["catch_up must be one of replay, wait", "'later'"]),
+        ({"catch_up_max_steps": -1}, ["catch_up_max_steps must be >= 0"]),
+        ({"batch_policy": "grow"}, ["batch_policy must be one of shrink, constant"]),
+        ({"lr_policy": "log"}, ["lr_policy must be one of none, sqrt, linear"]),
+        ({"hang_timeout_seconds": -1.0}, ["hang_timeout_seconds must be >= 0"]),
+        ({"straggler_factor": 0.5}, ["straggler_factor must be 0 or >= 1", "0.5"]),
+        ({"straggler_steps": 0}, ["straggler_steps must be >= 1"]),
+        ({"job_id": "a/b"}, ["job_id must be without spaces and slashes", "'a/b'"]),
         ({"max_exchange_retries": -1}, ["max_exchange_retries must be >= 0"]),
         ({"digest_every": -5}, ["digest_every must be >= 0"]),
         ({"bucket_size_mb": 0}, ["bucket_size_mb must be > 0"]),
@@ -134,6 +143,9 @@ def test_broken_rule_is_named(changes: dict[str, Any], parts: list[str]) -> None
         {"quorum_tick_ms": 500},
         {"bucket_size_mb": 1, "vote_timeout_seconds": 5},
         {"max_exchange_retries": 0, "digest_every": 0, "events_folder": ""},
+        {"transfer_max_mbps": 0, "catch_up_max_steps": 0, "hang_timeout_seconds": 0, "straggler_factor": 0},
+        {"catch_up": "wait", "batch_policy": "constant", "lr_policy": "linear", "straggler_factor": 1},
+        {"checkpoint.enable": True},
         {"training.global_batch_size": 32},
         {"training.global_batch_size": 32, "parallelism.data_parallel_shard_degree": 2},
         {"lighthouse": "http://[::1]:29510/"},
@@ -147,7 +159,11 @@ def test_values_at_the_limits_are_valid(changes: dict[str, Any]) -> None:
     validate(make_config(changes))
 
 
-DURATIONS = [f.name for f in dataclasses.fields(FaultTolerance) if f.name.endswith(("_ms", "_seconds"))]
+DURATIONS = [
+    f.name
+    for f in dataclasses.fields(FaultTolerance)
+    if f.name.endswith(("_ms", "_seconds")) and f.name != "hang_timeout_seconds"
+]
 
 
 @pytest.mark.parametrize("name", DURATIONS)

@@ -181,6 +181,38 @@ def test_fsdp_calls_post_accumulate_hooks_on_sharded_parameters() -> None:
     assert "hook(fsdp_param.sharded_param)" in source
 
 
+def test_torchtitan_checkpoints() -> None:
+    """The manager is a module global of torchtitan.train, built with keywords; these methods of it are overridden."""
+    import torchtitan.train
+    from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, CheckpointManager
+
+    assert torchtitan.train.CheckpointManager is not None
+    assert "self.checkpointer = CheckpointManager(\n            dataloader=" in inspect.getsource(torchtitan.train.Trainer)
+    assert (DATALOADER, TRAIN_STATE) == ("dataloader", "train_state")
+    assert parameters(CheckpointManager.save) == ["self", "curr_step", "last_step"]
+    assert parameters(CheckpointManager.load) == ["self", "step"]
+    assert parameters(CheckpointManager.dcp_load) == ["self", "state_dict", "checkpoint_id", "from_hf", "from_quantized"]
+    assert parameters(CheckpointManager.dcp_save)[:4] == ["self", "state_dict", "checkpoint_id", "async_mode"]
+    for name in ("_should_save", "_async_wait", "_find_load_step", "_purge_stale_checkpoints", "_create_checkpoint_id"):
+        assert callable(getattr(CheckpointManager, name)), name
+
+
+def test_torchtitan_loader_is_a_stateful_data_loader() -> None:
+    """Its own state is a pickle of torchdata's, which the ledger takes without it."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    assert issubclass(ParallelAwareDataloader, StatefulDataLoader)
+    assert "pickle.dumps(super().state_dict())" in inspect.getsource(ParallelAwareDataloader.state_dict)
+
+
+def test_torchft_native_module_loads_alone() -> None:
+    """A lighthouse starts in milliseconds because it needs nothing of the package around it."""
+    from titan_ft.launch.lighthouse import _native_torchft
+
+    assert hasattr(_native_torchft(), "LighthouseServer")
+
+
 def test_torch_privates() -> None:
     """Private names of torch itself."""
     from torch.distributed.fsdp import FSDPModule

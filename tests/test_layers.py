@@ -15,6 +15,7 @@ PURE = (
     "titan_ft.history",
     "titan_ft.history.events",
     "titan_ft.history.failures",
+    "titan_ft.checkpoint_folder",
     "titan_ft.history.audit",
     "titan_ft.history.summary",
     "titan_ft.launch.run_paths",

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
@@ -56,8 +56,8 @@ class CheckpointHost(Protocol):
     saved: int  # step of the latest complete checkpoint that any group told of; what is set travels to the others
     lineage: int  # of the state that this group holds
 
-    def heals_instead(self) -> bool:
-        """Join the job; say whether others train already, so that this group takes its state from them."""
+    def heals_instead(self, step: int) -> bool:
+        """Join the job as a group that can load `step`; say whether others are further, so that it must heal."""
 
     def gather(self, value: int) -> list[int]:
         """Gather an integer of every rank of this group."""
@@ -96,6 +96,8 @@ class ReplicaCheckpoints(CheckpointManager):
         ConfigError: a setting that torchtitan refuses.
     """
 
+    folder: str
+
     def __init__(self, **kwargs: Any) -> None:
         self._host: CheckpointHost | None = None
         self._under_way: _Save | None = None
@@ -133,7 +135,7 @@ class ReplicaCheckpoints(CheckpointManager):
         Raises:
             ConfigError: the checkpoint is not one of this run, or not complete.
         """
-        if not self.enable or self.host.heals_instead():
+        if not self.enable:
             return False
         steps = complete_steps(self.folder)
         if step != -1 and os.path.isdir(self.folder) and step not in steps:
@@ -141,9 +143,13 @@ class ReplicaCheckpoints(CheckpointManager):
                 f"checkpoint.load_step must name a complete checkpoint in {self.folder}, got {step}; "
                 f"there are {', '.join(map(str, steps)) or 'none'}"
             )
+        found = self._find_load_step() if step == -1 else step
+        # Said before it is loaded: else a group that is first with its own load would seem to be ahead.
+        if self.host.heals_instead(max(found, 0) if steps else 0):
+            return False
         try:
             with contextlib.nullcontext() if steps else self._as_without_folder():
-                loaded = super().load(step)
+                loaded = super().load(found)
         except ConfigError:
             raise
         except ValueError as error:  # torchtitan's answer to a setting that it cannot use
@@ -165,6 +171,14 @@ class ReplicaCheckpoints(CheckpointManager):
         # Due since an earlier step, if a writer was lost with its save or was slower than the interval.
         if self.host.is_writer and self._under_way is None and due > max(self.host.saved, self._failed):
             self._write(curr_step, last_step)
+
+    def pauses_after(self, step: int) -> bool:
+        """Say whether a group may stop for a while after `step` to save, if only to take over from a lost writer."""
+        if not self.enable or self.load_only:
+            return False
+        due = latest_due(step, self.interval, self.enable_first_step_checkpoint, last=False)
+        # Asynchronous saves stop nobody for long; while one is under way its step remains due.
+        return due == step or (self.async_mode == AsyncMode.DISABLED and due > self.host.saved)
 
     def finish(self, step: int) -> None:
         """Save the final state if its writer was lost; when all groups have finished, or were given up."""
@@ -316,6 +330,14 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self.host.saved = max(self.host.saved, save.step)
         self._tell_saved(save)
+        join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
+        if self.async_mode == AsyncMode.DISABLED and save.seconds > join_seconds:
+            logger.warning(
+                "saving took %.0f s, and the other groups wait for this one no longer than fault_tolerance."
+                'join_timeout_ms (%g s): raise it, or set checkpoint.async_mode = "async"',
+                save.seconds,
+                join_seconds,
+            )
         self._purge_stale_checkpoints()
 
     def _tell_saved(self, save: _Save) -> None:

@@ -154,6 +154,7 @@ class ReplicaTrainer(Trainer):
         if self._replica is not None:
             digest = self._replica.finish()
             self.step = self._replica.step
+            self.checkpointer.finish(self.step)
             self._events.emit(
                 "training_finished",
                 step=self.step,
@@ -184,11 +185,11 @@ class ReplicaTrainer(Trainer):
             raise Leaving
         self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in self._readings)})
 
-    def _join_job(self) -> ReplicaDimension:
-        """Meet the other groups, now that this one is ready to train."""
+    def _join_job(self, step: int = 0) -> ReplicaDimension:
+        """Meet the other groups, now that this one is ready to train, or to load the state after `step`."""
         if self._replica is None:
             self._replica = self._build_replica()
-            self._behind = self._replica.join()
+            self._behind = self._replica.join(step)
         return self._replica
 
     def _begin(self, replica: ReplicaDimension) -> bool:
@@ -206,6 +207,7 @@ class ReplicaTrainer(Trainer):
         first = self.step == 1
         self._participants = []
         self.optimizers.zero_grad()
+        self.checkpointer.maybe_wait_for_staging()
         self.step = replica.heal()
         self.metrics_processor.ntokens_since_last_log = 0
         if first:  # torchtitan shortens the timeouts after step 1, which this group never makes
@@ -310,6 +312,8 @@ class ReplicaTrainer(Trainer):
             **({} if digest is None else {"digest": digest}),
         )
         if self.metrics_processor.should_log(self.step):
+            if not self.metrics_processor.data_loading_times:  # another group has read this one's slot once more
+                self.metrics_processor.data_loading_times.append(0.0)  # torchtitan takes their mean
             self.metrics_processor.log(
                 self.step,
                 committed.loss,
@@ -376,7 +380,7 @@ class ReplicaTrainer(Trainer):
         the lighthouse.
         """
         config = self.job_config
-        saves = config.checkpoint.enable and step % config.checkpoint.interval == 0
+        saves = self.checkpointer.pauses_after(step)
         validates = config.validation.enable and step % config.validation.freq == 0
         return step >= config.training.steps or saves or validates
 
@@ -428,9 +432,9 @@ class _CheckpointHost:
         self._trainer = trainer
         self.ledger, self.events, self.config = trainer._ledger, trainer._events, trainer.job_config
 
-    def heals_instead(self) -> bool:
-        """Join the job; says whether other groups train already."""
-        self._trainer._join_job()
+    def heals_instead(self, step: int) -> bool:
+        """Join the job as a group that can load `step`; says whether other groups are further."""
+        self._trainer._join_job(step)
         return self._trainer._behind
 
     def gather(self, value: int) -> list[int]:

@@ -41,54 +41,57 @@ def check_contributes_at_once(events: Sequence[Event], replica: int) -> Event:
 
 def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
     """A transfer that lasts for many steps makes the others neither wait nor slower; the joiner replays them all."""
-    least, first = 15, 12
+    least, most, first = 15, 20, 9
     hooks = {
         "faults": [kill(1, "backward", step=first)],
         "hold": 2,
-        "hold_fetching": 2 * least,
+        "hold_fetching": most,
         "pauses": [{"replica": 1, "attempt": 1, "queued": least}],
-        "delays": sleepy(3, 0.1),  # sleep does not depend on what else the machine does
+        "delays": sleepy(2, 0.2),  # sleep does not depend on what else the machine does
         "pin": True,
     }
-    # The tiny model's state has 5.5 MB.
-    flags = ["--fault_tolerance.transfer_max_mbps=20"]
-    job = make_job(groups=3, steps=first + 2 * least + 10, hooks=hooks, flags=flags)
+    # The tiny model's state of 5.5 MB takes 4 seconds, 18 steps of a quiet machine.
+    flags = ["--fault_tolerance.transfer_max_mbps=11"]
+    job = make_job(groups=2, steps=first + most + 8, hooks=hooks, flags=flags)
     job.run()
-    events = check(job, survivors=[0, 2])
+    events = check(job, survivors=[0])
     check_killed(job, events, [(1, 0, "sigkill:backward")])
     assert not named(events, "waiting", "catch_up_waiting", "heal_failed")
     healed = check_contributes_at_once(events, 1)
     assert healed["replayed"] >= least
-    print({k: healed[k] for k in ("bytes", "seconds", "replayed", "from_step", "step")})
-    for survivor in (0, 2):
-        held = {event["step"]: event["held_seconds"] for event in of(events, survivor, "computed")}
-        seconds = {e["step"]: e["seconds"] - held[e["step"]] for e in of(events, survivor, "step_committed")}
-        before = [seconds[step] for step in range(3, first)]
-        # The first one has built the process group with the joiner.
-        during = [seconds[step] for step in range(healed["from_step"] + 2, healed["step"] + 1)]
-        print(survivor, median(before), median(during))
-        assert median(during) <= 1.1 * median(before)
+    held = {event["step"]: event["held_seconds"] for event in of(events, 0, "computed")}
+    seconds = {e["step"]: e["seconds"] - held[e["step"]] for e in of(events, 0, "step_committed")}
+    before = [seconds[step] for step in range(3, first)]
+    # The first step with the joiner has built the process group.
+    during = [seconds[step] for step in range(healed["from_step"] + 2, healed["step"] + 1)]
+    after = [seconds[step] for step in range(healed["step"] + 2, job.steps + 1)]
+    print(
+        {k: healed[k] for k in ("bytes", "seconds", "replayed", "from_step", "step")},
+        median(before),
+        median(during),
+        median(after),
+        max(during),
+    )
+    assert max(during) < healed["seconds"] / 2  # no single step was as long as the transfer
+    # What else runs on the machine changes with time: steps from before and after.
+    assert median(during) <= 1.1 * max(median(before), median(after))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (1, ["--training.dtype=bfloat16"]),
-        (2, ["--training.mixed_precision_param=bfloat16"]),
-    ],
-    ids=["parameters", "fsdp"],
-)
-def test_replay_in_bfloat16_with_clipping(make_job: Callable[..., Job], ranks: int, flags: list[str]) -> None:
-    """A replayed update is rounded and clipped as the live one was."""
-    max_norm, least = 0.05, 4
+def test_replay_in_bfloat16_with_clipping(make_job: Callable[..., Job]) -> None:
+    """A replayed update of sharded bfloat16 parameters is rounded and clipped as the live one was."""
+    ranks, max_norm, least = 2, 0.05, 4
     hooks = {
         "faults": [kill(1, "backward", step=STEP)],
         "hold": 2,
         "hold_fetching": 2 * least,
         "pauses": [{"replica": 1, "attempt": 1, "rank": rank, "queued": least} for rank in range(ranks)],
     }
-    flags = [*flags, f"--training.max_norm={max_norm}"]
-    job = make_job(groups=2, ranks=ranks, steps=24, hooks=hooks, flags=flags)
+    flags = [
+        "--training.dtype=bfloat16",
+        "--training.mixed_precision_param=bfloat16",
+        f"--training.max_norm={max_norm}",
+    ]
+    job = make_job(groups=2, ranks=ranks, steps=20, hooks=hooks, flags=flags)
     job.run()
     events = check(job, survivors=[0])
     assert min(event["grad_norm"] for event in named(events, "step_committed")) > 2 * max_norm
@@ -104,20 +107,18 @@ def test_others_wait_for_a_joiner_whose_queue_is_full(make_job: Callable[..., Jo
         "faults": [kill(1, "backward", step=STEP)],
         "hold": 2,
         "hold_fetching": None,
-        "pauses": [{"replica": 1, "attempt": 1, "after": ["awaits-0-0", "awaits-2-0"]}],
+        "pauses": [{"replica": 1, "attempt": 1, "after": ["awaits-0-0"]}],
     }
     flags = [f"--fault_tolerance.catch_up_max_steps={limit}", "--fault_tolerance.transfer_max_mbps=50"]
-    job = make_job(groups=3, hooks=hooks, flags=flags)
+    job = make_job(groups=2, hooks=hooks, flags=flags)
     job.run()
-    events = check(job, survivors=[0, 2])
-    (waiting,) = named(events, "catch_up_waiting")
+    events = check(job, survivors=[0])
     healed = check_contributes_at_once(events, 1)
-    # The last one is the update that the others held back.
-    assert (waiting["replica"], waiting["step"]) == (1, healed["from_step"] + limit)
-    assert healed["replayed"] == limit + 1
-    for survivor in (0, 2):
-        assert [e["step"] for e in of(events, survivor, "waiting")] == [waiting["step"]]
-        assert "groups [1] fetch the state" in job.output(survivor)
+    (full,) = named(events, "catch_up_waiting")
+    assert (full["replica"], full["step"]) == (1, healed["from_step"] + limit)
+    (waiting,) = of(events, 0, "waiting")
+    assert (waiting["step"], waiting["reason"]) == (full["step"], "groups [1] fetch the state")
+    assert healed["replayed"] == limit + 1  # and the update that was held back
 
 
 def test_others_wait_by_choice(make_job: Callable[..., Job]) -> None:
@@ -126,17 +127,17 @@ def test_others_wait_by_choice(make_job: Callable[..., Job]) -> None:
         "faults": [kill(1, "backward", step=STEP)],
         "hold": 2,
         "hold_fetching": None,
-        "pauses": [{"replica": 1, "attempt": 1, "after": ["awaits-0-0", "awaits-2-0"]}],
+        "pauses": [{"replica": 1, "attempt": 1, "after": ["awaits-0-0"]}],
     }
-    job = make_job(groups=3, hooks=hooks, flags=["--fault_tolerance.catch_up=wait"])
+    job = make_job(groups=2, hooks=hooks, flags=["--fault_tolerance.catch_up=wait"])
     job.run()
-    events = check(job, survivors=[0, 2])
+    events = check(job, survivors=[0])
     assert not named(events, "catch_up_waiting")
     healed = check_contributes_at_once(events, 1)
-    print(healed)
-    for survivor in (0, 2):
-        (waiting,) = of(events, survivor, "waiting")
-        assert waiting["step"] == healed["step"] - 1
+    (waiting,) = of(events, 0, "waiting")
+    assert waiting["step"] == healed["from_step"] + 1
+    # The update of the round in which the donor heard of the joiner, and the one that was held back.
+    assert healed["replayed"] == 2
 
 
 def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
@@ -147,8 +148,8 @@ def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
         "hold_fetching": None,
         "delays": sleepy(4, 0.03),
         "pauses": [
-            {"replica": 1, "attempt": 1, "after": ["fetching-2-1-0"]},
-            {"replica": 2, "attempt": 1, "after": ["fetching-1-1-0"]},
+            {"replica": 1, "attempt": 1, "after": ["fetched-2-1"]},
+            {"replica": 2, "attempt": 1, "after": ["fetched-1-1"]},
         ],
     }
     job = make_job(groups=4, steps=40, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=100"])
@@ -163,9 +164,9 @@ def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
 def test_another_group_dies_during_a_catch_up(make_job: Callable[..., Job], groups: int) -> None:
     """A group that dies and returns while another one catches up is sent to a free holder, or waits for one."""
     # Group 1 fetches until group 2 is back and, if there is a holder that serves nobody, until that one serves it.
-    until = ["ready-2-1"] if groups == 3 else ["fetching-2-1-0"]
+    until = ["ready-2-1"] if groups == 3 else ["fetched-2-1"]
     hooks = {
-        "faults": [kill(1, "backward", step=STEP), kill(2, "forward", after=["fetching-1-1-0", "serving-0-0"])],
+        "faults": [kill(1, "backward", step=STEP), kill(2, "forward", after=["fetched-1-1"])],
         "hold": 2,
         "hold_fetching": None,
         "delays": sleepy(groups, 0.05),

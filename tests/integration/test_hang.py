@@ -22,6 +22,8 @@ from titan_ft.replica.drain import TERMINATED
 STEP = 4  # the step in which a group comes to a stop
 LATER = 8  # the step in which another group waits for it to be continued
 TIMEOUT_SECONDS = 3  # of an operation between groups
+# Hang timeouts: of a group that waits for others, of one that is to hang. On a busy machine a step may take a second.
+SHORT_SECONDS, LONG_SECONDS = 3, 4
 
 
 def gate(name: str, step: int = STEP, replica: int = 1, **more: Any) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def test_a_hung_rank_ends_itself(make_job: Callable[..., Job], ranks: int) -> No
         groups=2,
         ranks=ranks,
         hooks={"gates": [gate("never", rank=ranks - 1)], "hold": 2},
-        replica_flags={0: [hang_after(2)], 1: [hang_after(3)]},
+        replica_flags={0: [hang_after(SHORT_SECONDS)], 1: [hang_after(LONG_SECONDS)]},
     )
     job.start()
     job.wait_for_gate("never", 1, [ranks - 1])
@@ -80,7 +82,7 @@ def test_a_group_hangs_while_another_dies(make_job: Callable[..., Job]) -> None:
     job = make_job(
         groups=3,
         hooks={**hooks, "hold": 2},
-        replica_flags={0: [hang_after(2)], 1: [hang_after(2)], 2: [hang_after(4)]},
+        replica_flags={0: [hang_after(SHORT_SECONDS)], 2: [hang_after(LONG_SECONDS)]},
     )
     job.start()
     job.wait_for_gate("never", 2)
@@ -132,7 +134,7 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
         ranks=2,
         flags=[f"--fault_tolerance.process_group_timeout_ms={1000 * TIMEOUT_SECONDS}"],
         hooks={"gates": [gate("go", rank=1)], "hold": 2},
-        replica_flags={1: [hang_after(TIMEOUT_SECONDS)]},
+        replica_flags={0: [hang_after(SHORT_SECONDS)], 1: [hang_after(LONG_SECONDS)]},
     )
     job.start()
     job.wait_for_gate("go", 1, [1])

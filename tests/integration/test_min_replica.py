@@ -14,7 +14,7 @@ from harness.trajectory import check, check_killed, named
 from titan_ft.history.audit import audit
 
 STEP = 4  # the step in which the trouble begins
-HANG_SECONDS = 2
+HANG_SECONDS = 3
 
 
 def test_below_min_replica_size_nothing_is_committed_or_lost(make_job: Callable[..., Job]) -> None:
@@ -25,7 +25,7 @@ def test_below_min_replica_size_nothing_is_committed_or_lost(make_job: Callable[
     job.start()
     job.wait_until(lambda: job.events("waiting"), 60, "the survivor waits")
     since = time.monotonic()
-    job.wait_until(lambda: time.monotonic() > since + 1.5 * HANG_SECONDS, 60, "the survivor has waited for long")
+    job.wait_until(lambda: time.monotonic() > since + 1.2 * HANG_SECONDS, 60, "the survivor has waited for long")
     job.start_again(1)
     job.finish()
 

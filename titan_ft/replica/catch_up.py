@@ -70,6 +70,7 @@ class CatchUp:
         self.donor = donor
         self.from_step = from_step
         self.updates: list[Update] = []
+        self.whole = False  # all ranks of the group have their part of the state, as all of them know
         self._base: int | None = None
         self._started = time.monotonic()
         self._cancelled = threading.Event()

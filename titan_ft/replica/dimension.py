@@ -98,9 +98,18 @@ class ReplicaDimension:
         """Return what this group holds."""
         return self._rounds.position
 
-    def join(self) -> bool:
-        """Meet the other groups; returns whether they train already, so that this one must `heal`."""
-        return self._rounds.meet().behind
+    def join(self, step: int = 0) -> bool:
+        """Meet the other groups as one that can load `step` committed updates, or has none.
+
+        Returns:
+            Whether they are further, so that this one must `heal`.
+        """
+        position = self._rounds.position
+        position.step = step
+        behind = self._rounds.meet().behind
+        if behind:
+            position.step = 0
+        return behind
 
     def start(self, step: int) -> bool:
         """Begin to train together, holding `step` committed updates; returns False if this group must `heal` first.

@@ -90,7 +90,7 @@ class Heal:
             update = self._rounds.update(made, keep=True)
             if not self._attempt.queue(update, made.lineage):
                 self._fail(self._attempt, f"missed an update before step {update.step}")
-            elif 0 < self._config.catch_up_max_steps <= len(self._attempt.updates):
+            elif not self._attempt.whole and 0 < self._config.catch_up_max_steps <= len(self._attempt.updates):
                 self._let_wait(self._attempt)
 
     def _conclude(self, attempt: CatchUp) -> bool:
@@ -100,6 +100,7 @@ class Heal:
             Whether this group now has the state.
         """
         fetched = Fetched(min(self._group.gather(attempt.fetched())))
+        attempt.whole = fetched is Fetched.DONE
         if fetched is Fetched.FAILED:
             self._fail(attempt, attempt.error or "the fetch failed on another rank of this group")
         elif fetched is Fetched.DONE and not attempt.fits:

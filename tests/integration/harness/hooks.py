@@ -233,6 +233,10 @@ def install_progress() -> None:
     def optimize(optimizers: OptimizersContainer, *_: Any) -> None:
         (WORKER.rate,) = {group["lr"] for optimizer in optimizers for group in optimizer.param_groups}
 
+    def apply(original: Any, *args: Any) -> Any:
+        with WORKER.watchdog.paused():  # the first optimizer step of DTensors takes seconds on a busy machine
+            return original(*args)
+
     def fetch(original: Any, *args: Any) -> Any:
         WORKER.fetching.touch()
         try:
@@ -245,6 +249,7 @@ def install_progress() -> None:
 
     after(ReplicaTrainer, "_build_replica", lambda trainer: build(trainer))
     wrap(heal, "fetch", fetch)
+    wrap(ReplicaTrainer, "_apply", apply)
     after(CatchUp, "queue", queue)
     after(ReplicaDimension, "_wait_for_more", lambda *_: WORKER.mark("awaits"))
     before(HuggingFaceTokenizer, "encode", encode)
@@ -281,6 +286,7 @@ def install_faults() -> None:
     def request(_: Any, request: dict[str, Any], *__: Any) -> None:
         if "offset" in request:
             WORKER.at("fetch")
+            WORKER.mark("fetched")
             WORKER.pause_transfer()
 
     def answer(_: Any, __: Any, request: dict[str, Any], *___: Any) -> None:
