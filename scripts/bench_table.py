@@ -105,12 +105,15 @@ def _rejoin_rows(rejoins: Mapping[str, Any]) -> list[list[str]]:
             "when it is back (s)",
         ]
     ]
-    figures = ("transfer_steps", "steps_made", "step_ratio", "stall.seconds", "stall.steps", "return_stall.seconds")
-    known = {catch_up: rejoins[catch_up] for catch_up in ("replay", "wait") if catch_up in rejoins}
-    return rows + [
-        [f"{catch_up}, {len(costs)} times", *(_spread_of(costs, name) for name in figures)]
-        for catch_up, costs in known.items()
-    ]
+    for catch_up in ("replay", "wait"):
+        if costs := rejoins.get(catch_up):
+            with_ratio = [cost for cost in costs if cost["step_ratio"] is not None]
+            row = [f"{catch_up}, {len(costs)} times"]
+            row += [_spread_of(costs, name) for name in ("transfer_steps", "steps_made")]
+            row.append(_spread_of(with_ratio, "step_ratio"))
+            row += [_spread_of(costs, name) for name in ("stall.seconds", "stall.steps", "return_stall.seconds")]
+            rows.append(row)
+    return rows
 
 
 def _drain_rows(drains: Sequence[Mapping[str, Any]]) -> list[list[str]]:

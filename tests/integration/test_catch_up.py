@@ -52,7 +52,7 @@ def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
     }
     # The tiny model's state of 5.5 MB takes 4 seconds, 18 steps of a quiet machine.
     flags = ["--fault_tolerance.transfer_max_mbps=11"]
-    job = make_job(groups=2, steps=first + most + 8, hooks=hooks, flags=flags)
+    job = make_job(groups=2, steps=first + most + 12, hooks=hooks, flags=flags)
     job.run()
     events = check(job, survivors=[0])
     check_killed(job, events, [(1, 0, "sigkill:backward")])
@@ -65,16 +65,9 @@ def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
     # The first step with the joiner has built the process group.
     during = [seconds[step] for step in range(healed["from_step"] + 2, healed["step"] + 1)]
     after = [seconds[step] for step in range(healed["step"] + 2, job.steps + 1)]
-    print(
-        {k: healed[k] for k in ("bytes", "seconds", "replayed", "from_step", "step")},
-        median(before),
-        median(during),
-        median(after),
-        max(during),
-    )
-    assert max(during) < healed["seconds"] / 2  # no single step was as long as the transfer
-    # What else runs on the machine changes with time: steps from before and after.
-    assert median(during) <= 1.1 * max(median(before), median(after))
+    assert max(during) < healed["seconds"] / 2  # no step was as long as the transfer
+    # Compared with both sides, because what else runs on the machine changes with time.
+    assert median(during) <= 1.1 * max(median(before), median(after)), f"{before}, {during}, {after}"
 
 
 def test_replay_in_bfloat16_with_clipping(make_job: Callable[..., Job]) -> None:

@@ -186,18 +186,34 @@ def kills(num_kills: int, num_groups: int, seed: int) -> list[dict[str, Any]]:
     return faults
 
 
-@pytest.mark.parametrize(("num_kills", "steps"), [(6, 60), pytest.param(30, 250, marks=pytest.mark.slow)])
-def test_many_kills(make_job: Callable[..., Job], num_kills: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("num_kills", "policy"),
+    [
+        (6, "shrink"),
+        pytest.param(30, "shrink", marks=pytest.mark.slow),
+        pytest.param(30, "constant", marks=pytest.mark.slow),
+    ],
+)
+def test_many_kills(make_job: Callable[..., Job], num_kills: int, policy: str) -> None:
     """Groups die one after the other, any of them anywhere in a step: no batch is lost or repeated, no step is lost."""
     faults = kills(num_kills, num_groups=3, seed=num_kills)
     victims = {fault["replica"] for fault in faults}
-    job = make_job(groups=3, steps=steps, hooks={"faults": faults, "hold": 1}, max_restarts=num_kills)
+    steps = 8 * num_kills + 12
+    job = make_job(
+        groups=3,
+        steps=steps,
+        flags=[f"--fault_tolerance.batch_policy={policy}"],
+        hooks={"faults": faults, "hold": 1},
+        max_restarts=num_kills,
+    )
     job.run(seconds=10 * num_kills + 60)
     events = check(job, survivors=set(range(3)) - victims)
     check_killed(job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults])
     check_audit(events)
     found = checksums(events)
     assert {slot for slot, _, _ in found} == {0, 1, 2}
+    if policy == "constant":
+        assert all(set(event["batches"]) == {"0", "1", "2"} for event in named(events, "step_committed"))
     # A death costs an exchange or two; so may the return.
     exchanges: dict[int, int] = {}
     for event in named(events, "step_committed"):

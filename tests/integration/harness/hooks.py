@@ -18,8 +18,8 @@ environment variable TITAN_FT_TEST_HOOKS:
              state (from 1)
     delays   [{"replica", "rank", "attempt", "step", "seconds"}]: sleep in the forward of that step (none: of each)
     pin      whether each group has a core of its own, as far as there are cores
-    gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave the
-             mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME
+    gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
+             the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME
     flips    [{"replica", "rank", "step"}]: flip one bit of a parameter after the optimizer made that step
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
