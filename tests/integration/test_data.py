@@ -134,8 +134,20 @@ def test_any_loader_goes_on_behind_the_last_commit(make_job: Callable[..., Job],
     check_audit(events)
     check_same_data(events, loaders.undisturbed(kind))
     assert resumed(events)[0]["data"]["first_batch"] == STEP - 1
-    for event in named(events, "exchange_failed"):
-        assert event["seconds"] < 3.0  # workers that outlive their rank would hold its connections open
+
+
+def test_loader_workers_hold_no_connection_open(make_job: Callable[..., Job]) -> None:
+    """All groups see at once that one is gone, though forked workers have copies of each rank's sockets."""
+    flags = ["--training.dataloader.num_workers=1"]
+    job = make_job(groups=4, flags=flags, hooks={"faults": [kill(1, "exchange_first")], "hold": 2})
+    job.run()
+    events = check(job, survivors=[0, 2, 3])
+    check_killed(job, events, [(1, 0, "sigkill:exchange_first")])
+    failed = named(events, "exchange_failed")
+    assert failed
+    # Workers outlive their rank for five seconds; Gloo waits for ten. Group 3 is no neighbour of group 1: it learns of
+    # the death because the others close their connections.
+    assert max(event["seconds"] for event in failed) < 3.0
 
 
 @pytest.mark.parametrize("kind", ["in memory", "streamed"])

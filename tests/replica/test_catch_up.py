@@ -177,3 +177,18 @@ def test_cancelling_tells_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
 def test_one_failed_rank_outvotes_the_others() -> None:
     """The smallest value over a group's ranks tells how far the group is: failed before pending before done."""
     assert Fetched.FAILED < Fetched.PENDING < Fetched.DONE
+
+
+def test_a_replayed_update_cannot_be_replaced(attempt: CatchUp) -> None:
+    """While the replay goes on updates still come; one that the others take back after it was replayed voids all."""
+    for step in (6, 7, 8):
+        assert attempt.queue(update(step, lineage=step), base=step - 1 if step > 6 else 100)
+    taken = [attempt.take(), attempt.take()]
+    assert [one.step for one in taken] == [6, 7]
+    assert all(one.gradients is not None for one in taken)
+    assert attempt.updates[0].gradients is None, "what is replayed needs no memory"
+    assert (attempt.replayed, attempt.remaining) == (2, 1)
+    assert attempt.queue(update(8, lineage=80), base=7), "the third is not replayed yet"
+    assert attempt.queue(update(9, lineage=9), base=80)
+    assert attempt.remaining == 2
+    assert not attempt.queue(update(7, lineage=70), base=6)

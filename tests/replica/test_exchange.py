@@ -235,6 +235,22 @@ def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
         check_gradients(rank, expected)
 
 
+def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
+    """The others' buckets are exchanged while a healing rank replays earlier sums, which leaves the buckets alone."""
+    giver, taker = ring.rank(), ring.rank()
+    ring.meet(giver, taker)
+    giver.backward(seed=1)
+    earlier = [torch.full_like(bucket.flat, 2.0) for bucket in taker.exchange._buckets]
+    taker.exchange.offer_nothing()
+    taker.exchange.write_gradients(earlier)
+    assert all(gradient is not None and bool((gradient == 2.0).all()) for gradient in taker.gradients())
+    expected = giver.gradients()
+    ring.together(giver.finish, lambda: taker.finish(contributes=False))
+    for rank in (giver, taker):
+        rank.exchange.write_gradients()
+        check_gradients(rank, expected)
+
+
 def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
     """A group that made no backward at all gets gradients of the right shapes where the others have some."""
     giver, taker = ring.rank(), ring.rank()

@@ -8,6 +8,7 @@ exchanges with zeros and keeps their sums. When the state is there, the same upd
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import threading
 import time
@@ -71,6 +72,8 @@ class CatchUp:
         self.from_step = from_step
         self.updates: list[Update] = []
         self.whole = False  # all ranks of the group have their part of the state, as all of them know
+        self.loaded = False  # this rank's state is the one fetched, and what was replayed on it
+        self.replayed = 0  # updates that are in the loaded state
         self._base: int | None = None
         self._started = time.monotonic()
         self._cancelled = threading.Event()
@@ -115,14 +118,26 @@ class CatchUp:
         """Say whether the queued updates were made on the fetched state."""
         return self._base is None or self._base == self.snapshot().lineage
 
+    @property
+    def remaining(self) -> int:
+        """Return how many queued updates are not replayed yet."""
+        return len(self.updates) - self.replayed
+
+    def take(self) -> Update:
+        """Return the next update to replay; its gradients are dropped from the queue."""
+        update = self.updates[self.replayed]
+        self.updates[self.replayed] = dataclasses.replace(update, gradients=None)
+        self.replayed += 1
+        return update
+
     def queue(self, update: Update, base: int) -> bool:
         """Keep an update that was made on the state of lineage `base`; False if this attempt is void.
 
         It is void when an update was missed, or when the others did not commit one that is queued. An update that
-        nobody committed comes again under the same number and replaces the first.
+        nobody committed comes again under the same number and replaces the first, unless that is replayed already.
         """
         place = update.step - self.from_step - 1
-        if not 0 <= place <= len(self.updates) or (place > 0 and self.updates[place - 1].lineage != base):
+        if not self.replayed <= place <= len(self.updates) or (place > 0 and self.updates[place - 1].lineage != base):
             return False
         if place == 0:
             self._base = base

@@ -50,12 +50,18 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], where: torch.device) -> None:
         self.parameters = list(parameters)
-        sizes = [local(parameter).numel() for parameter in parameters]
-        self.flat = device.empty_bucket(sum(sizes) + len(sizes), torch.float32, where)
-        *parts, self.used = self.flat.split([*sizes, len(sizes)])
-        self.views = [part.view(local(parameter).shape) for part, parameter in zip(parts, parameters, strict=True)]
+        size = sum(local(parameter).numel() for parameter in parameters)
+        self.flat = device.empty_bucket(size + len(parameters), torch.float32, where)
+        self.views, self.used = self.split(self.flat)
         self.missing: set[int] = set()
         self.full: torch.Event | None = None
+
+
+    def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the views of a flat tensor like the bucket's: one per parameter, and their numbers of users."""
+        shapes = [local(parameter).shape for parameter in self.parameters]
+        *parts, used = flat.split([*(shape.numel() for shape in shapes), len(shapes)])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], used
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,6 +110,15 @@ class GradientExchange:
         self._launch(contributes)
         self._armed = True
 
+    def offer_nothing(self) -> None:
+        """Launch an exchange to which this rank adds zeros; returns at once, and `finish` completes it."""
+        self._launch(lambda quorum: False)
+        assert self._flight is not None
+        for bucket in self._buckets:
+            bucket.missing.clear()
+            bucket.full = None
+            self._flight.hand_over(bucket)
+
     def finish(self, contributes: Callable[[Quorum], bool], tell: Callable[[Quorum], Told]) -> Reduced:
         """Complete the exchange and return what every member tells; the buckets then hold the sums.
 
@@ -145,10 +160,9 @@ class GradientExchange:
     def write_gradients(self, reduced: list[torch.Tensor] | None = None) -> None:
         """Make `reduced` (a result of `reduced()`; None = the buckets) the parameters' gradients."""
         for index, bucket in enumerate(self._buckets):
-            if reduced is not None:
-                bucket.flat.copy_(reduced[index])
-            used = bucket.used.tolist()
-            for parameter, view, in_use in zip(bucket.parameters, bucket.views, used, strict=True):
+            # A replay leaves the buckets alone: an exchange may be under way in them.
+            views, used = bucket.split(bucket.flat if reduced is None else reduced[index])
+            for parameter, view, in_use in zip(bucket.parameters, views, used.tolist(), strict=True):
                 if not in_use:  # in no group: an optimizer skips it, a gradient of zeros would make it decay
                     parameter.grad = None
                     continue

@@ -8,6 +8,7 @@ It takes part in their rounds with zeros and queues the sums until a donor's sta
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -51,6 +52,8 @@ class Heal:
         self._ledger, self._token, self._apply = ledger, token, apply
         self._attempt: CatchUp | None = None
         self._rest = 0  # rounds until the next donor is asked
+        self._round_seconds = 0.0  # of the last round
+        self._replay_seconds = math.inf  # of the last replayed update
         self._alone_since: float | None = None  # when the last holder was seen to have gone
 
     def run(self) -> float:
@@ -66,6 +69,10 @@ class Heal:
         self._rounds.position.standing = Standing.BEHIND
         self._rounds.position.heals = self._rest = 0
         while self._rounds.position.standing is not Standing.READY:
+            began = time.monotonic()
+            self._rounds.offer_nothing()
+            if self._attempt is not None and self._attempt.whole:
+                self._replay_some(self._attempt)  # while the others compute
             made = self._rounds.make()
             if made is not None and made.verdict.holders:
                 self._alone_since = None
@@ -76,6 +83,7 @@ class Heal:
                 self._recall(made)
             elif made is not None and not self._rounds.commits(made):
                 time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
+            self._round_seconds = time.monotonic() - began
         return time.monotonic() - started
 
     def _follow(self, made: Round) -> None:
@@ -94,22 +102,21 @@ class Heal:
                 self._let_wait(self._attempt)
 
     def _conclude(self, attempt: CatchUp) -> bool:
-        """End the attempt if all ranks of the group have their part of the state, or one of them failed.
+        """Go on with the attempt if all ranks of the group have their part of the state; give it up if one failed.
 
         Returns:
             Whether this group now has the state.
         """
+        if attempt.whole:
+            return self._catch_up(attempt)
         fetched = Fetched(min(self._group.gather(attempt.fetched())))
-        attempt.whole = fetched is Fetched.DONE
         if fetched is Fetched.FAILED:
             self._fail(attempt, attempt.error or "the fetch failed on another rank of this group")
         elif fetched is Fetched.DONE and not attempt.fits:
             self._fail(attempt, "the donor's state is not the one that the others went on from")
-        elif fetched is Fetched.DONE and self._rounds.position.awaited:
-            self._rounds.position.awaited = False  # the next round makes the update that the others hold back
         elif fetched is Fetched.DONE:
-            self._finish(attempt)
-            return True
+            attempt.whole = True
+            self._rounds.position.awaited = False  # the next round makes the update that the others hold back
         return False
 
     def _begin(self, made: Round) -> CatchUp:
@@ -154,27 +161,47 @@ class Heal:
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
         self._events.emit("heal_failed", donor=attempt.donor, from_step=attempt.from_step, error=reason)
 
-    def _finish(self, attempt: CatchUp) -> None:
-        """Load the state and replay what was queued."""
-        # The quorum is asked for with the step that the replay leads to, so that nobody has to wait for the replay.
-        self._rounds.membership.begin(attempt.target_step)
-        snapshot, position = attempt.snapshot(), self._rounds.position
-        self._state.load(snapshot)
-        position.step, position.lineage, position.sound = snapshot.step, snapshot.lineage, True
-        for update in attempt.updates:
-            self._apply(update)
-            self._rounds.advance(update)
+    def _replay_some(self, attempt: CatchUp) -> None:
+        """Load the state, then replay what fits into half of a step: the others must not wait for more.
+
+        Two updates at least, for they make one meanwhile.
+        """
+        position = self._rounds.position
+        if not attempt.loaded:
+            attempt.loaded = True
+            snapshot = attempt.snapshot()
+            self._state.load(snapshot)
+            position.step, position.lineage, position.sound = snapshot.step, snapshot.lineage, True
+        affordable = max(2, int(self._round_seconds / 2 / self._replay_seconds))
+        for _ in range(min(*self._group.gather(affordable), attempt.remaining)):
+            self._replay(attempt)
+
+    def _replay(self, attempt: CatchUp) -> None:
+        began, update = time.monotonic(), attempt.take()
+        self._apply(update)
+        self._rounds.advance(update)
+        self._replay_seconds = time.monotonic() - began
+
+    def _catch_up(self, attempt: CatchUp) -> bool:
+        """Replay the last queued update while the others apply it; False if more than that is queued."""
+        if attempt.remaining > 1:
+            return False
+        if attempt.remaining:
+            self._replay(attempt)
+        position = self._rounds.position
         position.standing, position.donor = Standing.READY, -1
         self._attempt = None
+        self._rounds.ask()
         self._events.emit(
             "heal_finished",
             donor=attempt.donor,
             from_step=attempt.from_step,
             step=attempt.target_step,
-            bytes=snapshot.payload.numel(),
+            bytes=attempt.snapshot().payload.numel(),
             seconds=attempt.seconds,
-            replayed=len(attempt.updates),
+            replayed=attempt.replayed,
         )
+        return True
 
     def _recall(self, made: Round) -> None:
         """No holder of the state is in the quorum: wait a little, then go on from the latest state that is left.

@@ -146,13 +146,22 @@ class Rounds:
 
     def ask(self) -> None:
         """Ask for the next round's quorum, unless it is asked for."""
-        if not self.membership.asked:
+        if not self.membership.asked and not self.leaving:
             self.membership.begin(self.position.step if self.position.sound else 0)
 
     def arm(self) -> None:
         """Let the next backward launch the exchange of the next round."""
         self.ask()
         self._exchange.arm(self._contributes)
+
+    def offer_nothing(self) -> None:
+        """Launch the exchange of the next round without gradients; returns at once. What `make` does then is the rest.
+
+        So a group that heals has time for itself until the others are done with their step.
+        """
+        if not self.leaving:
+            self.ask()
+            self._exchange.offer_nothing()
 
     def make(self, contribution: Contribution = NOTHING) -> Round | None:
         """Make one round; None if it broke on any rank of this group. Asks for a quorum unless one is asked for.

@@ -132,7 +132,7 @@ class Job:
         self._zygote.wait_until(lambda: not killed.running, 10, "the lighthouse is gone")
         self._start_lighthouse(self._address.removeprefix("http://"))
 
-    def signal(self, replica: int, signum: signal.Signals, rank: int | None = None) -> None:
+    def send_signal(self, replica: int, signum: signal.Signals, rank: int | None = None) -> None:
         """Send a signal to one rank of a group, or to all."""
         workers = self.groups[replica].workers
         for worker in workers if rank is None else [workers[rank]]:
