@@ -187,11 +187,19 @@ def test_torchtitan_checkpoints() -> None:
     from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, CheckpointManager
 
     assert torchtitan.train.CheckpointManager is not None
-    assert "self.checkpointer = CheckpointManager(\n            dataloader=" in inspect.getsource(torchtitan.train.Trainer)
+    assert "self.checkpointer = CheckpointManager(\n            dataloader=" in inspect.getsource(
+        torchtitan.train.Trainer
+    )
     assert (DATALOADER, TRAIN_STATE) == ("dataloader", "train_state")
     assert parameters(CheckpointManager.save) == ["self", "curr_step", "last_step"]
     assert parameters(CheckpointManager.load) == ["self", "step"]
-    assert parameters(CheckpointManager.dcp_load) == ["self", "state_dict", "checkpoint_id", "from_hf", "from_quantized"]
+    assert parameters(CheckpointManager.dcp_load) == [
+        "self",
+        "state_dict",
+        "checkpoint_id",
+        "from_hf",
+        "from_quantized",
+    ]
     assert parameters(CheckpointManager.dcp_save)[:4] == ["self", "state_dict", "checkpoint_id", "async_mode"]
     for name in ("_should_save", "_async_wait", "_find_load_step", "_purge_stale_checkpoints", "_create_checkpoint_id"):
         assert callable(getattr(CheckpointManager, name)), name

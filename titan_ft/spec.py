@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torchtitan.protocols.train_spec as train_spec
+from datasets import Dataset
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 
@@ -37,6 +41,12 @@ class SlotLoaders:
         """Build the loader of this group's own slot, for torchtitan; `build` takes dp_rank and dp_world_size."""
         self._build, self.shard, self.num_shards = build, shard, num_shards
         self._first = self._build_slot(self._config.replica_id)
+        data = getattr(self._first.dataset, "_data", None) if getattr(self._first, "num_workers", 0) > 1 else None
+        if isinstance(data, Dataset):
+            logger.warning(
+                f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {self._first.num_workers}: "
+                "torchtitan gives each worker all of it, so that every batch is trained as often; stream it instead"
+            )
         return self._first
 
     def open(self, slot: int) -> Any:
@@ -51,8 +61,7 @@ class SlotLoaders:
             dp_world_size=self.num_shards * self._config.group_size, dp_rank=self.num_shards * slot + self.shard
         )
         if getattr(loader, "num_workers", 0) and loader.worker_init_fn is None:
-            # Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order.
-            loader.worker_init_fn = _ignore_sigterm
+            loader.worker_init_fn = _let_go_of_the_rank
         return loader
 
 
@@ -116,8 +125,28 @@ class ReplicaMetrics(MetricsProcessor):
             logger.info(f"step: {step:2}  " + "  ".join(f"{key}: {value:.4g}" for key, value in ours.items()))
 
 
-def _ignore_sigterm(worker: int) -> None:
+def _let_go_of_the_rank(worker: int) -> None:
+    """Make a forked data loader worker leave the rank's signals and connections alone."""
+    # Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The worker's copies of the rank's sockets would keep its connections open when the rank closes them or dies, so
+    # that peers wait for it. Replaced, not closed: the numbers must not be used again under their owners' feet.
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in _inet_sockets():
+        os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+
+
+def _inet_sockets() -> list[int]:
+    """Return the descriptors of this process's network sockets; none where the system does not list them."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        with contextlib.suppress(OSError):  # no socket, or the listing's own descriptor
+            probe = socket.socket(fileno=os.dup(int(name)))
+            with probe:
+                if probe.family in (socket.AF_INET, socket.AF_INET6):
+                    found.append(int(name))
+    return found
 
 
 def _refuse_load_balancing(model: torch.nn.Module) -> None:

@@ -95,6 +95,7 @@ class ReplicaTrainer(Trainer):
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
+        self._state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _Counters(self, self._ledger))
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
         self._readings: list[Reading] = []  # of the step under way
         self._participants: list[int] = []  # slots that contributed to the last step
@@ -188,9 +189,25 @@ class ReplicaTrainer(Trainer):
     def _join_job(self, step: int = 0) -> ReplicaDimension:
         """Meet the other groups, now that this one is ready to train, or to load the state after `step`."""
         if self._replica is None:
+            if self.launch.attempt > 0:
+                self._warm_up()
             self._replica = self._build_replica()
             self._behind = self._replica.join(step)
         return self._replica
+
+    def _warm_up(self) -> None:
+        """Make a step and take it back, before the others wait for this group.
+
+        A process's first step takes several times as long as its second: compilation, sharding propagation, memory.
+        """
+        before = self._state.copy(0, 0)
+        inputs, labels = self._feed.read(self.job_config.fault_tolerance.replica_id, 1).batches[0]
+        with torch.random.fork_rng():
+            self._forward_backward(inputs, labels)
+            self._clip_gradients()
+            self.optimizers.step()
+        self.optimizers.zero_grad()
+        self._state.load(before)  # the counters too
 
     def _begin(self, replica: ReplicaDimension) -> bool:
         """Begin with the job's first step, or go on behind a checkpoint; False if this group must heal."""
@@ -230,20 +247,30 @@ class ReplicaTrainer(Trainer):
             self._watchdog.beat()
             if number == len(microbatches):
                 arm()
-            inputs = {
-                key: value.to(self.device) if isinstance(value, torch.Tensor) else value
-                for key, value in inputs.items()
-            }
-            loss = self.forward_backward_step(
-                input_dict=inputs,
-                labels=labels.to(self.device),
-                global_valid_tokens=self._nominal_tokens,  # only ever a divisor
-            )
-            losses.append(loss.detach())
+            losses.append(self._forward_backward(inputs, labels).detach())
         self._readings += readings
         loss_sum = torch.sum(torch.stack(losses)).item()
         entries = tuple(reading.entry for reading in readings)
         return self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, entries)
+
+    def _forward_backward(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        inputs = {
+            key: value.to(self.device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()
+        }
+        return self.forward_backward_step(
+            input_dict=inputs,
+            labels=labels.to(self.device),
+            global_valid_tokens=self._nominal_tokens,  # only ever a divisor
+        )
+
+    def _clip_gradients(self) -> torch.Tensor:
+        return dist_utils.clip_grad_norm_(
+            [parameter for part in self.model_parts for parameter in part.parameters()],
+            self.job_config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
 
     def _gather_contribution(
         self, valid_tokens: int, tokens: int, loss: float, seconds: float, entries: tuple[Entry, ...]
@@ -265,13 +292,7 @@ class ReplicaTrainer(Trainer):
         """Apply a committed update, live or replayed, and advance what counts commits; returns the gradient norm."""
         self._watchdog.beat()
         self._exchange.write_gradients(update.gradients)
-        grad_norm = dist_utils.clip_grad_norm_(
-            [parameter for part in self.model_parts for parameter in part.parameters()],
-            self.job_config.training.max_norm,
-            foreach=True,
-            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
-            ep_enabled=self.parallel_dims.ep_enabled,
-        )
+        grad_norm = self._clip_gradients()
         self.checkpointer.maybe_wait_for_staging()
         with _scaled_lr(self.optimizers, self._lr_factor(update)):
             self.optimizers.step()
@@ -349,7 +370,7 @@ class ReplicaTrainer(Trainer):
         )
         self._membership = self._join(host)
         self._exchange = self._build_exchange()
-        state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _Counters(self, self._ledger))
+        state = self._state
         rounds = Rounds(
             config,
             self._membership,

@@ -111,7 +111,8 @@ def test_others_wait_for_a_joiner_whose_queue_is_full(make_job: Callable[..., Jo
     assert (full["replica"], full["step"]) == (1, healed["from_step"] + limit)
     (waiting,) = of(events, 0, "waiting")
     assert (waiting["step"], waiting["reason"]) == (full["step"], "groups [1] fetch the state")
-    assert healed["replayed"] == limit + 1  # and the update that was held back
+    # And the update that was held back; at least two are replayed while the others make one more.
+    assert limit + 1 <= healed["replayed"] <= limit + 2
 
 
 def test_others_wait_by_choice(make_job: Callable[..., Job]) -> None:

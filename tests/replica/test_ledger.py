@@ -15,7 +15,9 @@ def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0
     return Entry(slot, first_batch, num_batches, state)
 
 
-@pytest.mark.parametrize("entries", [[], [entry(0, 0)], [entry(3, 7, 1, b""), entry(0, 2**40, 5, bytes(range(256)) * 9)]])
+@pytest.mark.parametrize(
+    "entries", [[], [entry(0, 0)], [entry(3, 7, 1, b""), entry(0, 2**40, 5, bytes(range(256)) * 9)]]
+)
 def test_entries_survive_the_wire(entries: list[Entry]) -> None:
     """Whatever bytes a loader's state holds comes back; nothing is sent for nothing."""
     data = encode(entries)

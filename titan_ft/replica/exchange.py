@@ -56,7 +56,6 @@ class _Bucket:
         self.missing: set[int] = set()
         self.full: torch.Event | None = None
 
-
     def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the views of a flat tensor like the bucket's: one per parameter, and their numbers of users."""
         shapes = [local(parameter).shape for parameter in self.parameters]
