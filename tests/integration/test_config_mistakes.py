@@ -43,7 +43,6 @@ MISTAKES = {
 # The same for other tables and for flags.
 FLAGS = {
     "update before the vote": (["--optimizer.early_step_in_backward"], ["optimizer.early_step_in_backward"]),
-    "checkpoints": (["--checkpoint.enable"], ["checkpoint.enable", "not supported yet"]),
     "odd global batch": (["--training.global_batch_size=7"], ["training.global_batch_size must be divisible by"]),
 }
 

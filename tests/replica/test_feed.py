@@ -37,9 +37,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     streaming = "streamed" in request.param
 
     def load(path: str) -> Any:
-        data = datasets.load_dataset("json", data_files=path, split="train", streaming=streaming)
-        # A stream is cut by files, or by skipping; two shards make both groups and workers meet a real split.
-        return data
+        return datasets.load_dataset("json", data_files=path, split="train", streaming=streaming)
 
     DATASETS["titan_ft_test"] = DatasetConfig(path=str(path), loader=load, sample_processor=lambda s: s["text"])
     config = JobConfig()
@@ -135,5 +133,5 @@ def test_a_state_that_needs_pickle_is_refused() -> None:
     """A state comes from another group: what could run code is not loaded."""
     import pickle
 
-    with pytest.raises(pickle.UnpicklingError, match="[Ww]eights"):
+    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
         load_loader(Wilful(), save_loader(Wilful()))

@@ -91,7 +91,7 @@ NOTHING = Contribution()
 class Round:
     """A round that worked on all ranks of this group: the quorum, its members' rows and the verdict on them.
 
-    `entries` are the batches that the contributors' gradients are made of.
+    `entries` are the batches that the ready groups' gradients are made of.
     """
 
     quorum: Quorum
@@ -182,7 +182,8 @@ class Rounds:
         rows = [Row.decode(values) for values in reduced.rows.tolist()]
         entries = [decode(message) for message in reduced.messages]
         verdict = judge(rows, [[entry.slot for entry in own] for own in entries])
-        made = Round(reduced.quorum, rows, verdict, [entry for rank in verdict.contributors for entry in entries[rank]])
+        # Not the contributors' only: a batch whose labels are all masked has no weight and is trained all the same.
+        made = Round(reduced.quorum, rows, verdict, [entry for rank in verdict.ready for entry in entries[rank]])
         self._take_position(made)
         self._serve(made)
         return made
