@@ -184,13 +184,17 @@ class TrainState:
             by_parameter[prefix][key] = entry
         for number, optimizer in enumerate(self._optimizers):
             for index, parameter in enumerate(_parameters(optimizer)):
-                optimizer.state[parameter] = {
+                state = {
                     key: _like(
                         parameter,
                         _view(payload, entry).to("cpu" if entry["on_host"] else parameter.device, copy=True),
                     )
                     for key, entry in by_parameter.pop(f"optimizer/{number}/{index}", {}).items()
                 }
+                if state:
+                    optimizer.state[parameter] = state
+                else:  # an empty entry would look like a state to torch's checkpoints
+                    optimizer.state.pop(parameter, None)
         if by_parameter:
             name = min(f"{prefix}/{key}" for prefix, keys in by_parameter.items() for key in keys)
             raise StateMismatchError(
