@@ -126,6 +126,7 @@ def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:
             assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [2, 3])
 def test_groups_of_one_rank_against_stock_fsdp(runs: Runs, groups: int) -> None:
     """N groups x 1 rank are stock FSDP over N ranks, to rounding: another order of sums, norms of shards."""
@@ -136,6 +137,7 @@ def test_groups_of_one_rank_against_stock_fsdp(runs: Runs, groups: int) -> None:
     assert column(ours, "grad_norm") == pytest.approx(column(stock, "grad_norm"), rel=NORM_ROUNDING, abs=0)
 
 
+@pytest.mark.slow
 def test_stock_ddp_averages_twice(runs: Runs) -> None:
     """torchtitan's DDP divides gradients by the number of ranks although the loss is that of all ranks' tokens.
 
@@ -146,7 +148,10 @@ def test_stock_ddp_averages_twice(runs: Runs) -> None:
     assert ours[0]["grad_norm"] == 2 * stock[0]["grad_norm"]
 
 
-@pytest.mark.parametrize(("microbatches", "mask"), [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("microbatches", "mask"),
+    [pytest.param(1, True, marks=pytest.mark.slow), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+)
 def test_token_weighted_mean(runs: Runs, microbatches: int, mask: bool) -> None:
     """The update is that of the mean over all valid tokens, however unequal the groups are and with accumulation."""
     flags = [f"--training.global_batch_size={2 * 2 * microbatches}"]

@@ -134,6 +134,7 @@ def test_others_wait_by_choice(make_job: Callable[..., Job]) -> None:
     assert healed["replayed"] == 2
 
 
+@pytest.mark.slow
 def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
     """Groups that come back together fetch from different donors, at the same time."""
     hooks = {
@@ -154,6 +155,7 @@ def test_two_joiners_at_once(make_job: Callable[..., Job]) -> None:
     assert [check_contributes_at_once(events, replica)["replayed"] > 0 for replica in (1, 2)] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [3, 4])
 def test_another_group_dies_during_a_catch_up(make_job: Callable[..., Job], groups: int) -> None:
     """A group that dies and returns while another one catches up is sent to a free holder, or waits for one."""
@@ -181,6 +183,7 @@ def test_another_group_dies_during_a_catch_up(make_job: Callable[..., Job], grou
         assert second["donor"] == 3
 
 
+@pytest.mark.slow
 def test_all_donors_but_one_die(make_job: Callable[..., Job]) -> None:
     """A joiner asks one donor after the other, and heals from the last one that is left."""
     donors = (0, 2, 3)

@@ -116,7 +116,7 @@ def test_all_groups_killed_at_once(make_job: Callable[..., Job], flags: Flags, f
     assert complete_steps(folder) == [5, 10, 15, 20]
 
 
-@pytest.mark.parametrize(("mode", "interval"), [("disabled", 5), ("async", STOP)])
+@pytest.mark.parametrize(("mode", "interval"), [("disabled", 5), pytest.param("async", STOP, marks=pytest.mark.slow)])
 def test_writer_killed_in_its_save(
     make_job: Callable[..., Job], flags: Flags, folder: Path, mode: str, interval: int
 ) -> None:
@@ -135,6 +135,7 @@ def test_writer_killed_in_its_save(
     assert [path.name for path in folder.iterdir() if "partial" in path.name] == []
 
 
+@pytest.mark.slow
 def test_all_groups_lost_while_one_saves(make_job: Callable[..., Job], flags: Flags) -> None:
     """What the writer left is not loaded: the job goes on from the checkpoint before."""
     faults = [

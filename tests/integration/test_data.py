@@ -104,7 +104,14 @@ def resumed(events: Iterable[Event]) -> list[Event]:
     return [event for event in own if 1 in event["participants"]]
 
 
-@pytest.mark.parametrize("point", ["backward", "exchange_first", "optimizer"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "backward",
+        pytest.param("exchange_first", marks=pytest.mark.slow),
+        pytest.param("optimizer", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_group_goes_on_behind_its_last_commit(
     make_job: Callable[..., Job], loaders: Loaders, point: str
 ) -> None:
@@ -136,6 +143,7 @@ def test_any_loader_goes_on_behind_the_last_commit(make_job: Callable[..., Job],
     assert resumed(events)[0]["data"]["first_batch"] == STEP - 1
 
 
+@pytest.mark.slow
 def test_loader_workers_hold_no_connection_open(make_job: Callable[..., Job]) -> None:
     """All groups see at once that one is gone, though forked workers have copies of each rank's sockets."""
     flags = ["--training.dataloader.num_workers=1"]
@@ -150,7 +158,7 @@ def test_loader_workers_hold_no_connection_open(make_job: Callable[..., Job]) ->
     assert max(event["seconds"] for event in failed) < 3.0
 
 
-@pytest.mark.parametrize("kind", ["in memory", "streamed"])
+@pytest.mark.parametrize("kind", ["in memory", pytest.param("streamed", marks=pytest.mark.slow)])
 def test_resuming_reads_nothing_again(make_job: Callable[..., Job], loaders: Loaders, kind: str) -> None:
     """For the same batches a resumed loader tokenizes as many texts as one that was never interrupted."""
     undisturbed = loaders.undisturbed(kind)

@@ -13,7 +13,7 @@ from harness.trajectory import check_finished, check_one_trajectory, named
 STEP = 5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_flipped_bit_heals_from_the_majority(make_job: Callable[..., Job], ranks: int) -> None:
     """One bit of one parameter in one of three groups: that group is named, heals, and all are equal again."""
     flip = {"replica": 1, "rank": ranks - 1, "step": STEP}

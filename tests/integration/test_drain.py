@@ -95,6 +95,7 @@ def stall(events: list[Event], step: int) -> float:
     return max(gaps)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_at_once(make_job: Callable[..., Job]) -> None:
     """Signals within a second are one request; the next one ends a group that cannot finish its step."""
     job = make_job(groups=2, hooks={"gates": [gate("never")], "hold": 2})

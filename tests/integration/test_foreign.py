@@ -109,6 +109,7 @@ def test_a_claim_of_an_impossible_step(make_job: Callable[..., Job], come: Calla
     check_named(job, STOCK, "not a titan_ft replica group", {0, 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_heal_beside_a_stranger(make_job: Callable[..., Job], come: Callable[[Job], StockMember], ranks: int) -> None:
     """A group that comes back at step 0 heals from its peer, not from who claims more, and is not taken for corrupt."""
@@ -143,6 +144,7 @@ def test_a_group_with_another_config(make_job: Callable[..., Job]) -> None:
     assert "left aside at the lighthouse" in job.output(right)
 
 
+@pytest.mark.slow
 def test_two_jobs_at_one_lighthouse(make_job: Callable[..., Job]) -> None:
     """The job that comes later ends with one line that names both; the first one names it and loses nothing."""
     # The first job waits for the return of its dead group, which nobody starts before the other job has come.

@@ -87,6 +87,7 @@ def test_a_hung_rank_ends_itself(make_job: Callable[..., Job]) -> None:
     assert set(codes) <= {1, TERMINATED}
 
 
+@pytest.mark.slow
 def test_a_group_hangs_while_another_dies(make_job: Callable[..., Job]) -> None:
     """The third group waits for a quorum with the one that hangs, longer than it may hang itself."""
     hooks = {"faults": [{"replica": 1, "point": "backward", "step": STEP}], "gates": [gate("never", replica=2)]}
@@ -106,7 +107,7 @@ def test_a_group_hangs_while_another_dies(make_job: Callable[..., Job]) -> None:
     assert next(e["participants"] for e in named(events, "step_committed") if e["step"] == STEP) == [0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], ranks: int) -> None:
     """A group whose heartbeats stop is evicted; continued, it finds out, and heals without a restart."""
     gates = [gate("go", rank=0), *(gate("later", LATER, replica=0, rank=rank) for rank in range(ranks))]
@@ -134,6 +135,7 @@ def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], 
     assert [participants[step] for step in (STEP - 1, STEP, LATER, job.steps)] == [[0, 1], [0], [0], [0, 1]]
 
 
+@pytest.mark.slow
 def test_a_rank_stopped_for_a_while_costs_only_time(make_job: Callable[..., Job]) -> None:
     """A group that heartbeats while one of its ranks is stopped is waited for, and repeats its exchange."""
     job = make_job(
@@ -157,6 +159,7 @@ def test_a_rank_stopped_for_a_while_costs_only_time(make_job: Callable[..., Job]
     assert not named(events, "heal_started")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> None:
     """A rank without heartbeats of its own is stopped: its sibling hangs and ends itself, the group starts again."""
     job = make_job(

@@ -20,7 +20,7 @@ def kill(replica: int, point: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("point", ["fetch", "replay"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_joiner_during_its_heal(make_job: Callable[..., Job], ranks: int, point: str) -> None:
     """A joiner that dies half way starts again from nothing; the survivor trains on."""
     faults = [kill(1, "backward", step=STEP), kill(1, point, attempt=1, rank=ranks - 1)]

@@ -33,7 +33,10 @@ def participants_of(events: list[dict[str, Any]], step: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("groups", "point"), [*itertools.product([2], POINTS), (3, "backward"), (3, "vote_before")])
+@pytest.mark.parametrize(
+    ("groups", "point"),
+    [*itertools.product([2], POINTS), (3, "backward"), pytest.param(3, "vote_before", marks=pytest.mark.slow)],
+)
 def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) -> None:
     """The survivors commit the step under way at once, with what the dead group had shared, and heal it."""
     job = make_job(groups=groups, hooks={"faults": [kill(1, point)], "hold": 2})
@@ -58,7 +61,7 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
 
 
 @pytest.mark.parametrize("point", ["configure", "rendezvous"])
-@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_between_quorum_and_process_group(make_job: Callable[..., Job], point: str, attempt: int) -> None:
     """A group that dies before its process group stands costs its peers a new quorum: at the start, on return."""
     first = [] if attempt == 0 else [kill(1, "forward")]
@@ -70,8 +73,24 @@ def test_kill_between_quorum_and_process_group(make_job: Callable[..., Job], poi
     assert participants_of(events, job.steps) == [0, 1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", ["backward", "exchange_first", "vote_before", "commit"])
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        ("backward", 0),
+        ("vote_before", 1),
+        *(
+            pytest.param(point, rank, marks=pytest.mark.slow)
+            for point, rank in [
+                ("backward", 1),
+                ("exchange_first", 0),
+                ("exchange_first", 1),
+                ("vote_before", 0),
+                ("commit", 0),
+                ("commit", 1),
+            ]
+        ),
+    ],
+)
 def test_kill_one_rank_of_two(make_job: Callable[..., Job], point: str, rank: int) -> None:
     """One rank takes its group along; the survivors' rank that saw nothing of it does not sit out a timeout."""
     job = make_job(groups=2, ranks=2, hooks={"faults": [kill(1, point, rank=rank)], "hold": 2})
@@ -82,7 +101,9 @@ def test_kill_one_rank_of_two(make_job: Callable[..., Job], point: str, rank: in
         assert event["seconds"] < 5.0
 
 
-@pytest.mark.parametrize("points", [("backward", "backward"), ("forward", "vote_before")])
+@pytest.mark.parametrize(
+    "points", [("backward", "backward"), pytest.param(("forward", "vote_before"), marks=pytest.mark.slow)]
+)
 def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str]) -> None:
     """Two groups die in the same step, and both come back."""
     faults = [kill(replica, point) for replica, point in zip((1, 2), points, strict=True)]
@@ -93,7 +114,7 @@ def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str])
     assert participants_of(events, job.steps) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("late", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_kill_same_group_again_and_again(make_job: Callable[..., Job], late: bool) -> None:
     """A group that dies as soon as it has healed costs the other one nothing but exchanges."""
     faults = [kill(1, point, attempt=attempt) for attempt, point in enumerate(("backward", "commit", "exchange_first"))]
@@ -104,6 +125,7 @@ def test_kill_same_group_again_and_again(make_job: Callable[..., Job], late: boo
     assert participants_of(events, job.steps) == [0, 1]
 
 
+@pytest.mark.slow
 def test_kill_twenty_times(make_job: Callable[..., Job]) -> None:
     """Twenty kills of random groups at random points, one at a time, and still one trajectory."""
     dice = random.Random(20)

@@ -42,7 +42,10 @@ def check_undisturbed(job: Job, groups: int) -> None:
     assert not named(events, "heal_started", "digest_mismatch")
 
 
-@pytest.mark.parametrize(("groups", "ranks"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("groups", "ranks"),
+    [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
 def test_training_waits_for_a_lighthouse_that_is_away(make_job: Callable[..., Job], groups: int, ranks: int) -> None:
     """All groups ask for a quorum in vain; the new lighthouse knows none of them, and yet all go on together."""
     job = make_job(groups=groups, ranks=ranks, steps=12)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
+import pytest
 from harness.job import Job
 from harness.trajectory import check, check_killed, named
 
@@ -41,6 +42,7 @@ def test_below_min_replica_size_nothing_is_committed_or_lost(make_job: Callable[
     assert [(e["replica"], e["step"]) for e in healed] == [(1, STEP - 1)]
 
 
+@pytest.mark.slow
 def test_a_straggler_is_named_by_all(make_job: Callable[..., Job]) -> None:
     """Three slow steps make a straggler and three good ones none, on all groups at the same step."""
     slow = range(STEP, STEP + 5)

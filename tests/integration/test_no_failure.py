@@ -25,6 +25,7 @@ def test_groups_stay_identical(make_job: Callable[..., Job], groups: int, ranks:
     assert not named(events, "exchange_failed", "heal_started", "digest_mismatch")
 
 
+@pytest.mark.slow
 def test_slow_group_is_waited_for(make_job: Callable[..., Job]) -> None:
     """A group that takes seconds longer for a step than the others is neither left out nor taken for dead."""
     job = make_job(groups=3, steps=6, hooks={"delays": [{"replica": 1, "step": 3, "seconds": 4}]})
@@ -33,16 +34,3 @@ def test_slow_group_is_waited_for(make_job: Callable[..., Job]) -> None:
     committed = named(events, "step_committed")
     assert {(tuple(event["participants"]), event["exchanges"]) for event in committed} == {((0, 1, 2), 1)}
     assert not named(events, "exchange_failed", "heal_started")
-
-
-def test_lighthouse_comes_back(make_job: Callable[..., Job]) -> None:
-    """Groups outlive a lighthouse that dies and is started again: they wait for it and lose nothing."""
-    pause = [{"replica": replica, "step": 4, "seconds": 1} for replica in range(2)]
-    flags = ["--fault_tolerance.quorum_timeout_seconds=2"]
-    job = make_job(groups=2, steps=8, flags=flags, hooks={"delays": pause})
-    job.start()
-    job.wait_until(lambda: any(e["step"] == 3 for e in job.events("step_committed")), 30, "step 3")
-    job.restart_lighthouse()
-    job.finish()
-    events = check(job, survivors=range(2))
-    assert {tuple(event["participants"]) for event in named(events, "step_committed")} == {(0, 1)}

@@ -86,7 +86,7 @@ def check_readers(events: list[Event], groups: int, final_step: int) -> None:
     assert {event["forward_passes"] for event in final.values()} == {1}
 
 
-@pytest.mark.parametrize("point", ["backward", "commit"])
+@pytest.mark.parametrize("point", ["backward", pytest.param("commit", marks=pytest.mark.slow)])
 def test_the_global_batch_holds(make_job: Callable[..., Job], undisturbed: Undisturbed, point: str) -> None:
     """The others train a dead group's batches in extra microbatches from the step on in which it died."""
     job = make_job(groups=3, flags=[CONSTANT], hooks={"faults": [kill(1, point)], "hold": 4})
@@ -101,6 +101,7 @@ def test_the_global_batch_holds(make_job: Callable[..., Job], undisturbed: Undis
     assert {event["forward_passes"] for event in survivors} == {2}  # slot 1 is dealt to group 0
 
 
+@pytest.mark.slow
 def test_the_global_batch_holds_with_two_ranks(make_job: Callable[..., Job], undisturbed: Undisturbed) -> None:
     """Each rank of the group that is left reads what the rank of its index in the dead group would have read."""
     hooks = {"faults": [kill(1, "backward", rank=1)], "hold": 3}
@@ -139,7 +140,9 @@ def test_the_global_batch_holds_when_another_dies(
     assert {event["forward_passes"] for event in own} == {3}
 
 
-@pytest.mark.parametrize(("policy", "factor"), [("sqrt", math.sqrt), ("linear", float)])
+@pytest.mark.parametrize(
+    ("policy", "factor"), [("sqrt", math.sqrt), pytest.param("linear", float, marks=pytest.mark.slow)]
+)
 def test_lr_follows_the_share(
     make_job: Callable[..., Job], undisturbed: Undisturbed, policy: str, factor: Callable[[float], float]
 ) -> None:
