@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -89,3 +91,16 @@ def test_the_replica_dimension_is_on_the_console(
         metrics.log(8, 1.0, 2.0, 3.0)
     assert [args[0] for args in logged] == [7, 8]
     assert [record.message for record in caplog.records] == ["step:  7  ft/participants: 3  ft/exchange(s): 0.01235"]
+
+
+def test_more_loader_workers_than_files_are_refused(tmp_path: Path) -> None:
+    """A worker without a file would spin for ever in torchtitan's loop over the stream, and the others wait for it."""
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text('{"text": "It is a truth."}\n')
+    data = datasets.load_dataset("json", data_files=f"{tmp_path}/*.jsonl", split="train", streaming=True)
+    loader = SimpleNamespace(num_workers=2, worker_init_fn=None, dataset=SimpleNamespace(_data=data))
+    wrapped = spec.wrap(llama3(build_dataloader_fn=lambda **kwargs: loader), FOUR_GROUPS)
+    assert wrapped.build_dataloader_fn(dp_world_size=1, dp_rank=0) is loader
+    loader.num_workers = 3
+    with pytest.raises(ConfigError, match=r"num_workers must be <= .* \(2\), got 3"):
+        wrapped.build_dataloader_fn(dp_world_size=1, dp_rank=0)

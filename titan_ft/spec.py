@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torchtitan.protocols.train_spec as train_spec
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 
@@ -41,12 +41,7 @@ class SlotLoaders:
         """Build the loader of this group's own slot, for torchtitan; `build` takes dp_rank and dp_world_size."""
         self._build, self.shard, self.num_shards = build, shard, num_shards
         self._first = self._build_slot(self._config.replica_id)
-        data = getattr(self._first.dataset, "_data", None) if getattr(self._first, "num_workers", 0) > 1 else None
-        if isinstance(data, Dataset):
-            logger.warning(
-                f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {self._first.num_workers}: "
-                "torchtitan gives each worker all of it, so that every batch is trained as often; stream it instead"
-            )
+        _check_workers(self._first)
         return self._first
 
     def open(self, slot: int) -> Any:
@@ -123,6 +118,25 @@ class ReplicaMetrics(MetricsProcessor):
         ours = {key: value for key, value in (extra_metrics or {}).items() if key.startswith("ft/")}
         if ours:
             logger.info(f"step: {step:2}  " + "  ".join(f"{key}: {value:.4g}" for key, value in ours.items()))
+
+
+def _check_workers(loader: Any) -> None:
+    """Tell of data that torchtitan does not share out among the loader's workers.
+
+    Raises:
+        ConfigError: a worker would find no file of its own and look for one for ever.
+    """
+    workers, data = getattr(loader, "num_workers", 0), getattr(getattr(loader, "dataset", None), "_data", None)
+    if workers > 1 and isinstance(data, Dataset):
+        logger.warning(
+            f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {workers}: torchtitan gives each "
+            "worker all of it, so that every batch is trained as often; stream it instead"
+        )
+    elif workers > 1 and isinstance(data, IterableDataset) and workers > data.num_shards:
+        raise ConfigError(
+            f"training.dataloader.num_workers must be <= the files of the stream for each data rank ({data.num_shards}), "
+            f"got {workers}; lower it, or cut the data into more files"
+        )
 
 
 def _let_go_of_the_rank(worker: int) -> None:

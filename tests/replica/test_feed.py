@@ -31,15 +31,17 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    folder = tmp_path_factory.mktemp("texts")
     texts = [f"The {number}th sentence, and {number * 7919} words more. " * (1 + number % 5) for number in range(80)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for file in range(2 * NUM_SLOTS):  # a stream is cut by files: one for each worker of each slot
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[file :: 2 * NUM_SLOTS]]
+        (folder / f"{file}.jsonl").write_text("".join(lines))
     streaming = "streamed" in request.param
 
     def load(path: str) -> Any:
-        return datasets.load_dataset("json", data_files=path, split="train", streaming=streaming)
+        return datasets.load_dataset("json", data_files=f"{path}/*.jsonl", split="train", streaming=streaming)
 
-    DATASETS["titan_ft_test"] = DatasetConfig(path=str(path), loader=load, sample_processor=lambda s: s["text"])
+    DATASETS["titan_ft_test"] = DatasetConfig(path=str(folder), loader=load, sample_processor=lambda s: s["text"])
     config = JobConfig()
     config.model.hf_assets_path = resolve("titan_ft://tokenizer")
     config.training.dataset, config.training.seq_len, config.training.local_batch_size = "titan_ft_test", 16, 2
