@@ -129,13 +129,13 @@ def _check_workers(loader: Any) -> None:
     workers, data = getattr(loader, "num_workers", 0), getattr(getattr(loader, "dataset", None), "_data", None)
     if workers > 1 and isinstance(data, Dataset):
         logger.warning(
-            f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {workers}: torchtitan gives each "
-            "worker all of it, so that every batch is trained as often; stream it instead"
+            f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {workers}: torchtitan gives "
+            "each worker all of it, so that every batch is trained as often; stream it instead"
         )
     elif workers > 1 and isinstance(data, IterableDataset) and workers > data.num_shards:
         raise ConfigError(
-            f"training.dataloader.num_workers must be <= the files of the stream for each data rank ({data.num_shards}), "
-            f"got {workers}; lower it, or cut the data into more files"
+            "training.dataloader.num_workers must be <= the files of the stream for each data rank "
+            f"({data.num_shards}), got {workers}; lower it, or cut the data into more files"
         )
 
 

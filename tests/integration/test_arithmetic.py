@@ -150,7 +150,7 @@ def test_stock_ddp_averages_twice(runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("microbatches", "mask"),
-    [pytest.param(1, True, marks=pytest.mark.slow), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+    [(1, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
 )
 def test_token_weighted_mean(runs: Runs, microbatches: int, mask: bool) -> None:
     """The update is that of the mean over all valid tokens, however unequal the groups are and with accumulation."""

@@ -70,6 +70,7 @@ def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
     assert median(during) <= 1.1 * max(median(before), median(after)), f"{before}, {during}, {after}"
 
 
+@pytest.mark.slow
 def test_replay_in_bfloat16_with_clipping(make_job: Callable[..., Job]) -> None:
     """A replayed update of sharded bfloat16 parameters is rounded and clipped as the live one was."""
     ranks, max_norm, least = 2, 0.05, 4
@@ -115,6 +116,7 @@ def test_others_wait_for_a_joiner_whose_queue_is_full(make_job: Callable[..., Jo
     assert limit + 1 <= healed["replayed"] <= limit + 2
 
 
+@pytest.mark.slow
 def test_others_wait_by_choice(make_job: Callable[..., Job]) -> None:
     """With catch_up = "wait" the others make no update during the transfer."""
     hooks = {

@@ -150,6 +150,7 @@ def test_all_groups_lost_while_one_saves(make_job: Callable[..., Job], flags: Fl
     batches(events)
 
 
+@pytest.mark.slow
 def test_writer_killed_in_its_last_save(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
     """The job does not end without its final checkpoint."""
     steps = 6

@@ -130,7 +130,8 @@ def test_a_killed_group_goes_on_behind_its_last_commit(
 
 
 @pytest.mark.parametrize(
-    "kind", ["in memory, workers", "streamed", pytest.param("streamed, workers", marks=pytest.mark.slow)]
+    "kind",
+    ["streamed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("in memory, workers", "streamed, workers"))],
 )
 def test_any_loader_goes_on_behind_the_last_commit(make_job: Callable[..., Job], loaders: Loaders, kind: str) -> None:
     """Worker processes, which read ahead, and streams resume at the batch; the survivor meets no timeout for them."""

@@ -35,7 +35,19 @@ def participants_of(events: list[dict[str, Any]], step: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("groups", "point"),
-    [*itertools.product([2], POINTS), (3, "backward"), pytest.param(3, "vote_before", marks=pytest.mark.slow)],
+    [
+        *itertools.product([2], ["forward", "backward", "exchange_first", "vote_before", "commit"]),
+        *(
+            pytest.param(groups, point, marks=pytest.mark.slow)
+            for groups, point in [
+                (2, "exchange_last"),
+                (2, "vote_after"),
+                (2, "optimizer"),
+                (3, "backward"),
+                (3, "vote_before"),
+            ]
+        ),
+    ],
 )
 def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) -> None:
     """The survivors commit the step under way at once, with what the dead group had shared, and heal it."""
@@ -60,7 +72,7 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
     assert STEP < healed[0]["step"] < job.steps
 
 
-@pytest.mark.parametrize("point", ["configure", "rendezvous"])
+@pytest.mark.parametrize("point", ["rendezvous", pytest.param("configure", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_between_quorum_and_process_group(make_job: Callable[..., Job], point: str, attempt: int) -> None:
     """A group that dies before its process group stands costs its peers a new quorum: at the start, on return."""
@@ -114,7 +126,8 @@ def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str])
     assert participants_of(events, job.steps) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("late", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [True, False])
 def test_kill_same_group_again_and_again(make_job: Callable[..., Job], late: bool) -> None:
     """A group that dies as soon as it has healed costs the other one nothing but exchanges."""
     faults = [kill(1, point, attempt=attempt) for attempt, point in enumerate(("backward", "commit", "exchange_first"))]

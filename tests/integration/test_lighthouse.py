@@ -62,6 +62,7 @@ def test_training_waits_for_a_lighthouse_that_is_away(make_job: Callable[..., Jo
     check_undisturbed(job, groups)
 
 
+@pytest.mark.slow
 def test_a_lighthouse_that_dies_again_and_again(make_job: Callable[..., Job]) -> None:
     """Each one counts quorums from the beginning, and no group takes one of them for an earlier one."""
     moments = (4, 8, 12)

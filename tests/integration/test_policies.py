@@ -118,7 +118,7 @@ def test_the_global_batch_holds_with_two_ranks(make_job: Callable[..., Job], und
     ("second", "survivor"),
     [
         # It has taken the first one's share over, and dies with it.
-        (kill(0, "forward", forwards=2, after=["down-1-0"]), 2),
+        pytest.param(kill(0, "forward", forwards=2, after=["down-1-0"]), 2, marks=pytest.mark.slow),
         (kill(2, "forward", STEP + 1, after=["down-1-0"]), 0),
     ],
     ids=["that took over", "that did not"],

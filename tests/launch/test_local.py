@@ -10,6 +10,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.spares import may_replace
@@ -90,6 +92,7 @@ def lighthouse_of(pid: int) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
     """A killed supervisor leaves no workers; the other group goes on, and the launcher says what happened."""
     launcher = run.launch(replicas=2)
@@ -132,6 +135,7 @@ def test_killed_lighthouse_comes_back_at_its_address(run: Any) -> None:
         assert event["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
     """A lighthouse that dies within moments, again and again, is given up; all that was started ends."""
     launcher = run.launch(replicas=1)
@@ -162,6 +166,7 @@ def test_first_signal_drains(run: Any) -> None:
     assert run.all_gone()
 
 
+@pytest.mark.slow
 def test_second_signal_ends_at_once(run: Any) -> None:
     """Workers that do not leave are waited for until a second signal; that one does not wait."""
     launcher = run.launch(replicas=1, drain_timeout=600)
@@ -220,6 +225,7 @@ def test_what_a_spare_may_replace() -> None:
     assert not any(may_replace(code, gave_up=True) for code in (None, 0, CONFIG_ERROR_CODE, FINAL_CODE))
 
 
+@pytest.mark.slow
 def test_run_with_a_spare_succeeds(run: Any) -> None:
     """When the spare finishes in the place of the lost group, the run has succeeded; a spare not needed just ends."""
     launcher = run.launch(replicas=1, spares=2, max_restarts=0, standby=False)

@@ -115,6 +115,7 @@ def test_standby_is_due_after_a_long_wait(run: Any, monkeypatch: pytest.MonkeyPa
         finish(run, supervised)
 
 
+@pytest.mark.slow
 def test_standby_can_be_turned_off(run: Any) -> None:
     """With --no-standby a group that trains has none; it is started anew when it dies."""
     supervisor = start(run, "--replica=0", "--no-standby")
@@ -154,6 +155,7 @@ def test_group_dies_while_its_standby_imports(run: Any, monkeypatch: pytest.Monk
     assert run.events("replica_restarted")[0]["standby"] is True
 
 
+@pytest.mark.slow
 def test_dead_standby_is_replaced(run: Any) -> None:
     """A standby of which a rank dies is replaced as a whole, and does not touch the group that trains."""
     with Supervised(run, 2) as supervised:
@@ -171,6 +173,7 @@ def test_dead_standby_is_replaced(run: Any) -> None:
     assert len(run.events("replica_restarted")) == 1
 
 
+@pytest.mark.slow
 def test_standby_that_cannot_import_is_given_up(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """After a few that failed no standby is started any more; a restart does without; the reason is printed."""
     with Supervised(run) as supervised:

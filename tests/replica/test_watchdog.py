@@ -61,6 +61,7 @@ stuck_in_a_lock()
     assert "hang_timeout_seconds" in errors.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_nothing_holds_up_the_end(start: Start) -> None:
     """The process ends although the callback blocks, and nobody reads the pipe of its stderr, which is full."""
     receive, send = os.pipe()
@@ -100,6 +101,7 @@ keeps_the_gil()
     assert "keeps_the_gil" in errors
 
 
+@pytest.mark.slow
 def test_beats_and_pauses_keep_it_alive(start: Start) -> None:
     """Slow progress is no hang, nor is a long pause, nested ones included; after it the full time counts again."""
     process = start("""
