@@ -455,7 +455,7 @@ def test_a_standby_is_ready_when_it_sleeps(started: Callable[..., int], monkeypa
     busy = started("print(flush=True)\nwhile True: pass")
     asleep = started("print(flush=True); import time; time.sleep(60)")
     # Other tests of this process may have children too.
-    monkeypatch.setattr(bench_processes, "children", lambda parent: dict.fromkeys((busy, asleep), []))
+    monkeypatch.setattr(bench_processes, "children", lambda parent: {busy: [], asleep: []})
     assert wait_for_standby(os.getpid(), lambda: {busy}, 1, 60.0) is not None
     assert wait_for_standby(os.getpid(), lambda: {asleep}, 1, 0.5) is None
     assert wait_for_standby(os.getpid(), lambda: {busy}, 2, 0.5) is None
