@@ -21,7 +21,7 @@ trap 'exit 130' INT TERM
 "$TITAN_FT_PYTHON" -m titan_ft launch configs/llama3_debug.toml --replicas 2 --ranks-per-replica 1 \
     --run-dir "$run_dir" -- "$@" &
 launcher=$!
-"$TITAN_FT_PYTHON" scripts/kill_group.py "$run_dir" --replica 1 --at-step 10 &
+"$TITAN_FT_PYTHON" scripts/kill_group.py "$run_dir" --replica 1 --at-step 30 &
 killer=$!
 
 status=0

@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,17 +35,12 @@ from titan_ft.replica.feed import Feed, Reading
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.lr_policy import lr_factor, scaled_lr
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
 from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.transport import StateServer
 from titan_ft.replica.watchdog import Watchdog
-
-_LR_FACTORS: dict[str, Callable[[float], float]] = {
-    "none": lambda share: 1.0,
-    "sqrt": math.sqrt,  # FT-HSDP's rule (arXiv 2602.00277)
-    "linear": lambda share: share,
-}
 
 
 @dataclass(frozen=True)
@@ -299,7 +292,7 @@ class ReplicaTrainer(Trainer):
         self._exchange.write_gradients(update.gradients)
         grad_norm = self._clip_gradients()
         self.checkpointer.maybe_wait_for_staging()
-        with _scaled_lr(self.optimizers, self._lr_factor(update)):
+        with scaled_lr(self.optimizers, self._lr_factor(update)):
             self.optimizers.step()
         self.lr_schedulers.step()
         self.ntokens_seen += update.tokens
@@ -309,7 +302,7 @@ class ReplicaTrainer(Trainer):
     def _lr_factor(self, update: Update) -> float:
         """Return what `lr_policy` multiplies the LR of an update with, by its share of the global batch."""
         config = self.job_config.fault_tolerance
-        return _LR_FACTORS[config.lr_policy](len(update.slots) / config.group_size)
+        return lr_factor(config.lr_policy, len(update.slots) / config.group_size)
 
     def _report(
         self, committed: Committed, grad_norm: float, lr: float, seconds: float, replica: ReplicaDimension
@@ -504,19 +497,6 @@ class _Counters:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._trainer.ntokens_seen = state_dict["ntokens_seen"]
         self._ledger.load_state_dict(state_dict["ledger"])
-
-
-@contextlib.contextmanager
-def _scaled_lr(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Iterator[None]:
-    """Multiply the LR by `factor` for one update; the scheduler's own LR is back afterwards."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [group["lr"] for group in groups]
-    if factor != 1.0:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * factor
-    yield
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def _open_events(job_config: JobConfig, launch: Launch) -> EventLog:
