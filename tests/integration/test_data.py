@@ -104,14 +104,8 @@ def resumed(events: Iterable[Event]) -> list[Event]:
     return [event for event in own if 1 in event["participants"]]
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "backward",
-        pytest.param("exchange_first", marks=pytest.mark.slow),
-        pytest.param("optimizer", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["backward", "exchange_first", "optimizer"])
 def test_a_killed_group_goes_on_behind_its_last_commit(
     make_job: Callable[..., Job], loaders: Loaders, point: str
 ) -> None:

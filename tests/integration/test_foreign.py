@@ -126,6 +126,7 @@ def test_a_heal_beside_a_stranger(make_job: Callable[..., Job], come: Callable[[
     check_named(job, STOCK, "not a titan_ft replica group", {0, 1})
 
 
+@pytest.mark.slow
 def test_a_group_with_another_config(make_job: Callable[..., Job]) -> None:
     """It ends for good with one line; the group that was there first names it and trains on to the end."""
     job = make_job(groups=2, flags=ALONE, replica_flags={1: ["--optimizer.lr=1e-3"]}, steps=6)

@@ -113,9 +113,8 @@ def test_kill_one_rank_of_two(make_job: Callable[..., Job], point: str, rank: in
         assert event["seconds"] < 5.0
 
 
-@pytest.mark.parametrize(
-    "points", [("backward", "backward"), pytest.param(("forward", "vote_before"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("points", [("backward", "backward"), ("forward", "vote_before")])
 def test_kill_two_of_four(make_job: Callable[..., Job], points: tuple[str, str]) -> None:
     """Two groups die in the same step, and both come back."""
     faults = [kill(replica, point) for replica, point in zip((1, 2), points, strict=True)]

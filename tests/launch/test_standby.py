@@ -192,6 +192,7 @@ def test_standby_that_cannot_import_is_given_up(run: Any, capfd: pytest.CaptureF
     assert "no other follows" in printed
 
 
+@pytest.mark.slow
 def test_standby_dies_as_it_should_begin(run: Any) -> None:
     """Group and standby die together: the group is started anew, as the same attempt."""
     supervisor = start(run, "--replica=0", ranks=2)

@@ -518,6 +518,7 @@ def test_a_throttled_donor_keeps_to_the_rate(start_donor: Callable[..., Donor], 
     assert time.monotonic() - started >= least
 
 
+@pytest.mark.slow
 def test_a_throttled_donor_is_not_taken_for_dead(
     start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -765,6 +766,7 @@ def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.Monk
     assert time.monotonic() - started < DEADLINE
 
 
+@pytest.mark.slow
 def test_a_donor_that_has_yet_to_copy_is_not_silent(
     start_donor: Callable[..., Donor],
     background: ThreadPoolExecutor,

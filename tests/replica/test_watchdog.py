@@ -127,6 +127,7 @@ def test_off_or_closed_it_never_ends_anything(start: Start, code: str) -> None:
     assert (process.returncode, output, errors) == (0, "alive\n", "")
 
 
+@pytest.mark.slow
 def test_time_in_which_the_process_was_stopped_does_not_count(start: Start) -> None:
     """A process that is stopped for longer than the timeout and continued is not taken for hung."""
     process = start("""
