@@ -368,12 +368,11 @@ class ReplicaTrainer(Trainer):
         )
         self._membership = self._join(host)
         self._exchange = self._build_exchange()
-        state = self._state
         rounds = Rounds(
             config,
             self._membership,
             self._exchange,
-            state,
+            self._state,
             self._server,
             self._events,
             self._nominal_tokens,
@@ -383,8 +382,10 @@ class ReplicaTrainer(Trainer):
         return ReplicaDimension(
             config,
             rounds=rounds,
-            heal=Heal(config, rounds, state, self._ledger, self._group, self._events, self.launch.token, self._apply),
-            state=state,
+            heal=Heal(
+                config, rounds, self._state, self._ledger, self._group, self._events, self.launch.token, self._apply
+            ),
+            state=self._state,
             ledger=self._ledger,
             group=self._group,
             events=self._events,

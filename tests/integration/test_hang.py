@@ -107,7 +107,8 @@ def test_a_group_hangs_while_another_dies(make_job: Callable[..., Job]) -> None:
     assert next(e["participants"] for e in named(events, "step_committed") if e["step"] == STEP) == [0]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_group_is_left_behind_and_heals(make_job: Callable[..., Job], ranks: int) -> None:
     """A group whose heartbeats stop is evicted; continued, it finds out, and heals without a restart."""
     gates = [gate("go", rank=0), *(gate("later", LATER, replica=0, rank=rank) for rank in range(ranks))]

@@ -114,11 +114,12 @@ def test_the_global_batch_holds_with_two_ranks(make_job: Callable[..., Job], und
     assert absences(events, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("second", "survivor"),
     [
         # It has taken the first one's share over, and dies with it.
-        pytest.param(kill(0, "forward", forwards=2, after=["down-1-0"]), 2, marks=pytest.mark.slow),
+        (kill(0, "forward", forwards=2, after=["down-1-0"]), 2),
         (kill(2, "forward", STEP + 1, after=["down-1-0"]), 0),
     ],
     ids=["that took over", "that did not"],
@@ -140,9 +141,8 @@ def test_the_global_batch_holds_when_another_dies(
     assert {event["forward_passes"] for event in own} == {3}
 
 
-@pytest.mark.parametrize(
-    ("policy", "factor"), [("sqrt", math.sqrt), pytest.param("linear", float, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "factor"), [("sqrt", math.sqrt), ("linear", float)])
 def test_lr_follows_the_share(
     make_job: Callable[..., Job], undisturbed: Undisturbed, policy: str, factor: Callable[[float], float]
 ) -> None:

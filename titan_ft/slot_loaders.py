@@ -1,0 +1,97 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Data loaders by slot: torchtitan's own, of whichever group's share of the data."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torchtitan.tools.logging import logger
+
+from titan_ft.config import ConfigError, FaultTolerance
+
+
+class SlotLoaders:
+    """Builds this rank's data loader of any slot, as torchtitan had its own built.
+
+    Attributes:
+        shard: this rank's part of a slot (its data rank in the group).
+        num_shards: parts that a slot is cut into (the group's data-parallel degree).
+    """
+
+    def __init__(self, config: FaultTolerance) -> None:
+        self.shard, self.num_shards = 0, 1
+        self._config = config
+        self._build: Callable[..., Any] | None = None
+        self._first: Any = None
+
+    def begin(self, build: Callable[..., Any], shard: int, num_shards: int) -> Any:
+        """Build the loader of this group's own slot, for torchtitan; `build` takes dp_rank and dp_world_size."""
+        self._build, self.shard, self.num_shards = build, shard, num_shards
+        self._first = self._build_slot(self._config.replica_id)
+        _check_workers(self._first)
+        return self._first
+
+    def open(self, slot: int) -> Any:
+        """Return a loader of `slot` that nobody has read from."""
+        first, self._first = self._first, None
+        return first if first is not None and slot == self._config.replica_id else self._build_slot(slot)
+
+    def _build_slot(self, slot: int) -> Any:
+        # Slot r with in-group data rank i reads shard r * degree + i of group_size * degree, as torchtitan's HSDP does.
+        assert self._build is not None, "torchtitan builds its loader first"
+        loader = self._build(
+            dp_world_size=self.num_shards * self._config.group_size, dp_rank=self.num_shards * slot + self.shard
+        )
+        if getattr(loader, "num_workers", 0) and loader.worker_init_fn is None:
+            loader.worker_init_fn = _let_go_of_the_rank
+        return loader
+
+
+def _check_workers(loader: Any) -> None:
+    """Tell of data that torchtitan does not share out among the loader's workers.
+
+    Raises:
+        ConfigError: a worker would find no file of its own and look for one for ever.
+    """
+    workers, data = getattr(loader, "num_workers", 0), getattr(getattr(loader, "dataset", None), "_data", None)
+    if workers > 1 and isinstance(data, Dataset):
+        logger.warning(
+            f"training.dataloader.num_workers should be 0 or 1 for data in memory, got {workers}: torchtitan gives "
+            "each worker all of it, so that every batch is trained as often; stream it instead"
+        )
+    elif workers > 1 and isinstance(data, IterableDataset) and workers > data.num_shards:
+        raise ConfigError(
+            "training.dataloader.num_workers must be <= the files of the stream for each data rank "
+            f"({data.num_shards}), got {workers}; lower it, or cut the data into more files"
+        )
+
+
+def _let_go_of_the_rank(worker: int) -> None:
+    """Make a forked data loader worker leave the rank's signals and connections alone."""
+    # Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The worker's copies of the rank's sockets would keep its connections open when the rank closes them or dies, so
+    # that peers wait for it. Replaced, not closed: the numbers must not be used again under their owners' feet.
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in _inet_sockets():
+        os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+
+
+def _inet_sockets() -> list[int]:
+    """Return the descriptors of this process's network sockets; none where the system does not list them."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        with contextlib.suppress(OSError):  # no socket, or the listing's own descriptor
+            probe = socket.socket(fileno=os.dup(int(name)))
+            with probe:
+                if probe.family in (socket.AF_INET, socket.AF_INET6):
+                    found.append(int(name))
+    return found
