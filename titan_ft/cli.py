@@ -44,6 +44,16 @@ class Launch:
     """Keep no processes ready that have imported everything; a restarted group then takes as long as its imports."""
     resume: bool = False
     """Let --run-dir hold an earlier run, and go on from its last checkpoint."""
+    minutes: float = 0.0
+    """End the run in order after this time, which is a success if every group could leave; 0 trains to the last step.
+    """
+    chaos: Path | None = None
+    """TOML of the faults to inject into the run, such as configs/chaos/every_15s.toml; those inside the workers need
+    fault_tolerance.chaos = true."""
+    chaos_seed: int | None = None
+    """Seed of the faults, in place of the one in their TOML: the same seed brings the same faults."""
+    metrics_port: str = ""
+    """PORT or HOST:PORT where Prometheus finds the run's figures; a PORT alone is open to this host only."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,10 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
         drain_timeout=command.drain_timeout,
         standby=not command.no_standby,
         resume=command.resume,
+        minutes=command.minutes,
+        chaos=command.chaos,
+        chaos_seed=command.chaos_seed,
+        metrics=command.metrics_port,
         worker_args=worker_args,
     )
     return launch(plan)

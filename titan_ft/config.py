@@ -182,6 +182,12 @@ class FaultTolerance:
     straggler_steps: int = 5
     """Slow steps in a row that make a straggler; >= 1."""
 
+    # Ours: tests of failures.
+
+    chaos: bool = False
+    """Let `titan-ft chaos` and `titan-ft launch --chaos` inject faults inside the workers: those that may write the run's
+    folder can then crash, slow down or corrupt them. Leave it false where nobody means to."""
+
     # Ours: the history of the run.
 
     events_folder: str = "events"

@@ -42,6 +42,7 @@ IMPORTED_LATER = (
 _MAY_DIFFER = (
     "advertise_address",
     "bind_address",
+    "chaos",
     "drain_timeout_seconds",
     "events_folder",
     "hang_timeout_seconds",
@@ -141,6 +142,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             token=environ.get("TITAN_FT_TOKEN", ""),
             attempt=int(environ.get("TITAN_FT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
             config_digest=_config_digest(job_config),
+            slurm=_slurm_step(environ),
         )
         trainer_class = type("Trainer", (ReplicaTrainer,), {"launch": launch})
     else:
@@ -155,6 +157,12 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
     torchtitan.train.ConfigManager = ParsedConfig  # main() builds its own otherwise
     torchtitan.train.main(trainer_class)
     return 0
+
+
+def _slurm_step(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Return what `scancel` and `srun --jobid` call the job step that this process belongs to."""
+    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
+    return {"job": job, "step": step} if job and step else None
 
 
 def _explain(error: Exception) -> int:

@@ -43,6 +43,18 @@ from titan_ft.replica.transport import StateServer
 from titan_ft.replica.watchdog import Watchdog
 
 
+# Fields of [fault_tolerance] that a reader of the history needs.
+_TOLD = (
+    "group_size",
+    "min_replica_size",
+    "digest_every",
+    "batch_policy",
+    "lr_policy",
+    "catch_up",
+    "hang_timeout_seconds",
+)
+
+
 @dataclass(frozen=True)
 class Launch:
     """What the environment says of this worker.
@@ -54,6 +66,7 @@ class Launch:
         token: the run's shared secret.
         attempt: how often this group was started before.
         config_digest: hex hash of what must be equal in all groups.
+        slurm: Slurm's ids of the job and the step that this worker belongs to; None = not under Slurm.
     """
 
     rank: int
@@ -62,6 +75,7 @@ class Launch:
     token: str
     attempt: int
     config_digest: str
+    slurm: dict[str, str] | None = None
 
 
 class ReplicaTrainer(Trainer):
@@ -77,7 +91,13 @@ class ReplicaTrainer(Trainer):
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
         self._events = _open_events(job_config, self.launch)
-        self._events.emit("worker_started", config_digest=self.launch.config_digest)
+        self._events.emit(
+            "worker_started",
+            config_digest=self.launch.config_digest,
+            host=socket.gethostname(),
+            slurm=self.launch.slurm,
+            config={name: getattr(config, name) for name in _TOLD} | {"steps": job_config.training.steps},
+        )
         loaders = spec.register(job_config.model.name, config)
         if job_config.debug.seed is None:
             # All groups must begin with the same weights, whenever they come; torchtitan would roll dice in each.
@@ -92,6 +112,7 @@ class ReplicaTrainer(Trainer):
         self._state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _Counters(self, self._ledger))
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
         self._readings: list[Reading] = []  # of the step under way
+        self._compute_seconds = 0.0  # of it, for forward and backward
         self._participants: list[int] = []  # slots that contributed to the last step
         loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
         # Never while torchtitan builds the model: what that takes is not known here.
@@ -133,7 +154,7 @@ class ReplicaTrainer(Trainer):
             try:
                 super().train()
             except Leaving:
-                self._events.emit("drained", step=self._num_committed, reason="SIGTERM", in_order=True)
+                self._tell_drained()
                 logger.info(f"SIGTERM: this group leaves after step {self._num_committed}")
             self._drain.leave()
         finally:
@@ -141,6 +162,17 @@ class ReplicaTrainer(Trainer):
             if self._replica is not None:
                 self._membership.close()
                 self._server.close()
+
+    def _tell_drained(self) -> None:
+        assert self._replica is not None
+        self._events.emit(
+            "drained",
+            step=self._num_committed,
+            reason="SIGTERM",
+            in_order=True,
+            digest=self._state.digest(),
+            lineage=f"{self._replica.position.lineage:012x}",
+        )
 
     def should_continue_training(self) -> bool:
         """Say whether a step is left; after the last one stay until every group holds the final state."""
@@ -169,13 +201,23 @@ class ReplicaTrainer(Trainer):
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         self._readings = []
+        self._compute_seconds = 0.0
         committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train)
         if committed is None:
             self._heal(replica)
             return
+        exchanged = time.monotonic()
         grad_norm = self._apply(committed.update)
         self._participants = committed.participants
-        self._report(committed, grad_norm, lr * self._lr_factor(committed.update), time.monotonic() - started, replica)
+        ended = time.monotonic()
+        self._report(
+            committed,
+            replica,
+            grad_norm=grad_norm,
+            lr=lr * self._lr_factor(committed.update),
+            seconds=ended - started,
+            exchange_seconds=exchanged - started - self._compute_seconds,
+        )
         if replica.leaving:
             raise Leaving
         self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in self._readings)})
@@ -249,7 +291,9 @@ class ReplicaTrainer(Trainer):
         self._readings += readings
         loss_sum = torch.sum(torch.stack(losses)).item()
         entries = tuple(reading.entry for reading in readings)
-        return self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, entries)
+        contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, entries)
+        self._compute_seconds += time.monotonic() - started
+        return contribution
 
     def _forward_backward(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         inputs = {
@@ -305,7 +349,14 @@ class ReplicaTrainer(Trainer):
         return lr_factor(config.lr_policy, len(update.slots) / config.group_size)
 
     def _report(
-        self, committed: Committed, grad_norm: float, lr: float, seconds: float, replica: ReplicaDimension
+        self,
+        committed: Committed,
+        replica: ReplicaDimension,
+        *,
+        grad_norm: float,
+        lr: float,
+        seconds: float,
+        exchange_seconds: float,
     ) -> None:
         digest = replica.applied()
         update = committed.update
@@ -319,11 +370,15 @@ class ReplicaTrainer(Trainer):
             participants=committed.participants,
             tokens=committed.valid_tokens,
             loss=committed.loss if has_loss else None,
+            own_tokens=committed.own_tokens,
+            own_loss=committed.own_loss if has_loss else None,
             grad_norm=grad_norm,
             lr=lr,
             seconds=seconds,
             exchanges=committed.exchanges,
-            exchange_seconds=committed.seconds,
+            exchange_seconds=exchange_seconds,
+            compute_seconds=self._compute_seconds,
+            apply_seconds=seconds - exchange_seconds - self._compute_seconds,
             forward_passes=sum(len(reading.batches) for reading in self._readings),
             data=read.pop(self.job_config.fault_tolerance.replica_id, None),
             extra_data=list(read.values()),
@@ -342,7 +397,7 @@ class ReplicaTrainer(Trainer):
                     "n_tokens_seen": self.ntokens_seen,
                     "lr": lr,
                     "ft/participants": len(committed.participants),
-                    "ft/exchange(s)": committed.seconds,
+                    "ft/exchange(s)": exchange_seconds,
                     "ft/retries": committed.exchanges - 1,
                     "ft/heal(s)": replica.heal_seconds,
                     "ft/slowest": committed.slowest,

@@ -21,13 +21,14 @@ from titan_ft.history.events import EventLog, read_events
 def test_line_has_time_event_pid_context_and_fields(tmp_path: Path) -> None:
     """Each line is a JSON object with the common fields, the log's context and the event's own fields."""
     log = EventLog(tmp_path / "events" / "a.jsonl", replica=1, rank=0, attempt=None)
-    before = time.time()
+    before, mono = time.time(), round(time.monotonic(), 6)
     log.emit("step_committed", step=3, participants=[0, 1], data={"slot": 1})
     log.close()
     text = (tmp_path / "events" / "a.jsonl").read_text()
     assert text.endswith("\n")
     event = json.loads(text)
     assert before <= event.pop("time") <= time.time()
+    assert mono <= event.pop("mono") <= time.monotonic() + 1e-6
     assert event == {
         "event": "step_committed",
         "pid": os.getpid(),

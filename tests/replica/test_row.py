@@ -44,6 +44,8 @@ def test_row_survives_the_exchange() -> None:
         seconds=0.125,
         saved=1000,
         leaving=1,
+        nonfinite=1,
+        excluded=1,
     )
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"

@@ -33,7 +33,10 @@ class EventLog:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def emit(self, event: str, **fields: object) -> None:
-        """Write one event with time and pid, the context, then the fields. After `close` it is discarded.
+        """Write one event with times and pid, the context, then the fields. After `close` it is discarded.
+
+        `time` is in Unix seconds; `mono` in seconds of the host's monotonic clock, which nobody sets: beside it, a
+        wall clock that was set shows.
 
         Raises:
             OSError: the line could not be written whole, for example because the disk is full.
@@ -42,7 +45,8 @@ class EventLog:
         with self._lock:
             if self._fd is None:
                 return
-            record = {"time": time.time(), "event": event, "pid": os.getpid(), **self._context, **fields}
+            record = {"time": time.time(), "mono": round(time.monotonic(), 6), "event": event, "pid": os.getpid()}
+            record |= {**self._context, **fields}
             line = (json.dumps(_plain(record), allow_nan=False) + "\n").encode()
             if os.write(self._fd, line) != len(line):
                 raise OSError(f"event {event!r} was written only in part; is the disk full?")

@@ -55,6 +55,14 @@ class LaunchPlan:
     """Whether each group keeps processes ready that have imported everything."""
     resume: bool = False
     """Whether the run directory may hold an earlier run, whose last checkpoint this one goes on from."""
+    minutes: float = 0.0
+    """Minutes after which the run is ended in order; 0 = when training is over."""
+    chaos: Path | None = None
+    """Plan of the faults to inject; None injects none."""
+    chaos_seed: int | None = None
+    """Seed of that plan in place of its own."""
+    metrics: str = ""
+    """PORT or HOST:PORT of a Prometheus endpoint; empty = none."""
     module: str = DEFAULT_MODULE
     """Python module that the workers run."""
 
@@ -69,6 +77,12 @@ class LaunchPlan:
         ):
             if value < least:
                 raise ConfigError(f"{flag} must be >= {least}, got {value}")
+        if not 0 <= self.minutes < float("inf"):
+            raise ConfigError(f"--minutes must be >= 0, got {self.minutes}; 0 trains to the last step")
+        if self.chaos is None and self.chaos_seed is not None:
+            raise ConfigError(
+                f"--chaos-seed must come with --chaos FILE, got {self.chaos_seed} alone; give the plan too"
+            )
         if self.lighthouse_port > 65535:
             raise ConfigError(
                 f"--lighthouse-port must be <= 65535, got {self.lighthouse_port}; 0 lets the system choose"

@@ -79,6 +79,12 @@ class LighthouseKeeper:
         self._log_offset = self.log.stat().st_size if self.log.exists() else 0
         self._child = self._children.start("lighthouse", self._command, self.log, needed_by_others=True)
         self._start_at = now
+        self._events.emit("lighthouse_started", lighthouse_pid=self._child.process.pid, address=self.address)
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process id of the lighthouse; None while there is none."""
+        return None if self._child is None or self._child.code is not None else self._child.process.pid
 
     def _look(self, now: float) -> None:
         with self.log.open("rb") as file:

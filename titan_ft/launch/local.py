@@ -48,6 +48,8 @@ class LocalRun:
         self._supervisors: dict[int, Child] = {}
         self._spares = Spares(plan, self._children, self._events)
         self._told: set[Child] = set()
+        self._started = time.monotonic()
+        self._time_is_up = False
         self.view = make_view(plan.num_replicas)
 
     def run(self) -> int:
@@ -58,6 +60,8 @@ class LocalRun:
         finally:
             self._stop()
             self._refresh()
+            if self._time_is_up and code == 0:
+                code, reason = self._judge_leaving()
             self._events.emit("launch_finished", code=code, reason=reason)
             self._events.close()
             self._lighthouse.close()
@@ -107,15 +111,17 @@ class LocalRun:
                 return self._finished()
             if self._lighthouse.failure:
                 return self._lighthouse_failed()
+            if self.plan.minutes and time.monotonic() - self._started >= 60 * self.plan.minutes:
+                return self._end_in_time()
             time.sleep(TICK_SECONDS)
 
     def _stop(self) -> None:
         """End what still runs. When the run is stopped from outside, its groups get the time to leave in order."""
-        by_signal, told = self.num_signals > 0, self.num_signals
-        grace = GRACE_SECONDS + 2.0 + (self.plan.drain_seconds if by_signal else 0.0)
+        told, in_order = self.num_signals, self.num_signals > 0 or self._time_is_up
+        grace = GRACE_SECONDS + 2.0 + (self.plan.drain_seconds if in_order else 0.0)
 
         def hurry() -> bool:
-            if by_signal:
+            if in_order:
                 self._refresh()
             return self.num_signals > max(told, 1)
 
@@ -127,7 +133,8 @@ class LocalRun:
             before, self.groups = self.groups, status.fold(self.groups, event)
             line = status.describe(before, self.groups, event)
             # When the whole run is stopped, workers do not "die" one by one.
-            if line is not None and (not self.num_signals or event["event"] in ("drained", "checkpoint_saved")):
+            stopping = self.num_signals or self._time_is_up
+            if line is not None and (not stopping or event["event"] in ("drained", "checkpoint_saved")):
                 self.view.line(line)
         self.view.update(self.groups)
 
@@ -165,11 +172,31 @@ class LocalRun:
         return 0, reason
 
     def _interrupted(self) -> tuple[int, str]:
-        limit = self.plan.drain_seconds
-        self._events.emit("launch_stopping", reason="a signal", drain_seconds=limit)
-        self.groups = status.draining(self.groups)
-        self.view.line(f"stopping all groups, draining for {limit:g} s at most (again to kill them at once)")
+        self._begin_to_drain("a signal", "stopping all groups", "again")
         return 1, "stopped by a signal"
+
+    def _end_in_time(self) -> tuple[int, str]:
+        """End the run that has had its time; whether that is a success shows when its groups have left."""
+        self._time_is_up = True
+        self._begin_to_drain("its time is up", f"--minutes ({self.plan.minutes:g}) are over", "Ctrl-C")
+        return 0, "its time is up"
+
+    def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:
+        limit = self.plan.drain_seconds
+        self._events.emit("launch_stopping", reason=reason, drain_seconds=limit)
+        self.groups = status.draining(self.groups)
+        self.view.line(f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)")
+
+    def _judge_leaving(self) -> tuple[int, str]:
+        """Return exit status and reason of a run that ended in time."""
+        ended = (status.DRAINED, status.FINISHED)
+        late = [group.replica for group in self.groups.values() if group.state not in ended]
+        if not late:
+            self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
+            return 0, "all groups left when the time was up"
+        reason = f"when the time was up, {len(late)} groups did not leave in order: {', '.join(map(str, late))}"
+        self._error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
+        return 1, reason
 
     def _lighthouse_failed(self) -> tuple[int, str]:
         """Report it. Groups cannot meet without a lighthouse, so the run ends."""

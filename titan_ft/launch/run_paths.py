@@ -42,6 +42,11 @@ class RunPaths:
         return self.root / "report"
 
     @property
+    def chaos_orders(self) -> Path:
+        """What the agents in the workers are told to do to them, one order a line."""
+        return self.root / "chaos" / "orders.jsonl"
+
+    @property
     def lighthouse_log(self) -> Path:
         return self.root / "logs" / "lighthouse.log"
 

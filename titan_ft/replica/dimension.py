@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.catch_up import Update
-from titan_ft.replica.errors import GaveUpError
+from titan_ft.replica.errors import GaveUpError, NonFiniteError
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Ledger, share_out
@@ -28,6 +28,9 @@ from titan_ft.replica.straggler import Stragglers
 
 logger = logging.getLogger(__name__)
 
+MAX_EXCLUSIONS = 3
+"""Steps in a row whose gradients only this group could not give, until it is started again."""
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -37,8 +40,8 @@ class Committed:
         participants: slots of the groups that contributed weight.
         valid_tokens: tokens that the mean is taken over.
         loss, max_loss: mean per valid token over all participants, and the largest mean of one rank.
+        own_tokens, own_loss: this group's part of them; None = it has none.
         exchanges: rounds that the step took; 1 = no retry.
-        seconds: the time that the training thread waited for them.
         parent: lineage of the state before the step.
         slowest: seconds of the slowest group's own part of the step / median of the others' (0 = alone).
     """
@@ -49,8 +52,9 @@ class Committed:
     valid_tokens: int
     loss: float
     max_loss: float
+    own_tokens: int
+    own_loss: float | None
     exchanges: int
-    seconds: float
     slowest: float
 
 
@@ -81,6 +85,7 @@ class ReplicaDimension:
         self._nominal_tokens, self._pauses_after = nominal_tokens, pauses_after
         self._events = events
         self._waiting = False
+        self._exclusions = 0  # steps in a row that were made without this group's gradients
         self.heal_seconds = 0.0
 
     @property
@@ -175,14 +180,16 @@ class ReplicaDimension:
             GaveUpError: more than `max_exchange_retries` exchanges in a row broke.
             DivergedError: the groups' states differ without a majority.
         """
-        started = time.monotonic()
+        rounds = self._rounds
+        rounds.excluded = rounds.insists = False
         exchanges = failures = 0
         while True:
-            made = self._rounds.make(contribution)
+            made = rounds.make(contribution)
             exchanges += 1
             if made is None:
                 failures += 1
                 self._give_up_after(failures)
+                rounds.excluded |= any(self._group.gather(int(rounds.nonfinite)))
                 continue
             failures = 0
             if self._rounds.position.standing is Standing.BEHIND:
@@ -193,9 +200,14 @@ class ReplicaDimension:
                 # A group went with its share of the step. The others take it over, then exchange again.
                 shares = share_out(uncovered, made.slots(made.verdict.contributors))
                 contribution = contribution.plus(train(shares.get(self._config.replica_id, [])))
+            elif made.verdict.excluded and not made.verdict.contributors:
+                # Nobody is left to go on with: it is the model that diverges, and that is not for this layer to judge.
+                rounds.excluded, rounds.insists = False, rounds.excluded
             elif not made.verdict.strays:  # with strays the same gradients go again at once, without theirs
                 self._wait_for_more(made)
         self._waiting = False
+        self._tell_excluded(made)
+        own = made.rows[made.quorum.rank]
         update = self._rounds.update(made)
         self._rounds.advance(update)
         self._compare_speeds(made)
@@ -210,8 +222,9 @@ class ReplicaDimension:
             valid_tokens=verdict.valid_tokens,
             loss=verdict.loss * (self._nominal_tokens / verdict.valid_tokens),
             max_loss=verdict.max_loss,
+            own_tokens=own.valid_tokens,
+            own_loss=own.loss * (self._nominal_tokens / own.valid_tokens) if own.valid_tokens else None,
             exchanges=exchanges,
-            seconds=time.monotonic() - started,
             slowest=max(self._stragglers.ratios.values(), default=0.0),
         )
 
@@ -281,6 +294,23 @@ class ReplicaDimension:
             logger.warning("step %d waits: %s", self.step + 1, why)
             self._events.emit("waiting", step=self.step, participants=made.slots(made.verdict.contributors), reason=why)
         time.sleep(PAUSE_SECONDS)
+
+    def _tell_excluded(self, made: Round) -> None:
+        """Tell whose gradients the step leaves out, and end this group if its own have been left out too often.
+
+        Its state comes from a peer then; if the next attempt cannot do better either, the data is what is wrong.
+        """
+        slots = made.slots(made.verdict.excluded)
+        if slots:
+            logger.warning("step %d is made without the gradients of groups %s: not finite", self.step + 1, slots)
+            self._events.emit("gradient_excluded", step=self.step + 1, slots=slots)
+        self._exclusions = self._exclusions + 1 if self._config.replica_id in slots else 0
+        if self._exclusions >= MAX_EXCLUSIONS:
+            raise NonFiniteError(
+                f"the gradients of this group were not finite in {self._exclusions} steps in a row, and those of others "
+                f"were; last at step {self.step + 1}: look at the memory and the GPUs of this host, and at the batches "
+                "that its events name"
+            )
 
     def _compare_speeds(self, made: Round) -> None:
         """Tell when a group has become a straggler, or is none any more."""

@@ -17,6 +17,10 @@ class GaveUpError(ReplicaError):
     """The exchange kept failing, or too few groups came."""
 
 
+class NonFiniteError(ReplicaError):
+    """The gradients of this group are not finite again and again, and those of others are."""
+
+
 class JobLostError(ReplicaError):
     """No living group holds the job's state."""
 

@@ -145,6 +145,11 @@ class GradientExchange:
             flight.join()
             self._flight = None
 
+    @property
+    def finite(self) -> bool:
+        """Say whether what this rank added to the exchange under way has neither an inf nor a NaN."""
+        return self._flight is None or self._flight.finite
+
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradients by `factor`."""
         if factor != 1.0:
@@ -211,6 +216,7 @@ class _Flight:
         self._contributes = contributes
         self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._works: list[Any] = []
+        self._sums: list[torch.Tensor] = []  # of each bucket's own gradients
         self._quorum: Quorum | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="titan_ft_exchange", daemon=True)
@@ -254,6 +260,11 @@ class _Flight:
             raise error
         return gathered.cpu()
 
+    @property
+    def finite(self) -> bool:
+        """Say whether this rank's own gradients are finite; to be asked when all buckets are on their way."""
+        return not self._sums or bool(torch.stack(self._sums).isfinite().all())
+
     def join(self) -> None:
         """End the thread; it never outlives its exchange, because the next one writes the same buckets."""
         self._full.put(None)
@@ -274,7 +285,9 @@ class _Flight:
                             return
                         full.add(id(handed_over))
                     device.synchronize([bucket.full])
-                    if not contributes:
+                    if contributes:
+                        self._sums.append(bucket.flat.sum())  # one cheap pass: an inf or a NaN makes its sum such
+                    else:
                         bucket.flat.zero_()
                     self._all_reduce(bucket.flat)
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread

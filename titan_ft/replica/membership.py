@@ -182,7 +182,9 @@ class Membership:
     # The quorum thread
 
     def _ask(self, step: int, failures: int) -> Quorum:
+        asked = time.monotonic()
         reply, members = self._find_members(step, failures)
+        answered = time.monotonic()
         names = hashlib.sha256("/".join(member.unique for member in members).encode()).hexdigest()[:16]
         key = f"{reply.quorum_id}/{names}"
         rank = members.index(self.member)
@@ -195,7 +197,12 @@ class Membership:
             error = self._configure(reply.quorum_id, members, step, key, f"titan_ft/{key}/{self._builds[key]}")
             if error is None:
                 self._events.emit(
-                    "joined", quorum=reply.quorum_id, participants=[member.slot for member in members], step=step
+                    "joined",
+                    quorum=reply.quorum_id,
+                    participants=[member.slot for member in members],
+                    step=step,
+                    quorum_seconds=answered - asked,
+                    rebuild_seconds=time.monotonic() - answered,
                 )
         # With others in the quorum the largest step may be their claim.
         alone = len(members) == len(reply.replica_ids)

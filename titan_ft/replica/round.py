@@ -131,6 +131,12 @@ class Rounds:
         self.position = Position()
         self.membership = membership
         self._drain, self._watchdog = drain, watchdog
+        self.nonfinite = False
+        """Whether the gradients that this rank added to the last exchange have an inf or a NaN."""
+        self.excluded = False
+        """Whether this group leaves its gradients out of the step under way; equal on all its ranks."""
+        self.insists = False
+        """Whether it adds them all the same, because nobody has finite ones; equal on all its ranks."""
         self.leaving = False
         """Whether all ranks of this group have agreed to leave: it asks for no quorum any more."""
         self._config, self._exchange, self._state, self._server = config, exchange, state, server
@@ -195,6 +201,7 @@ class Rounds:
         reduced = None
         try:
             reduced = self._exchange.finish(self._contributes, lambda quorum: self._tell(quorum, contribution))
+            reduced = self._refuse_nonfinite(reduced, started)
         except ExchangeError as error:
             self._tell_broken(str(error), started)
         self._drain.before_vote()
@@ -207,10 +214,23 @@ class Rounds:
             self._tell_broken("broke on another rank of this group", started)
         return None
 
+    def _refuse_nonfinite(self, reduced: Reduced, started: float) -> Reduced | None:
+        """Return the exchange if its sums may be used; None if a member says that it spoiled them.
+
+        The members read the same rows, so that each votes no by itself, and the exchange is repeated without that
+        group's gradients: a NaN in the weights of one group is bad enough, one sum carries it into all.
+        """
+        rows = [Row.decode(values) for values in reduced.rows.tolist()]
+        spoilers = [row.slot for row in rows if row.nonfinite]
+        if not spoilers:
+            return reduced
+        self._tell_broken(f"the gradients of groups {spoilers} are not finite", started)
+        return None
+
     def commits(self, made: Round) -> bool:
         """Say whether the round is an update. With strays it is not: it is repeated without their gradients."""
         verdict = made.verdict
-        enough = len(verdict.contributors) >= self._config.min_replica_size
+        enough = len(verdict.contributors) + len(verdict.excluded) >= self._config.min_replica_size
         return not verdict.strays and not verdict.awaited and verdict.valid_tokens > 0 and enough
 
     def uncovered(self, made: Round) -> list[int]:
@@ -238,17 +258,19 @@ class Rounds:
 
     def advance(self, update: Update) -> None:
         """Count `update` as part of this group's state."""
-        position = self.position
+        position, self.excluded, self.insists = self.position, False, False
         position.step, position.lineage, position.digest = update.step, update.lineage, 0
         position.seen = max(position.seen, update.step)
 
     def _contributes(self, quorum: Quorum) -> bool:
-        return self.position.standing is Standing.READY and not quorum.behind
+        return self.position.standing is Standing.READY and not quorum.behind and not self.excluded
 
     def _tell(self, quorum: Quorum, contribution: Contribution) -> Told:
         position = self.position
         outdated = position.standing.has_state and quorum.behind
-        facts = contribution if self._contributes(quorum) else NOTHING
+        contributes = self._contributes(quorum)
+        facts = contribution if contributes else NOTHING
+        self.nonfinite = contributes and not self.insists and not self._exchange.finite
         row = Row(
             slot=self._config.replica_id,
             standing=Standing.BEHIND if outdated else position.standing,
@@ -267,6 +289,8 @@ class Rounds:
             seconds=facts.seconds,
             saved=position.saved,
             leaving=self._drain.requested,
+            nonfinite=self.nonfinite,
+            excluded=self.excluded,
         )
         return row.encode(), encode(facts.entries)
 

@@ -54,6 +54,8 @@ class Row:
         seconds: that the member's slowest rank spent on its own part of the step.
         saved: step of the latest checkpoint that the member knows to be complete.
         leaving: whether the member was told to leave and will be gone after this exchange, if it is committed.
+        nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN.
+        excluded: whether the member leaves its gradients out of this step because one of its ranks had such.
     """
 
     slot: int
@@ -73,6 +75,8 @@ class Row:
     seconds: float = 0.0
     saved: int = 0
     leaving: int = 0
+    nonfinite: int = 0
+    excluded: int = 0
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""
@@ -104,6 +108,7 @@ class Verdict:
         tie: the bytes differ and no majority exists.
         ready: holders that train on.
         contributors: those of them whose gradient counts.
+        excluded: those of them whose gradient does not, because it is not finite.
         donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
         serving: holders that a member fetches from.
         awaited: members whose transfer must end before the next update.
@@ -116,6 +121,7 @@ class Verdict:
     tie: bool
     ready: tuple[int, ...]
     contributors: tuple[int, ...]
+    excluded: tuple[int, ...]
     donors: dict[int, int]
     serving: tuple[int, ...]
     awaited: tuple[int, ...]
@@ -147,6 +153,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         tie=tie,
         ready=ready,
         contributors=contributors,
+        excluded=tuple(rank for rank in ready if rows[rank].excluded),
         donors=_send_to_donors(rows, [rank for rank in holders if rows[rank].slot not in fetched_from]),
         serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),
         awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),

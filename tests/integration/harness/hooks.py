@@ -21,6 +21,7 @@ environment variable TITAN_FT_TEST_HOOKS:
     gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
              the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME
     flips    [{"replica", "rank", "step"}]: flip one bit of a parameter after the optimizer made that step
+    nans     [{"replica", "rank", "attempt", "steps"}]: in these steps a gradient has a NaN
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
     dump     whether parameters are written there, too, before and after training: begin-... and end-...
@@ -36,7 +37,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,7 @@ from harness.mask import mask_labels
 from titan_ft.replica import heal, transport
 from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.dimension import ReplicaDimension
-from titan_ft.replica.exchange import _Flight, local
+from titan_ft.replica.exchange import GradientExchange, _Bucket, _Flight, local
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.transport import StateServer
@@ -216,7 +217,7 @@ def install_progress() -> None:
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
 
-    def report(trainer: ReplicaTrainer, committed: Any, *_: Any) -> None:
+    def report(trainer: ReplicaTrainer, committed: Any, *_: Any, **__: Any) -> None:
         WORKER.events.emit(
             "computed",
             step=committed.update.step,
@@ -256,7 +257,7 @@ def install_progress() -> None:
     before(OptimizersContainer, "step", optimize)
     before(ReplicaTrainer, "train_step", step)
     before(ReplicaTrainer, "_report", report)
-    after(ReplicaTrainer, "_report", lambda *_: WORKER.mark("trained"))
+    after(ReplicaTrainer, "_report", lambda *_, **__: WORKER.mark("trained"))
     before(ReplicaDimension, "finish", lambda *_: WORKER.mark("finishing"))
     before(ReplicaDimension, "join", lambda *_: WORKER.mark("ready"))
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))
@@ -302,7 +303,7 @@ def install_faults() -> None:
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
     before(ReplicaTrainer, "_apply", lambda _, update: WORKER.at("commit" if update.gradients is None else "replay"))
-    before(ReplicaTrainer, "_report", lambda *_: WORKER.at("optimizer"))
+    before(ReplicaTrainer, "_report", lambda *_, **__: WORKER.at("optimizer"))
     after(transport._Connection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
@@ -333,6 +334,18 @@ def install_flips() -> None:
                 local(parameter.detach()).view(torch.int32).view(-1)[3] ^= 1
 
     after(ReplicaTrainer, "_apply", flip)
+
+
+def install_nans() -> None:
+    """Spoil a gradient, as an overflow or a faulty GPU would."""
+
+    def spoil(_: Any, bucket: _Bucket, indices: Iterable[int]) -> None:
+        for what in SETTINGS["nans"]:
+            if WORKER.is_target(what) and WORKER.step in what["steps"] and WORKER.forwards:
+                for index in indices:
+                    local(bucket.parameters[index].grad).fill_(float("nan"))
+
+    before(GradientExchange, "_fill", spoil)
 
 
 def install_mask() -> None:
@@ -413,6 +426,8 @@ def install() -> None:
         install_breaks()
     if SETTINGS.get("flips"):
         install_flips()
+    if SETTINGS.get("nans"):
+        install_nans()
     if SETTINGS.get("mask"):
         install_mask()
     if SETTINGS.get("record"):
