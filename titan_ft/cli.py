@@ -73,6 +73,62 @@ class Lighthouse:
 
 
 @dataclass(frozen=True)
+class Chaos:
+    """Break a running job on purpose: one FAULT now, or a whole --plan, until that or the job ends, or Ctrl-C.
+
+    The exit status is 0 when the fault was injected or the plan carried out, 1 when the fault could not be injected, 2
+    when the usage is wrong or no such job runs. Processes that were stopped go on in any case.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RUN_DIR")] = None
+    """The --run-dir of a running job."""
+    fault: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="FAULT")] = None
+    """A fault to inject now; see --list."""
+    replica: int | None = None
+    """Group that FAULT hits; left to chance when left out."""
+    rank: int | None = None
+    """Rank of it that FAULT hits; left to chance when left out."""
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = ()
+    """Parameters of FAULT, such as seconds=5."""
+    plan: Path | None = None
+    """TOML of a plan to carry out, such as those in configs/chaos."""
+    seed: int | None = None
+    """Replays the choices of an earlier plan or fault; a new one is drawn and told when left out."""
+    for_seconds: float | None = None
+    """End after this time."""
+    list_faults: Annotated[bool, tyro.conf.arg(name="list")] = False
+    """Print the faults and do nothing."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Verify the promises of a run from its events: each holds, does not hold, or cannot be told.
+
+    The exit status is 0 when everything asked holds, else 1.
+    """
+
+    run_dir: tyro.conf.Positional[Path]
+    """The --run-dir of a launch, or any folder with events/*.jsonl."""
+    against: Path | None = None
+    """The --run-dir of a run without failures, of the same config: its loss curve must be followed."""
+    json: bool = False
+    """Print all findings as JSON."""
+
+
+@dataclass(frozen=True)
+class Top:
+    """Show a run live in the terminal: its groups, its loss and what happens to it.
+
+    Without a terminal it is shown once. q or Ctrl-C leaves; a run that is over is shown as it ended.
+    """
+
+    run_dir: tyro.conf.Positional[Path]
+    """The --run-dir of a launch, or any folder with events/*.jsonl."""
+    once: bool = False
+    """Show it once, as it is now."""
+
+
+@dataclass(frozen=True)
 class Report:
     """Sum up a run from its events: steps, failures, stalls, recoveries, digests."""
 
@@ -102,6 +158,9 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(
         Annotated[Launch, tyro.conf.subcommand("launch")]
         | Annotated[Lighthouse, tyro.conf.subcommand("lighthouse")]
+        | Annotated[Chaos, tyro.conf.subcommand("chaos")]
+        | Annotated[Check, tyro.conf.subcommand("check")]
+        | Annotated[Top, tyro.conf.subcommand("top")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Audit, tyro.conf.subcommand("audit")],
         prog="titan-ft",
@@ -115,6 +174,12 @@ def main(argv: list[str] | None = None) -> int:
                 return _launch(command, worker_args)
             case Lighthouse():
                 return _lighthouse(command)
+            case Chaos():
+                return _chaos(command)
+            case Check():
+                return _check(command)
+            case Top():
+                return _top(command)
             case Report():
                 return _report(command)
             case Audit():
@@ -133,9 +198,12 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _launch(command: Launch, worker_args: list[str]) -> int:
+    from titan_ft.chaos.plan import load_plan
     from titan_ft.launch.launch_plan import LaunchPlan
     from titan_ft.launch.local import launch
 
+    if command.chaos is None and command.chaos_seed is not None:
+        raise ConfigError(f"--chaos-seed must come with --chaos FILE, got {command.chaos_seed} alone; give the plan too")
     plan = LaunchPlan(
         config=command.config,
         num_replicas=command.replicas,
@@ -148,8 +216,7 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
         standby=not command.no_standby,
         resume=command.resume,
         minutes=command.minutes,
-        chaos=command.chaos,
-        chaos_seed=command.chaos_seed,
+        chaos=None if command.chaos is None else load_plan(command.chaos, command.chaos_seed),
         metrics=command.metrics_port,
         worker_args=worker_args,
     )
@@ -161,6 +228,46 @@ def _lighthouse(command: Lighthouse) -> int:
 
     settings = {name: value for name, value in vars(command).items() if name != "bind"}
     return serve(command.bind, LighthouseSettings(**settings))
+
+
+def _chaos(command: Chaos) -> int:
+    from titan_ft.chaos.command import ChaosCommand, catalogue, run_chaos
+
+    if command.list_faults:
+        print(catalogue())
+        return 0
+    if command.run_dir is None:
+        raise ConfigError("RUN_DIR must be the folder of a running job, got none; give the --run-dir of its launch")
+    chaos = ChaosCommand(
+        run_dir=command.run_dir,
+        fault=command.fault,
+        replica=command.replica,
+        rank=command.rank,
+        settings=command.settings,
+        plan_file=command.plan,
+        seed=command.seed,
+        for_seconds=command.for_seconds,
+    )
+    return run_chaos(chaos)
+
+
+def _check(command: Check) -> int:
+    from titan_ft.history.check import check_folders, format_check
+    from titan_ft.launch.run_paths import RunPaths
+
+    for name, folder in (("RUN_DIR", command.run_dir), ("--against", command.against)):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"{name} must be the folder of a run, got {folder}; there is no such folder")
+    against = None if command.against is None else RunPaths(command.against).events
+    report = check_folders(RunPaths(command.run_dir).events, against)
+    print(json.dumps(report.to_dict(), indent=2) if command.json else format_check(report))
+    return 0 if report.verdict == "holds" else 1
+
+
+def _top(command: Top) -> int:
+    from titan_ft.launch.top import top
+
+    return top(command.run_dir, once=command.once)
 
 
 def _report(command: Report) -> int:

@@ -90,11 +90,13 @@ def require(process_group: str) -> None:
 
 def build_process_group(process_group: str, timeout: timedelta) -> Any:
     """Build torchft's reconfigurable process group between the replica groups."""
-    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+    from torchft.process_group import ProcessGroupNCCL
+
+    from titan_ft.replica.gloo import BreakableGloo
 
     logging.getLogger("torchft_errors").setLevel(logging.WARNING)  # an empty line at every abort, for telemetry only
     if process_group == "gloo":
-        return ProcessGroupGloo(timeout=timeout)
+        return BreakableGloo(timeout=timeout)
     return ProcessGroupNCCL(timeout=timeout)
 
 

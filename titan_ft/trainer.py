@@ -52,6 +52,7 @@ _TOLD = (
     "lr_policy",
     "catch_up",
     "hang_timeout_seconds",
+    "chaos",
 )
 
 
@@ -96,7 +97,11 @@ class ReplicaTrainer(Trainer):
             config_digest=self.launch.config_digest,
             host=socket.gethostname(),
             slurm=self.launch.slurm,
-            config={name: getattr(config, name) for name in _TOLD} | {"steps": job_config.training.steps},
+            config={
+                **{name: getattr(config, name) for name in _TOLD},
+                "steps": job_config.training.steps,
+                "checkpoint": job_config.checkpoint.enable,
+            },
         )
         loaders = spec.register(job_config.model.name, config)
         if job_config.debug.seed is None:

@@ -14,10 +14,10 @@ from titan_ft.launch.supervisor import GroupSpec, StopRequests, Supervisor, star
 class Supervised:
     """Replica 0, with real workers that are the test's own children; use as a context, which ends them."""
 
-    def __init__(self, run: Any, num_ranks: int = 1, **settings: Any) -> None:
+    def __init__(self, run: Any, num_ranks: int = 1, module: str = "fake_worker", **settings: Any) -> None:
         flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
         env = {name: run.env[name] for name in ("FAKE_WORKERS", "PYTHONPATH")}
-        spec = GroupSpec(run.paths, 0, num_ranks, module="fake_worker", args=flags, env=env, **settings)
+        spec = GroupSpec(run.paths, 0, num_ranks, module=module, args=flags, env=env, **settings)
         self.stop = StopRequests()  # called as a signal handler would be
         self._supervisor = Supervisor(spec, self.stop, StandbyKeeper(lambda: start_standby(spec)))
         self._codes: list[int] = []

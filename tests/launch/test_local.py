@@ -159,7 +159,7 @@ def test_first_signal_drains(run: Any) -> None:
     launcher.send_signal(signal.SIGINT)
     printed, errors = launcher.communicate(timeout=40)
     assert (launcher.returncode, errors) == (1, "")
-    assert "stopping all groups, draining for 60 s at most" in printed
+    assert "stopping all groups: draining for 60 s at most" in printed
     for replica in (0, 1):
         assert f"replica {replica} left after step 12 (SIGTERM)" in printed
     assert run.events("launch_finished")[0]["reason"] == "stopped by a signal"

@@ -4,14 +4,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from titan_ft.history.events import EventLog
 from titan_ft.launch import status
-from titan_ft.launch.event_tail import EventTail
 from titan_ft.launch.status_view import PlainView, _table
 
 
@@ -67,7 +64,7 @@ def test_story_of_a_run() -> None:
         "replica 1 finished at step 3",
     ]
     assert list(dict.fromkeys(states)) == ["waiting", "starting", "joined", "training", "died", "healing", "finished"]
-    assert groups[1] == status.GroupStatus(1, "finished", 3, 2.5, (0, 1), attempt=1, restarts=1)
+    assert groups[1] == status.GroupStatus(1, "finished", 3, 2.5, (0, 1), attempt=1, restarts=1, donor=0)
     assert status.describe_progress(groups) == "step 3  loss 2.50000  groups 2/2  restarts 1"
 
 
@@ -124,6 +121,13 @@ def test_lines_of_single_events() -> None:
             "replica 2 cannot queue more updates: the others wait until it has step 9",
         ),
         (event("drained", 2, step=9, reason="SIGTERM"), "replica 2 left after step 9 (SIGTERM)"),
+        (event("heal_failed", 2, donor=1, error="E: gone\nmore"), "replica 2 got no state from replica 1: E: gone"),
+        (event("rolled_back", 1, step=7, lost=2), "replica 1 goes on from step 7: steps lost with their groups: 2"),
+        (
+            event("checkpoint_failed", 2, step=8, error="full"),
+            "replica 2 could not save the checkpoint of step 8: full",
+        ),
+        (event("gradient_excluded", 1, step=8, slots=[0, 2]), "step 8 goes without replica 0, 2: gradient not finite"),
         (
             {"time": 0.0, "event": "lighthouse_restarted", "pid": 1, "reason": "the lighthouse ended", "seconds": 0.25},
             "the lighthouse ended; it is back at the same address after 0.25 s",
@@ -136,13 +140,89 @@ def test_lines_of_single_events() -> None:
         assert "\n" not in told
 
 
-def test_what_all_groups_see_is_told_once() -> None:
+@pytest.mark.parametrize("name", ["straggler", "digest_mismatch", "gradient_excluded", "rolled_back", "waiting"])
+def test_what_all_groups_see_is_told_once(name: str) -> None:
     """Of the groups that train, the first one tells what each of them finds."""
     groups = status.initial(3)
     for replica in (1, 2):
         groups = status.fold(groups, step(7, replica))
-    lines = [status.describe(groups, groups, event("straggler", replica, slot=0, factor=3.0)) for replica in (1, 2)]
-    assert lines == ["replica 0 is slow: 3.0 times the others' step time", None]
+    lines = [status.describe(groups, groups, event(name, replica, slot=0, slots=[0])) for replica in (1, 2)]
+    assert lines[0]
+    assert lines[1] is None
+
+
+def chaos(name: str, fault: str, target: Any, **fields: Any) -> dict[str, Any]:
+    return {"time": 9.0, "event": name, "pid": 1, "fault": fault, "target": target, "seed": 7, "shot": 1, **fields}
+
+
+@pytest.mark.parametrize(
+    ("told", "line", "hit"),
+    [
+        (chaos("fault_injected", "kill_group", {"replica": 2}), "fault: kill_group on replica 2", [2]),
+        (chaos("fault_injected", "kill_rank", {"replica": 1, "rank": 0}), "fault: kill_rank on replica 1, rank 0", [1]),
+        (
+            chaos("fault_injected", "kill_lighthouse", {"lighthouse": True}),
+            "fault: kill_lighthouse on the lighthouse",
+            [],
+        ),
+        (chaos("fault_injected", "kill_group", 1), "fault: kill_group on replica 1", [1]),
+        (chaos("fault_injected", "kill_group", {"replica": 7}), "fault: kill_group on replica 7", []),
+        (chaos("fault_injected", "disk_full", None), "fault: disk_full", []),
+        (
+            chaos("fault_injected", "slow_rank", {"replica": 0, "rank": 1}, params={"factor": 3, "seconds": 2.5}),
+            "fault: slow_rank on replica 0, rank 1 (factor 3, seconds 2.5)",
+            [0],
+        ),
+        (chaos("fault_undone", "stop_group", {"replica": 0}), "fault undone: stop_group on replica 0", []),
+        (chaos("fault_skipped", "kill_group", None, reason="too few"), "fault skipped: kill_group (too few)", []),
+    ],
+)
+def test_faults_are_told_and_remembered(told: dict[str, Any], line: str, hit: list[int]) -> None:
+    """Each fault is one line, whoever writes it; the groups that it hits remember the last one and its time."""
+    groups = status.fold(status.initial(3), {**event("replica_restarted", 0), "attempt": 5})
+    after = status.fold(groups, told)
+    assert status.describe(groups, after, told) == line
+    assert [replica for replica, group in after.items() if group.fault] == hit
+    assert all((after[replica].fault, after[replica].fault_time) == (told["fault"], 9.0) for replica in hit)
+
+
+def test_fault_of_a_whole_group_is_told_once() -> None:
+    """Where the agents of all ranks tell, one line is enough; of a fault of one rank, its own agent tells."""
+    groups = status.initial(3)
+    whole = [
+        {**chaos("fault_injected", "network_dead", {"replica": 2, "rank": rank}), "replica": 2, "rank": rank}
+        for rank in (1, 0)
+    ]
+    assert [status.describe(groups, groups, each) for each in whole] == [None, "fault: network_dead on replica 2"]
+    single = {**chaos("fault_injected", "segfault", {"replica": 2, "rank": 1}), "replica": 2, "rank": 1}
+    assert status.describe(groups, groups, single) == "fault: segfault on replica 2, rank 1"
+
+
+def test_chaos_is_told() -> None:
+    """Plan, seed and schedule at its start, the count at its end."""
+    groups = status.initial(1)
+    begins = {"time": 0.0, "event": "chaos_started", "plan": "a.toml", "seed": 7, "schedule": "every 15 s"}
+    ends = {"time": 0.0, "event": "chaos_finished", "injected": 3, "skipped": 1}
+    assert status.describe(groups, groups, begins) == "chaos begins: a.toml, seed 7: every 15 s"
+    assert status.describe(groups, groups, ends) == "chaos ends: faults injected: 3, skipped: 1"
+
+
+def test_own_part_of_a_step() -> None:
+    """A group's own seconds are those without the exchange; after its death it has none until it commits again."""
+    groups = status.fold(status.initial(1), step(1, seconds=2.0, exchange_seconds=0.5))
+    assert groups[0].own_seconds == 1.5
+    timed = step(2, seconds=2.0, exchange_seconds=0.5, compute_seconds=1.0, apply_seconds=0.25, own_loss=2.25)
+    groups = status.fold(groups, timed)
+    assert (groups[0].own_seconds, groups[0].own_loss, groups[0].loss) == (1.25, 2.25, 2.5)
+    groups = status.fold(groups, event("worker_exited", signal="SIGKILL", stopped=False))
+    assert groups[0].own_seconds is None
+    assert status.fold(groups, step(3))[0].own_seconds is None
+
+
+def test_worker_tells_its_host_and_attempt() -> None:
+    """A run that is resumed starts with a later attempt; each attempt may be on another host."""
+    groups = status.fold(status.initial(1), event("worker_started", attempt=4, host="node03"))
+    assert (groups[0].attempt, groups[0].host, groups[0].restarts) == (4, "node03", 0)
 
 
 def test_drained_group_has_not_died() -> None:
@@ -170,34 +250,6 @@ def test_spare_brings_a_lost_group_back() -> None:
     assert status.describe(groups, after, took) == "replica 0: a spare takes its place (attempt 4)"
     after = status.fold(after, event("replica_restarted", attempt=4))
     assert (after[0].state, after[0].attempt, after[0].restarts) == ("starting", 4, 1)
-
-
-def test_events_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
-    """What the folder holds when the tail is made was told by the earlier run; the rest of such a file is new."""
-    log = EventLog(tmp_path / "a.jsonl")
-    log.emit("old")
-    tail = EventTail(tmp_path)
-    EventLog(tmp_path / "b.jsonl").emit("new")
-    log.emit("newer")
-    assert [each["event"] for each in tail.poll()] == ["new", "newer"]
-
-
-def test_unfinished_lines_are_read_later(tmp_path: Path) -> None:
-    """The tail returns each whole line once, in the order of time over all files, and skips damage."""
-    tail = EventTail(tmp_path / "events")
-    assert tail.poll() == []
-    first, second = (EventLog(tmp_path / "events" / f"{name}.jsonl", replica=0) for name in "ba")
-    first.emit("one")
-    second.emit("two")
-    assert [each["event"] for each in tail.poll()] == ["one", "two"]
-    path = tmp_path / "events" / "a.jsonl"
-    with path.open("a") as file:
-        file.write('broken\n{"time": 1.0, "event"')
-        file.flush()
-        assert tail.poll() == []
-        file.write(': "three"}\n')
-    assert [each["event"] for each in tail.poll()] == ["three"]
-    assert tail.poll() == []
 
 
 def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:

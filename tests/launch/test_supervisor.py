@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from titan_ft.history.events import EventLog
 from titan_ft.launch.supervisor import root_failure
 from titan_ft.launch.worker_group import WorkerExit, visible_devices
 
@@ -184,8 +185,22 @@ def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
     assert all(event["stopped"] for event in run.events("worker_exited"))
 
 
-def test_group_that_drained_by_itself_is_not_restarted(run: Any) -> None:
-    """Workers that got SIGTERM from elsewhere and end well have left for good: status 0."""
+def test_group_that_was_sent_away_comes_back(run: Any) -> None:
+    """Workers that were told to leave, by somebody who did not tell their supervisor, are started again."""
+    with Supervised(run, 1, module="draining_worker") as supervised:
+        os.kill(run.worker(0, 0, 0)["pid"], signal.SIGTERM)
+        run.worker(0, 0, 1)
+        (restarted,) = run.events("replica_restarted")
+        assert (restarted["attempt"], restarted["reason"]) == (1, "its workers were told to leave")
+        # Where others have finished there is nothing to come back to.
+        EventLog(run.paths.events_file("replica-1-x"), replica=1, rank=0).emit("training_finished", step=20)
+        os.kill(run.worker(0, 0, 1)["pid"], signal.SIGTERM)
+        assert supervised.wait() == 0
+    assert len(run.events("replica_restarted")) == 1
+
+
+def test_group_that_finished_is_not_restarted(run: Any) -> None:
+    """Workers that end well without having been told to leave are done: status 0."""
     with Supervised(run, 2) as supervised:
         for worker in tell_all(run, "drain"):
             os.kill(worker["pid"], signal.SIGTERM)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -55,6 +56,10 @@ class Seat:
     def wait(self) -> Quorum:
         """Wait for the quorum."""
         return self.quorum.result(DEADLINE)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Watch over nobody."""
+        return contextlib.nullcontext()
 
     def abort(self) -> None:
         """Break off, as Membership does."""

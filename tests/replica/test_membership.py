@@ -505,7 +505,7 @@ class FakeProcessGroup:
         self.aborted.clear()
         self.configured.append(store_address)
 
-    def abort(self) -> None:
+    def abort(self, errored: bool = True) -> None:
         self.aborted.set()
 
 

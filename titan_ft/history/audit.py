@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from titan_ft.history.events import Event
-from titan_ft.history.failures import contributed, integer, number
+from titan_ft.history.failures import integer
+from titan_ft.history.trajectory import ROOT, State, chain_to, final_states, read_states, readings
 
 Verdict = Literal["holds", "does not hold", "unknown"]
-ROOT = "000000000000"  # lineage of the initial state, the parent of step 1
-RESTARTS = ("checkpoint_loaded", "rolled_back", "started_anew")  # the job says that it goes on from an earlier state
 MAX_FINDINGS_SHOWN = 10
 
 
@@ -87,25 +86,11 @@ class Audit:
         return asdict(self) | counts
 
 
-@dataclass
-class _State:
-    """A state that some group committed; the events of all ranks that did so together."""
-
-    lineage: str
-    parent: str
-    step: int
-    time: float  # of its first event
-    batches: dict[int, tuple[int, int]] | None = None  # slot -> first batch, number of batches
-    participants: set[int] = field(default_factory=set)
-    committed: set[int] = field(default_factory=set)  # replicas
-    read: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # replica -> (slot, batch)
-
-
 def audit(events: Iterable[Event]) -> Audit:
     """Find the lost and the repeated batches of a run in its events, given in any order."""
     history = sorted(events, key=lambda event: event["time"])
     common = Audit(differing=_differing(history))
-    states = _read_states(history, common)
+    states = read_states(history, common.conflicts, common.unknown)
     for event in history:
         if event["event"] == "data_reset":
             reason = event.get("reason") or "no reason given"
@@ -113,7 +98,7 @@ def audit(events: Iterable[Event]) -> Audit:
     if not states:
         common.unknown.append("no event tells of a committed step")
         return _decide(common)
-    finals = _final_states(states, history, common)
+    finals = final_states(states, history, common.unknown)
     audits = [_decide(_audit_chain(states, final, history, common)) for final in finals]
     result = audits[0]
     if len(finals) > 1:
@@ -135,59 +120,6 @@ def _decide(found: Audit) -> Audit:
     return found
 
 
-def _read_states(history: Iterable[Event], found: Audit) -> dict[str, _State]:
-    """Return the states that commits made, by lineage; note what is missing from the events or contradicts itself."""
-    states: dict[str, _State] = {}
-    vague: list[Event] = []
-    conflicts: dict[str, str] = {}
-    for event in history:
-        if event["event"] != "step_committed":
-            continue
-        lineage, parent, step = event.get("lineage"), event.get("parent"), integer(event, "step")
-        if not isinstance(lineage, str) or not isinstance(parent, str) or step < 1:
-            vague.append(event)
-            continue
-        state = states.setdefault(lineage, _State(lineage, parent, step, event["time"]))
-        batches = _parse_batches(event.get("batches"))
-        if (state.parent, state.step) != (parent, step):
-            conflicts[lineage] = f"events disagree about what made the state {lineage}: step {state.step} or {step}"
-        if state.batches is not None and batches is not None and batches != state.batches:
-            conflicts[lineage] = f"events disagree about the batches of step {step} ({lineage})"
-        state.batches = batches if state.batches is None else state.batches
-        state.committed.add(integer(event, "replica", -1))
-        if contributed(event) and not {"data", "extra_data"}.isdisjoint(event):
-            state.participants.update(slot for slot in event["participants"] if isinstance(slot, int))
-            read = state.read.setdefault(integer(event, "replica"), set())
-            for slot, first, count, _ in _readings(event):
-                read.update((slot, batch) for batch in range(first, first + count))
-    found.conflicts += conflicts.values()
-    if vague:
-        where = f"first: step {vague[0].get('step')} of replica {vague[0].get('replica')}"
-        found.unknown.append(f"{len(vague)} commits do not name the state that they made ({where})")
-    return states
-
-
-def _parse_batches(value: object) -> dict[int, tuple[int, int]] | None:
-    """Return first batch and number of batches per slot, or None where the value tells no such thing."""
-    try:
-        items = value.items()  # type: ignore[attr-defined]
-        batches = {int(slot): (int(first), int(count)) for slot, (first, count) in items}
-    except (AttributeError, TypeError, ValueError):
-        return None
-    return batches if all(first >= 0 and count >= 0 for first, count in batches.values()) else None
-
-
-def _readings(event: Event) -> Iterator[tuple[int, int, int, object]]:
-    """Yield slot, first batch, number of batches and checksum of what a rank read for its step."""
-    extra = event.get("extra_data")
-    for data in [event.get("data"), *(extra if isinstance(extra, list) else [])]:
-        if isinstance(data, Mapping):
-            fields = [number(data, name) for name in ("slot", "first_batch", "num_batches")]
-            if None not in fields:
-                slot, first, count = (int(value or 0) for value in fields)
-                yield slot, first, count, data.get("checksum")
-
-
 def _resets(history: Iterable[Event]) -> list[float]:
     """Return the times at which batches began to be numbered anew."""
     return [event["time"] for event in history if event["event"] == "data_reset"]
@@ -198,7 +130,7 @@ def _differing(history: Sequence[Event]) -> list[Finding]:
     resets = _resets(history)
     seen: dict[tuple[int, int, int, int, int], dict[str, int]] = defaultdict(dict)
     for event in history:
-        for slot, first, count, checksum in _readings(event):
+        for slot, first, count, checksum in readings(event):
             if checksum is not None:
                 key = (bisect_right(resets, event["time"]), slot, first, count, integer(event, "rank"))
                 seen[key].setdefault(str(checksum), integer(event, "step"))
@@ -213,57 +145,9 @@ def _listed(sums: Mapping[str, int]) -> str:
     return ", ".join(f"checksum {checksum} at step {step}" for checksum, step in sums.items())
 
 
-def _final_states(states: Mapping[str, _State], history: Sequence[Event], found: Audit) -> list[_State]:
-    """Return the states that the job may have ended with, the likeliest first; one, unless the history cannot tell."""
-    parents = {state.parent for state in states.values()}
-    tips = [state for state in states.values() if state.lineage not in parents]
-    tips.sort(key=lambda state: (state.step, len(state.committed), state.time), reverse=True)
-    restarts = [event for event in history if event["event"] in RESTARTS]
-    likeliest = tips[0] if tips else max(states.values(), key=lambda state: state.step)
-    while later := [tip for tip in tips if _supersedes(tip, likeliest, states, restarts)]:
-        likeliest = later[0]
-    finals = [likeliest] + [
-        tip
-        for tip in tips
-        if tip is not likeliest
-        # A lower step that is committed last, unannounced, may be a job that went back, or a process that woke up.
-        and (tip.step == likeliest.step or tip.time > likeliest.time)
-        and not _supersedes(likeliest, tip, states, restarts)
-    ]
-    ended = {event["lineage"] for event in history if event["event"] == "training_finished" and event.get("lineage")}
-    for event in history:
-        unseen = event["event"] == "training_finished" and event.get("lineage") not in (None, *states)
-        if unseen and integer(event, "step") >= likeliest.step:
-            found.unknown.append(f"no event tells of the commit of the final state {event['lineage']}")
-    return [final for final in finals if final.lineage in ended] or finals
-
-
-def _supersedes(new: _State, old: _State, states: Mapping[str, _State], restarts: Iterable[Event]) -> bool:
-    """Tell whether the job, after it made `old`, said that it went back to where `new` branches off."""
-    restarts = [event for event in restarts if old.time < event["time"] <= new.time]
-    if new is old or not restarts:
-        return False
-    before = {state.lineage for state in _chain(states, old)} | {ROOT}
-    first = next((state for state in reversed(_chain(states, new)) if state.parent in before), None)
-    return first is not None and any(
-        integer(event, "step", -1) == first.step - 1
-        and event["time"] <= first.time
-        and event.get("lineage") in (None, first.parent)
-        for event in restarts
-    )
-
-
-def _chain(states: Mapping[str, _State], final: _State) -> list[_State]:
-    """Return the states that led to a final one, that included, in order of step; as far as each parent is known."""
-    chain = [final]
-    while (parent := states.get(chain[-1].parent)) is not None and parent.step == chain[-1].step - 1:
-        chain.append(parent)
-    return chain[::-1]
-
-
-def _audit_chain(states: Mapping[str, _State], final: _State, history: Iterable[Event], common: Audit) -> Audit:
+def _audit_chain(states: Mapping[str, State], final: State, history: Iterable[Event], common: Audit) -> Audit:
     """Audit the trajectory that ends with a state, on top of what is known of all states."""
-    chain = _chain(states, final)
+    chain = chain_to(states, final)
     on_chain = {state.lineage for state in chain}
     whole = chain[0].step == 1 and chain[0].parent == ROOT
     found = Audit(
@@ -287,7 +171,7 @@ def _audit_chain(states: Mapping[str, _State], final: _State, history: Iterable[
     resets = _resets(history)
     uses: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for state in chain:
-        _compare_readings(state, found)
+        _comparereadings(state, found)
         for slot, (first, count) in (state.batches or {}).items():
             if count > 0:
                 # What follows a reset, or a step that tells nothing, does not compare with what was before it.
@@ -317,7 +201,7 @@ def _count_uses(slot: int, uses: Sequence[tuple[int, int, int]], start: int, fou
         found.conflicts.append(f"slot {slot}: the batches were not trained in their order")
 
 
-def _compare_readings(state: _State, found: Audit) -> None:
+def _comparereadings(state: State, found: Audit) -> None:
     """Compare the batches that a step counts with those that its groups read for it, as far as they told."""
     if state.batches is None:
         return

@@ -15,6 +15,7 @@ from typing import Any
 from titan_ft.history.events import Event
 
 Attempt = tuple[int, int]  # replica, attempt
+_NUMBERS = (int, float)
 SUPERVISOR_EVENTS = ("worker_exited", "replica_restarted", "replica_gave_up")
 
 
@@ -71,7 +72,7 @@ class Drain:
 def number(event: Mapping[str, Any], name: str) -> float | None:
     """Return a numeric field, or None where it is missing or no number."""
     value = event.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if type(value) in _NUMBERS else None  # asked for millions of times; bool is a subclass of int
 
 
 def integer(event: Mapping[str, Any], name: str, default: int = 0) -> int:
@@ -84,6 +85,17 @@ def attempt_of(event: Mapping[str, Any]) -> Attempt | None:
     """Return replica and attempt (0 where it is missing) of an event, or None for one of no replica."""
     replica = number(event, "replica")
     return None if replica is None else (int(replica), integer(event, "attempt"))
+
+
+def targets(event: Event) -> set[int]:
+    """Return the replicas that a fault was aimed at: a number, `{"replica": r}` with or without a rank, or several."""
+    target = event.get("target")
+    found = set()
+    for each in target if isinstance(target, list) else [target]:
+        replica = number(each if isinstance(each, Mapping) else {"replica": each}, "replica")
+        if replica is not None:
+            found.add(int(replica))
+    return found
 
 
 def group_commits(events: Iterable[Event]) -> list[Event]:
@@ -204,7 +216,7 @@ def _injected(events: Iterable[Event], replica: int, born: float, exited: float)
     times = [
         event["time"]
         for event in events
-        if event["event"] == "fault_injected" and event.get("target") == replica and born <= event["time"] <= exited
+        if event["event"] == "fault_injected" and replica in targets(event) and born <= event["time"] <= exited
     ]
     return max(times, default=None)
 

@@ -10,14 +10,18 @@ from typing import Any
 
 
 class EventTail:
-    """Read what was added to the event files of a folder since the last call; first, since this was made.
+    """Read what was added to the event files of a folder since the last call.
 
-    What the folder holds already is of an earlier run in it, and would be taken for this one's.
+    Args:
+        folder: holds the files, also those that are made later.
+        from_start: whether the first call returns what the files hold already. A launcher wants only what is new: the
+            rest is of an earlier run in the folder, and would be taken for this one's.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, from_start: bool = False) -> None:
         self._folder = folder
-        self._offsets = {path: path.stat().st_size for path in folder.glob("*.jsonl")}
+        existing = () if from_start else folder.glob("*.jsonl")
+        self._offsets = {path: path.stat().st_size for path in existing}
 
     def poll(self) -> list[dict[str, Any]]:
         """Return the new events of all files, sorted by time; a line that is not whole yet is left for later."""
@@ -28,11 +32,14 @@ class EventTail:
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         offset = self._offsets.get(path, 0)
-        if path.stat().st_size <= offset:
+        try:
+            if path.stat().st_size <= offset:
+                return []
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+        except FileNotFoundError:  # removed since the folder was listed
             return []
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
         whole = data.rfind(b"\n") + 1
         self._offsets[path] = offset + whole
         return [event for line in data[:whole].splitlines() if (event := _parse(line)) is not None]
@@ -44,4 +51,5 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event and "time" in event else None
+    whole = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if whole and isinstance(event.get("time"), int | float) else None

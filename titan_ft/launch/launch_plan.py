@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from titan_ft.chaos.plan import Plan
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml
 from titan_ft.launch.lighthouse import LighthouseSettings
 from titan_ft.launch.lighthouse_keeper import HOST
+from titan_ft.launch.metrics import split_address
 from titan_ft.launch.resume import check_resume, split_headers
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.launch.supervisor import DEFAULT_MODULE
@@ -57,10 +59,8 @@ class LaunchPlan:
     """Whether the run directory may hold an earlier run, whose last checkpoint this one goes on from."""
     minutes: float = 0.0
     """Minutes after which the run is ended in order; 0 = when training is over."""
-    chaos: Path | None = None
-    """Plan of the faults to inject; None injects none."""
-    chaos_seed: int | None = None
-    """Seed of that plan in place of its own."""
+    chaos: Plan | None = None
+    """The faults to inject; None injects none."""
     metrics: str = ""
     """PORT or HOST:PORT of a Prometheus endpoint; empty = none."""
     module: str = DEFAULT_MODULE
@@ -79,10 +79,8 @@ class LaunchPlan:
                 raise ConfigError(f"{flag} must be >= {least}, got {value}")
         if not 0 <= self.minutes < float("inf"):
             raise ConfigError(f"--minutes must be >= 0, got {self.minutes}; 0 trains to the last step")
-        if self.chaos is None and self.chaos_seed is not None:
-            raise ConfigError(
-                f"--chaos-seed must come with --chaos FILE, got {self.chaos_seed} alone; give the plan too"
-            )
+        if self.metrics:
+            split_address(self.metrics)
         if self.lighthouse_port > 65535:
             raise ConfigError(
                 f"--lighthouse-port must be <= 65535, got {self.lighthouse_port}; 0 lets the system choose"

@@ -11,6 +11,9 @@ import sys
 import time
 from types import FrameType
 
+from titan_ft.chaos.orders import Orders
+from titan_ft.chaos.processes import LocalProcesses
+from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.history.events import EventLog
 from titan_ft.launch import status
 from titan_ft.launch.children import Child, Children
@@ -18,6 +21,7 @@ from titan_ft.launch.event_tail import EventTail
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.log_tail import last_error_line
+from titan_ft.launch.metrics import MetricsServer
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.launch.spares import Spares, may_replace
 from titan_ft.launch.status_view import make_view
@@ -36,6 +40,8 @@ class LocalRun:
     def __init__(self, plan: LaunchPlan) -> None:
         self.plan = plan
         self.groups = status.initial(plan.num_replicas)
+        # First: when its port is taken, the folder must not look as if a run had been in it.
+        self._metrics = MetricsServer.at(plan.metrics) if plan.metrics else None
         self.num_signals = 0
         self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
@@ -50,6 +56,15 @@ class LocalRun:
         self._told: set[Child] = set()
         self._started = time.monotonic()
         self._time_is_up = False
+        self._chaos: ChaosRunner | None = None
+        if plan.chaos is not None:
+            self._chaos = ChaosRunner(
+                plan.chaos,
+                processes=LocalProcesses(),
+                orders=Orders(plan.paths.chaos_orders),
+                events=self._events,
+                lighthouse_pid=lambda: self._lighthouse.pid,
+            )
         self.view = make_view(plan.num_replicas)
 
     def run(self) -> int:
@@ -65,6 +80,8 @@ class LocalRun:
             self._events.emit("launch_finished", code=code, reason=reason)
             self._events.close()
             self._lighthouse.close()
+            if self._metrics:
+                self._metrics.close()
             self.view.close()
         return code
 
@@ -89,6 +106,8 @@ class LocalRun:
         self.view.line(
             f"lighthouse at {address}; {plan.num_replicas} groups x {plan.num_ranks} ranks; {plan.paths.root}"
         )
+        if self._metrics:
+            self.view.line(f"metrics at {self._metrics.url}")
         for child in self._supervisors.values():
             child.tell(address)
         self._spares.tell_address(address)
@@ -102,6 +121,8 @@ class LocalRun:
             self._refresh()
             if self.num_signals:
                 return self._interrupted()
+            if self._chaos is not None:
+                self._chaos.poll()
             self._tell_failures(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
@@ -125,17 +146,27 @@ class LocalRun:
                 self._refresh()
             return self.num_signals > max(told, 1)
 
-        self._children.stop(grace, hurry=hurry)
+        try:
+            if self._chaos is not None:
+                self._chaos.close()  # a worker that is stopped cannot leave in order
+        finally:
+            self._children.stop(grace, hurry=hurry)
 
     def _refresh(self) -> None:
         """Fold and show what happened since the last call."""
         for event in self._tail.poll():
+            if self._chaos is not None:
+                self._chaos.observe(event)
             before, self.groups = self.groups, status.fold(self.groups, event)
             line = status.describe(before, self.groups, event)
+            if self._metrics:
+                self._metrics.observe(event)
             # When the whole run is stopped, workers do not "die" one by one.
             stopping = self.num_signals or self._time_is_up
             if line is not None and (not stopping or event["event"] in ("drained", "checkpoint_saved")):
                 self.view.line(line)
+        if self._metrics:
+            self._metrics.update(self.groups)
         self.view.update(self.groups)
 
     def _tell_failures(self, codes: dict[int, int | None]) -> None:

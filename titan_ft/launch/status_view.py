@@ -23,7 +23,7 @@ from titan_ft.launch.status import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-_COLORS = {
+COLORS = {
     TRAINING: "green",
     FINISHED: "bold green",
     HEALING: "yellow",
@@ -106,7 +106,7 @@ def _table(groups: Groups, seconds: float) -> Table:
     for heading in ("replica", "state", "step", "loss", "groups", "restarts"):
         table.add_column(heading, justify="left" if heading == "state" else "right")
     for group in groups.values():
-        color = _COLORS.get(group.state)
+        color = COLORS.get(group.state)
         table.add_row(
             str(group.replica),
             f"[{color}]{group.state}[/]" if color else group.state,

@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -112,17 +112,20 @@ class Supervisor:
             while not self._stop:
                 started = time.monotonic()
                 failure = self._run_attempt(attempt, restarted_because)
-                if failure is None:
+                if failure is None and (self._stop or not self._was_sent_away(attempt)):
                     return 0
                 if self._stop:
                     break
-                decision = self._policy.decide(failure.code, time.monotonic() - started, self._has_committed(attempt))
+                code = 0 if failure is None else failure.code
+                decision = self._policy.decide(code, time.monotonic() - started, self._has_committed(attempt))
                 if not decision.restart:
+                    if failure is None:
+                        return 0
                     self._give_up(attempt, failure, decision.reason)
-                    return failure.code if failure.code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
+                    return code if code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
                 self._pause(decision.delay_seconds)
                 attempt += 1
-                restarted_because = failure.describe()
+                restarted_because = "its workers were told to leave" if failure is None else failure.describe()
             return 1
         finally:
             self._keeper.end()
@@ -195,8 +198,15 @@ class Supervisor:
 
     def _has_committed(self, attempt: int) -> bool:
         """Tell whether the group committed a step in this attempt."""
-        files = self.spec.paths.attempt_events(self.spec.replica, attempt)
-        return any(b'"step_committed"' in path.read_bytes() for path in files)
+        return _tell_of("step_committed", self.spec.paths.attempt_events(self.spec.replica, attempt))
+
+    def _was_sent_away(self, attempt: int) -> bool:
+        """Tell whether somebody asked the workers to leave while others train on: then the group is to come back.
+
+        Who asks this process too wants the group to be gone. And nobody comes back to a job that is over.
+        """
+        drained = _tell_of("drained", self.spec.paths.attempt_events(self.spec.replica, attempt))
+        return drained and not _tell_of("training_finished", self.spec.paths.events.glob("replica-*.jsonl"))
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: str) -> None:
         log = self.spec.paths.logs(self.spec.replica, attempt, failure.rank)
@@ -210,6 +220,11 @@ class Supervisor:
         while not self._stop and time.monotonic() < deadline:
             self._keeper.keep(due=False)
             time.sleep(POLL_SECONDS)
+
+
+def _tell_of(event: str, files: Iterable[Path]) -> bool:
+    """Tell whether one of the event files has an event of that name."""
+    return any(f'"event": "{event}"'.encode() in path.read_bytes() for path in files)
 
 
 def start_standby(spec: GroupSpec) -> Standby:

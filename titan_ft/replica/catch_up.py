@@ -76,10 +76,17 @@ class CatchUp:
         self.replayed = 0  # updates that are in the loaded state
         self._base: int | None = None
         self._started = time.monotonic()
+        self.fetch_seconds = 0.0  # that the fetch took
         self._cancelled = threading.Event()
         thread = ThreadPoolExecutor(1, "titan_ft_catch_up", initializer=device.for_thread())
-        self._fetch: Future[Snapshot] = thread.submit(fetch, self._cancelled)
+        self._fetch: Future[Snapshot] = thread.submit(self._time, fetch)
         thread.shutdown(wait=False)
+
+    def _time(self, fetch: Callable[[threading.Event], Snapshot]) -> Snapshot:
+        try:
+            return fetch(self._cancelled)
+        finally:
+            self.fetch_seconds = self.seconds
 
     @property
     def target_step(self) -> int:

@@ -137,7 +137,8 @@ class GradientExchange:
             for bucket in self._buckets:
                 if bucket.missing:
                     self._fill(bucket, sorted(bucket.missing))
-            return flight.finish(tell)
+            with self._membership.waiting():
+                return flight.finish(tell)
         except ExchangeError:
             self._membership.abort()
             raise

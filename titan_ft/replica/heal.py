@@ -199,6 +199,7 @@ class Heal:
             step=attempt.target_step,
             bytes=attempt.snapshot().payload.numel(),
             seconds=attempt.seconds,
+            fetch_seconds=attempt.fetch_seconds,
             replayed=attempt.replayed,
         )
         return True

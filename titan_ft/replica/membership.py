@@ -11,6 +11,7 @@ heartbeats, quorum, the vote within a group and the reconfigurable process group
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import socket
@@ -18,6 +19,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -29,6 +31,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.errors import LighthouseError
 from titan_ft.replica.member import Admission, Member, Quorum, admit
+from titan_ft.replica.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ _LIGHTHOUSE_RETRIES = 1000
 # time that all groups need to heartbeat again.
 _REUNION_ASKS = 20
 _REUNION_PAUSE_SECONDS = 0.1
+_SILENT_BEATS = 2  # heartbeat timeouts; one would be enough for the lighthouse, but breaking off costs a repetition
 
 
 class Membership:
@@ -119,6 +123,10 @@ class Membership:
         self._closed = False
         self._abort_lock = threading.Condition()
         self._failures = 0
+        self._pulse: Pulse | None = None
+        if group_rank == 0:  # it tells the others
+            beat = config.heartbeat_timeout_ms / 1000
+            self._pulse = Pulse(lighthouse, beat, _SILENT_BEATS * beat, self._exchanging, self._break_off)
         if group_world_size > 1:
             threading.Thread(target=self._watch, name="titan_ft_abort_watch", daemon=True).start()
 
@@ -157,12 +165,17 @@ class Membership:
         """Return the state server's address (host:port) of the same group rank in member `rank`."""
         return self._peers[rank]
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for an exchange: it is broken off when one of its members falls silent (see `Pulse`)."""
+        with self._pulse.watching() if self._pulse is not None else contextlib.nullcontext():
+            yield
+
     def abort(self) -> None:
         """Break off the exchange under way, here and (through closed connections) at the other groups.
 
         Ranks that saw nothing of the failure should not sit out a timeout: peers notice the closed connections, and
-        the other ranks of this group are told through the group's store. NCCL breaks off at once. Gloo cannot break
-        off an operation with a peer that lives: such a rank waits until that peer ends or the operation times out.
+        the other ranks of this group are told through the group's store.
         """
         quorum = self._prefix
         self._abort_process_group(quorum)
@@ -173,8 +186,10 @@ class Membership:
         """Leave: stop the heartbeats and close the process group."""
         if self._server is not None:
             self._server.shutdown()
-        self._abort_process_group(self._prefix)
+        if self._pulse is not None:
+            self._pulse.close()
         with self._abort_lock:
+            self.process_group.abort(errored=False)
             self._closed = True
             self._abort_lock.notify_all()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -339,6 +354,22 @@ class Membership:
         store.set(str(rank), f"{self._address} {step}")
         store.wait([str(rank) for rank in range(world_size)], timeout)
         return [store.get(str(rank)).decode() for rank in range(world_size)]
+
+    # Failures that no connection tells
+
+    def _exchanging(self) -> list[str]:
+        """Return the other members of the exchange under way."""
+        pending = self._pending
+        if pending is None or not pending.done() or pending.cancelled() or pending.exception() is not None:
+            return []
+        return [member.replica_id for member in pending.result().members if member != self.member]
+
+    def _break_off(self, silent: dict[str, float]) -> None:
+        """Break off the exchange under way because members of it are silent."""
+        slots = sorted(Member.parse(name).slot for name in silent)
+        logger.warning("no heartbeat from groups %s for %.1f s: breaking off the exchange", slots, max(silent.values()))
+        self._events.emit("peer_silent", slots=slots, seconds=max(silent.values()))
+        self.abort()
 
     # Failures seen by another rank of this group
 

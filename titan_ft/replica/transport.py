@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from io import BufferedRWPair
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -109,6 +109,13 @@ class _Pace:
         return self._closed.is_set()
 
 
+class Sender(Protocol):
+    """What sends the bytes of an answer."""
+
+    def send(self, connection: socket.socket, data: memoryview) -> None:
+        """Send all of `data`."""
+
+
 class StateServer:
     """Serves the latest snapshot of this rank. One thread per connection; training never waits for it.
 
@@ -132,6 +139,8 @@ class StateServer:
         self._wait_seconds = wait_seconds
         self._served = served
         self._pace = _Pace(max_mbps)
+        self.sender: Sender = self._pace
+        """Sends ranges of the payload; fault injection puts another one here."""
         self._snapshot: Snapshot | None = None
         self._copy_seconds = 0.0
         self._readers = 0
@@ -188,7 +197,8 @@ class StateServer:
                 _write(stream, {"error": snapshot})
                 continue
             try:
-                self._answer(stream, connection, request, snapshot, self._pace)
+                sender = self.sender if "offset" in request else self._pace
+                self._answer(stream, connection, request, snapshot, sender)
             finally:
                 with self._changed:
                     self._readers -= 1
@@ -221,7 +231,7 @@ class StateServer:
         connection: socket.socket,
         request: dict[str, Any],
         snapshot: Snapshot,
-        pace: _Pace,
+        sender: Sender,
     ) -> None:
         if "offset" in request:
             start = int(request["offset"])
@@ -229,7 +239,7 @@ class StateServer:
         else:
             data = memoryview(snapshot.header if request.get("header") else b"")
         _write(stream, {"bytes": data.nbytes, "crc32": zlib.crc32(data)})
-        pace.send(connection, data)
+        sender.send(connection, data)
 
 
 def fetch(

@@ -1,0 +1,176 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The catalogue of faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from titan_ft.chaos.faults import (
+    AGENT,
+    CHECKPOINT,
+    FAULTS,
+    LIGHTHOUSE,
+    MISSING,
+    PARAMS,
+    check_target,
+    complete_params,
+    find_fault,
+)
+from titan_ft.config import ConfigError
+
+OUTSIDE = {"kill_rank", "kill_group", "kill_groups", "term_group", "stop_rank", "stop_group", "kill_lighthouse"}
+INSIDE = {
+    "segfault",
+    "deadlock",
+    "abort_process_group",
+    "out_of_memory",
+    "exception",
+    "slow_rank",
+    "network_dead",
+    "network_slow",
+    "kill_donor",
+    "corrupt_chunk",
+    "nan_gradient",
+    "flip_parameter",
+    "flip_optimizer",
+    "disk_full",
+}
+
+
+def test_the_catalogue_is_complete() -> None:
+    """Every fault that histories may name is there, under its own name, and says who carries it out."""
+    assert set(FAULTS) == OUTSIDE | INSIDE
+    assert all(name == fault.name for name, fault in FAULTS.items())
+    assert {name for name, fault in FAULTS.items() if fault.by == "agent"} == INSIDE
+
+
+def test_needs_follow_from_who_acts() -> None:
+    """Agents carry out what happens inside; nothing from outside needs them; each need has words for its absence."""
+    for fault in FAULTS.values():
+        assert (AGENT in fault.needs) == (fault.by == "agent")
+        assert (LIGHTHOUSE in fault.needs) == (fault.scope == "lighthouse")
+        assert fault.needs <= MISSING.keys()
+    assert [fault.name for fault in FAULTS.values() if CHECKPOINT in fault.needs] == ["disk_full"]
+
+
+def test_help_is_one_line_and_defaults_keep_their_rules() -> None:
+    """Each fault has a summary that fits a help text, and defaults that it would accept."""
+    for fault in FAULTS.values():
+        assert 0 < len(fault.summary) <= 90
+        assert "\n" not in fault.summary
+        assert all(PARAMS[name][1](value) for name, value in fault.params.items())
+        assert complete_params("params", fault, fault.params) == fault.params
+
+
+@pytest.mark.parametrize(
+    ("name", "required"),
+    [
+        ("kill_group", 2),  # one is left
+        ("kill_groups", 3),  # two by default
+        ("kill_donor", 3),  # the group that heals and the donor
+        ("corrupt_chunk", 2),
+        ("flip_parameter", 3),  # a majority
+        ("flip_optimizer", 3),
+        ("nan_gradient", 2),
+        ("slow_rank", 1),
+        ("disk_full", 1),
+        ("kill_lighthouse", 1),
+    ],
+)
+def test_groups_that_must_be_up(name: str, required: int) -> None:
+    """A fault needs one group more than it takes down, and a flipped bit a majority that tells it."""
+    assert FAULTS[name].required_up(FAULTS[name].params) == required
+
+
+def test_count_of_kill_groups_counts() -> None:
+    """The more groups die at once, the more must be up before."""
+    assert FAULTS["kill_groups"].required_up({"count": 5}) == 6
+    assert FAULTS["kill_groups"].num_targets({"count": 5}) == 5
+
+
+def test_params_are_completed() -> None:
+    """What is given goes before the defaults, which stay as they are."""
+    slow = FAULTS["slow_rank"]
+    assert complete_params("params", slow, {"factor": 8}) == {"factor": 8, "seconds": slow.params["seconds"]}
+    assert complete_params("params", slow, {}) == slow.params
+    assert complete_params("params", slow, {}) is not slow.params
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "line"),
+    [
+        (
+            "slow_rank",
+            {"facter": 2},
+            "params.facter is no parameter of slow_rank; did you mean factor? it has: factor, seconds",
+        ),
+        ("kill_group", {"seconds": 2}, "params.seconds is no parameter of kill_group; it has: none"),
+        ("stop_rank", {"seconds": 0}, "params.seconds must be a number > 0, got 0; the default is 10"),
+        ("stop_rank", {"seconds": "5"}, "params.seconds must be a number > 0, got '5'; the default is 10"),
+        ("stop_rank", {"seconds": True}, "params.seconds must be a number > 0, got True; the default is 10"),
+        ("stop_rank", {"seconds": float("nan")}, "params.seconds must be a number > 0, got nan; the default is 10"),
+        ("stop_rank", {"seconds": float("inf")}, "params.seconds must be a number > 0, got inf; the default is 10"),
+        ("slow_rank", {"factor": 1}, "params.factor must be a number > 1, got 1; the default is 3"),
+        ("network_slow", {"loss": 1.0}, "params.loss must be a number > 0 and < 1, got 1.0; the default is 0.05"),
+        ("kill_groups", {"count": 1.5}, "params.count must be an integer >= 1, got 1.5; the default is 2"),
+        ("kill_groups", {"count": 0}, "params.count must be an integer >= 1, got 0; the default is 2"),
+        ("stop_rank", 5, "params must be a table, got 5; for example {seconds = 10}"),
+    ],
+)
+def test_wrong_params_are_refused(name: str, given: object, line: str) -> None:
+    """An unknown parameter or a value out of range is refused in a line that says what would do."""
+    with pytest.raises(ConfigError) as caught:
+        complete_params("params", FAULTS[name], given)
+    assert str(caught.value) == line
+
+
+def test_an_unknown_fault_is_refused() -> None:
+    """The line names the closest fault and all others."""
+    with pytest.raises(ConfigError) as caught:
+        find_fault("fault", "kill_grop")
+    line = f"fault must name a fault, got 'kill_grop'; did you mean kill_group? faults: {', '.join(FAULTS)}"
+    assert str(caught.value) == line
+    with pytest.raises(ConfigError, match=r"got 3; faults: "):
+        find_fault("fault", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "replica", "rank", "line"),
+    [
+        ("kill_group", -1, None, "t.replica must be an integer >= 0, got -1; leave it out for a random one"),
+        ("kill_rank", 0, "0", "t.rank must be an integer >= 0, got '0'; leave it out for a random one"),
+        ("kill_rank", True, None, "t.replica must be an integer >= 0, got True; leave it out for a random one"),
+        ("kill_group", 0, 1, "t.rank must be left out with kill_group, got 1; it hits a whole group"),
+        ("kill_donor", 0, 1, "t.rank must be left out with kill_donor, got 1; it hits a whole group"),
+        ("kill_lighthouse", 0, None, "t.replica must be left out with kill_lighthouse, got 0; remove it"),
+        ("kill_groups", 0, None, "t.replica must be left out with kill_groups, got 0; remove it"),
+    ],
+)
+def test_wrong_targets_are_refused(name: str, replica: object, rank: object, line: str) -> None:
+    """A target that the fault's scope does not have is refused."""
+    with pytest.raises(ConfigError) as caught:
+        check_target("t", FAULTS[name], replica, rank)
+    assert str(caught.value) == line
+
+
+def test_right_targets_are_accepted() -> None:
+    """Nothing, a group, and a rank for faults that hit ranks, with or without its group."""
+    for fault in FAULTS.values():
+        check_target("t", fault, None, None)
+    for name, replica, rank in (("kill_group", 1, None), ("kill_rank", 1, 3), ("kill_rank", None, 3)):
+        check_target("t", FAULTS[name], replica, rank)
+
+
+def test_nothing_slow_is_imported() -> None:
+    """What decides about faults loads without torch and what stands on it, so that its commands start at once."""
+    code = (
+        "import sys, titan_ft.chaos.schedule, titan_ft.chaos.plan\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'torchtitan', 'torchft', 'numpy'}))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == ""

@@ -1,0 +1,155 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Signals to processes of this host: the right ones, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from titan_ft.chaos.processes import LocalProcesses, Unreachable, Worker
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a process that sleeps, with these words in its command line; all are ended by their own pid."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_one(*words: str) -> subprocess.Popen[bytes]:
+        code = "import sys, time; print('up', flush=True); time.sleep(600)"
+        process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        return process
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def worker(process: subprocess.Popen[bytes], name: str = "rank 0 of replica 1") -> Worker:
+    return Worker(name, process.pid, LocalProcesses().host, mono=time.monotonic())
+
+
+def state(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def wait_state(pid: int, wanted: str) -> None:
+    deadline = time.monotonic() + 30
+    while state(pid) not in wanted:
+        assert time.monotonic() < deadline, f"{pid} is {state(pid)}, not one of {wanted}"
+        time.sleep(0.01)
+
+
+def send(target: Worker, signum: signal.Signals) -> None:
+    reach = LocalProcesses().reach([target], [target])
+    try:
+        reach.send(signum)
+    finally:
+        reach.close()
+
+
+def test_all_ranks_of_a_group_are_hit(start: Start) -> None:
+    """SIGKILL reaches each process named, and no other of the run."""
+    ranks = [start("titan_ft", str(rank)) for rank in range(3)]
+    workers = [worker(process) for process in ranks[:2]]
+    reach = LocalProcesses().reach(workers, workers)
+    reach.send(signal.SIGKILL)
+    reach.close()
+    assert [process.wait(30) for process in ranks[:2]] == [-signal.SIGKILL] * 2
+    assert ranks[2].poll() is None
+
+
+def test_stop_and_continue(start: Start) -> None:
+    """What was stopped through a reach goes on through the same one."""
+    process = start("titan_ft")
+    reach = LocalProcesses().reach([worker(process)], [])
+    reach.send(signal.SIGSTOP)
+    wait_state(process.pid, "T")
+    reach.send(signal.SIGCONT)
+    wait_state(process.pid, "S")
+    reach.close()
+
+
+def test_a_foreign_process_is_never_signalled(start: Start) -> None:
+    """A pid that belongs to a process of something else is as good as gone."""
+    process = start("another program")
+    with pytest.raises(Unreachable, match="rank 0 of replica 1 does not run any more"):
+        send(worker(process), signal.SIGKILL)
+    assert process.poll() is None
+
+
+def test_a_reused_pid_is_never_signalled(start: Start) -> None:
+    """A process that is younger than the worker's event is another one, even if it is of some run as well."""
+    process = start("titan_ft")
+    old = dataclasses.replace(worker(process), mono=time.monotonic() - 3600.0)
+    with pytest.raises(Unreachable, match="does not run any more"):
+        send(old, signal.SIGKILL)
+    assert process.poll() is None
+    send(dataclasses.replace(old, mono=None), signal.SIGKILL)  # a history without it: the command line must do
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_a_pid_reused_after_the_reach_is_never_signalled(start: Start) -> None:
+    """A reach is to the process, not to its number: when it has ended nobody is hit."""
+    process = start("titan_ft")
+    reach = LocalProcesses().reach([worker(process)], [])
+    process.kill()
+    process.wait(30)
+    with pytest.raises(Unreachable, match="ended just now"):
+        reach.send(signal.SIGKILL)
+    reach.close()
+
+
+def test_a_zombie_and_a_pid_of_nobody_are_gone(start: Start) -> None:
+    """Of several workers those that live are hit; when there are none it is said."""
+    alive, zombie = start("titan_ft"), start("titan_ft")
+    nobody = start("titan_ft")
+    gone = [worker(zombie), worker(nobody, "rank 1 of replica 1")]
+    nobody.kill()
+    nobody.wait(30)
+    zombie.kill()
+    wait_state(zombie.pid, "Z")
+    with pytest.raises(Unreachable, match="rank 0 of replica 1, rank 1 of replica 1 do not run any more") as caught:
+        LocalProcesses().reach(gone, gone)
+    assert not caught.value.final  # it may be back
+    reach = LocalProcesses().reach([*gone, worker(alive)], [])
+    reach.send(signal.SIGKILL)
+    reach.close()
+    assert alive.wait(30) == -signal.SIGKILL
+
+
+def test_a_worker_of_another_host_is_refused(start: Start) -> None:
+    """Its pid means nothing here; the reason names both hosts."""
+    process = start("titan_ft")
+    elsewhere = dataclasses.replace(worker(process), host="node7")
+    with pytest.raises(Unreachable, match="runs on node7, not on") as caught:
+        send(elsewhere, signal.SIGKILL)
+    assert caught.value.final
+    assert process.poll() is None
+    assert not LocalProcesses().is_alive(elsewhere)
+    assert LocalProcesses("node7").is_alive(elsewhere)
+
+
+def test_close_lets_go(start: Start) -> None:
+    """A reach keeps no descriptors open."""
+    target = worker(start("titan_ft"))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        reach = LocalProcesses().reach([target, target], [])
+        reach.close()
+        reach.close()
+    assert len(os.listdir("/proc/self/fd")) == before

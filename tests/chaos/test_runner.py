@@ -1,0 +1,560 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The runner, with a job that is only events, a clock that is only a number, and signals that are only noted."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.orders import Orders
+from titan_ft.chaos.plan import Limits, Plan, single
+from titan_ft.chaos.processes import Unreachable, Worker
+from titan_ft.chaos.rules import Entry, Every, Listed, Rule
+from titan_ft.chaos.runner import ChaosRunner
+from titan_ft.chaos.standing_orders import WAIT_SECONDS
+from titan_ft.chaos.trouble import SETTLE_SECONDS
+from titan_ft.history.events import EventLog, read_events
+
+LIGHTHOUSE = 99
+START = 1000.0
+
+
+class FakeProcesses:
+    """Note who is held and what is sent."""
+
+    def __init__(self) -> None:
+        self.gone: set[int] = set()
+        self.sent: list[tuple[str, list[int]]] = []
+        self.num_held = 0
+
+    def reach(self, workers: Sequence[Worker], everyone: Collection[Worker]) -> FakeReach:
+        pids = [worker.pid for worker in workers if worker.pid not in self.gone]
+        if not pids:
+            raise Unreachable("nobody is there")
+        self.num_held += 1
+        return FakeReach(self, pids)
+
+
+class FakeReach:
+    def __init__(self, processes: FakeProcesses, pids: list[int]) -> None:
+        self.processes, self.pids = processes, pids
+        self.open = True
+
+    def send(self, signum: signal.Signals) -> None:
+        assert self.open
+        pids = [pid for pid in self.pids if pid not in self.processes.gone]
+        if not pids:
+            raise Unreachable("gone meanwhile")
+        self.processes.sent.append((signum.name, pids))
+
+    def close(self) -> None:
+        self.processes.num_held -= self.open
+        self.open = False
+
+
+class Harness:
+    """A job of `replicas` groups of `ranks` ranks, and the runner of a plan for it.
+
+    The pid of rank i of group r in attempt k is 1000 k + 10 r + i.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, replicas: int = 4, ranks: int = 2, **settings: Any) -> None:
+        self.replicas, self.ranks = replicas, ranks
+        self.folder = folder
+        self.now = START
+        self.step = 0
+        self.attempts = dict.fromkeys(range(replicas), 1)
+        self.processes = FakeProcesses()
+        self.lines: list[str] = []
+        self.log = EventLog(folder / "events" / "chaos.jsonl")
+        self.runner = ChaosRunner(
+            plan,
+            processes=self.processes,
+            orders=Orders(folder / "chaos" / "orders.jsonl"),
+            events=self.log,
+            lighthouse_pid=lambda: LIGHTHOUSE,
+            clock=lambda: self.now,
+            wall=lambda: self.now,
+            tell=self.lines.append,
+            **settings,
+        )
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.now += 0.001
+        self.runner.observe({"time": self.now, "event": name, "pid": 1, **fields})
+
+    def says(self, replica: int, name: str, rank: int = 0, **fields: Any) -> None:
+        """Let a worker tell something."""
+        self.event(name, replica=replica, rank=rank, attempt=self.attempts[replica], **fields)
+
+    def launch(self, **config: Any) -> None:
+        self.event("launch_started", replicas=self.replicas, ranks_per_replica=self.ranks)
+        for replica in range(self.replicas):
+            self.start(replica, **config)
+
+    def start(self, replica: int, **config: Any) -> None:
+        for rank in range(self.ranks):
+            pid = 1000 * self.attempts[replica] + 10 * replica + rank
+            self.says(replica, "worker_started", rank, pid=pid, host="here", config=config)
+
+    def restart(self, replica: int) -> None:
+        """Let the supervisor note a death and start the group anew."""
+        attempt = self.attempts[replica]
+        self.event("worker_exited", replica=replica, rank=1, attempt=attempt, signal="SIGKILL")
+        self.attempts[replica] += 1
+        self.event("replica_restarted", replica=replica, attempt=attempt + 1)
+        self.start(replica)
+
+    def commit(self, *absent: int, digests: dict[int, str] | None = None) -> None:
+        """Let all groups but the absent ones commit a step, and the runner act on it."""
+        self.step += 1
+        present = [replica for replica in range(self.replicas) if replica not in absent]
+        for replica in present:
+            for rank in range(self.ranks):
+                digest = {"digest": digests.get(replica, "same")} if digests is not None else {}
+                self.says(replica, "step_committed", rank, step=self.step, participants=present, **digest)
+        self.runner.poll()
+
+    def at(self, seconds: float) -> None:
+        """Let the runner act so many seconds after the start of the test."""
+        self.now = START + seconds
+        self.runner.poll()
+
+    def up(self) -> list[int]:
+        return [group.replica for group in self.runner.job.view(lighthouse=True).groups.values() if group.up]
+
+    def told(self, *names: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.folder / "events") if event["event"] in names]
+
+    def orders(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "chaos" / "orders.jsonl").read_text().splitlines()]
+
+    def agent(
+        self, order: dict[str, Any], name: str = "fault_injected", replica: int | None = None, **more: Any
+    ) -> None:
+        """Let an agent tell what it makes of an order."""
+        replica = order["replica"] if replica is None else replica
+        rank = order["rank"] or 0
+        facts = {"fault": order["fault"], "shot": order["shot"], "target": {"replica": replica, "rank": rank}}
+        if name != "fault_undone":
+            facts["seed"] = order["seed"]
+        self.says(replica, name, rank, **facts, **more)
+
+
+def listed(*entries: tuple[float, str, int | None], seed: int = 1, **limits: Any) -> Plan:
+    made = tuple(Entry(at, name, FAULTS[name].params, replica) for at, name, replica in entries)
+    return Plan("test", seed, limits=Limits(**limits), rules=(Rule(Listed(made)),))
+
+
+def test_the_schedule_starts_when_all_groups_train_together(tmp_path: Path) -> None:
+    """Neither a part of the groups nor time alone starts it; then `start_seconds` pass first."""
+    plan = Plan("test", 5, start_seconds=10.0, rules=(Rule(Listed((Entry(2.0, "kill_group", {}, 1),))),))
+    harness = Harness(plan, tmp_path)
+    harness.launch()
+    harness.commit(3)
+    harness.at(100)
+    harness.commit()
+    started = harness.now - START
+    harness.at(started + 9.9)
+    assert not harness.told("chaos_started")
+    harness.at(started + 10.1)
+    (told,) = harness.told("chaos_started")
+    assert (told["seed"], told["plan"], told["schedule"]) == (5, "test", str(plan))
+    assert not harness.processes.sent
+    harness.at(started + 12.1)
+    assert harness.processes.sent == [("SIGKILL", [1010, 1011])]
+    assert harness.runner.done
+    harness.runner.close()
+    harness.runner.close()
+    (told,) = harness.told("chaos_finished")
+    assert (told["injected"], told["skipped"]) == (1, 0)
+
+
+def test_what_is_told_of_a_fault(tmp_path: Path) -> None:
+    """The event names fault, target, seed, shot and parameters, and is written before the signal."""
+    harness = Harness(single("stop_rank", 2, 1, {"seconds": 5.0}, seed=3), tmp_path)
+    harness.launch()
+    at_signal: list[int] = []
+    send = FakeReach.send
+
+    def noting(reach: FakeReach, signum: signal.Signals) -> None:
+        at_signal.append(len(harness.told("fault_injected")))
+        send(reach, signum)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeReach, "send", noting)
+        harness.commit()
+    assert at_signal == [1]
+    (told,) = harness.told("fault_injected")
+    assert {"replica", "rank", "attempt"}.isdisjoint(told)  # as agents would write
+    assert told["target"] == {"replica": 2, "rank": 1}
+    assert (told["fault"], told["shot"], told["params"]) == ("stop_rank", 0, {"seconds": 5.0})
+    assert isinstance(told["seed"], int)
+    assert harness.processes.sent == [("SIGSTOP", [1021])]
+    assert harness.lines[-1] == "chaos: stop_rank at replica 2 rank 1"
+
+
+def test_a_stopped_group_goes_on_in_time(tmp_path: Path) -> None:
+    """SIGCONT comes after `seconds`; the group is up again only when it has contributed after that."""
+    harness = Harness(listed((0, "stop_group", 2)), tmp_path)
+    harness.launch()
+    harness.commit()
+    stopped = harness.now - START
+    harness.commit(2)
+    harness.at(stopped + 9.9)
+    assert harness.processes.sent == [("SIGSTOP", [1020, 1021])]
+    assert not harness.runner.done
+    harness.at(stopped + 10.0)
+    assert harness.processes.sent[1:] == [("SIGCONT", [1020, 1021])]
+    assert harness.told("fault_undone")[0]["target"] == {"replica": 2}
+    assert harness.runner.done
+    harness.commit(2)
+    assert harness.up() == [0, 1, 3]
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+    assert harness.processes.num_held == 0
+
+
+@pytest.mark.parametrize("end", ["close", "interrupt", "the job"])
+def test_a_stop_is_always_undone(tmp_path: Path, end: str) -> None:
+    """At the end of the runner or of the job, and when an interrupt comes right with the signal."""
+    harness = Harness(listed((0, "stop_group", 1)), tmp_path)
+    harness.launch()
+    if end == "interrupt":
+        send = FakeReach.send
+
+        def interrupted(reach: FakeReach, signum: signal.Signals) -> None:
+            send(reach, signum)
+            if signum == signal.SIGSTOP:
+                raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeReach, "send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                harness.commit()
+    else:
+        harness.commit()
+    assert [name for name, _ in harness.processes.sent] == ["SIGSTOP"]
+    if end == "the job":
+        harness.event("launch_stopping")
+        harness.runner.poll()
+        assert harness.runner.done
+    else:
+        harness.runner.close()
+    assert [name for name, _ in harness.processes.sent] == ["SIGSTOP", "SIGCONT"]
+    assert len(harness.told("fault_undone")) == 1
+    assert harness.processes.num_held == 0
+
+
+def test_a_killed_group_is_down_until_a_new_start_of_it_contributes(tmp_path: Path) -> None:
+    """What its dead workers told late counts for nothing; the next fault waits for it, as max_down says."""
+    harness = Harness(listed((0, "kill_group", 1), (1, "kill_rank", 2)), tmp_path)
+    harness.launch()
+    harness.commit()
+    assert harness.up() == [0, 2, 3]
+    harness.says(1, "step_committed", step=harness.step + 1, participants=[0, 1, 2, 3])
+    harness.at(5)
+    harness.restart(1)
+    harness.commit(1)
+    assert harness.up() == [0, 2, 3]
+    assert len(harness.processes.sent) == 1
+    harness.commit()
+    assert [name for name, _ in harness.processes.sent] == ["SIGKILL", "SIGKILL"]
+    assert harness.told("fault_injected")[1]["target"]["replica"] == 2
+    harness.restart(2)
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+
+
+def test_a_shot_that_waits_too_long_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    """A limit that holds it up for `patience_seconds` costs it its turn; the ones after it have theirs."""
+    harness = Harness(listed((0, "kill_group", 1), (1, "kill_group", 2), (20, "kill_lighthouse", None)), tmp_path)
+    harness.launch()
+    harness.commit()
+    begin = harness.now - START
+    harness.at(begin + 20.5)
+    assert harness.processes.sent[1:] == [("SIGKILL", [LIGHTHOUSE])]
+    assert harness.told("fault_injected")[1]["target"] == {"lighthouse": True}
+    harness.at(begin + 30.9)
+    assert not harness.told("fault_skipped")
+    harness.at(begin + 31.1)
+    (told,) = harness.told("fault_skipped")
+    assert (told["fault"], told["shot"], told["target"]) == ("kill_group", 1, None)
+    assert "max_down" in told["reason"]
+    assert harness.runner.done
+    assert (harness.runner.record.num_injected, harness.runner.record.num_skipped) == (2, 1)
+
+
+def test_what_can_never_be_is_skipped_at_once(tmp_path: Path) -> None:
+    """A job without agents gets no orders."""
+    harness = Harness(single("nan_gradient"), tmp_path)
+    harness.launch(chaos=False)
+    harness.commit()
+    assert "chaos = true" in harness.told("fault_skipped")[0]["reason"]
+    assert harness.runner.done
+    assert not (tmp_path / "chaos").exists()
+
+
+def test_nobody_hit_is_no_injection(tmp_path: Path) -> None:
+    """Workers that are gone before the signal postpone the shot; ones that go in between are told to be missed."""
+    harness = Harness(listed((0, "kill_group", 1)), tmp_path)
+    harness.processes.gone = {1010, 1011}
+    harness.launch()
+    harness.commit()
+    assert not harness.told("fault_injected", "fault_skipped")
+    harness.at(100)
+    assert harness.told("fault_skipped")[0]["reason"] == "nobody is there"
+    harness.runner.close()
+    assert harness.told("chaos_finished")[0]["injected"] == 0
+    assert harness.up() == [0, 1, 2, 3]
+
+
+def test_several_groups_at_once(tmp_path: Path) -> None:
+    """Each has an event of the same shot, which counts once."""
+    harness = Harness(listed((0, "kill_groups", None), max_down=2), tmp_path)
+    harness.launch()
+    harness.commit()
+    told = harness.told("fault_injected")
+    assert [event["shot"] for event in told] == [0, 0]
+    hit = {event["target"]["replica"] for event in told}
+    assert len(hit) == 2
+    assert harness.up() == [replica for replica in range(4) if replica not in hit]
+    assert harness.runner.record.num_injected == 1
+
+
+def test_an_order_goes_to_this_start_of_the_group(tmp_path: Path) -> None:
+    """Its agent tells the injection, not the runner; without word of a restart the group is up after a while."""
+    harness = Harness(single("segfault", 3, 1, seed=4), tmp_path)
+    harness.launch()
+    harness.commit()
+    (order,) = harness.orders()
+    assert [order[name] for name in ("replica", "rank", "attempt", "shot")] == [3, 1, 1, 0]
+    assert not harness.told("fault_injected")
+    harness.commit()
+    assert harness.up() == [0, 1, 2]
+    assert not harness.runner.done
+    harness.agent(order)
+    assert harness.runner.done
+    assert harness.lines[-1] == "chaos: segfault at replica 3 rank 1"
+    harness.commit()
+    assert harness.up() == [0, 1, 2]
+    harness.now += SETTLE_SECONDS
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("happening", "reason"),
+    [
+        ("restart", "the group was started anew before its agent acted"),
+        ("agent", "there was no occasion"),
+        ("silence", f"no agent has acted within {WAIT_SECONDS:g} s"),
+        ("end", "the job's training ended first"),
+    ],
+)
+def test_an_order_that_comes_to_nothing_is_skipped(tmp_path: Path, happening: str, reason: str) -> None:
+    """Whatever became of it, the runner does not wait for ever; what an agent told is not told twice."""
+    harness = Harness(single("exception", 1), tmp_path)
+    harness.launch()
+    harness.commit()
+    (order,) = harness.orders()
+    if happening == "restart":
+        harness.restart(1)
+    elif happening == "agent":
+        harness.agent(order, "fault_skipped", reason=reason)
+    elif happening == "silence":
+        harness.now += WAIT_SECONDS
+    else:
+        harness.says(0, "training_finished")
+    harness.runner.poll()
+    assert harness.runner.done
+    assert [event["reason"] for event in harness.told("fault_skipped")] == ([] if happening == "agent" else [reason])
+    assert harness.runner.record.last_reason == reason
+    assert harness.runner.record.num_skipped == 1
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+
+
+def test_a_slow_rank_is_in_trouble_until_it_was_undone(tmp_path: Path) -> None:
+    """Though its group contributes all the time."""
+    harness = Harness(single("slow_rank", 0), tmp_path)
+    harness.launch()
+    harness.commit()
+    (order,) = harness.orders()
+    harness.agent(order)
+    harness.now += 60
+    harness.commit()
+    assert harness.up() == [1, 2, 3]
+    harness.agent(order, "fault_undone")
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+
+
+def test_a_nan_is_over_when_it_was_left_out(tmp_path: Path) -> None:
+    """Any group may tell that; the trouble of a group that is not named goes on."""
+    harness = Harness(single("nan_gradient", 2), tmp_path)
+    harness.launch()
+    harness.commit()
+    harness.agent(harness.orders()[0])
+    harness.says(0, "gradient_excluded", slots=[1])
+    harness.commit()
+    assert harness.up() == [0, 1, 3]
+    harness.says(0, "gradient_excluded", slots=[2])
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+
+
+def test_a_flip_is_over_after_a_heal_or_an_equal_digest(tmp_path: Path) -> None:
+    """A digest from before the flip, or one that nobody shares, says nothing."""
+    for healed in (True, False):
+        harness = Harness(single("flip_parameter", 2, 1), tmp_path / str(healed))
+        harness.launch()
+        harness.commit()
+        harness.agent(harness.orders()[0], step=harness.step + 1)
+        harness.commit(digests={})  # of the step that was under way
+        harness.commit(digests={2: "flipped"})
+        assert harness.up() == [0, 1, 3]
+        if healed:
+            harness.says(2, "heal_finished")
+            harness.commit()
+        else:
+            harness.commit(digests={})
+            harness.commit()
+        assert harness.up() == [0, 1, 2, 3]
+
+
+def test_a_full_disk_keeps_nobody_from_contributing(tmp_path: Path) -> None:
+    """The order may wait for the next checkpoint, and other faults come meanwhile."""
+    harness = Harness(listed((0, "disk_full", None), (0.5, "kill_group", 3)), tmp_path)
+    harness.launch()
+    harness.commit()
+    harness.at(1)
+    assert harness.processes.sent == [("SIGKILL", [1030, 1031])]
+    assert not harness.runner.done
+
+
+def test_a_donor_is_killed_in_a_heal_that_is_provoked(tmp_path: Path) -> None:
+    """First the order to whoever comes, then the kill; no other fault until the donor is known; then both are down."""
+    harness = Harness(listed((0, "kill_donor", 1), (1, "kill_rank", 3), max_down=2), tmp_path)
+    harness.launch()
+    harness.commit()
+    (order,) = harness.orders()
+    assert [order[name] for name in ("fault", "replica", "rank", "attempt")] == ["kill_donor", None, None, None]
+    (told,) = harness.told("fault_injected")
+    assert (told["fault"], told["target"], told["params"]) == ("kill_group", {"replica": 1}, {"provokes": "kill_donor"})
+    assert harness.processes.sent == [("SIGKILL", [1010, 1011])]
+    harness.at(5)
+    harness.restart(1)
+    harness.commit(1)
+    harness.agent(order, replica=0)
+    harness.commit(0, 1)
+    assert harness.up() == [2, 3]
+    assert len(harness.processes.sent) == 1
+    harness.restart(0)
+    harness.commit(0)
+    assert [pids for _, pids in harness.processes.sent[1:]] in ([[1030]], [[1031]])
+    assert harness.up() == [1, 2]
+    assert harness.runner.record.num_injected == 2
+
+
+def test_nothing_is_ordered_when_no_heal_can_be_provoked(tmp_path: Path) -> None:
+    """Where the group to kill is not there, no order waits for a chance to strike."""
+    harness = Harness(listed((0, "corrupt_chunk", 1)), tmp_path)
+    harness.processes.gone = {1010, 1011}
+    harness.launch()
+    harness.commit()
+    assert not (tmp_path / "chaos").exists()
+    harness.at(100)
+    assert harness.runner.record.last_reason == "nobody is there"
+
+
+def test_a_group_left_out_by_the_others_is_not_up(tmp_path: Path) -> None:
+    """Also without a fault; nor is one whose workers end, leave or hang."""
+    harness = Harness(listed((1e6, "kill_group", 1)), tmp_path)
+    harness.launch()
+    harness.commit()
+    harness.commit(2)
+    assert harness.up() == [0, 1, 3]
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+    harness.says(0, "drained", 1)
+    harness.says(1, "hung", 0)
+    harness.event("worker_exited", replica=2, rank=0, attempt=0, code=1)  # of an earlier start
+    harness.event("worker_exited", replica=3, rank=0, attempt=1, code=1)
+    assert harness.up() == [2]
+
+
+def test_another_runners_fault_disturbs_the_group(tmp_path: Path) -> None:
+    """Two runners on one job do not both hit the same group unseen."""
+    harness = Harness(listed((1e6, "kill_group", 1)), tmp_path)
+    harness.launch()
+    harness.commit()
+    harness.event("fault_injected", fault="kill_group", target={"replica": 1}, seed=9, shot=0)
+    harness.event("fault_injected", fault="sigkill_group", target=2, seed=None)
+    harness.event("fault_injected", fault="kill_lighthouse", target={"lighthouse": True}, seed=9, shot=1)
+    assert harness.up() == [0, 3]
+
+
+def test_a_second_launch_in_the_folder_is_another_job(tmp_path: Path) -> None:
+    """What an earlier one told neither starts nor ends the schedule."""
+    harness = Harness(listed((0, "kill_group", 1)), tmp_path)
+    harness.launch()
+    for replica in range(4):
+        harness.says(replica, "training_finished")
+    assert harness.runner.job.ended
+    harness.attempts = dict.fromkeys(range(4), 2)
+    harness.launch()
+    assert not harness.runner.job.ended
+    harness.runner.poll()
+    assert not harness.processes.sent
+    harness.commit()
+    assert harness.processes.sent == [("SIGKILL", [2010, 2011])]
+
+
+def test_workers_that_come_back_under_the_same_attempt_are_a_new_start(tmp_path: Path) -> None:
+    """As where a scheduler starts a whole job again: by the pid it shows."""
+    harness = Harness(listed((0, "kill_group", 1)), tmp_path)
+    harness.launch()
+    harness.commit()
+    for rank in range(2):
+        harness.says(1, "worker_started", rank, pid=77 + rank)
+    harness.commit()
+    assert harness.up() == [0, 1, 2, 3]
+    assert [worker.pid for worker in harness.runner.job.everyone()][2:4] == [77, 78]
+
+
+def replay(folder: Path, seed: int) -> list[tuple[object, ...]]:
+    """Run a campaign in which every group that is hit comes back a second later; return what was injected."""
+    faults = {"kill_rank": 1.0, "kill_group": 1.0, "stop_group": 1.0, "kill_lighthouse": 1.0}
+    params = {name: {"seconds": 2.0} if name == "stop_group" else {} for name in faults}
+    plan = Plan("test", seed, stop_after_seconds=100.0, rules=(Rule(Every(5.0), faults, params),))
+    harness = Harness(plan, folder)
+    harness.launch()
+    harness.commit()
+    for second in range(120):
+        harness.at(second)
+        down = [replica for replica in range(4) if replica not in harness.up()]
+        harness.commit(*down)
+        for replica in down:
+            harness.restart(replica)
+        harness.commit()
+    harness.runner.close()
+    assert harness.runner.done
+    told = harness.told("fault_injected", "fault_skipped")
+    return [(event["event"], event["fault"], str(event["target"]), event["shot"], event.get("seed")) for event in told]
+
+
+def test_the_same_seed_injects_the_same(tmp_path: Path) -> None:
+    """A replay agrees fault by fault and target by target; another seed does not."""
+    first = replay(tmp_path / "1", seed=11)
+    assert len(first) == 21
+    assert {name for name, *_ in first} == {"fault_injected"}
+    assert replay(tmp_path / "2", seed=11) == first
+    assert replay(tmp_path / "3", seed=12) != first

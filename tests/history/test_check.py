@@ -1,0 +1,591 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The verdict on a run: a good history holds, and each broken one is objected to by the promise that it breaks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.history import check as check_module
+from titan_ft.history.check import Report, check, check_folders, format_check
+from titan_ft.history.failures import find_failures
+
+OTHERS_ASKED = {2, 3, 4, 5, 6, 7, 8}
+
+
+def failed(report: Report) -> set[int | str]:
+    """Return what does not hold: numbers of promises, or names."""
+    return {each.promise or each.name for each in report.judgements if each.verdict == "does not hold"}
+
+
+def unknown(report: Report) -> set[int | str]:
+    """Return what was asked and cannot be told."""
+    return {each.promise or each.name for each in report.judgements if each.asked and each.verdict == "unknown"}
+
+
+def test_good_run_holds(good_run: Any) -> None:
+    """A run with a death, a heal and a gradient that was not finite keeps all promises, in whatever order told."""
+    report = check(good_run.events)
+    assert (failed(report), unknown(report), report.verdict) == (set(), set(), "holds"), format_check(report)
+    assert not report[1].asked
+    assert "others committed at" in report[5].statement
+    assert "2 forward passes wasted: gradients that were not finite" in report[4].notes
+    random.Random(0).shuffle(good_run.events)
+    assert check(good_run.events).verdict == "holds"
+
+
+def test_format_and_json(good_run: Any) -> None:
+    """The text names all promises with their verdicts, aligned; the JSON has the same."""
+    good_run.named("worker_exited", code=0)[0]["reason"] = ""
+    report = check(good_run.events)
+    text = format_check(report)
+    lines = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert len(lines) == 8 + 2 + 1
+    assert len({line.index(word) for line, word in zip(lines[1:7], ["holds"] * 6, strict=True)}) == 1
+    assert lines[0].startswith("- 1 same arithmetic")
+    assert lines[-1].endswith("verdict: does not hold")
+    assert "replica 0, rank 0: a worker ended without a reason" in text
+    told = json.loads(json.dumps(report.to_dict()))
+    assert told["verdict"] == "does not hold"
+    assert [each["promise"] for each in told["judgements"]] == [1, 2, 3, 4, 5, 6, 7, 8, None, None]
+
+
+# Broken histories: what is done to the good one, and the promise that must object.
+
+
+def _lose_batch(run: Any) -> None:
+    for event in run.named("step_committed"):
+        if event["step"] >= 5 and "0" in event["batches"]:
+            event["batches"]["0"][0] += 1
+            if event["replica"] == 0:
+                event["data"]["first_batch"] += 1
+
+
+def _repeat_batch(run: Any) -> None:
+    for event in run.named("step_committed"):
+        if event["step"] >= 5 and "0" in event["batches"]:
+            event["batches"]["0"][0] -= 1
+            if event["replica"] == 0:
+                event["data"]["first_batch"] -= 1
+
+
+def _survivor_skips_step(run: Any) -> None:
+    for event in run.named("step_committed", replica=0, step=10):
+        run.events.remove(event)
+
+
+def _recompute(run: Any) -> None:
+    for event in run.named("step_committed", replica=0, step=7):
+        event["forward_passes"] = 2
+
+
+def _differ_unnamed(run: Any) -> None:
+    for event in run.named("step_committed", replica=1, step=4):
+        event["digest"] = "bad"
+
+
+def _differ_at_the_end(run: Any) -> None:
+    run.named("training_finished", replica=1, rank=1)[0]["digest"] = "bad"
+
+
+def _finish_elsewhere(run: Any) -> None:
+    for event in run.named("training_finished", replica=1):
+        event["lineage"], event["step"] = run.named("step_committed", step=run.step_number - 1)[0]["lineage"], 29
+
+
+def _tell_other_loss(run: Any) -> None:
+    for event in run.named("step_committed", replica=1, step=4):
+        event["loss"] += 1e-9
+
+
+def _tell_other_lr(run: Any) -> None:
+    for event in run.named("step_committed", replica=1, step=4):
+        event["lr"] *= 1.01
+
+
+def _wrong_tokens(run: Any) -> None:
+    for event in run.named("step_committed", step=4):
+        event["tokens"] += 1
+    for event in run.named("training_finished"):
+        event["tokens"] += 1
+
+
+def _wrong_mean(run: Any) -> None:
+    for event in run.named("step_committed", step=4):
+        event["loss"] *= 1.5
+
+
+def _weight_without_part(run: Any) -> None:
+    for event in run.named("step_committed", step=26, replica=1):
+        event["own_tokens"] = 512
+
+
+def _excluded_counts(run: Any) -> None:
+    for event in run.named("gradient_excluded"):
+        event["slots"] = [0, 1]
+
+
+def _other_participants(run: Any) -> None:
+    for event in run.named("step_committed", step=4, replica=1):
+        event["participants"] = [1, 2]
+
+
+def _too_few(run: Any) -> None:
+    for event in run.named("worker_started"):
+        event["config"]["min_replica_size"] = 3
+
+
+def _schedule_runs_ahead(run: Any) -> None:
+    """The step behind a failed exchange is repeated by others, with the LR of the next."""
+    copies = [dict(event, lineage="feed", lr=0.5) for event in run.named("step_committed", step=7)]
+    for event in copies:
+        event |= {"replica": 2, "attempt": 0, "participants": [0, 1], "own_tokens": 0, "own_loss": None, "data": None}
+        event |= {
+            "forward_passes": 0,
+            "pid": event["pid"] + 20,
+            "mono": event["mono"] - 0.9,
+            "time": event["time"] - 0.9,
+        }
+    run.events += [event for event in copies if event["pid"] < 1022]
+
+
+def _finished_tokens(run: Any) -> None:
+    for event in run.named("training_finished"):
+        event["tokens"] += 512
+
+
+def _finished_step(run: Any) -> None:
+    for event in run.named("training_finished"):
+        event["step"] += 1
+
+
+def _save_ahead(run: Any) -> None:
+    event = run.named("step_committed", step=4, replica=0, rank=0)[0]
+    run.events.append({**event, "event": "checkpoint_saved", "step": 5, "mono": event["mono"] + 0.1})
+
+
+def _exit_without_reason(run: Any) -> None:
+    run.named("worker_exited", replica=2, signal="SIGKILL")[0]["reason"] = ""
+
+
+def _nobody_restarts(run: Any) -> None:
+    """A group dies in mid-run and is never heard of again."""
+    events = [event for event in run.events if event.get("replica") == 2 and event.get("attempt") == 1]
+    for event in events:
+        run.events.remove(event)
+    for event in run.named("step_committed"):
+        if event["step"] > 21:
+            event |= {"participants": [0, 1], "tokens": 1024}
+    for event in run.named("launch_finished"):
+        event |= {"time": event["time"] + 100, "mono": event["mono"] + 100}
+
+
+def _heal_without_end(run: Any) -> None:
+    for event in run.named("heal_finished", replica=2):
+        event["event"] = "checkpoint_loaded"
+
+
+def _fault_without_end(run: Any) -> None:
+    first = run.named("step_committed", step=3)[0]
+    fault = {"fault": "segfault", "target": {"replica": 1, "rank": 0}, "seed": 1, "shot": 2, "pid": 2}
+    run.events.append({"time": first["time"], "mono": first["mono"], "event": "fault_injected", **fault})
+    for event in run.named("worker_exited", replica=1) + run.named("launch_finished") + run.named("training_finished"):
+        shift = -40 if event.get("replica") == 1 and event["event"] == "worker_exited" else 100
+        event |= {"time": event["time"] + shift, "mono": event["mono"] + shift}
+
+
+def _fell_silent(run: Any) -> None:
+    for event in run.named("worker_exited", replica=1) + run.named("training_finished", replica=1):
+        run.events.remove(event)
+
+
+@pytest.mark.parametrize(
+    ("damage", "promise"),
+    [
+        (_tell_other_loss, 1),
+        (_tell_other_lr, 1),
+        (_differ_unnamed, 2),
+        (_differ_at_the_end, 2),
+        (_wrong_tokens, 3),
+        (_wrong_mean, 3),
+        (_weight_without_part, 3),
+        (_excluded_counts, 3),
+        (_other_participants, 3),
+        (_recompute, 4),
+        (_survivor_skips_step, 4),
+        (_lose_batch, 6),
+        (_repeat_batch, 6),
+        (_too_few, 7),
+        (_finished_tokens, 7),
+        (_finished_step, 7),
+        (_save_ahead, 7),
+        (_exit_without_reason, 8),
+        (_heal_without_end, 8),
+        (_fault_without_end, 8),
+        (_fell_silent, 8),
+    ],
+)
+def test_exactly_one_promise_objects(good_run: Any, damage: Callable[[Any], None], promise: int) -> None:
+    """What breaks one promise is objected to by that one, with an event, and by no other."""
+    damage(good_run)
+    report = check(good_run.events)
+    assert failed(report) == {promise}, format_check(report)
+    assert report.verdict == "does not hold"
+    assert report[promise].asked
+    assert report[promise].offences[0].text
+
+
+@pytest.mark.parametrize(
+    ("damage", "promise"), [(_finish_elsewhere, 2), (_schedule_runs_ahead, 7), (_nobody_restarts, 8)]
+)
+def test_promise_objects(good_run: Any, damage: Callable[[Any], None], promise: int) -> None:
+    """What breaks several promises is objected to by those it breaks."""
+    damage(good_run)
+    assert promise in failed(check(good_run.events))
+
+
+def test_step_that_nobody_made(synthetic_run: Any) -> None:
+    """A step number that all groups skip is objected to as a counter that ran ahead."""
+    run = synthetic_run()
+    run.begin()
+    run.steps(5)
+    run.step_number += 1
+    run.steps(5)
+    run.finish()
+    report = check(run.events)
+    assert failed(report) == {7}, format_check(report)
+    assert "steps must go up by one" in report[7].offences[0].text
+    assert report[7].offences[0].step == 7
+
+
+def test_commit_of_too_few_is_named(good_run: Any) -> None:
+    """A commit below min_replica_size names group, step and both numbers; excluded gradients count as present."""
+    for event in good_run.named("worker_started"):
+        event["config"]["min_replica_size"] = 3
+    offences = check(good_run.events)[7].offences
+    assert {offence.step for offence in offences} == set(range(7, 22))
+    assert "2 groups; min_replica_size is 3" in offences[0].text
+
+
+def _mismatch(run: Any, minority: list[int], step: int) -> None:
+    last = run.named("step_committed", step=step)[-1]
+    for group in (0, 1, 2):
+        run.of("digest_mismatch", group, step=step, digests={}, lineages={}, minority=minority)
+        for event in run.events[-2:]:
+            event |= {"time": last["time"] + 0.01, "mono": last["mono"] + 0.01}
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_named_difference(synthetic_run: Any, heals: bool) -> None:
+    """A digest that differs, was named and then healed is no offence; one that was named and trained on is."""
+    run = synthetic_run()
+    run.begin()
+    run.steps(4)
+    for event in run.named("step_committed", step=4, replica=1):
+        event["digest"] = "bad"
+    _mismatch(run, [1], 4)
+    if heals:
+        run.heal(1, lambda: run.steps(2, [0, 2]))
+    run.steps(4)
+    run.finish()
+    report = check(run.events)
+    assert failed(report) == (set() if heals else {2}), format_check(report)
+    if heals:
+        assert report.verdict == "holds"
+        assert "the digest of group 1 differed" in "".join(report[2].notes)
+        assert "digest_mismatch: 6 events" in report[8].notes
+
+
+def test_wrong_group_named(good_run: Any) -> None:
+    """A difference for which another group was blamed does not hold."""
+    _differ_unnamed(good_run)
+    _mismatch(good_run, [2], 4)
+    assert 2 in failed(check(good_run.events))
+
+
+def test_difference_of_a_group_that_died_at_once(good_run: Any) -> None:
+    """A group that died before the exchange in which its digest would have been compared harmed nobody."""
+    for event in good_run.named("step_committed", step=6, replica=2):
+        event["digest"] = "bad"
+    report = check(good_run.events)
+    assert report.verdict == "holds", format_check(report)
+    assert report[2].notes
+
+
+def test_nothing_compared_is_unknown(good_run: Any) -> None:
+    """Without digests nobody can tell whether the groups agree."""
+    for event in good_run.events:
+        event.pop("digest", None)
+    report = check(good_run.events)
+    assert (failed(report), unknown(report)) == (set(), {2})
+
+
+def test_participant_that_died_untold_is_not_counted(good_run: Any) -> None:
+    """A step of which a participant that died does not tell its part is left out of the average's check."""
+    for event in good_run.named("step_committed", step=6, replica=2):
+        good_run.events.remove(event)
+    report = check(good_run.events)
+    assert report.verdict == "holds", format_check(report)
+    assert "of 30 of 31 states" in report[3].statement
+
+
+def _stall(run: Any) -> None:
+    run.now += 12.0
+    run.step([0, 1])
+
+
+def test_joiner_that_stalls_everybody(run_builder: Callable[..., Any]) -> None:
+    """A heal during which the others commit next to nothing breaks the promise, with the figure measured."""
+    report = check(run_builder(_stall).events)
+    assert failed(report) == {5}, format_check(report)
+    assert "others committed 3 steps during its heal, 15 are usual" in report[5].offences[0].text
+    assert report[5].offences[0].replica == 2
+
+
+def test_stall_that_was_configured_is_not_asked(run_builder: Callable[..., Any]) -> None:
+    """With catch_up = "wait" the others wait as they were told to: that promise is not asked."""
+    report = check(run_builder(_stall, catch_up="wait").events)
+    assert report.verdict == "holds"
+    assert not report[5].asked
+
+
+def test_stall_beside_another_failure_is_unknown(run_builder: Callable[..., Any]) -> None:
+    """Where another failure falls into the heal nobody can tell what the joiner cost."""
+    run = run_builder(_stall)
+    heal = run.named("heal_started")[0]
+    run.events.append({**heal, "event": "exchange_failed", "replica": 0, "attempt": 0, "pid": 1000})
+    report = check(run.events)
+    assert (failed(report), unknown(report)) == (set(), {5}), format_check(report)
+
+
+def test_slow_machine_is_no_stall(run_builder: Callable[..., Any]) -> None:
+    """Steps that are longer during a heal because computing took longer are no wait for the joiner."""
+    run = run_builder(lambda run: run.steps(12, [0, 1], seconds=3.0))
+    assert 5 in failed(check(run.events)) or check(run.events)[5].statement.startswith("others committed at 3")
+    for event in run.named("step_committed", seconds=3.0):
+        event["compute_seconds"] = 2.8
+    assert check(run.events).verdict == "holds"
+
+
+def test_short_heal_cannot_stall(run_builder: Callable[..., Any]) -> None:
+    """A heal shorter than a few steps is no stall, whatever was committed meanwhile."""
+    run = run_builder(lambda run: run.step([0, 1]))
+    assert check(run.events).verdict == "holds"
+
+
+def test_wait_that_nobody_asked_for(good_run: Any) -> None:
+    """A wait for a joiner that did not say that it has to be waited for breaks the promise."""
+    event = good_run.named("step_committed", step=12, replica=0, rank=0)[0]
+    wait = {"event": "waiting", "reason": "groups [2] fetch the state", "participants": [0, 1], "step": 11}
+    good_run.events.append({**event, **wait})
+    assert failed(check(good_run.events)) == {5}
+    asks = good_run.named("heal_started", replica=2, rank=0)[0]
+    good_run.events.append({**asks, "event": "catch_up_waiting"})
+    report = check(good_run.events)
+    assert report.verdict == "holds"
+    assert "asked the others to wait" in report[5].notes[0]
+
+
+@pytest.mark.parametrize("seconds", [100.0, -100.0, 5.0, -5.0])
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_clock_that_jumps(good_run: Any, seconds: float, who: str) -> None:
+    """A wall clock that was set is objected to by its own line; what rests on times is unknown, the rest holds."""
+    middle = good_run.named("step_committed", step=12)[0]["mono"]
+    for event in good_run.events:
+        if event["mono"] >= middle and (who == "all" or event.get("replica") == 0):
+            event["time"] += seconds
+    report = check(good_run.events)
+    assert failed(report) == {"clocks"}, format_check(report)
+    assert unknown(report) == {5, 8}
+    assert report.verdict == "does not hold"
+
+
+def test_hosts_with_other_clocks(good_run: Any) -> None:
+    """Clocks of different hosts may differ, and their monotonic clocks begin anywhere."""
+    for event in good_run.named("worker_started", replica=1):
+        event["host"] = "there"
+    for event in good_run.events:
+        if event.get("replica") == 1 and "rank" in event and event["event"] != "worker_exited":
+            event["mono"] += 5000
+            event["time"] += 0.3
+    report = check(good_run.events)
+    assert report.verdict == "holds", format_check(report)
+
+
+def test_empty_history_is_unknown() -> None:
+    """A history without events holds nothing."""
+    report = check([])
+    assert failed(report) == set()
+    assert unknown(report) == {*OTHERS_ASKED, "whole history", "clocks"}
+    assert report.verdict == "unknown"
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 0.999])
+def test_cut_history_is_unknown(good_run: Any, share: float) -> None:
+    """A history that ends in mid-run, wherever, is unknown in every respect and objects to nothing."""
+    report = check(good_run.events[: int(share * len(good_run.events))])
+    assert failed(report) == set(), format_check(report)
+    assert unknown(report) >= {*OTHERS_ASKED, "whole history"}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4])
+def test_history_without_beginning_is_unknown(good_run: Any, share: float) -> None:
+    """A history that begins in mid-run is unknown in every respect."""
+    report = check(good_run.events[int(share * len(good_run.events)) :])
+    assert failed(report) == set(), format_check(report)
+    assert unknown(report) >= OTHERS_ASKED
+
+
+def test_history_without_one_group_is_unknown(good_run: Any) -> None:
+    """A history that lacks the file of a group which took part never holds."""
+    report = check([e for e in good_run.events if e.get("replica") != 1 or e["event"] == "worker_exited"])
+    assert report.verdict == "unknown"
+    assert "groups [1] took part in steps and told of none" in "".join(report["whole history"].unknown)
+
+
+def test_lost_batch_in_a_cut_history(good_run: Any) -> None:
+    """What is known to be broken beats what is unknown."""
+    _lose_batch(good_run)
+    report = check(good_run.events[:-1])
+    assert failed(report) == {6}
+    assert report.verdict == "does not hold"
+
+
+def test_old_history_is_unknown_where_fields_are_missing(good_run: Any) -> None:
+    """Histories from before a field existed are unknown where it is needed, and hold elsewhere."""
+    for event in good_run.events:
+        for name in ("mono", "own_tokens", "own_loss", "config", "host", "compute_seconds"):
+            event.pop(name, None)
+    report = check(good_run.events)
+    assert (failed(report), unknown(report)) == (set(), {3, 7, "clocks"}), format_check(report)
+
+
+def test_checker_that_crashes_says_unknown(good_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checker that crashes is unknown with what went wrong and where; the others go on."""
+
+    def crash(record: object, found: object) -> None:
+        raise KeyError("no such thing")
+
+    checkers = [(n, name, crash if n == 3 else checker) for n, name, checker in check_module._CHECKERS]
+    monkeypatch.setattr(check_module, "_CHECKERS", checkers)
+    report = check(good_run.events)
+    assert (failed(report), unknown(report), report.verdict) == (set(), {3}, "unknown")
+    assert "the checker crashed: KeyError: 'no such thing' (test_check.py:" in report[3].unknown[0]
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"participants": 5},
+        {"participants": None},
+        {"batches": [1]},
+        {"data": 7},
+        {"tokens": "many"},
+        {"lineage": 3},
+        {"step": "x"},
+        {"replica": "x"},
+        {"own_tokens": [1]},
+    ],
+)
+def test_nonsense_never_holds_nor_crashes(good_run: Any, nonsense: dict[str, Any]) -> None:
+    """An event with a field of another type than it should have leaves a report, and not one that holds."""
+    for event in good_run.named("step_committed", step=9):
+        event |= nonsense
+    report = check(good_run.events)
+    assert len(report.judgements) == 10
+    assert report.verdict != "holds" or nonsense.keys() <= {"data"}
+    json.dumps(report.to_dict())
+
+
+def test_damaged_file_is_unknown(good_run: Any, tmp_path: Path) -> None:
+    """A file with a line that is no event makes everything unknown, and is named with the line."""
+    lines = [json.dumps(event) for event in good_run.events]
+    (tmp_path / "all.jsonl").write_text("\n".join(lines) + "\n")
+    assert check_folders(tmp_path).verdict == "holds"
+    (tmp_path / "all.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]) + "\n")
+    report = check_folders(tmp_path)
+    assert report.verdict == "unknown"
+    assert failed(report) == set()
+    assert "all.jsonl:4" in format_check(report)
+
+
+def test_void_steps_of_a_job_that_went_back(synthetic_run: Any) -> None:
+    """A job that lost every group and began anew holds; its void steps are no work of survivors."""
+    run = synthetic_run()
+    run.begin()
+    run.steps(4)
+    for group in range(3):
+        run.kill(group)
+    run.state, run.step_number, run.tokens = "000000000000", 0, 0
+    run.ends = dict.fromkeys(range(3), 0)
+    for group in range(3):
+        run.restart(group)
+        run.of("started_anew", group, step=0)
+    run.now += 1
+    run.step([0, 1])
+    run.steps(0)
+    run.heal(2, lambda: run.steps(2, [0, 1]))
+    run.steps(3)
+    run.finish()
+    report = check(run.events)
+    assert report.verdict == "holds", format_check(report)
+    assert "started_anew: 6 events" in report[8].notes
+
+
+def test_cut_anywhere_never_holds_nor_objects(good_run: Any) -> None:
+    """Wherever a history ends before its last event, nothing holds and nothing is objected to."""
+    for length in range(0, len(good_run.events) - 1, 7):
+        report = check(good_run.events[:length])
+        assert failed(report) == set(), f"cut at {length}: {format_check(report)}"
+        assert unknown(report) >= OTHERS_ASKED
+
+
+@pytest.mark.parametrize(
+    ("target", "hit"),
+    [(2, True), ({"replica": 2}, True), ({"replica": 2, "rank": 1}, True), ({"replica": 0}, False), (None, False)],
+)
+def test_fault_dates_the_failure(good_run: Any, target: object, hit: bool) -> None:
+    """A failure began when a fault was aimed at its group, however the target is written."""
+    (fault,) = good_run.named("fault_injected")
+    fault["target"] = target
+    (failure,) = find_failures(good_run.events, [])
+    assert (failure.time == fault["time"]) == hit
+
+
+@pytest.mark.parametrize(("leavers", "broken"), [([1], set()), ([0, 1, 2], {2})])
+def test_group_that_left_with_another_digest(synthetic_run: Any, leavers: list[int], broken: set[int]) -> None:
+    """A group that left before it could be named harmed nobody; if all left so, nobody can tell who is right."""
+    run = synthetic_run()
+    run.begin()
+    run.steps(4)
+    for group in leavers:
+        run.of("drained", group, step=4, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
+    for event in run.events:
+        if event.get("replica") == 1 and event["event"] in ("step_committed", "drained") and event["step"] == 4:
+            event["digest"] = "bad"
+    for group in leavers:
+        run.exit(group, reason="ended", signal=None, code=0)
+    if len(leavers) < 3:
+        run.steps(2, [0, 2])
+        for group in (0, 2):
+            run.of("training_finished", group, step=6, tokens=run.tokens, digest=None, lineage=run.state)
+            run.exit(group, reason="ended", signal=None, code=0)
+    run.tell("launch_finished", 1, code=0, reason="all groups finished or left")
+    report = check(run.events)
+    assert failed(report) == broken, format_check(report)
+    assert unknown(report) == set()
+
+
+def test_group_whose_supervisor_was_killed(good_run: Any) -> None:
+    """A group that fell silent is explained by a launch that ended badly and says so."""
+    _fell_silent(good_run)
+    good_run.named("launch_finished")[0].update(code=1, reason="1 of 3 groups failed: 1")
+    report = check(good_run.events)
+    assert report[8].verdict == "holds", format_check(report)
+    assert "the launch says: 1 of 3 groups failed: 1" in report[8].notes[0]

@@ -1,0 +1,249 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The figures that Prometheus gets, scraped over HTTP."""
+
+from __future__ import annotations
+
+import math
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from titan_ft.config import ConfigError
+from titan_ft.launch import status
+from titan_ft.launch.metrics import STATES, MetricsServer, split_address
+
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+Series = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    server = MetricsServer(0)
+    yield server
+    server.close()
+
+
+def scrape(server: MetricsServer) -> dict[Series, float]:
+    """Return every sample by its name and labels."""
+    with NO_PROXY.open(server.url, timeout=30) as response:
+        families = text_string_to_metric_families(response.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+
+
+def value(found: dict[Series, float], name: str, **labels: str) -> float:
+    return found[f"titan_ft_{name}", tuple(sorted(labels.items()))]
+
+
+def event(name: str, replica: int | None = 0, rank: int | None = 0, attempt: int = 0, **fields: Any) -> dict[str, Any]:
+    whose = {"replica": replica, "rank": rank, "attempt": attempt}
+    return {"time": 0.0, "event": name, "pid": 1, **{k: v for k, v in whose.items() if v is not None}, **fields}
+
+
+def step(number: int, replica: int = 0, rank: int = 0, **fields: Any) -> dict[str, Any]:
+    usual = {"lineage": f"{number:012x}", "participants": [0, 1, 2, 3], "tokens": 1000, "loss": 2.5, "grad_norm": 0.75}
+    usual |= {"lr": 1e-3, "seconds": 0.4, "exchanges": 1}
+    return event("step_committed", replica, rank, step=number, **{**usual, **fields})
+
+
+def test_step_of_all_groups_is_one_step(server: MetricsServer) -> None:
+    """Four groups of two ranks tell of each step; steps, tokens and seconds count once, and the last one's figures
+    stand."""
+    for number in (1, 2, 3):
+        for replica in range(4):
+            for rank in (0, 1):
+                server.observe(step(number, replica, rank, loss=3.0 - number / 4))
+    found = scrape(server)
+    assert value(found, "step") == 3
+    assert value(found, "steps_committed_total") == 3
+    assert value(found, "tokens_total") == 3000
+    assert value(found, "step_seconds_count") == 3
+    assert value(found, "step_seconds_sum") == pytest.approx(1.2)
+    assert value(found, "step_seconds_bucket", le="0.3") == 0
+    assert value(found, "step_seconds_bucket", le="0.5") == 3
+    assert value(found, "loss") == 2.25
+    assert value(found, "grad_norm") == 0.75
+    assert value(found, "learning_rate") == 1e-3
+    assert value(found, "participants") == 4
+
+
+def test_repeated_exchanges(server: MetricsServer) -> None:
+    """A step counts the exchanges of the group that needed most; those beyond one failed."""
+    for replica, exchanges in ((0, 1), (1, 3), (2, 2)):
+        server.observe(step(1, replica, exchanges=exchanges))
+    server.observe(step(2))
+    found = scrape(server)
+    assert (value(found, "exchanges_total"), value(found, "exchanges_failed_total")) == (4, 2)
+    assert value(found, "steps_committed_total") == 2
+
+
+def test_step_number_that_comes_again(server: MetricsServer) -> None:
+    """After the loss of all newer states a step is committed anew: another step, by its lineage."""
+    for lineage in ("aa", "bb"):
+        for replica in (0, 1):
+            server.observe(step(5, replica, lineage=lineage))
+    assert value(scrape(server), "steps_committed_total") == 2
+
+
+def test_before_the_first_step(server: MetricsServer) -> None:
+    """What nobody knows yet is no number; what is counted is zero."""
+    found = scrape(server)
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert math.isnan(value(found, name))
+    for name in ("steps_committed", "tokens", "exchanges", "digest_mismatches", "lighthouse_restarts"):
+        assert value(found, f"{name}_total") == 0
+
+
+def test_loss_that_is_no_number(server: MetricsServer) -> None:
+    """A loss that was not finite is NaN, and does not keep the one before."""
+    server.observe(step(1))
+    server.observe(step(2, loss=None, grad_norm=None))
+    found = scrape(server)
+    assert math.isnan(value(found, "loss"))
+    assert value(found, "steps_committed_total") == 2
+
+
+def test_loss_that_only_another_rank_knows(server: MetricsServer) -> None:
+    """With pipeline parallelism rank 0 has no loss; that of the last stage counts."""
+    server.observe(step(1, loss=None))
+    server.observe(step(1, rank=1, loss=2.125))
+    server.observe(step(0, rank=1, loss=9.0))
+    assert value(scrape(server), "loss") == 2.125
+
+
+def test_failures_and_recoveries(server: MetricsServer) -> None:
+    """A death counts once however many ranks die of it; restarts tell whether a standby took over; heals are timed."""
+    server.observe(event("worker_exited", 1, rank=1, signal="SIGKILL", stopped=False))
+    server.observe(event("worker_exited", 1, rank=0, signal="SIGTERM", stopped=True))
+    server.observe(event("worker_exited", 1, rank=2, code=1, stopped=False))
+    server.observe(event("replica_restarted", 1, None, attempt=1, standby=True))
+    for rank in (0, 1):
+        server.observe(event("heal_finished", 1, rank, attempt=1, seconds=1.5))
+    server.observe(event("worker_exited", 1, rank=0, attempt=1, code=3, stopped=False))
+    server.observe(event("replica_restarted", 1, None, attempt=2))
+    found = scrape(server)
+    failures = {key: count for key, count in found.items() if key[0] == "titan_ft_failures_total"}
+    assert sorted(failures.values()) == [1, 1]
+    assert value(found, "failures_total", replica="1", cause="SIGKILL") == 1
+    assert value(found, "failures_total", replica="1", cause="exit code 3") == 1
+    assert value(found, "restarts_total", replica="1", standby="true") == 1
+    assert value(found, "restarts_total", replica="1", standby="false") == 1
+    assert value(found, "heals_total", replica="1") == 1
+    assert value(found, "heal_seconds_sum") == 1.5
+
+
+def test_leaving_in_order_is_no_failure(server: MetricsServer) -> None:
+    """Neither a group that finished nor one that was asked to leave has failed."""
+    server.observe(event("worker_exited", 0, code=0, stopped=False))
+    server.observe(event("drained", 1, step=5))
+    server.observe(event("worker_exited", 1, signal="SIGTERM", stopped=False))
+    assert not [key for key in scrape(server) if key[0] == "titan_ft_failures_total"]
+
+
+def test_what_all_groups_see_counts_once(server: MetricsServer) -> None:
+    """A difference of states is told by each group; a checkpoint by one; faults and the lighthouse by nobody's rank."""
+    for replica in range(3):
+        server.observe(event("digest_mismatch", replica, step=50))
+    server.observe(event("digest_mismatch", 0, step=100))
+    server.observe(event("checkpoint_saved", 2, step=50))
+    server.observe(event("lighthouse_restarted", None, None, seconds=0.5))
+    server.observe(event("fault_injected", None, None, fault="kill_group", target={"replica": 1}))
+    server.observe(event("fault_injected", 2, 1, fault="slow_rank", target={"replica": 2, "rank": 1}))
+    found = scrape(server)
+    assert value(found, "digest_mismatches_total") == 2
+    assert value(found, "checkpoints_saved_total") == 1
+    assert value(found, "lighthouse_restarts_total") == 1
+    assert value(found, "faults_injected_total", fault="kill_group") == 1
+    assert value(found, "faults_injected_total", fault="slow_rank") == 1
+
+
+def test_state_of_each_group(server: MetricsServer) -> None:
+    """Each group has 1 at the state that it is in and 0 at all others; what it may count later begins with 0."""
+    groups = status.initial(2)
+    server.update(groups)
+    server.update(status.fold(groups, step(1, replica=1)))
+    found = scrape(server)
+    for replica, state in (("0", "waiting"), ("1", "training")):
+        states = {name: value(found, "group_state", replica=replica, state=name) for name in STATES}
+        assert states == {name: float(name == state) for name in STATES}
+        assert value(found, "heals_total", replica=replica) == 0
+        assert value(found, "restarts_total", replica=replica, standby="true") == 0
+    assert value(found, "groups") == 2
+
+
+def test_every_state_is_known() -> None:
+    """A state that a group can be in is among those that are served."""
+    names = {value for name, value in vars(status).items() if name.isupper() and isinstance(value, str)}
+    assert names == set(STATES)
+
+
+def test_two_servers_share_nothing(server: MetricsServer) -> None:
+    """Each run has a registry of its own."""
+    other = MetricsServer(0)
+    try:
+        server.observe(step(1))
+        assert value(scrape(other), "steps_committed_total") == 0
+    finally:
+        other.close()
+
+
+def test_port_that_is_taken(server: MetricsServer) -> None:
+    """It is refused in one line: field, rule, value, what to do; so is an address of another host."""
+    with pytest.raises(ConfigError) as caught:
+        MetricsServer(server.port)
+    line = str(caught.value)
+    assert line.startswith(
+        f"--metrics-port must be a free port of an address of this host, got 127.0.0.1:{server.port}"
+    )
+    assert "choose another" in line
+    assert "\n" not in line
+    with pytest.raises(ConfigError, match=r"got 192\.0\.2\.1:0 "):
+        MetricsServer(0, "192.0.2.1")
+
+
+def test_closed_server_gives_its_port_back() -> None:
+    """After the end nothing listens there, and the next run may."""
+    server = MetricsServer(0)
+    server.close()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", server.port)) != 0
+    MetricsServer.at(f"127.0.0.1:{server.port}").close()
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9464", ("127.0.0.1", 9464)),
+        ("0", ("127.0.0.1", 0)),
+        ("0.0.0.0:9464", ("0.0.0.0", 9464)),
+        ("[::]:9464", ("::", 9464)),
+        ("node-3:80", ("node-3", 80)),
+    ],
+)
+def test_where_to_listen(text: str, address: tuple[str, int]) -> None:
+    """A port alone is one of the loopback; a host says who may reach it."""
+    assert split_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "x", "70000", "host:", ":9464", "-1", "host:x", "9464:host"])
+def test_where_nothing_can_listen(text: str) -> None:
+    """Anything else is refused with the field and the two forms."""
+    with pytest.raises(ConfigError, match=r"^--metrics-port must be PORT .* or HOST:PORT, got"):
+        split_address(text)
+
+
+def test_import_loads_neither_torch_nor_the_client() -> None:
+    """The launcher starts as fast as before: prometheus_client and rich are loaded when they are needed."""
+    code = (
+        "import sys, titan_ft.launch.metrics, titan_ft.launch.top; "
+        "print(*sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'prometheus_client', 'rich'}))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert process.stdout.strip() == ""

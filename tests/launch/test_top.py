@@ -1,0 +1,429 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A run live in a terminal: the fold of the whole run, its layout, and the terminal itself."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.config import ConfigError
+from titan_ft.history.events import EventLog
+from titan_ft.launch.run_status import CommittedSteps, InjectedFaults, RunStatus
+from titan_ft.launch.top import FollowedRun, top
+from titan_ft.launch.top_view import Screen, duration, frame, sparkline
+
+ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the terminal's other screen
+HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"  # its cursor
+
+
+def event(
+    name: str, replica: int | None = 0, rank: int | None = 0, moment: float = 0.0, **fields: Any
+) -> dict[str, Any]:
+    whose = {"replica": replica, "rank": rank}
+    return {"time": moment, "event": name, "pid": 1, **{k: v for k, v in whose.items() if v is not None}, **fields}
+
+
+def launched(replicas: int, moment: float = 0.0) -> dict[str, Any]:
+    return event("launch_started", None, None, moment, replicas=replicas, ranks_per_replica=2, spares=0)
+
+
+def step(number: int, replica: int = 0, moment: float = 0.0, rank: int = 0, **fields: Any) -> dict[str, Any]:
+    usual = {"lineage": f"{number:012x}", "participants": [0, 1], "tokens": 100, "loss": 9.0 - number, "exchanges": 1}
+    usual |= {"seconds": 1.0, "exchange_seconds": 0.25}
+    return event("step_committed", replica, rank, moment, step=number, **{**usual, **fields})
+
+
+def fold(*events: dict[str, Any]) -> RunStatus:
+    run = RunStatus()
+    for each in events:
+        run.observe(each)
+    return run
+
+
+def shown(run: RunStatus, width: int = 80, height: int | None = None, now: float = 0.0, **options: Any) -> list[str]:
+    return [line.plain for line in frame(run, "/runs/a", now, Screen(width, height, **options))]
+
+
+def story(replicas: int = 4, steps: int = 30) -> RunStatus:
+    """Fold a run in which group 1 is killed and heals."""
+    events = [launched(replicas)]
+    events += [event("worker_started", replica, host=f"node{replica:02}") for replica in range(replicas)]
+    for number in range(1, steps + 1):
+        events += [step(number, replica, float(number), own_loss=2.0) for replica in range(replicas)]
+    target = {"replica": 1, "rank": 0}
+    events += [
+        event("fault_injected", None, None, 31.0, fault="abort_process_group", target=target, seed=1, shot=1),
+        event("worker_exited", 1, 0, 32.0, signal="SIGABRT", reason="rank 0 was killed by SIGABRT", stopped=False),
+        event("replica_restarted", 1, None, 33.0, attempt=1, reason="", standby=True),
+        event("heal_started", 1, 0, 34.0, attempt=1, donor=3, from_step=30),
+        event("lighthouse_restarted", None, None, 35.0, reason="the lighthouse ended (SIGKILL)", seconds=0.5),
+    ]
+    return fold(*events)
+
+
+def test_step_is_counted_once() -> None:
+    """However many groups tell of a step it is one; its exchanges are those of the group with most."""
+    steps = CommittedSteps()
+    told = [steps.observe(step(1, replica, exchanges=count)) for replica, count in enumerate((2, 1, 3))]
+    assert told == [(True, 2), (False, 0), (False, 1)]
+    assert (steps.num_committed, steps.num_attempted) == (1, 3)
+    assert steps.observe(step(1, lineage="another")) == (True, 1)
+
+
+def test_fault_is_counted_once() -> None:
+    """A fault that hits several groups, or that each rank tells, is one; when the plan is run again, it is another."""
+    told = event("fault_injected", None, None, fault="kill_groups", seed=5, shot=1)
+    faults = InjectedFaults()
+    for each in (
+        {**told, "target": {"replica": 0}},
+        {**told, "target": {"replica": 1}},
+        {**told, "shot": 2},
+        {**told, "fault": "kill_rank"},
+        {**told, "event": "fault_undone"},
+    ):
+        faults.observe(each)
+    assert faults.num_injected == 3
+    faults.observe(event("chaos_started", None, None, seed=1))
+    assert faults.observe(told)
+    old = event("fault_injected", None, None, fault="kill_group", target=1, seed=0)
+    assert [faults.observe(old), faults.observe(old)] == [True, True]
+
+
+def test_figures_of_the_run() -> None:
+    """The head tells where the run is and what befell it."""
+    lines = shown(story(), 100, now=36.0)
+    text = " ".join(lines)
+    assert lines[1] == "running for 0:36; 4 groups x 2 ranks"
+    for figure in (
+        "step 30",
+        "loss -21.00000",
+        "contributing 2/4",
+        "committed 30/30 (100.0 %)",
+        "faults 1",
+        "restarts 1",
+        "lighthouse restarts 1",
+    ):
+        assert figure in text
+    assert lines[-4:] == [
+        "    0:32  replica 1 died: rank 0 was killed by SIGABRT",
+        "    0:33  replica 1 restarting (attempt 1)",
+        "    0:34  replica 1 healing from replica 3 at step 30",
+        "    0:35  the lighthouse ended (SIGKILL); it is back at the same address after 0.50 s",
+    ]
+
+
+def test_row_of_a_group() -> None:
+    """Each group tells its state, its own part of the step as a multiple of the others', its last fault, its donor."""
+    run = story(replicas=3)
+    run.observe(step(31, 0, 36.0, seconds=3.25))
+    head, *rows = shown(run, width=160, now=41.0)[5:9]
+    columns = "replica state step own loss own s x others restarts donor attempt host last fault"
+    assert head.split() == columns.split()
+    assert rows[0].split() == ["0", "training", "31", "-22.0000", "3.000", "4.00", "0", "-", "0", "node00", "-"]
+    fault = ["-0:10", "abort_process_group"]
+    assert rows[1].split() == ["1", "healing", "30", "2.0000", "-", "-", "1", "3", "1", "node01", *fault]
+
+
+@pytest.mark.parametrize("replicas", [1, 4, 40])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (40, 12), (30, 5), (10, 1)])
+def test_fits_any_terminal(size: tuple[int, int], replicas: int) -> None:
+    """No line is wider and no frame higher than the terminal."""
+    for run in (RunStatus(), RunStatus(replicas), story(max(2, replicas))):
+        lines = shown(run, *size, now=40.0, hint="q leaves")
+        assert len(lines) <= size[1]
+        assert max(map(len, lines)) <= size[0]
+
+
+def test_full_terminal_of_the_usual_size() -> None:
+    """At 80x24 the head, all of four groups and what happened are there."""
+    lines = shown(story(), 80, 24, now=36.0)
+    assert lines[0].startswith("titan-ft top  /runs/a")
+    table = next(number for number, line in enumerate(lines) if line.startswith("replica"))
+    assert [line.split()[0] for line in lines[table + 1 : table + 5]] == ["0", "1", "2", "3"]
+    assert len(lines) <= 24
+    assert len(lines) - table - 6 == len(story().lines)
+
+
+def test_group_in_trouble_is_never_left_out() -> None:
+    """Where not all groups fit, those that do not train come first; the others are counted."""
+    lines = shown(story(replicas=40), 80, 20, now=36.0)
+    rows = [line.split()[:2] for line in lines if line[:7].strip().isdigit() and "  " in line]
+    assert ["1", "healing"] in rows
+    assert len(rows) < 40
+    assert f"and {40 - len(rows)} more: {40 - len(rows)} training" in lines
+
+
+def test_narrow_terminal_keeps_what_matters() -> None:
+    """Columns go by importance; of a fault that is cut, the age stays."""
+    wide, narrow = (next(line for line in shown(story(), width) if "state" in line) for width in (160, 52))
+    assert "host" in wide
+    assert "host" not in narrow
+    assert [name for name in ("replica", "state", "step", "restarts", "last fault") if name not in narrow] == []
+    row = next(line for line in shown(story(), 52, now=41.0) if "healing" in line)
+    assert "-0:10 abort" in row
+
+
+def test_terminal_without_unicode() -> None:
+    """Where the terminal knows ASCII only, nothing else is drawn."""
+    assert "".join(shown(story(), 60, 24, ascii_only=True)).isascii()
+
+
+def test_loss_curve() -> None:
+    """The curve falls from the highest mark to the lowest; many values share a column; three rows are one chart."""
+    falling = [float(value) for value in range(80, 0, -1)]
+    assert sparkline(falling, 8) == ["█▇▆▅▄▃▂▁"]
+    assert sparkline(falling, 8, ascii_only=True) == ["@#*+=-:."]
+    assert sparkline([1.0, 1.0], 8) == ["▁▁"]
+    tall = sparkline(falling, 24, 3)
+    assert [line.strip()[-1:] for line in tall] == ["▁", "▁", "▁"]
+    assert all(len(line) == 24 for line in tall)
+    assert tall[2].startswith("█" * 16)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3723, "1:02:03"), (-5, "0:00")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    """Minutes and seconds, hours where there are any; a clock that is behind counts as zero."""
+    assert duration(seconds) == text
+
+
+def test_rate_falls_when_no_step_comes() -> None:
+    """Tokens per second are those of the last steps; a run that stands still goes down, one that is over does not."""
+    events = [launched(2), *(step(number, moment=float(number)) for number in range(1, 11))]
+    run = fold(*events)
+    assert run.tokens_per_second(10.5) == pytest.approx(100.0)
+    assert run.tokens_per_second(19.0) == pytest.approx(50.0)
+    run.observe(event("launch_finished", None, None, 11.0, code=0, reason="all groups finished"))
+    assert run.tokens_per_second(1000.0) == pytest.approx(100.0)
+    assert fold(step(1)).tokens_per_second(5.0) is None
+
+
+def test_rate_leaves_out_what_is_long_ago() -> None:
+    """A slow beginning is forgotten after a minute."""
+    slow = [step(number, moment=50.0 * number) for number in range(1, 5)]
+    fast = [step(number, moment=200.0 + number) for number in range(5, 90)]
+    assert fold(*slow, *fast).tokens_per_second(289.5) == pytest.approx(100.0, rel=0.05)
+
+
+def test_run_that_is_over() -> None:
+    """The launcher's end stands in the head, with the time up to it."""
+    run = story()
+    run.observe(event("launch_finished", None, None, 65.0, code=1, reason="1 of 4 groups failed: 1"))
+    assert shown(run, now=9999.0)[1] == "over after 1:05: 1 of 4 groups failed: 1 (exit status 1); 4 groups x 2 ranks"
+
+
+def test_silence_is_told() -> None:
+    """A run from which nothing is heard says since when: it may hang, or its launcher may be gone."""
+    assert "no event" not in shown(story(), now=36.0)[1]
+    assert shown(story(), now=95.0)[1].endswith("no event for 1:00")
+
+
+def test_run_without_a_launcher() -> None:
+    """Groups that were started one by one are found by what they write; the run is over when all of them are."""
+    run = fold(event("worker_started", 2, config={"group_size": 4}), step(1, 2), step(1, 5))
+    assert list(run.groups) == [0, 1, 2, 3, 5]
+    run = fold(step(1, 0), step(1, 1), event("training_finished", 0, step=1))
+    assert not run.end
+    run.observe(event("training_finished", 1, step=1))
+    assert run.end
+
+
+def test_second_launch_in_the_folder() -> None:
+    """A resumed run starts anew, with the loss curve of before; what was over is going on."""
+    run = story()
+    run.observe(event("launch_finished", None, None, 65.0, code=1, reason="stopped by a signal"))
+    run.observe(launched(4, 100.0))
+    run.observe(event("worker_started", 1, 0, 101.0, attempt=2))
+    run.observe(step(31, 1, 102.0, attempt=2))
+    assert not run.end
+    assert (run.restarts, run.faults.num_injected, run.steps.num_committed, run.elapsed(105.0)) == (0, 0, 1, 5.0)
+    assert (run.groups[1].state, run.groups[1].attempt) == ("training", 2)
+    assert len(run.losses) == 31
+
+
+def test_asked_to_leave() -> None:
+    """When the launcher was asked to stop, its groups are seen to leave."""
+    run = fold(launched(2), step(1, 0), step(1, 1), event("launch_stopping", None, None, reason="a signal"))
+    assert [group.state for group in run.groups.values()] == ["draining", "draining"]
+    assert run.lines[-1][1] == "all groups are asked to leave: a signal"
+
+
+def test_loss_that_another_rank_knows() -> None:
+    """With pipeline parallelism rank 0 has no loss; that of the last stage stands for the step."""
+    run = fold(step(1, loss=None), step(1, rank=1, loss=2.5), step(1, rank=2, loss=3.5))
+    assert (run.loss, run.losses) == (2.5, [2.5])
+
+
+def write_run(folder: Path, *events: dict[str, Any], name: str = "launcher-1") -> EventLog:
+    log = EventLog(folder / "events" / f"{name}.jsonl")
+    for each in events:
+        log.emit(each["event"], **{key: value for key, value in each.items() if key not in ("time", "event", "pid")})
+    return log
+
+
+def test_one_snapshot_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Piped somewhere, the run is shown once, whole, without control characters, though it goes on."""
+    write_run(tmp_path, launched(30), *(step(1, replica) for replica in range(30)))
+    assert top(tmp_path) == 0
+    printed, errors = capsys.readouterr()
+    assert "\x1b" not in printed
+    assert errors == ""
+    assert len([line for line in printed.splitlines() if "training" in line]) == 30
+
+
+def test_folder_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal there is nothing to wait for: one line, status 1."""
+    assert top(tmp_path, once=True) == 1
+    assert capsys.readouterr() == ("", f"titan-ft top: {tmp_path} has no events (events/*.jsonl)\n")
+
+
+def test_folder_that_is_not_there(tmp_path: Path) -> None:
+    """One line names the argument, what it must be, and what it is."""
+    with pytest.raises(ConfigError, match=r"^RUN_DIR must be the folder of a run, got .*/no; there is no such folder$"):
+        top(tmp_path / "no")
+
+
+def test_folder_that_vanishes(tmp_path: Path) -> None:
+    """A run whose folder is removed meanwhile says so."""
+    folder = tmp_path / "run"
+    write_run(folder, launched(1))
+    run = FollowedRun(folder)
+    assert len(run.poll().groups) == 1
+    shutil.rmtree(folder)
+    with pytest.raises(ConfigError, match="it has been removed"):
+        run.poll()
+
+
+class Terminal:
+    """A terminal of 80x24 in which `titan-ft top` runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.output = b""
+        self._keyboard, self.screen = pty.openpty()
+        fcntl.ioctl(self.screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.settings = termios.tcgetattr(self.screen)
+        code = (
+            "import fcntl, sys, termios; from pathlib import Path; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+            "from titan_ft.config import ConfigError; from titan_ft.launch.top import top\n"
+            "try: sys.exit(top(Path(sys.argv[1])))\n"
+            "except ConfigError as error: print(error); sys.exit(2)\n"
+        )
+        env = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(folder)],
+            stdin=self.screen,
+            stdout=self.screen,
+            stderr=self.screen,
+            env={**env, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
+            start_new_session=True,
+        )
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._keyboard, keys)
+
+    def read_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Read what is drawn until the condition holds, or fail."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.output.decode(errors="replace")
+            if select.select([self._keyboard], [], [], 0.05)[0]:
+                self.output += os.read(self._keyboard, 65536)
+
+    def wait(self) -> int:
+        """Read to the end of the process and return its exit status."""
+        self.read_until(lambda: self.process.poll() is not None)
+        while select.select([self._keyboard], [], [], 0)[0]:
+            self.output += os.read(self._keyboard, 65536)
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._keyboard)
+        os.close(self.screen)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    write_run(tmp_path / "run", launched(2))
+    opened = Terminal(tmp_path / "run")
+    yield opened
+    opened.close()
+
+
+def assert_as_before(terminal: Terminal) -> None:
+    """The other screen is left, the cursor is back, and keys are handled as before."""
+    assert terminal.output.count(ENTER) == terminal.output.count(LEAVE) == 1
+    assert terminal.output.rfind(SHOW) > terminal.output.rfind(HIDE)
+    assert termios.tcgetattr(terminal.screen) == terminal.settings
+
+
+@pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
+def test_leaving(terminal: Terminal, key: bytes) -> None:
+    """At q or Ctrl-C it ends with 0 and leaves the terminal as it was."""
+    terminal.read_until(lambda: b"q leaves" in terminal.output)
+    terminal.press(key)
+    assert terminal.wait() == 0
+    assert_as_before(terminal)
+
+
+def test_ended_from_outside(terminal: Terminal) -> None:
+    """SIGTERM, too, leaves the terminal as it was."""
+    terminal.read_until(lambda: b"q leaves" in terminal.output)
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.wait() == 128 + signal.SIGTERM
+    assert_as_before(terminal)
+
+
+def test_followed_to_its_end(terminal: Terminal, tmp_path: Path) -> None:
+    """Files that are made later are followed too; the last frame stays on the ordinary screen, with status 0."""
+    terminal.read_until(lambda: b"q leaves" in terminal.output)
+    write_run(tmp_path / "run", step(7, loss=1.25), name="replica-0")
+    terminal.read_until(lambda: b"1.25000" in terminal.output)
+    write_run(tmp_path / "run", event("launch_finished", None, None, code=0, reason="all groups finished"))
+    assert terminal.wait() == 0
+    assert_as_before(terminal)
+    end = terminal.output[terminal.output.rfind(LEAVE) :]
+    assert b"all groups finished (exit status 0)" in end
+    assert b"1.25000" in end
+    assert b"q leaves" not in end
+
+
+def test_watched_folder_vanishes(terminal: Terminal, tmp_path: Path) -> None:
+    """When the run is removed, the terminal is put in order before the line that says so."""
+    terminal.read_until(lambda: b"q leaves" in terminal.output)
+    shutil.rmtree(tmp_path / "run")
+    assert terminal.wait() == 2
+    assert_as_before(terminal)
+    assert b"it has been removed" in terminal.output[terminal.output.rfind(LEAVE) :]
+
+
+def test_finished_run_is_shown_once(tmp_path: Path) -> None:
+    """A run that is over needs no screen of its own: one frame, status 0."""
+    ended = event("launch_finished", None, None, code=1, reason="stopped by a signal")
+    write_run(tmp_path, launched(2), step(7), ended)
+    terminal = Terminal(tmp_path)
+    try:
+        assert terminal.wait() == 0
+        assert ENTER not in terminal.output
+        assert terminal.output.count(b"titan-ft top") == 1
+        assert termios.tcgetattr(terminal.screen) == terminal.settings
+    finally:
+        terminal.close()

@@ -1,0 +1,215 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Inject faults into a job that runs, from beside it: `titan-ft chaos`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.job import Event, Job
+from titan_ft.chaos.orders import Orders
+from titan_ft.chaos.plan import Plan, load_plan, single
+from titan_ft.chaos.processes import LocalProcesses, Worker
+from titan_ft.chaos.runner import ChaosRunner
+from titan_ft.chaos.slurm import SlurmProcesses
+from titan_ft.config import ConfigError
+from titan_ft.history.events import EventLog
+from titan_ft.launch.event_tail import EventTail
+from titan_ft.launch.run_paths import RunPaths
+
+TICK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class ChaosCommand:
+    """What `titan-ft chaos RUN_DIR` was asked for. Validated when it is made (raises ConfigError)."""
+
+    run_dir: Path
+    fault: str | None = None
+    """Inject this one now; None carries out a plan."""
+    replica: int | None = None
+    rank: int | None = None
+    settings: Sequence[str] = field(default_factory=tuple)
+    """Parameters of the fault, as NAME=VALUE."""
+    plan_file: Path | None = None
+    seed: int | None = None
+    for_seconds: float | None = None
+    """End after this time; None goes on until the plan or the job ends."""
+
+    def __post_init__(self) -> None:
+        if (self.fault is None) == (self.plan_file is None):
+            got = "neither" if self.fault is None else "both"
+            raise ConfigError(f"titan-ft chaos must get a FAULT or --plan FILE, got {got}; --list names the faults")
+        if self.fault is None:
+            of_fault = {"--replica": self.replica, "--rank": self.rank, "--set": self.settings or None}
+            for flag, value in of_fault.items():
+                if value is not None:
+                    raise ConfigError(f"{flag} must come with a FAULT, got it with --plan; the plan says it by itself")
+        if self.for_seconds is not None and not 0 < self.for_seconds < float("inf"):
+            raise ConfigError(f"--for-seconds must be > 0, got {self.for_seconds}; leave it out to go on to the end")
+
+    def plan(self) -> Plan:
+        """Return the plan to carry out.
+
+        Raises:
+            ConfigError: the plan's file, the fault or a parameter is wrong.
+        """
+        if self.fault is None:
+            assert self.plan_file is not None, "checked when this was made"
+            return load_plan(self.plan_file, self.seed)
+        return single(self.fault, self.replica, self.rank, _params(self.settings), self.seed)
+
+
+def run_chaos(command: ChaosCommand) -> int:
+    """Carry out a plan, or one fault, on a running job; whatever ends this, workers that were stopped go on.
+
+    Returns:
+        0 when the plan was carried out until its end, the job's or Ctrl-C; of one fault, 1 if it was not injected.
+
+    Raises:
+        ConfigError: bad usage, or there is no job to break.
+    """
+    plan = command.plan()
+    follower = Follower(command.run_dir)
+    follower.check()
+    paths, started = follower.paths, time.monotonic()
+    log = EventLog(paths.events_file(f"chaos-{os.getpid()}"))
+    runner = ChaosRunner(
+        plan,
+        processes=follower.processes,
+        orders=Orders(paths.chaos_orders),
+        events=log,
+        lighthouse_pid=follower.lighthouse_pid,
+        wait_for_all=command.fault is None,
+        tell=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
+    )
+    with _interrupts() as interrupts:
+        try:
+            follower.follow(runner, interrupts, command.for_seconds)
+        finally:
+            runner.close()
+            log.close()
+    record = runner.record
+    if command.fault is None:
+        print(f"chaos ends: {record.num_injected} injected, {record.num_skipped} skipped", flush=True)
+        return 0
+    if not record.num_injected and not record.last_reason:
+        print(f"chaos: {command.fault} was not injected: this ended first", flush=True)
+    return 0 if record.num_injected else 1
+
+
+class Follower:
+    """Follow the events of a job from their beginning.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        if not run_dir.is_dir():
+            raise ConfigError(f"RUN_DIR must be the folder of a running job, got {run_dir}; there is no such folder")
+        self.paths = RunPaths(run_dir.absolute())
+        self._local = LocalProcesses()
+        self.processes = SlurmProcesses(self._local)
+        self._tail = EventTail(self.paths.events, from_start=True)
+        self._seen = self._tail.poll()
+        self._lighthouse: Worker | None = None
+        self._is_here = False
+        """Workers run on this host. The lighthouse, whose event does not say where it is, does then too."""
+
+    def check(self) -> None:
+        """Check that there is a job that runs.
+
+        Raises:
+            ConfigError: there is none, or none that can be reached from here.
+        """
+        rule = f"RUN_DIR must be the folder of a running job, got {self.paths.root}"
+        if not self._seen:
+            raise ConfigError(f"{rule}; it has no events (events/*.jsonl)")
+        job = Job()
+        for event in self._seen:
+            job.fold(event)
+        if job.ended:
+            raise ConfigError(f"{rule}; its training has ended")
+        workers = job.everyone()
+        remote = [worker for worker in workers if not self._local.has(worker)]
+        if any(worker.slurm is not None for worker in remote):
+            return
+        if not any(self._local.is_alive(worker) for worker in workers if self._local.has(worker)):
+            hosts = ", ".join(sorted({worker.host for worker in remote}))
+            where = f"; its workers run on {hosts}: run titan-ft chaos there" if hosts else "; no worker of it is alive"
+            raise ConfigError(rule + where)
+
+    def lighthouse_pid(self) -> int | None:
+        """Return the process of the lighthouse that `launch` keeps; None where it does not run, or not on this host."""
+        if not self._is_here or self._lighthouse is None or not self._local.is_alive(self._lighthouse):
+            return None
+        return self._lighthouse.pid
+
+    def follow(self, runner: ChaosRunner, interrupts: Sequence[int], for_seconds: float | None) -> None:
+        """Let the runner see the events and act, until it is done, the job has ended, or someone ends it."""
+        deadline = float("inf") if for_seconds is None else time.monotonic() + for_seconds
+        while not interrupts and time.monotonic() < deadline:
+            for event in self._seen:
+                runner.observe(event)
+                self._note_lighthouse(event)
+            self._is_here = any(self._local.has(worker) for worker in runner.job.everyone())
+            runner.poll()
+            if runner.done or runner.job.ended:
+                return
+            time.sleep(TICK_SECONDS)
+            self._seen = self._tail.poll()
+
+    def _note_lighthouse(self, event: Event) -> None:
+        pid = event.get("lighthouse_pid")
+        if event["event"] == "lighthouse_started" and isinstance(pid, int):
+            self._lighthouse = Worker("the lighthouse", pid, self._local.host, event.get("mono"))
+
+
+def catalogue() -> str:
+    """Return the list of faults, one a line, with what each does and its parameters."""
+    width = max(len(name) for name in FAULTS)
+    lines = []
+    for fault in FAULTS.values():
+        params = ", ".join(f"{name}={value:g}" for name, value in fault.params.items())
+        lines.append(f"{fault.name:{width}}  {fault.summary}{f' ({params})' if params else ''}")
+    return "\n".join(lines)
+
+
+def _params(settings: Sequence[str]) -> dict[str, float]:
+    """Parse NAME=VALUE."""
+    params = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
+        if not name or not equals or number != number:
+            raise ConfigError(f"--set must be NAME=NUMBER, such as seconds=5, got {setting!r}")
+        params[name] = int(number) if number.is_integer() else number
+    return params
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collect the signals that ask for an end, instead of dying of them with workers stopped."""
+    received: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,209 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""List the faults that can be injected: who carries each out, whom it hits, what it needs, what it leaves standing."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from titan_ft.config import ConfigError
+
+By = Literal["signal", "agent", "lighthouse"]
+Scope = Literal["rank", "group", "groups", "lighthouse", "donor"]
+
+AGENT = "agent"
+"""Workers that carry out orders: those of a job with `[fault_tolerance] chaos = true`."""
+CHECKPOINT = "checkpoint"
+"""Checkpoints that the job saves."""
+LIGHTHOUSE = "lighthouse"
+"""A lighthouse that the job's launcher starts again."""
+
+MISSING = {
+    AGENT: "the job has no agents: start it with fault_tolerance.chaos = true",
+    CHECKPOINT: "the job saves no checkpoints: start it with checkpoint.enable = true",
+    LIGHTHOUSE: "the job's launcher keeps no lighthouse: start the job with titan-ft launch",
+}
+"""What to say of a job that lacks what a fault needs."""
+
+PARAMS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "seconds": ("must be a number > 0", lambda value: value > 0),
+    "factor": ("must be a number > 1", lambda value: value > 1),
+    "loss": ("must be a number > 0 and < 1", lambda value: 0 < value < 1),
+    "count": ("must be an integer >= 1", lambda value: value >= 1 and value == int(value)),
+}
+"""Rule of each parameter that a fault may have: its words, and whether a finite number keeps it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way to break a job."""
+
+    name: str
+    by: By
+    """Who acts: the runner, by signals or on the launcher's lighthouse, or the agent in the worker."""
+    scope: Scope
+    """Whom it hits: a rank; a group (all its ranks); several groups; the lighthouse; or whichever group is the donor of
+    the next heal, with a group as the target that is killed to provoke that heal."""
+    summary: str
+    """One line that follows the name, for help texts."""
+    params: Mapping[str, float] = field(default_factory=dict)
+    """Parameters and their defaults; durations in seconds."""
+    takes_down: bool = True
+    """The target contributes nothing for longer than a step."""
+    extra_down: int = 0
+    """Groups beside the targets that it takes down."""
+    min_up: int = 2
+    """Fewest groups that contribute before it. With 2 the target is not the only one."""
+    needs: frozenset[str] = frozenset()
+    """What the job must have: `AGENT`, `CHECKPOINT`, `LIGHTHOUSE`."""
+
+    def num_targets(self, params: Mapping[str, float]) -> int:
+        """Return how many groups are targets."""
+        if self.scope == "lighthouse":
+            return 0
+        return int(params["count"]) if self.scope == "groups" else 1
+
+    def num_hit(self, params: Mapping[str, float]) -> int:
+        """Return how many groups are not as they were for a while, targets and others."""
+        return self.num_targets(params) + self.extra_down
+
+    def required_up(self, params: Mapping[str, float]) -> int:
+        """Return how many groups must contribute before it: `min_up`, and one more than it takes down."""
+        return max(self.min_up, self.num_hit(params) + 1 if self.takes_down else 0)
+
+
+def _signal(name: str, scope: Scope, summary: str, **rest: Any) -> Fault:
+    return Fault(name, "signal", scope, summary, **rest)
+
+
+def _agent(name: str, scope: Scope, summary: str, *, needs: Iterable[str] = (), **rest: Any) -> Fault:
+    return Fault(name, "agent", scope, summary, needs=frozenset({AGENT, *needs}), **rest)
+
+
+# Bit flips need three groups: with two that differ nobody can say which of them is right.
+_MAJORITY = 3
+
+FAULTS: Mapping[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        _signal("kill_rank", "rank", "SIGKILL to one rank"),
+        _signal("kill_group", "group", "SIGKILL to all ranks of a group"),
+        _signal("kill_groups", "groups", "SIGKILL to `count` groups at once", params={"count": 2}),
+        _signal("term_group", "group", "SIGTERM to a group, which finishes its step and leaves"),
+        _signal("stop_rank", "rank", "SIGSTOP to one rank, SIGCONT `seconds` later", params={"seconds": 10.0}),
+        _signal("stop_group", "group", "SIGSTOP to a group, SIGCONT `seconds` later", params={"seconds": 10.0}),
+        Fault(
+            "kill_lighthouse",
+            "lighthouse",
+            "lighthouse",
+            "SIGKILL to the launcher's lighthouse",
+            takes_down=False,
+            min_up=1,
+            needs=frozenset({LIGHTHOUSE}),
+        ),
+        _agent("segfault", "rank", "invalid memory access in one rank"),
+        _agent("deadlock", "rank", "one rank's training thread waits forever, until its watchdog ends the rank"),
+        _agent("abort_process_group", "rank", "one rank aborts its process group between the groups", takes_down=False),
+        _agent("out_of_memory", "rank", "out of memory in one rank's forward pass"),
+        _agent("exception", "rank", "exception in one rank's forward pass"),
+        _agent(
+            "slow_rank",
+            "rank",
+            "one rank computes `factor` times slower for `seconds`",
+            params={"factor": 3.0, "seconds": 20.0},
+            takes_down=False,
+            min_up=1,
+        ),
+        _agent(
+            "network_dead", "group", "nothing gets through between a group and the others", params={"seconds": 10.0}
+        ),
+        _agent(
+            "network_slow",
+            "group",
+            "the network between a group and the others loses the share `loss`",
+            params={"loss": 0.05, "seconds": 20.0},
+            takes_down=False,
+        ),
+        _agent("kill_donor", "donor", "a group is killed, and the donor of its heal in mid-transfer", extra_down=1),
+        _agent("corrupt_chunk", "donor", "a group is killed, and a chunk of the state that it gets is corrupted"),
+        _agent("nan_gradient", "rank", "one rank's gradient is NaN in one step", takes_down=False),
+        _agent("flip_parameter", "rank", "one bit of one rank's parameters is flipped", min_up=_MAJORITY),
+        _agent("flip_optimizer", "rank", "one bit of one rank's optimizer state is flipped", min_up=_MAJORITY),
+        _agent(
+            "disk_full",
+            "rank",
+            "one rank's next checkpoint finds the disk full",
+            needs={CHECKPOINT},
+            takes_down=False,
+            min_up=1,
+        ),
+    )
+}
+"""All faults by name."""
+
+
+def find_fault(field_name: str, name: object) -> Fault:
+    """Return the fault of that name.
+
+    Raises:
+        ConfigError: there is none; names the closest one and all.
+    """
+    if isinstance(name, str) and name in FAULTS:
+        return FAULTS[name]
+    raise ConfigError(
+        f"{field_name} must name a fault, got {name!r}; {closest(name, FAULTS)}faults: {', '.join(FAULTS)}"
+    )
+
+
+def complete_params(field_name: str, fault: Fault, given: Any) -> dict[str, float]:
+    """Return the fault's parameters, those given over the defaults.
+
+    Raises:
+        ConfigError: no table, a parameter that the fault has not, or a value out of its range.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{field_name} must be a table, got {given!r}; for example {{seconds = 10}}")
+    for name, value in given.items():
+        if name not in fault.params:
+            have = ", ".join(fault.params) or "none"
+            raise ConfigError(
+                f"{field_name}.{name} is no parameter of {fault.name}; {closest(name, fault.params)}it has: {have}"
+            )
+        rule, holds = PARAMS[name]
+        check_number(f"{field_name}.{name}", value, rule, holds, f"the default is {fault.params[name]:g}")
+    return {**fault.params, **given}
+
+
+def check_target(field_name: str, fault: Fault, replica: object, rank: object) -> None:
+    """Check that the fault can have this target; None leaves the choice to the seed.
+
+    Raises:
+        ConfigError: no number, or a target that the fault's scope does not have.
+    """
+    for name, value in (("replica", replica), ("rank", rank)):
+        if value is None:
+            continue
+        if type(value) is not int or value < 0:
+            raise ConfigError(
+                f"{field_name}.{name} must be an integer >= 0, got {value!r}; leave it out for a random one"
+            )
+        if fault.scope in ("lighthouse", "groups"):
+            raise ConfigError(f"{field_name}.{name} must be left out with {fault.name}, got {value}; remove it")
+    if rank is not None and fault.scope != "rank":
+        raise ConfigError(f"{field_name}.rank must be left out with {fault.name}, got {rank}; it hits a whole group")
+
+
+def check_number(field_name: str, value: object, rule: str, holds: Callable[[float], bool], remedy: str) -> None:
+    """Raise ConfigError unless the value is a finite number that keeps the rule."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not holds(value):
+        raise ConfigError(f"{field_name} {rule}, got {value!r}; {remedy}")
+
+
+def closest(name: object, names: Iterable[str]) -> str:
+    """Return a hint at the name that was probably meant, or nothing."""
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f"did you mean {close[0]}? " if close else ""

@@ -1,0 +1,148 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Carry out a plan on a running job: inject what is due as soon as the limits allow it, undo it, record both."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from titan_ft.chaos.job import Event, Job
+from titan_ft.chaos.orders import Orders
+from titan_ft.chaos.plan import Plan
+from titan_ft.chaos.processes import Processes, Unreachable
+from titan_ft.chaos.record import Record
+from titan_ft.chaos.schedule import Injection, Refusal, Shot, aim, shots
+from titan_ft.chaos.signals import Signals
+from titan_ft.chaos.standing_orders import StandingOrders
+from titan_ft.history.events import EventLog
+
+_TOLD_BY_AGENTS = ("fault_injected", "fault_skipped", "fault_undone")
+
+
+class ChaosRunner:
+    """Inject the faults of a plan into a running job.
+
+    Args:
+        processes: how signals get to workers.
+        orders: how orders get to agents.
+        events: where all that is done is told.
+        lighthouse_pid: returns the process of the job's lighthouse on this host, None while there is none.
+        clock: returns seconds that only go forward; the schedule is by it.
+        wall: returns Unix seconds, to compare with the times of events.
+        wait_for_all: the schedule starts once all groups have trained together; otherwise with the first `poll`.
+        tell: called with a line for a person about each fault.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        processes: Processes,
+        orders: Orders,
+        events: EventLog,
+        lighthouse_pid: Callable[[], int | None],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        wait_for_all: bool = True,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.plan = plan
+        self.job = Job()
+        self.record = Record(events, tell)
+        self._signals = Signals(self.job, processes, self.record, clock, wall)
+        self._standing = StandingOrders(self.job, orders, self.record, clock)
+        self._lighthouse_pid, self._had_lighthouse = lighthouse_pid, False
+        self._clock, self._wait_for_all = clock, wait_for_all
+        self._start: float | None = None
+        """When the schedule starts; None until the groups train together."""
+        self._shots = shots(plan)
+        self._next = next(self._shots, None)
+        self._waiting: list[Shot] = []
+        self._told_start = self._closed = False
+
+    @property
+    def done(self) -> bool:
+        """Tell whether every shot is settled, and all is undone that is undone from here."""
+        return self._next is None and not (self._waiting or self._standing.pending or self._signals.pending)
+
+    def observe(self, event: Event) -> None:
+        """Take in one event of the job; they should come in order of time."""
+        self.job.fold(event)
+        if event["event"] in _TOLD_BY_AGENTS and "attempt" in event:  # which no runner writes
+            self._standing.note(event)
+
+    def poll(self) -> None:
+        """Do what is due; to be called some ten times a second."""
+        if self._closed:
+            return
+        now = self._clock()
+        self._signals.undo(math.inf if self.job.ended else now)
+        self._standing.give_up()
+        if self.job.ended:
+            self._next, self._waiting = None, []
+        elif self._runs(now):
+            self._shoot(now)
+
+    def close(self) -> None:
+        """Undo what is not undone yet, and end; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._signals.undo(math.inf)
+        finally:
+            self.record.finished()
+
+    def _runs(self, now: float) -> bool:
+        """Tell whether the schedule's clock runs; start it when it is time."""
+        if self._start is None and (self.job.trained_together or not self._wait_for_all):
+            self._start = now + self.plan.start_seconds
+        if self._start is None or now < self._start:
+            return False
+        if not self._told_start:
+            self._told_start = True
+            self.record.started(self.plan)
+        return True
+
+    def _shoot(self, now: float) -> None:
+        """Inject what is due and possible; give up what has waited for too long."""
+        assert self._start is not None, "called once the schedule's clock runs"
+        while self._next is not None and self._start + self._next.time <= now:
+            self._waiting.append(self._next)
+            self._next = next(self._shots, None)
+        for shot in list(self._waiting):
+            refusal = self._try(shot)
+            late = now - self._start - shot.time
+            if refusal is not None and not refusal.final and late < self.plan.limits.patience_seconds:
+                continue
+            self._waiting.remove(shot)
+            if refusal is not None:
+                self.record.missed(shot, None, refusal.reason)
+                self.record.count(False)
+
+    def _try(self, shot: Shot) -> Refusal | None:
+        """Inject a shot, or say why not now."""
+        pid = self._lighthouse_pid()
+        self._had_lighthouse = self._had_lighthouse or pid is not None
+        aimed = aim(shot, self.job.view(lighthouse=self._had_lighthouse), self.plan.limits)
+        if isinstance(aimed, Refusal):
+            return aimed
+        if self._standing.awaits_donor:
+            return Refusal("a donor is about to be hit, nobody knows which group that will be", final=False)
+        try:
+            self._inject(aimed, pid)
+        except Unreachable as error:
+            return Refusal(str(error), error.final)
+        return None
+
+    def _inject(self, aimed: Injection, lighthouse_pid: int | None) -> None:
+        if aimed.fault.by == "signal":
+            self._signals.strike(aimed)
+        elif aimed.fault.by == "lighthouse":
+            self._signals.kill_lighthouse(aimed, lighthouse_pid)
+        elif aimed.fault.scope == "donor":
+            self._signals.provoke(aimed, lambda: self._standing.order_donor(aimed))
+        else:
+            self._standing.order(aimed)

@@ -1,0 +1,212 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decide when which fault hits whom; same plan, same seed, same groups up: same decisions."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ft.chaos.faults import CHECKPOINT, FAULTS, MISSING, Fault
+from titan_ft.chaos.plan import Limits, Plan
+from titan_ft.chaos.rules import Entry, Every, Listed, Poisson, Rule
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom a fault hits: a rank, a group (no rank) or the lighthouse (neither)."""
+
+    replica: int | None = None
+    rank: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the form that events have."""
+        if self.replica is None:
+            return {"lighthouse": True}
+        return {"replica": self.replica} if self.rank is None else {"replica": self.replica, "rank": self.rank}
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One fault that the schedule wants injected."""
+
+    number: int
+    """Place in the schedule, from 0."""
+    time: float
+    """Seconds since the schedule's start."""
+    fault: str
+    params: Mapping[str, float]
+    seed: int
+    """Source of all random choices about this shot: its target here, a bit to flip in the worker."""
+    replica: int | None = None
+    """The group to hit; None lets the seed choose."""
+    rank: int | None = None
+    """The rank to hit; None lets the seed choose."""
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """What is known of a group."""
+
+    replica: int
+    num_ranks: int
+    up: bool
+    """It contributes, and no fault is under way there."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What is known of the job."""
+
+    groups: Mapping[int, GroupView]
+    """All groups of the job by replica, those that are down too."""
+    available: frozenset[str]
+    """What the job has, of that which faults may need."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A shot with its targets."""
+
+    shot: Shot
+    fault: Fault
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a shot must not be injected now."""
+
+    reason: str
+    final: bool
+    """It never can be in this job; otherwise it can be tried again later."""
+
+
+def shots(plan: Plan) -> Iterator[Shot]:
+    """Yield the plan's shots in order of time, perhaps without end. The plan's seed decides all that is random."""
+    streams = [_stream(plan.seed, index, rule) for index, rule in enumerate(plan.rules)]
+    # Of shots at one time the earlier rule's comes first: heapq.merge is stable.
+    merged = heapq.merge(*streams, key=lambda pair: pair[0].at)
+    for number, (entry, seed) in enumerate(merged):
+        if plan.stop_after_seconds and entry.at > plan.stop_after_seconds:
+            return
+        yield Shot(number, entry.at, entry.fault, entry.params, seed, entry.replica, entry.rank)
+
+
+def _stream(seed: int, index: int, rule: Rule) -> Iterator[tuple[Entry, int]]:
+    """Yield what one rule wants, each with a seed of its own.
+
+    That seed follows from the plan's seed, the place of the rule and the place within the rule: no shot's fate, and no
+    other rule, shifts what comes after.
+    """
+    for number, entry in enumerate(_entries(seed, index, rule)):
+        yield entry, _source(seed, index, number).getrandbits(32)
+
+
+def _entries(seed: int, index: int, rule: Rule) -> Iterator[Entry]:
+    """Yield times and faults of one rule, without end unless it is a list."""
+    when = rule.when
+    if isinstance(when, Listed):
+        yield from when.entries
+        return
+    time = 0.0
+    for number in itertools.count():
+        source = _source(seed, index, number, "when and what")
+        if isinstance(when, Every):
+            time = number * when.seconds  # no sum, whose rounding errors add up
+        elif isinstance(when, Poisson):
+            time += source.expovariate(1 / when.mtbf_seconds)
+        else:
+            time += source.uniform(when.min_seconds, when.max_seconds)
+        (fault,) = source.choices(list(rule.faults), list(rule.faults.values()))
+        yield Entry(time, fault, rule.params[fault], rule.replica, rule.rank)
+
+
+def _source(*parts: object) -> random.Random:
+    """Return a source of random numbers that these parts determine, on each host and in each process."""
+    # From text, because Python hashes text for this with SHA-512; the hash() of other objects differs by process.
+    return random.Random("/".join(map(str, parts)))
+
+
+def aim(shot: Shot, view: View, limits: Limits) -> Injection | Refusal:
+    """Choose the targets of a shot, or say why there are none. The shot's seed decides all that is random."""
+    fault = FAULTS[shot.fault]
+    impossible = next(_impossible(shot, fault, view, limits), None)
+    if impossible is not None:
+        return Refusal(impossible, final=True)
+    too_early = next(_too_early(shot, fault, view, limits), None)
+    if too_early is not None:
+        return Refusal(too_early, final=False)
+    if fault.scope == "lighthouse":
+        return Injection(shot, fault, (Target(),))
+    groups = _candidates(shot, fault, view, limits)[: fault.num_targets(shot.params)]
+    return Injection(shot, fault, tuple(Target(group.replica, _rank(shot, fault, group)) for group in groups))
+
+
+def _impossible(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterator[str]:
+    """Yield reasons for which the shot can never be injected in this job with these limits."""
+    for need in sorted(fault.needs - view.available):
+        yield MISSING[need]
+    beyond = limits.refusal(fault, shot.params, shot.replica)
+    if beyond is not None:
+        yield beyond
+    if not view.groups:
+        return  # nothing of the job is known yet
+    needed = fault.required_up(shot.params)
+    if len(view.groups) < needed:
+        yield f"it needs {needed} groups, the job has {len(view.groups)}"
+    if len(view.groups.keys() - set(limits.exempt)) < fault.num_targets(shot.params):
+        yield "all other groups are exempt"
+    if shot.replica is not None:
+        group = view.groups.get(shot.replica)
+        if group is None:
+            yield f"the job has no replica {shot.replica}; it has {', '.join(map(str, sorted(view.groups)))}"
+        elif shot.rank is not None and shot.rank >= group.num_ranks:
+            yield f"replica {shot.replica} has no rank {shot.rank}; it has ranks 0 to {group.num_ranks - 1}"
+    elif shot.rank is not None and all(shot.rank >= group.num_ranks for group in view.groups.values()):
+        yield f"no group has a rank {shot.rank}"
+
+
+def _too_early(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterator[str]:
+    """Yield reasons for which the shot cannot be injected as things are."""
+    num_up = sum(group.up for group in view.groups.values())
+    num_down = len(view.groups) - num_up
+    needed = fault.required_up(shot.params)
+    if num_up < needed:
+        yield f"it needs {needed} groups that are up, {num_up} of {len(view.groups)} are"
+    num_targets, num_hit = fault.num_targets(shot.params), fault.num_hit(shot.params)
+    if num_targets and num_down + num_hit > limits.max_down:
+        yield f"{num_down + num_hit} groups would be down or under a fault, limits.max_down is {limits.max_down}"
+    if shot.replica is not None and not view.groups[shot.replica].up:
+        yield f"replica {shot.replica} is not up"
+    if len(_candidates(shot, fault, view, limits)) < num_targets:
+        yield "no group is up that may be a target"
+
+
+def _candidates(shot: Shot, fault: Fault, view: View, limits: Limits) -> list[GroupView]:
+    """Return the groups that may be targets now, those to take first in front."""
+    groups = [
+        group
+        for group in view.groups.values()
+        if group.up
+        and group.replica not in limits.exempt
+        and shot.replica in (None, group.replica)
+        and (shot.rank is None or shot.rank < group.num_ranks)
+    ]
+    if CHECKPOINT in fault.needs:
+        # Only the first group that contributes saves; elsewhere the fault would do nothing.
+        return sorted(groups, key=lambda group: group.replica)
+    # Each group draws for itself: which others are up does not change the order of two groups, and so a replay that
+    # finds another group down still agrees wherever it can.
+    return sorted(groups, key=lambda group: _source(shot.seed, "replica", group.replica).random())
+
+
+def _rank(shot: Shot, fault: Fault, group: GroupView) -> int | None:
+    """Return the rank of a group to hit, or None for all of its ranks."""
+    if fault.scope != "rank" or shot.rank is not None:
+        return shot.rank
+    return _source(shot.seed, "rank").randrange(group.num_ranks)

@@ -1,0 +1,162 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Compare the loss curve of a run with that of another one without failures, at equal tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import mean
+
+from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.checks.record import Record
+from titan_ft.history.events import Event
+from titan_ft.history.failures import number
+from titan_ft.history.trajectory import ROOT
+
+ROUNDING = 1e-4
+"""Relative difference, times the step, that the order of additions may make with more than two groups."""
+MOST_ROUNDING = 0.05
+WINDOW = 0.1
+"""Share of the common tokens that the last window has."""
+LEAST_STEPS = 5
+"""Steps that each run must have in the window, so that their scatter can be told."""
+STANDARD_ERRORS = 3.0
+LEAST_DIFFERENCE = 0.02
+"""Relative difference of two means that is no difference."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step of the trajectory.
+
+    `tokens` are those of this step and all before; `whole` says whether all groups took part; `event` told of it.
+    """
+
+    step: int
+    tokens: int
+    loss: float | None
+    whole: bool
+    event: Event
+
+
+def curve(record: Record) -> list[Point]:
+    """Return the steps of a run's trajectory."""
+    told = [record.commits[state.lineage] for state in record.chain]
+    losses = [next((v for event in events if (v := number(event, "loss")) is not None), None) for events in told]
+    totals = accumulate(int(number(events[0], "tokens") or 0) for events in told)
+    return [
+        Point(state.step, total, loss, len(record.participants(state.lineage)) >= record.group_size, events[0])
+        for state, events, loss, total in zip(record.chain, told, losses, totals, strict=True)
+    ]
+
+
+def check_against(record: Record, reference: Record, found: Judgement) -> None:
+    """Check that a run follows the loss curve of a reference without failures.
+
+    Two rules. (1) While all groups took part in both runs, from step 1 on, step by step: loss, gradient norm, LR and
+    tokens are equal bit for bit with up to two groups; with more a ring adds in another order, and `ROUNDING` x step
+    (relative, `MOST_ROUNDING` at most) is allowed for loss and gradient norm. (2) Behind that, at equal tokens: let T
+    be the smaller total of both. The mean loss of the steps between 0.9 T and T may be above the reference's by no
+    more than 3 standard errors of the difference (of the reference's own scatter between steps) or 2 %, whichever is
+    more. A lower loss is no offence but a note: at equal tokens a run with smaller batches has made more steps.
+    """
+    ours, theirs = curve(record), curve(reference)
+    if not ours or not theirs:
+        found.unknown.append(f"no event of {'this run' if not ours else 'the other run'} tells of a committed step")
+        return
+    if not _comparable(record, reference, ours, theirs, found):
+        return
+    prefix = _compare_prefix(ours, theirs, record.group_size, found)
+    total = min(ours[-1].tokens, theirs[-1].tokens)
+    found.statement = (
+        f"{prefix}; final loss {_loss(ours[-1])} after {ours[-1].tokens} tokens, without failures {_loss(theirs[-1])} "
+        f"after {theirs[-1].tokens}"
+    )
+    common = _common_steps(ours, theirs)
+    if common and common == min(len(ours), len(theirs)):
+        return  # all that can be compared was, step by step
+    _compare_ends(ours, theirs, total, found)
+
+
+def _comparable(
+    record: Record, reference: Record, ours: Sequence[Point], theirs: Sequence[Point], found: Judgement
+) -> bool:
+    """Tell whether both runs train the same from the beginning; say why not."""
+    digests = [
+        {event["config_digest"] for event in each.named("worker_started") if event.get("config_digest")}
+        for each in (record, reference)
+    ]
+    if digests[0] and digests[1] and digests[0] != digests[1]:
+        found.unknown.append("the two runs have different configs (config_digest)")
+    if ours[0].event.get("parent") != ROOT or theirs[0].event.get("parent") != ROOT:
+        found.unknown.append("the history of one of the runs does not begin with step 1")
+    if not all(point.whole for point in theirs):
+        found.notes.append("groups were missing in the other run too")
+    if found.unknown:
+        found.statement = (
+            f"not compared: final loss {_loss(ours[-1])} after {ours[-1].tokens} tokens, in the other run "
+            f"{_loss(theirs[-1])} after {theirs[-1].tokens}"
+        )
+    return not found.unknown
+
+
+def _common_steps(ours: Sequence[Point], theirs: Sequence[Point]) -> int:
+    """Return how many steps both runs made with all groups, from the first on."""
+    pairs = zip(ours, theirs, strict=False)
+    return next(
+        (position for position, (our, their) in enumerate(pairs) if not (our.whole and their.whole)),
+        min(len(ours), len(theirs)),
+    )
+
+
+def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], groups: int, found: Judgement) -> str:
+    """Compare the first steps one by one; return what was found."""
+    steps = _common_steps(ours, theirs)
+    largest = 0.0
+    for our, their in zip(ours[:steps], theirs[:steps], strict=True):
+        for name in ("loss", "grad_norm", "lr", "tokens"):
+            mine, other = (number(point.event, name) for point in (our, their))
+            if mine is None or other is None:
+                continue
+            difference = abs(mine - other) / max(abs(other), 1e-30)
+            largest = max(largest, difference)
+            exact = groups <= 2 or name in ("lr", "tokens")
+            allowed = 0.0 if exact else min(ROUNDING * our.step, MOST_ROUNDING)
+            if difference > allowed:
+                found.object_to(f"{name} {mine!r}; {other!r} without failures, all groups present in both", our.event)
+    if not steps:
+        return "no step that both runs made with all groups, from the first on"
+    how = "bit for bit" if largest == 0 else f"to {largest:.1e} at most"
+    return f"the first {count(steps, 'step')} agree {how}" if not found.offences else f"the first {steps} steps differ"
+
+
+def _compare_ends(ours: Sequence[Point], theirs: Sequence[Point], total: int, found: Judgement) -> None:
+    """Compare the mean loss of the last window of tokens that both runs have."""
+    mine, other = (
+        [point.loss for point in points if (1 - WINDOW) * total < point.tokens <= total and point.loss is not None]
+        for points in (ours, theirs)
+    )
+    if min(len(mine), len(other)) < LEAST_STEPS:
+        text = f"{len(mine)} and {len(other)} steps with a loss in the last {WINDOW:.0%} of the common tokens"
+        found.unknown.append(f"{text}, {LEAST_STEPS} are needed")
+        return
+    difference = mean(mine) - mean(other)
+    # Differences of neighbours have no trend in them, and twice the variance.
+    scatter = math.sqrt(mean((after - before) ** 2 for before, after in pairwise(other)) / 2)
+    error = scatter * math.sqrt(1 / len(mine) + 1 / len(other))
+    allowed = max(STANDARD_ERRORS * error, LEAST_DIFFERENCE * abs(mean(other)))
+    found.statement += (
+        f"; mean of the last {WINDOW:.0%} of {total} tokens {mean(mine):.4f}, {mean(other):.4f} without "
+        f"({difference:+.4f}, {allowed:.4f} allowed)"
+    )
+    if difference > allowed:
+        found.object_to(f"the loss is {difference:.4f} above that of the run without failures at {total} tokens")
+    elif -difference > allowed:
+        found.notes.append(f"the loss is {-difference:.4f} below that of the run without failures at equal tokens")
+
+
+def _loss(point: Point) -> str:
+    return "unknown" if point.loss is None else f"{point.loss:.4f}"

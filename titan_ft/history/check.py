@@ -1,0 +1,173 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Judge a run by its history: which of the promises hold, which do not, and what cannot be told.
+
+As in Jepsen: a history goes in, small checkers that know nothing of each other judge it, their verdicts are merged
+("does not hold" beats "unknown", which beats "holds"). A checker that crashes says unknown, and so does a history that
+is empty, damaged or cut: nothing that was not verified ever holds.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_ft.history.against import check_against
+from titan_ft.history.audit import audit
+from titan_ft.history.checks.arithmetic import check_arithmetic
+from titan_ft.history.checks.average import check_average
+from titan_ft.history.checks.counters import check_counters
+from titan_ft.history.checks.digests import check_digests
+from titan_ft.history.checks.foundation import check_clock, check_whole
+from titan_ft.history.checks.joiner import check_joiner
+from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, count, merge
+from titan_ft.history.checks.record import Record
+from titan_ft.history.checks.silence import check_silence
+from titan_ft.history.checks.work import check_work
+from titan_ft.history.events import Event, read_events
+
+MAX_SHOWN = 5
+SYMBOLS: dict[Verdict, str] = {"holds": "\u2713", "does not hold": "\u2717", "unknown": "?"}
+NOT_ASKED = "not asked"
+
+Checker = Callable[[Record, Judgement], None]
+
+
+@dataclass
+class Report:
+    """What the history of a run says of each promise."""
+
+    judgements: list[Judgement] = field(default_factory=list)
+    """The promises in their order, then what all of them rest on: whole history, clocks."""
+    start: float = 0.0
+    """Unix seconds of the first event."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return the worst verdict of what was asked."""
+        return merge(judgement.verdict for judgement in self.judgements if judgement.asked)
+
+    def __getitem__(self, promise: int | str) -> Judgement:
+        """Return the judgement of a promise by its number, or of anything by its name."""
+        return next(each for each in self.judgements if promise in (each.promise, each.name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain dictionaries, lists and numbers, for JSON."""
+        judgements = [judgement.to_dict() for judgement in self.judgements]
+        return {"verdict": self.verdict, "start": self.start, "judgements": judgements}
+
+
+def check(events: Sequence[Event], against: Sequence[Event] | None = None) -> Report:
+    """Judge the events of a run, given in any order.
+
+    Args:
+        against: the events of a run without failures, of the same config, that the loss curve must follow.
+    """
+    record = Record(events)
+    reference = None if against is None else Record(against)
+    whole = _judge("whole history", None, check_whole, record)
+    promises = [_judge_arithmetic(record, reference)]
+    promises += [_judge(name, promise, checker, record) for promise, name, checker in _CHECKERS]
+    for each in promises:
+        # What is not in the history may be what breaks a promise.
+        if whole.unknown and each.asked and not each.offences:
+            each.unknown.append("the history is not whole, see there")
+        each.verdict = "unknown" if each.unknown and not each.offences else each.verdict
+    clock = _judge("clocks", None, check_clock, record)
+    times = [event["time"] for event in record.events]
+    return Report([*promises, whole, clock], min(times, default=0.0))
+
+
+def check_folders(folder: Path, against: Path | None = None) -> Report:
+    """Judge the events in a folder, as `check` does. A damaged file tells nothing for sure.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    try:
+        return check(read_events(folder), None if against is None else read_events(against))
+    except ValueError as error:
+        names = [(1, "same arithmetic"), *((promise, name) for promise, name, _ in _CHECKERS), (None, "whole history")]
+        return Report([Judgement(name, promise, unknown=[str(error)]) for promise, name in names])
+
+
+def _judge(name: str, promise: int | None, checker: Checker, record: Record) -> Judgement:
+    """Let a checker judge; one that crashes says unknown."""
+    found = Judgement(name, promise)
+    try:
+        checker(record, found)
+    except Exception as error:  # noqa: BLE001  # whatever a damaged history does to one checker, the others go on
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        text = f"the checker crashed: {type(error).__name__}: {error}{where}"
+        return Judgement(name, promise, unknown=[text]).decide()
+    return found.decide()
+
+
+def _judge_arithmetic(record: Record, reference: Record | None) -> Judgement:
+    """Judge the promise that only another run can prove; without one it is asked only where it is broken."""
+    found = _judge("same arithmetic", 1, check_arithmetic, record)
+    if reference is None:
+        if found.verdict != "does not hold":
+            found.asked = False
+            found.unknown.append("a run without failures tells more (--against RUN_DIR2)")
+        return found.decide()
+    other = _judge("same arithmetic", 1, lambda run, judgement: check_against(run, reference, judgement), record)
+    other.offences += found.offences
+    other.unknown += found.unknown
+    other.statement = f"{other.statement}; {found.statement}" if other.statement else found.statement
+    return other.decide()
+
+
+def _check_batches(record: Record, found: Judgement) -> None:
+    """Check that every batch was trained once (see `titan_ft.history.audit`)."""
+    audited = audit(record.events)
+    found.statement = f"{audited.counts()}, in {count(audited.num_steps, 'step')}"
+    for finding in (*audited.lost, *audited.repeated, *audited.differing):
+        step = finding.steps[-1] if finding.steps else None
+        found.offences.append(Offence(str(finding), step=step))
+    found.offences += [Offence(text) for text in audited.conflicts]
+    found.unknown += audited.unknown
+    found.notes += audited.notes
+
+
+_CHECKERS: tuple[tuple[int, str, Checker], ...] = (
+    (2, "one trajectory", check_digests),
+    (3, "exact average", check_average),
+    (4, "no work lost", check_work),
+    (5, "no stall for a joiner", check_joiner),
+    (6, "every batch once", _check_batches),
+    (7, "counters follow commits", check_counters),
+    (8, "nothing silent", check_silence),
+)
+
+
+def format_check(report: Report) -> str:
+    """Return the report as aligned lines of text."""
+    width = max((len(each.name) for each in report.judgements), default=0)
+    lines = []
+    for each in report.judgements:
+        symbol, verdict = (SYMBOLS[each.verdict], str(each.verdict)) if each.asked else ("-", NOT_ASKED)
+        number = "" if each.promise is None else str(each.promise)
+        lines.append(f"{symbol} {number:<1} {each.name:<{width}}  {verdict:<13}  {each.statement}".rstrip())
+        shown = [_describe(offence, report.start) for offence in each.offences]
+        shown += [f"unknown: {reason}" for reason in dict.fromkeys(each.unknown) if each.asked]
+        shown += [f"note: {note}" for note in each.notes]
+        lines += [f"      {text}" for text in shown[:MAX_SHOWN]]
+        if len(shown) > MAX_SHOWN:
+            lines.append(f"      ... {len(shown) - MAX_SHOWN} more (--json names them all)")
+    return "\n".join([*lines, "", f"{SYMBOLS[report.verdict]} verdict: {report.verdict}"])
+
+
+def _describe(offence: Offence, start: float) -> str:
+    """Return an offence in words: when, where, what."""
+    where = [f"{offence.time - start:.2f} s"] if offence.time is not None else []
+    where += [
+        f"{name} {value}"
+        for name, value in (("replica", offence.replica), ("rank", offence.rank), ("step", offence.step))
+        if value is not None
+    ]
+    return f"{', '.join(where)}: {offence.text}" if where else offence.text

@@ -1,0 +1,88 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Promise 3: each update is the token-weighted mean of exactly the groups that took part."""
+
+from __future__ import annotations
+
+import math
+
+from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.checks.record import Record
+from titan_ft.history.events import Event
+from titan_ft.history.failures import contributed, integer, number
+
+RELATIVE_TOLERANCE = 1e-6
+"""Of the loss: the groups' means are rounded once more on their way into the history."""
+
+
+def check_average(record: Record, found: Judgement) -> None:
+    """Check participants, tokens and loss of each state against what its groups tell of themselves."""
+    checked = 0
+    for lineage, events in record.commits.items():
+        first = events[0]
+        for event in events[1:]:
+            if event.get("participants") != first.get("participants"):
+                told, other = event.get("participants"), first.get("participants")
+                text = f"participants {told} of the state {lineage}, others tell {other}"
+                found.object_to(text, event)
+        for event in events:
+            if not contributed(event) and integer(event, "own_tokens"):
+                found.object_to(f"had {event['own_tokens']} tokens of weight and is no participant", event)
+        checked += _check_sums(events, record.participants(lineage), found)
+    told = [event for events in record.commits.values() for event in events if contributed(event)]
+    untold = sum(number(event, "own_tokens") is None for event in told)
+    if untold:
+        found.unknown.append(
+            f"{count(untold, 'commit')} of participants that do not tell their own tokens (own_tokens)"
+        )
+    excluded = _check_excluded(record, found)
+    total = len(record.commits)
+    found.statement = (
+        f"tokens and loss of {checked} of {count(total, 'state')} are those of their participants{excluded}"
+    )
+    if not checked:
+        found.unknown.append("no state of which all participants are told of")
+
+
+def _check_sums(events: list[Event], participants: frozenset[int], found: Judgement) -> bool:
+    """Check tokens and loss of one state; False if some participant does not tell its own. It may have died."""
+    tokens: dict[int, float] = {}
+    losses: dict[int, float] = {}
+    for event in events:
+        own, loss, replica = number(event, "own_tokens"), number(event, "own_loss"), integer(event, "replica")
+        if contributed(event) and own is not None:
+            tokens.setdefault(replica, own)
+            if loss is not None:
+                losses.setdefault(replica, loss)
+    if not participants or tokens.keys() != participants:
+        return False
+    told, total = number(events[0], "tokens"), sum(tokens.values())
+    if told != total:
+        found.object_to(f"{told} tokens, the participants' own are {total} ({tokens})", events[0])
+        return True
+    loss = next((value for event in events if (value := number(event, "loss")) is not None), None)
+    same = len({event["loss"] for event in events if event.get("loss") is not None}) <= 1
+    if loss is None or not same or losses.keys() != participants or total <= 0:
+        return True
+    mean = sum(losses[replica] * tokens[replica] for replica in participants) / total
+    if not math.isclose(loss, mean, rel_tol=RELATIVE_TOLERANCE, abs_tol=RELATIVE_TOLERANCE):
+        found.object_to(f"loss {loss!r}, the token-weighted mean of the participants' own is {mean!r}", events[0])
+    return True
+
+
+def _check_excluded(record: Record, found: Judgement) -> str:
+    """Check that gradients which were left out are not in the update; return what to say of them."""
+    exclusions: set[tuple[object, int]] = set()
+    for process in record.processes:
+        pending: Event | None = None
+        for event in process.events:
+            if event["event"] == "gradient_excluded":
+                pending = event
+            elif event["event"] == "step_committed":
+                if pending is not None and pending.get("step") == event.get("step"):
+                    slots = set(pending.get("slots") or [])
+                    exclusions.update((event.get("lineage"), slot) for slot in slots)
+                    if slots & set(event.get("participants") or []):
+                        found.object_to(f"gradients of groups {sorted(slots)} were excluded, and they count", event)
+                pending = None
+    return f"; {count(len(exclusions), 'gradient')} that were not finite left out" if exclusions else ""

@@ -1,0 +1,124 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Promise 7: what counts steps advances with a commit, and only then."""
+
+from __future__ import annotations
+
+from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.checks.record import Record, is_commit
+from titan_ft.history.events import Event
+from titan_ft.history.failures import integer, number
+from titan_ft.history.trajectory import ROOT, State
+
+
+def check_counters(record: Record, found: Judgement) -> None:
+    """Check step, LR, tokens, checkpoints and `min_replica_size` against the commits."""
+    _check_steps(record, found)
+    compared = _check_rates(record, found)
+    _check_finished(record, found)
+    saved = _check_saved(record, found)
+    _check_sizes(record, found)
+    steps = count(len(record.chain), "step")
+    found.statement = f"{steps} by one each, LR of {count(compared, 'commit')} by step, {count(saved, 'checkpoint')}"
+    if not record.chain:
+        found.unknown.append("no event tells of a committed step")
+
+
+def _check_steps(record: Record, found: Judgement) -> None:
+    for state in record.states.values():
+        parent = record.states.get(state.parent)
+        before = 0 if state.parent == ROOT else None if parent is None else parent.step
+        if before is not None and state.step != before + 1:
+            text = f"step {state.step} changes the state of step {before}; steps must go up by one"
+            found.object_to(text, record.commits[state.lineage][0])
+        for event in record.commits[state.lineage]:
+            if (integer(event, "step"), event.get("parent")) != (state.step, state.parent):
+                found.object_to(f"step and parent of the state {state.lineage} are not what others tell", event)
+
+
+def _check_rates(record: Record, found: Judgement) -> int:
+    """Check that the LR is the same wherever step, share of the batch and config are; return the commits compared.
+
+    A schedule that advanced on a failed exchange gives another LR to the same step of a group that did not see it
+    fail, and to its repetition.
+    """
+    rates: dict[tuple[object, ...], tuple[float, Event]] = {}
+    compared = 0
+    for process in record.processes:
+        digest: object = None
+        for event in process.events:
+            digest = event.get("config_digest", digest)
+            rate = number(event, "lr")
+            if rate is None or not is_commit(event) or event["lineage"] not in record.states:
+                continue
+            share = len(record.states[event["lineage"]].batches or ())
+            first, other = rates.setdefault((digest, integer(event, "step"), share), (rate, event))
+            compared += other is not event
+            # Within one state a difference is that of its groups' arithmetic.
+            if first != rate and other["lineage"] != event["lineage"]:
+                found.object_to(
+                    f"LR {rate!r}; it was {first!r} at this step before, of the same share of the batch", event
+                )
+    return compared
+
+
+def _check_finished(record: Record, found: Judgement) -> None:
+    """Check the final counts of steps and tokens against the trajectory."""
+    tokens: dict[object, float] = {}
+    for event in record.named("training_finished"):
+        state, told = record.states.get(str(event.get("lineage"))), number(event, "tokens")
+        if state is not None and integer(event, "step") != state.step:
+            found.object_to(f"finished with step {event.get('step')} in the state of step {state.step}", event)
+        if told is None:
+            continue
+        if tokens.setdefault(event.get("lineage"), told) != told:
+            found.object_to(f"finished with {told} tokens, others with {tokens[event.get('lineage')]}", event)
+        elif record.chain and event.get("lineage") == record.chain[-1].lineage and record.chain[0].parent == ROOT:
+            _check_tokens(record, event, told, found)
+
+
+def _check_tokens(record: Record, event: Event, told: float, found: Judgement) -> None:
+    """Compare a final count with the sum of the steps' tokens. Tokens without a label are in the count only."""
+    sums = [(state, integer(record.commits[state.lineage][0], "tokens")) for state in record.chain]
+    total = sum(tokens for _, tokens in sums)
+    full = {tokens / batches for state, tokens in sums if (batches := _num_batches(state))}
+    if told < total or (len(full) == 1 and told != total):
+        found.object_to(f"finished with {told} tokens, the steps' own are {total}", event)
+
+
+def _num_batches(state: State) -> int:
+    return sum(num_batches for _, num_batches in (state.batches or {}).values())
+
+
+def _check_saved(record: Record, found: Judgement) -> int:
+    """Check that each checkpoint is of a state that its writer had made; return their number."""
+    saved = 0
+    for process in record.processes:
+        held = set()
+        for event in process.events:
+            if event["event"] in ("step_committed", "heal_finished", "checkpoint_loaded", "training_finished"):
+                held.add(event.get("step"))
+            elif event["event"] == "checkpoint_saved":
+                saved += 1
+                if event.get("step") not in held:
+                    found.object_to("saved a checkpoint of a step that it had not committed", event)
+    return saved
+
+
+def _check_sizes(record: Record, found: Judgement) -> None:
+    """Check that no state was made by fewer groups than `min_replica_size`; those with void gradients were there."""
+    untold = 0
+    for process in record.processes:
+        least = number(process.config, "min_replica_size")
+        excluded: list[int] = []
+        for event in process.events:
+            if event["event"] == "gradient_excluded":
+                excluded = event.get("slots") or []
+            elif is_commit(event):
+                present = len(event.get("participants") or []) + len(excluded)
+                untold += least is None
+                if least is not None and present < least:
+                    found.object_to(f"committed with {count(present, 'group')}; min_replica_size is {least:g}", event)
+                excluded = []
+    if untold:
+        found.unknown.append(f"{count(untold, 'commit')} of workers that do not tell their min_replica_size")

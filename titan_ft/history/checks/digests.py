@@ -1,0 +1,121 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Promise 2: groups that made the same state hold the same bytes, or the difference was named and mended."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import dropwhile
+
+from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.checks.record import Process, Record
+from titan_ft.history.events import Event
+from titan_ft.history.failures import contributed, integer
+
+Telling = tuple[Process, Event, str]
+"""A process, the event in which it told a digest, and the digest."""
+
+
+def check_digests(record: Record, found: Judgement) -> None:
+    """Compare the digests of each state, rank by rank.
+
+    A group whose digest differs must be named by a `digest_mismatch`, and heal or end before it contributes again. One
+    that died or left before the next exchange, in which it would have been named, harmed nobody, if others stayed.
+    """
+    table: dict[tuple[str, int], list[Telling]] = defaultdict(list)
+    for telling in _tellings(record):
+        table[telling[1]["lineage"], telling[0].rank].append(telling)
+    compared = {key: told for key, told in table.items() if len({process.replica for process, _, _ in told}) > 1}
+    differing = {key: told for key, told in compared.items() if len({digest for _, _, digest in told}) > 1}
+    for (lineage, _), told in differing.items():
+        _judge_difference(
+            record, told, integer(record.commits[lineage][0], "step") if lineage in record.commits else 0, found
+        )
+    final = _compare_ends(record, found)
+    digests = sum(len(told) for told in compared.values())
+    states = len({lineage for lineage, _ in compared})
+    found.statement = (
+        f"{count(digests, 'digest')} of {count(states, 'state')} agree between groups, rank by rank{final}"
+    )
+    if differing:
+        found.statement = f"{len(differing)} of {len(compared)} comparisons of digests differ{final}"
+    if not compared:
+        found.unknown.append("no two groups told a digest of the same state (fault_tolerance.digest_every)")
+
+
+def _tellings(record: Record) -> Iterator[Telling]:
+    for process in record.processes:
+        for event in process.events:
+            if event["event"] in ("step_committed", "training_finished", "drained"):
+                digest = event.get("digest")
+                if digest and isinstance(event.get("lineage"), str):
+                    yield process, event, str(digest)
+
+
+def _judge_difference(record: Record, told: list[Telling], step: int, found: Judgement) -> None:
+    """Object to digests of one state that differ, unless the differing groups were named, healed, or gone at once."""
+    named = _named(record, step)
+    mended, left, kept = [], [], []
+    for process, event, digest in told:
+        after = _after(process, event)
+        if process.replica in named:
+            again = _contribution_before_heal(after)
+            if again is not None:
+                text = f"contributed again without a heal, though its digest at step {step} was found to differ"
+                found.object_to(text, again)
+            mended.append(process.replica)
+        elif not after and event["event"] != "training_finished" and process.exit is not None:
+            left.append((process, digest))
+        else:
+            kept.append((process, digest))
+    if not kept:
+        kept, left = left, []
+    digests = {digest: process for process, digest in reversed(kept)}
+    if len(digests) > 1:
+        text = "; ".join(f"{process.name}: {digest}" for digest, process in digests.items())
+        found.object_to(f"digests of one state differ and no digest_mismatch names the group ({text})", told[0][1])
+        return
+    mended += [process.replica for process, digest in left if digest not in digests]
+    if mended:
+        who = ", ".join(map(str, sorted(set(mended))))
+        found.notes.append(f"step {step}: the digest of group {who} differed; it was named, and healed or ended")
+
+
+def _named(record: Record, step: int) -> set[int]:
+    """Return the groups that differed, as the groups themselves found out."""
+    found: set[int] = set()
+    for event in record.named("digest_mismatch"):
+        if integer(event, "step", -1) == step and isinstance(event.get("minority"), list):
+            found.update(slot for slot in event["minority"] if isinstance(slot, int))
+    return found
+
+
+def _after(process: Process, event: Event) -> list[Event]:
+    """Return what the process told after an event, other than of the differing state itself."""
+    rest = list(dropwhile(lambda each: each is not event, process.events))[1:]
+    return [each for each in rest if each["event"] in ("step_committed", "heal_finished", "training_finished")]
+
+
+def _contribution_before_heal(after: list[Event]) -> Event | None:
+    for event in after:
+        if event["event"] == "heal_finished":
+            return None
+        if event["event"] == "training_finished" or contributed(event):
+            return event
+    return None
+
+
+def _compare_ends(record: Record, found: Judgement) -> str:
+    """Check that the groups finished with one state; return what to say of it."""
+    since = max((event["time"] for event in record.named("launch_started")), default=0.0)
+    last: dict[tuple[int, int], Event] = {}
+    for event in record.named("training_finished"):
+        if event["time"] >= since:
+            last[integer(event, "replica"), integer(event, "rank")] = event
+    ends: Mapping[object, Event] = {event.get("lineage"): event for event in last.values()}
+    if len(ends) > 1:
+        states = ", ".join(f"step {event.get('step')} ({lineage})" for lineage, event in ends.items())
+        found.object_to(f"groups finished with different states: {states}", next(reversed(last.values())))
+    groups = len({replica for replica, _ in last})
+    return f"; {count(groups, 'group')} finished, with one state" if len(ends) == 1 else ""

@@ -1,0 +1,120 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Check what the other checkers rest on: that the history is whole, and that its clocks can be believed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.checks.record import Record
+from titan_ft.history.events import Event
+from titan_ft.history.failures import integer, number
+from titan_ft.history.trajectory import ROOT
+
+TOLERANCE_SECONDS = 1.0
+"""What a wall clock may gain or lose between two events, as one that is disciplined by NTP does."""
+
+
+def check_whole(record: Record, found: Judgement) -> None:
+    """Check that the history has a beginning and an end, and no part of it is missing."""
+    processes = count(len(record.processes), "worker process", "worker processes")
+    found.statement = f"{count(len(record.events), 'event')} of {processes}"
+    if not record.events:
+        found.unknown.append("the history is empty: the folder has no events (events/*.jsonl)")
+        return
+    if not record.states:
+        found.unknown.append("no event tells of a committed step")
+        return
+    _check_end(record, found)
+    begun = {(event.get("pid"), event.get("replica")) for event in record.named("worker_started")}
+    for process in record.processes:
+        if (process.pid, process.replica) not in begun:
+            found.unknown.append(f"the history is cut: the first events of {process.name} are missing")
+    first = record.chain[0]
+    loaded = {event.get("lineage") for event in record.named("checkpoint_loaded")}
+    if first.parent != ROOT and first.parent not in loaded:
+        found.unknown.append(f"the history is cut: no event tells how the state before step {first.step} was made")
+    elif first.parent == ROOT and first.step != 1:
+        found.notes.append(f"the first step is {first.step}")
+    told = set(record.replicas)
+    silent = sorted({slot for state in record.chain for slot in record.participants(state.lineage)} - told)
+    if silent:
+        found.unknown.append(f"the history is cut: groups {silent} took part in steps and told of none")
+
+
+def _check_end(record: Record, found: Judgement) -> None:
+    """Find out whether the end of the run is in the history."""
+    if record.named("launch_started"):
+        if record.launch_end is None:
+            found.unknown.append("the history is cut: the launch did not end (no launch_finished)")
+        elif not record.named("training_finished", "drained") and _ended_well(record):
+            found.unknown.append("the history is cut: the launch ended well, and no group tells that it finished")
+    else:
+        last = {(process.replica, process.rank): process for process in record.processes}
+        running = sorted({process.replica for process in last.values() if not process.ended_in_order})
+        if running:
+            found.unknown.append(f"the history is cut: groups {running} neither finished nor left")
+    for process in record.processes:
+        exit = process.exit
+        if exit is not None and exit.get("code") == 0 and not exit.get("stopped") and not process.ended_in_order:
+            found.unknown.append(f"the history is cut: {process.name} ended well, and its last events are missing")
+
+
+def _ended_well(record: Record) -> bool:
+    return record.named("launch_finished")[-1].get("code") == 0
+
+
+def check_clock(record: Record, found: Judgement) -> None:
+    """Check that each host's wall clock advanced as its monotonic clock did."""
+    hosts = _by_host(record)
+    jumps = [jump for events in hosts.values() for jump in _jumps(events)]
+    silent = sum(number(event, "mono") is None for event in record.events)
+    found.statement = f"{count(len(hosts), 'clock')} advanced evenly"
+    if jumps:
+        found.statement = f"wall clocks jumped {count(len(jumps), 'time')}: what rests on times cannot be told"
+    for event, seconds in jumps:
+        way = "forward" if seconds > 0 else "back"
+        found.object_to(
+            f"the wall clock was {abs(seconds):.1f} s further {way} than before, as its process saw it", event
+        )
+    if silent:
+        found.unknown.append(f"{count(silent, 'event')} without a monotonic time (mono)")
+    if not record.events:
+        found.unknown.append("there are no events")
+
+
+def clock_jumped(record: Record) -> bool:
+    """Tell whether a wall clock was set during the run."""
+    return any(True for events in _by_host(record).values() for _ in _jumps(events))
+
+
+def _by_host(record: Record) -> dict[object, list[Event]]:
+    """Return the events that share a monotonic clock, in its order: those of one host, or of one process."""
+    host_of = {
+        integer(event, "pid"): event["host"]
+        for event in record.named("worker_started")
+        if event.get("host") is not None
+    }
+    known = set(host_of.values())
+    only = known.pop() if len(known) == 1 else None
+    found: dict[object, list[Event]] = defaultdict(list)
+    for event in record.events:
+        if number(event, "mono") is not None:
+            pid = integer(event, "pid")
+            found[host_of.get(pid, only) or (pid, *(event.get(n) for n in ("replica", "rank", "attempt")))].append(
+                event
+            )
+    for events in found.values():
+        events.sort(key=lambda event: event["mono"])
+    return found
+
+
+def _jumps(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
+    """Yield each event before which the wall clock was set, and by how many seconds."""
+    for before, after in pairwise(events):
+        seconds = (after["time"] - before["time"]) - (after["mono"] - before["mono"])
+        if abs(seconds) > TOLERANCE_SECONDS:
+            yield after, seconds

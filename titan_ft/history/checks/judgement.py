@@ -1,0 +1,80 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a checker says of a promise: verdict, offending events, what it cannot tell, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from titan_ft.history.events import Event
+from titan_ft.history.failures import number
+
+Verdict = Literal["holds", "does not hold", "unknown"]
+_WORST_FIRST: tuple[Verdict, ...] = ("does not hold", "unknown", "holds")
+
+
+def merge(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the worst of some verdicts: "does not hold" beats "unknown", which beats "holds"; unknown without any."""
+    given = set(verdicts)
+    return next((verdict for verdict in _WORST_FIRST if verdict in given), "unknown")
+
+
+@dataclass(frozen=True)
+class Offence:
+    """What breaks a promise, and the event that shows it, if one does."""
+
+    text: str
+    time: float | None = None
+    """Unix seconds."""
+    replica: int | None = None
+    rank: int | None = None
+    step: int | None = None
+
+
+@dataclass
+class Judgement:
+    """What the history says of one promise."""
+
+    name: str
+    promise: int | None = None
+    """Its number in the list of promises; None for what the others rest on."""
+    asked: bool = True
+    """Whether it counts for the verdict on the run."""
+    verdict: Verdict = "unknown"
+    statement: str = ""
+    """What was verified, in one line."""
+    offences: list[Offence] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """Why it cannot be told."""
+    notes: list[str] = field(default_factory=list)
+
+    def object_to(self, text: str, event: Event | None = None) -> None:
+        """Add an offence; `event` tells where and when."""
+        if event is None:
+            self.offences.append(Offence(text))
+            return
+        replica, rank, step = (_integer(event, name) for name in ("replica", "rank", "step"))
+        self.offences.append(Offence(text, number(event, "time"), replica, rank, step))
+
+    def decide(self) -> Judgement:
+        """Set the verdict by what was found, the first offences in front; what objects counts whatever was asked."""
+        self.offences.sort(key=lambda offence: offence.time or 0.0)
+        self.verdict = "does not hold" if self.offences else "unknown" if self.unknown else "holds"
+        self.asked = self.asked or bool(self.offences)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the judgement as plain dictionaries, lists and numbers, for JSON."""
+        return asdict(self)
+
+
+def _integer(event: Event, name: str) -> int | None:
+    value = number(event, name)
+    return None if value is None else int(value)
+
+
+def count(value: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun."""
+    return f"{value} {noun}" if value == 1 else f"{value} {plural or noun + 's'}"

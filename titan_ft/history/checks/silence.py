@@ -1,0 +1,157 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Promise 8: whatever ends, fails or is broken is told, and something follows from it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from titan_ft.history.checks.foundation import clock_jumped
+from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.checks.record import Process, Record
+from titan_ft.history.events import Event
+from titan_ft.history.failures import integer, number, targets
+
+NOTED = (
+    "digest_mismatch",
+    "hung",
+    "rolled_back",
+    "started_anew",
+    "data_reset",
+    "foreign_member",
+    "checkpoint_failed",
+    "replica_gave_up",
+    "lighthouse_restarted",
+)
+"""Nothing that breaks a promise by itself, but worth knowing."""
+DEADLY = (
+    "kill_rank",
+    "kill_group",
+    "kill_groups",
+    "term_group",
+    "segfault",
+    "deadlock",
+    "out_of_memory",
+    "exception",
+    "sigkill_group",
+)
+"""Faults after which the target's processes must be seen to end."""
+END_SECONDS = 30.0
+"""A group that ends so shortly before the launch does is not started again."""
+CLOCK_SECONDS = 1.0
+FOLLOWED = ("replica_restarted", "replica_gave_up", "spare_took_over")
+
+
+def check_silence(record: Record, found: Judgement) -> None:
+    """Check that each end, heal and fault is explained by what follows it."""
+    jumped = clock_jumped(record)
+    for process in record.processes:
+        _check_heals(process, record, found)
+    _check_ends(record, found)
+    exits = _check_exits(record, found, jumped)
+    faults = _check_faults(record, found, jumped)
+    found.statement = (
+        f"{count(exits, 'exit')} of workers explained, {count(faults, 'fault')} seen to have followed by their ends"
+    )
+    counts = Counter(event["event"] for event in record.named(*NOTED))
+    found.notes += [f"{name}: {count(times, 'event')}" for name, times in counts.items()]
+    if jumped:
+        found.unknown.append("the wall clock jumped: what followed what cannot be told")
+    if not record.processes:
+        found.unknown.append("no worker wrote an event")
+
+
+def _check_ends(record: Record, found: Judgement) -> None:
+    """Object to processes that fell silent without a word of themselves or their supervisor."""
+    latest: dict[int, int] = defaultdict(int)
+    for event in record.events:
+        if number(event, "replica") is not None:
+            latest[integer(event, "replica")] = max(latest[integer(event, "replica")], integer(event, "attempt"))
+    failure = next((event.get("reason") for event in record.named("launch_finished")[-1:] if event.get("code")), None)
+    untold = []
+    for process in record.processes:
+        if process.ended_in_order or process.exit is not None or process.attempt < latest[process.replica]:
+            continue
+        if record.launch_end is not None and not failure:
+            found.object_to("fell silent, and no supervisor tells of its end", process.events[-1])
+        elif (
+            record.launch_end is not None
+        ):  # as when its supervisor was killed: the launcher says that the group failed
+            found.notes.append(f"{process.name} fell silent; the launch says: {failure}")
+        else:
+            untold.append(process.name)
+    if untold:
+        found.unknown.append(f"nothing tells how {count(len(untold), 'worker')} ended (first: {untold[0]})")
+
+
+def _check_exits(record: Record, found: Judgement, jumped: bool) -> int:
+    """Object to exits without a reason, and to failed groups that are neither restarted nor given up."""
+    exits = record.named("worker_exited")
+    followed: dict[int, list[Event]] = defaultdict(list)
+    for event in record.named(*FOLLOWED):
+        followed[integer(event, "replica")].append(event)
+    stopping = min((event["time"] for event in record.named("launch_stopping")), default=None)
+    for event in exits:
+        if not event.get("reason") or (event.get("code") is None and not event.get("signal")):
+            found.object_to("a worker ended without a reason", event)
+        if event.get("stopped") or not (event.get("signal") or event.get("code")) or jumped:
+            continue
+        if any(_follows(event, later) for later in followed[integer(event, "replica")]):
+            continue
+        # Where the launch's own end is missing, so may be what followed.
+        ended = record.launch_end is None or record.launch_end - event["time"] <= END_SECONDS
+        if not ended and not (stopping is not None and stopping <= event["time"]):
+            found.object_to("a worker failed, and its group was neither started again nor given up", event)
+    return len(exits)
+
+
+def _follows(exit: Event, later: Event) -> bool:
+    """Tell whether an event is about what became of a group after an exit."""
+    least = integer(exit, "attempt") + (later["event"] != "replica_gave_up")
+    return integer(later, "attempt") >= least or later["time"] >= exit["time"]
+
+
+def _check_heals(process: Process, record: Record, found: Judgement) -> None:
+    """Object to a heal that neither ended nor failed in a process that trained on."""
+    begun: Event | None = None
+    for event in process.events:
+        if event["event"] == "heal_started":
+            begun = event
+        elif event["event"] in ("heal_finished", "heal_failed", "rolled_back"):
+            begun = None
+        elif event["event"] in ("step_committed", "training_finished") and begun is not None:
+            found.object_to("began a heal, and trains on without a word how it ended", begun)
+            begun = None
+    if begun is not None and process.exit is None and not process.ended_in_order and record.launch_end is None:
+        found.unknown.append(f"nothing tells how the heal of {process.name} ended")
+
+
+def _check_faults(record: Record, found: Judgement, jumped: bool) -> int:
+    """Object to faults that must end a process, and after which none ended; return how many others there are."""
+    ends: dict[int, list[Event]] = defaultdict(list)
+    for event in record.named("worker_exited", "drained", *FOLLOWED):
+        ends[integer(event, "replica")].append(event)
+    finished = {integer(event, "replica"): event["time"] for event in record.named("training_finished")}
+    seen = 0
+    for event in record.named("fault_injected"):
+        if event.get("fault") == "kill_lighthouse":
+            later = record.named("lighthouse_restarted", "launch_finished")
+        elif event.get("fault") in DEADLY:
+            later = [end for replica in targets(event) for end in ends[replica]]
+        else:
+            continue
+        if jumped:
+            continue
+        over = _is_over(event, targets(event), finished, record)
+        if any(end["time"] >= event["time"] - CLOCK_SECONDS for end in later):
+            seen += 1
+        elif not over:
+            found.object_to(f"the fault {event.get('fault')} was injected, and nothing is told to have ended", event)
+    return seen
+
+
+def _is_over(fault: Event, replicas: Iterable[int], finished: dict[int, float], record: Record) -> bool:
+    """Tell whether a fault came when its targets had finished, or the launch was about to end."""
+    late = record.launch_end is None or record.launch_end - fault["time"] <= END_SECONDS
+    return late or any(finished.get(replica, fault["time"] + 1) <= fault["time"] for replica in replicas)

@@ -1,0 +1,113 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Promise 4: a failure makes no survivor compute a batch twice, or skip a step."""
+
+from __future__ import annotations
+
+from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.checks.record import HEALED, Process, Record, is_commit
+from titan_ft.history.events import Event
+from titan_ft.history.failures import contributed, number
+from titan_ft.history.trajectory import ROOT, readings
+
+
+def check_work(record: Record, found: Judgement) -> None:
+    """Check the commits of each process: each goes on from the one before, one forward pass for each batch."""
+    passes = 0
+    wasted: dict[str, int] = {}
+    for process in record.processes:
+        passes += _check_passes(process, found)
+        _check_order(process, record, found)
+        for reason, number_of in _count_wasted(process, record, found).items():
+            wasted[reason] = wasted.get(reason, 0) + number_of
+    commits = sum(len(events) for events in record.commits.values())
+    found.statement = f"{count(commits, 'commit')} in order, {_passes(passes)}, one a batch"
+    found.notes += [f"{_passes(number_of)} wasted: {why}" for why, number_of in wasted.items()]
+    behind = sum(_fell_behind(process) for process in record.processes)
+    if behind:
+        found.notes.append(f"{count(behind, 'time')} a rank fell behind and healed while it lived")
+    if not commits:
+        found.unknown.append("no event tells of a committed step")
+
+
+def _check_passes(process: Process, found: Judgement) -> int:
+    """Object to commits with other than one forward pass for each batch that was read; return the passes."""
+    total = 0
+    for event in process.commits():
+        passes = number(event, "forward_passes")
+        if passes is None:
+            continue
+        total += int(passes)
+        read = sum(num_batches for _, _, num_batches, _ in readings(event))
+        if passes != read:
+            found.object_to(f"{_passes(int(passes))} for {count(read, 'batch', 'batches')}", event)
+    return total
+
+
+def _check_order(process: Process, record: Record, found: Judgement) -> None:
+    """Object to a commit that does not go on from the state that the process held.
+
+    A state of which no event tells at all is missing from the history: nobody can say who made it.
+    """
+    held: Event | None = None
+    # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
+    free = not any(event["event"] == "worker_started" for event in process.events)
+    for event in process.events:
+        if event["event"] in HEALED:
+            free = True
+        elif is_commit(event):
+            parent = event.get("parent")
+            known = parent == ROOT or parent in record.states
+            if not known and not free and (held is None or parent != held["lineage"]):
+                found.unknown.append(f"the history is cut: no event of {process.name} before step {event.get('step')}")
+            elif not free and held is None and parent != ROOT:
+                found.object_to(
+                    f"its first commit changes the state {parent}, which it did not get from anybody", event
+                )
+            elif not free and held is not None and parent != held["lineage"]:
+                before = f"{held['lineage']} (step {held.get('step')})"
+                text = f"goes on from the state {parent}; it held {before}, and did not heal between"
+                found.object_to(text, event)
+            held, free = event, False
+
+
+def _fell_behind(process: Process) -> int:
+    """Return how often a process that had committed healed: its gradients of the step under way were thrown away."""
+    committed, times = False, 0
+    for event in process.events:
+        committed = committed or event["event"] == "step_committed"
+        times += committed and event["event"] == "heal_finished"
+    return times
+
+
+def _count_wasted(process: Process, record: Record, found: Judgement) -> dict[str, int]:
+    """Return the forward passes of a process that the trajectory has not, by reason; object to those without one.
+
+    A batch whose first computation counted is the business of the audit.
+    """
+    wasted: dict[str, int] = {}
+    void: dict[tuple[int, int], str | None] = {}  # (slot, first batch) -> why its first computation does not count
+    excluded: set[int] = set()
+    for event in process.events:
+        if event["event"] in (*HEALED, "fault_injected"):
+            void = {batch: why or "steps that were thrown away" for batch, why in void.items()}
+        elif event["event"] == "gradient_excluded":
+            excluded = set(event.get("slots") or [])
+        elif is_commit(event):
+            counted = contributed(event) and event["lineage"] in record.on_chain
+            batches = record.states[event["lineage"]].batches if event["lineage"] in record.states else None
+            for slot, first, num_batches, _ in readings(event):
+                if (slot, first) in void:
+                    why = void.pop((slot, first))
+                    if why is None:
+                        found.object_to(f"computed batch {first} of slot {slot} again", event)
+                    else:
+                        wasted[why] = wasted.get(why, 0) + num_batches
+                if not counted or (batches is not None and slot not in batches):
+                    void[slot, first] = "gradients that were not finite" if process.replica in excluded else None
+            excluded = set()
+    return wasted
+
+
+def _passes(value: int) -> str:
+    return count(value, "forward pass", "forward passes")

@@ -1,0 +1,221 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Serve a run's figures to Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from titan_ft.config import ConfigError
+from titan_ft.history.failures import Attempt, attempt_of
+from titan_ft.launch import status
+from titan_ft.launch.run_status import CommittedSteps, InjectedFaults
+from titan_ft.launch.status import Event, Groups
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+LOOPBACK = "127.0.0.1"
+STATES = (
+    status.WAITING,
+    status.STARTING,
+    status.JOINED,
+    status.HEALING,
+    status.TRAINING,
+    status.DIED,
+    status.DRAINING,
+    status.DRAINED,
+    status.FINISHED,
+    status.FAILED,
+)
+STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
+HEAL_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Split PORT or HOST:PORT; without a host it is the loopback, which other hosts do not reach.
+
+    Raises:
+        ConfigError: it has neither form.
+    """
+    host, separator, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535 or (separator and not host):
+        raise ConfigError(
+            f"--metrics-port must be PORT (this host only) or HOST:PORT, got {text!r}; for example 9464, 0.0.0.0:9464 "
+            "for Prometheus on another host, or 0 to have a port chosen"
+        )
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+class RunMetrics:
+    """A run's figures in a registry of their own, each event counted once. Rank 0 speaks for its group.
+
+    They count from the start of this process: what an earlier launch in the same folder did is not in them.
+    """
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry
+
+        self.registry: CollectorRegistry = CollectorRegistry()
+        self._steps, self._injected = CommittedSteps(), InjectedFaults()
+        self._failed_attempts: set[Attempt | None] = set()
+        self._drained_attempts: set[Attempt | None] = set()
+        self._differing_steps: set[object] = set()
+        self._define_metrics()
+
+    def _define_metrics(self) -> None:
+        from prometheus_client import Counter, Gauge
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"titan_ft_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"titan_ft_{name}", text, labels, registry=self.registry)
+
+        self._step = gauge("step", "Step committed last.")
+        self._loss = gauge("loss", "Mean loss of that step over its groups; NaN when unknown or not finite.")
+        self._grad_norm = gauge(
+            "grad_norm", "Gradient norm of that step before clipping; NaN when unknown or not finite."
+        )
+        self._lr = gauge("learning_rate", "Learning rate of that step.")
+        for unknown in (self._loss, self._grad_norm, self._lr):
+            unknown.set(float("nan"))  # before the first step
+        self._participants = gauge("participants", "Groups that contributed to that step.")
+        self._groups = gauge("groups", "Groups of the run.")
+        self._state = gauge("group_state", "1 for the state that the group is in, else 0.", "replica", "state")
+        self._tokens = counter("tokens", "Tokens with a label that the committed steps trained on.")
+        self._committed = counter("steps_committed", "Steps committed.")
+        self._exchanges = counter("exchanges", "Exchanges of gradients that the committed steps took.")
+        self._exchanges_failed = counter("exchanges_failed", "Those that failed and were repeated.")
+        self._step_seconds = self._histogram("step_seconds", "Seconds of a committed step.", STEP_BUCKETS)
+        self._restarts = counter("restarts", "Restarts of groups.", "replica", "standby")
+        self._failures = counter("failures", "Deaths of groups, by what ended the first rank.", "replica", "cause")
+        self._heals = counter("heals", "Transfers of state to a group that ended well.", "replica")
+        self._heal_seconds = self._histogram("heal_seconds", "Seconds until the state was there.", HEAL_BUCKETS)
+        self._faults = counter("faults_injected", "Faults injected.", "fault")
+        self._mismatches = counter("digest_mismatches", "Steps at which groups held different state.")
+        self._lighthouses = counter("lighthouse_restarts", "Restarts of the lighthouse.")
+        self._saved = counter("checkpoints_saved", "Checkpoints saved.")
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        from prometheus_client import Histogram
+
+        return Histogram(f"titan_ft_{name}", text, buckets=buckets, registry=self.registry)
+
+    def observe(self, event: Event) -> None:
+        """Count an event."""
+        new_fault, speaks = self._injected.observe(event), event.get("rank", 0) == 0
+        match event["event"]:
+            case "step_committed":
+                self._count_step(event)
+            case "worker_exited":
+                self._count_exit(event)
+            case "replica_restarted":
+                standby = "true" if event.get("standby") else "false"
+                self._restarts.labels(str(event.get("replica")), standby).inc()
+            case "fault_injected" if new_fault:
+                self._faults.labels(str(event.get("fault"))).inc()
+            case "lighthouse_restarted":
+                self._lighthouses.inc()
+            case "drained" if speaks:
+                self._drained_attempts.add(attempt_of(event))
+            case "heal_finished" if speaks:
+                self._count_heal(event)
+            case "digest_mismatch" if speaks:
+                self._count_mismatch(event)
+            case "checkpoint_saved" if speaks:
+                self._saved.inc()
+
+    def update(self, groups: Groups) -> None:
+        """Set the states of all groups."""
+        self._groups.set(len(groups))
+        for replica, group in groups.items():
+            # A counter that shows up with its first event has no increase that Prometheus could see.
+            self._heals.labels(str(replica))
+            for standby in ("false", "true"):
+                self._restarts.labels(str(replica), standby)
+            for state in STATES:
+                self._state.labels(str(replica), state).set(group.state == state)
+
+    def _count_step(self, event: Event) -> None:
+        if event.get("rank", 0) != 0:
+            # With pipeline parallelism, only the ranks of the last stage know the loss.
+            if event.get("loss") is not None and self._steps.is_last(event):
+                self._loss.set(event["loss"])
+            return
+        new, exchanges = self._steps.observe(event)
+        self._exchanges.inc(exchanges)
+        self._exchanges_failed.inc(exchanges - new)
+        if not new:
+            return
+        self._committed.inc()
+        self._tokens.inc(event.get("tokens") or 0)
+        self._step.set(event.get("step") or 0)
+        self._participants.set(len(event.get("participants") or ()))
+        for gauge, name in ((self._loss, "loss"), (self._grad_norm, "grad_norm"), (self._lr, "lr")):
+            value = event.get(name)
+            gauge.set(float("nan") if value is None else value)
+        if event.get("seconds") is not None:
+            self._step_seconds.observe(event["seconds"])
+
+    def _count_exit(self, event: Event) -> None:
+        """Count the first end of an attempt that was none in order; its other ranks die of it."""
+        attempt, cause = attempt_of(event), event.get("signal")
+        if not cause and event.get("code"):
+            cause = f"exit code {event['code']}"
+        asked = attempt in self._drained_attempts and cause == "SIGTERM"
+        if not cause or event.get("stopped") or asked or attempt in self._failed_attempts:
+            return
+        self._failed_attempts.add(attempt)
+        self._failures.labels(str(event.get("replica")), str(cause)).inc()
+
+    def _count_heal(self, event: Event) -> None:
+        self._heals.labels(str(event.get("replica"))).inc()
+        if event.get("seconds") is not None:
+            self._heal_seconds.observe(event["seconds"])
+
+    def _count_mismatch(self, event: Event) -> None:
+        if event.get("step") not in self._differing_steps:  # each group tells it
+            self._differing_steps.add(event.get("step"))
+            self._mismatches.inc()
+
+
+class MetricsServer:
+    """Answer Prometheus over HTTP with a run's figures, from a thread of its own.
+
+    Args:
+        port: where to listen; 0 chooses a free one.
+        host: address of this host to listen at. Whoever reaches it can read the figures, so the default is the
+            loopback; a Prometheus on another host needs "0.0.0.0" or the address of one network.
+
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+
+    def __init__(self, port: int, host: str = LOOPBACK) -> None:
+        from prometheus_client import start_http_server
+
+        self._metrics = RunMetrics()
+        self.observe, self.update = self._metrics.observe, self._metrics.update
+        try:
+            self._server, self._thread = start_http_server(port, host, self._metrics.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-port must be a free port of an address of this host, got {host}:{port} ({error.strerror}); "
+                "choose another, or 0 to have one chosen"
+            ) from error
+        self.port: int = self._server.server_port
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.port}/metrics"
+
+    @classmethod
+    def at(cls, address: str) -> MetricsServer:
+        """Listen at PORT or HOST:PORT."""
+        host, port = split_address(address)
+        return cls(port, host)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,193 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fold a run's events into what is known of the run as a whole; pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from titan_ft.launch import status
+from titan_ft.launch.status import Event
+
+RATE_SECONDS = 60.0
+"""The tokens per second are those of this time before the last step."""
+RATE_STEPS = 8
+"""But of this many steps at least, as far as there are."""
+MAX_STEPS_REMEMBERED = 4096
+MAX_LINES = 200
+
+
+class CommittedSteps:
+    """Count each committed step once, whichever of its groups tells first."""
+
+    def __init__(self) -> None:
+        self.num_committed = 0
+        self.num_attempted = 0
+        """Exchanges that the committed steps took; of the group with most of them."""
+        self._exchanges: dict[tuple[object, object], int] = {}
+        self._last: tuple[object, object] | None = None
+
+    def observe(self, event: Event) -> tuple[bool, int]:
+        """Take a `step_committed`; return whether it is a new step, and how many exchanges it adds to those known.
+
+        The same step number comes again when groups went on from an earlier state; then its lineage differs.
+        """
+        key = (event.get("step"), event.get("lineage"))
+        known, exchanges = self._exchanges.get(key), max(1, event.get("exchanges", 1))
+        added = max(0, exchanges - (known or 0))
+        self._exchanges[key] = max(exchanges, known or 0)
+        if len(self._exchanges) > MAX_STEPS_REMEMBERED:
+            del self._exchanges[next(iter(self._exchanges))]
+        self._last = key if known is None else self._last
+        self.num_committed += known is None
+        self.num_attempted += added
+        return known is None, added
+
+    def is_last(self, event: Event) -> bool:
+        """Tell whether a `step_committed` is of the step that was counted last."""
+        return self._last == (event.get("step"), event.get("lineage"))
+
+
+class InjectedFaults:
+    """Count each fault once, however many groups it hits and however many ranks tell."""
+
+    def __init__(self) -> None:
+        self.num_injected = 0
+        self._shots: set[tuple[object, ...]] = set()
+
+    def observe(self, event: Event) -> bool:
+        """Take any event; return whether it tells a fault that is new."""
+        if event["event"] == "chaos_started":
+            self._shots.clear()  # the same plan may be carried out again
+        if event["event"] != "fault_injected":
+            return False
+        shot = (event.get("fault"), event.get("seed"), event.get("shot"))
+        if shot[-1] is not None and shot in self._shots:
+            return False
+        self._shots.add(shot)
+        self.num_injected += 1
+        return True
+
+
+class RunStatus:
+    """What is known of a run. A second launch in the same folder starts it anew, except for the losses.
+
+    Args:
+        num_replicas: groups of the run; more are added as they show up.
+    """
+
+    def __init__(self, num_replicas: int = 0) -> None:
+        self.losses: list[float | None] = []
+        """One for each committed step; None where it is not known or was not finite."""
+        self._begin(num_replicas)
+
+    def _begin(self, num_replicas: int) -> None:
+        self.groups = status.initial(num_replicas)
+        self.num_ranks = 0
+        """Ranks of each group; 0 where no launcher tells."""
+        self.steps = CommittedSteps()
+        self.step: int | None = None
+        self.loss: float | None = None
+        self.participants: tuple[int, ...] = ()
+        self.faults = InjectedFaults()
+        self.num_lighthouse_restarts = 0
+        self.lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
+        """What happened, with its Unix seconds."""
+        self.started: float | None = None
+        """Unix seconds of the first event; None before it."""
+        self.last = 0.0
+        """Unix seconds of the last one."""
+        self.code: int | None = None
+        """The launcher's exit status, once it has ended."""
+        self._reason = ""
+        self._launched = False
+        self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
+
+    @property
+    def restarts(self) -> int:
+        return sum(group.restarts for group in self.groups.values())
+
+    @property
+    def end(self) -> str:
+        """Return why the run is over; empty while it goes on. Without a launcher, its groups tell."""
+        if self.code is not None:
+            return self._reason or "the launcher ended"
+        states = {group.state for group in self.groups.values()}
+        over = states and states <= {status.FINISHED, status.DRAINED, status.FAILED}
+        return "all groups finished, left or failed" if over and not self._launched else ""
+
+    def observe(self, event: Event) -> None:
+        """Take the next event."""
+        name, moment = event["event"], float(event["time"])
+        if name == "launch_started":
+            self._begin(event.get("replicas", 0))
+            self._launched, self.num_ranks = True, event.get("ranks_per_replica", 0)
+        self.started = moment if self.started is None else min(self.started, moment)
+        self.last = max(self.last, moment)
+        self._add_groups(event)
+        self.faults.observe(event)
+        before = self.groups
+        self.groups = status.fold(before, event)
+        match name:
+            case "step_committed":
+                self._take_step(event)
+            case "lighthouse_restarted":
+                self.num_lighthouse_restarts += 1
+            case "launch_stopping":
+                self.groups = status.draining(self.groups)
+            case "launch_finished":
+                self.code, self._reason = event.get("code", 0), str(event.get("reason", ""))
+        told = _WORDS_OF_LAUNCH.get(name)
+        line = told(event) if told else status.describe(before, self.groups, event)
+        if line:
+            self.lines.append((moment, line))
+
+    def _add_groups(self, event: Event) -> None:
+        """Add groups that no launcher has announced."""
+        replica, size = event.get("replica"), 0
+        if event["event"] == "worker_started":
+            size = (event.get("config") or {}).get("group_size", 0)
+        elif replica in self.groups:
+            return
+        found = {replica} if isinstance(replica, int) and replica >= 0 else set()
+        missing = (found | set(range(size))) - self.groups.keys()
+        if missing:
+            groups = {**self.groups, **{replica: status.GroupStatus(replica) for replica in missing}}
+            self.groups = dict(sorted(groups.items()))
+
+    def _take_step(self, event: Event) -> None:
+        if event.get("rank", 0) != 0:
+            # With pipeline parallelism, only the ranks of the last stage know the loss.
+            if self.loss is None and event.get("loss") is not None and self.steps.is_last(event):
+                self.loss = self.losses[-1] = event["loss"]
+            return
+        if not self.steps.observe(event)[0]:
+            return
+        self.step, self.loss = event.get("step"), event.get("loss")
+        self.participants = tuple(event.get("participants", ()))
+        self.losses.append(self.loss)
+        self._tokens.append((float(event["time"]), event.get("tokens") or 0))
+
+    def elapsed(self, now: float) -> float:
+        """Return the seconds since the start, up to the end where it is over."""
+        return 0.0 if self.started is None else max(0.0, (self.last if self.end else now) - self.started)
+
+    def tokens_per_second(self, now: float) -> float | None:
+        """Return the rate of the last steps; it falls when no step comes. None before the second step."""
+        last = self._tokens[-1][0] if self._tokens else 0.0
+        recent = [each for each in self._tokens if each[0] >= last - RATE_SECONDS]
+        recent = max(recent, list(self._tokens)[-RATE_STEPS:], key=len)
+        if len(recent) < 2 or last <= recent[0][0]:
+            return None
+        usual = (last - recent[0][0]) / (len(recent) - 1)
+        until = now if not self.end and now > last + 2 * usual else last
+        return sum(tokens for _, tokens in recent[1:]) / (until - recent[0][0])
+
+
+# The launcher tells these by itself, so `status.describe` leaves them out.
+_WORDS_OF_LAUNCH: dict[str, Callable[[Event], str]] = {
+    "launch_started": lambda e: f"launched: {e.get('replicas')} groups x {e.get('ranks_per_replica')} ranks",
+    "launch_stopping": lambda e: f"all groups are asked to leave: {e.get('reason')}",
+    "launch_finished": lambda e: f"over: {e.get('reason')} (exit status {e.get('code')})",
+}

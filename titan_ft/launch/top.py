@@ -1,0 +1,155 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Show a run live in a terminal: `titan-ft top`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from titan_ft.config import ConfigError
+from titan_ft.launch.event_tail import EventTail
+from titan_ft.launch.run_paths import RunPaths
+from titan_ft.launch.run_status import RunStatus
+from titan_ft.launch.top_view import Screen, frame
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+REFRESH_SECONDS = 0.5
+
+
+class FollowedRun:
+    """A run's status, kept up to date from its event files.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        if not run_dir.is_dir():
+            raise ConfigError(f"RUN_DIR must be the folder of a run, got {run_dir}; there is no such folder")
+        self.run_dir = run_dir
+        self.status = RunStatus()
+        self._tail = EventTail(RunPaths(run_dir).events, from_start=True)
+
+    def poll(self) -> RunStatus:
+        """Take in what is new.
+
+        Raises:
+            ConfigError: the folder is gone.
+        """
+        for event in self._tail.poll():
+            self.status.observe(event)
+        if not self.run_dir.is_dir():
+            raise ConfigError(f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed")
+        return self.status
+
+    def render(self, screen: Screen) -> RenderableType:
+        from rich.console import Group
+
+        return Group(*frame(self.status, str(self.run_dir), time.time(), screen))
+
+
+def top(run_dir: Path, *, once: bool = False) -> int:
+    """Show a run until it is over, or until q or Ctrl-C; return 0, or 1 when there is nothing to show.
+
+    Without a terminal, and with `once`, it is shown once.
+
+    Raises:
+        ConfigError: the folder of the run is not there, or vanished.
+    """
+    from rich.console import Console
+
+    run = FollowedRun(run_dir)
+    run.poll()
+    console = Console(highlight=False, markup=False, emoji=False)
+    live = console.is_terminal and not console.is_dumb_terminal and not once
+    if not live and run.status.started is None:
+        print(f"titan-ft top: {run_dir} has no events (events/*.jsonl)", file=sys.stderr)
+        return 1
+    if live and not run.status.end and not _watch(run, console):
+        return 0
+    # On the ordinary screen, so that it stays there.
+    console.print(run.render(Screen(console.width, ascii_only=console.options.ascii_only)))
+    return 0
+
+
+def _watch(run: FollowedRun, console: Console) -> bool:
+    """Show a run on a screen of its own; return True once it is over, False when the user left."""
+    from rich.live import Live
+
+    with _keys() as pressed, _end_in_order():
+        try:
+            with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live:
+                while not run.poll().end:
+                    hint = "q leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
+                    # The size is asked for anew: the window may have another one by now.
+                    screen = Screen(*console.size, ascii_only=console.options.ascii_only, hint=hint)
+                    live.update(run.render(screen), refresh=True)
+                    if pressed(REFRESH_SECONDS) in ("q", "Q"):
+                        return False
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[_Wait]:
+    """Give single keys without echo while it lasts; the terminal is as before after it."""
+    if not sys.stdin.isatty():
+        yield _Wait(None)
+        return
+    import termios
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    changed = termios.tcgetattr(descriptor)
+    changed[3] &= ~(termios.ECHO | termios.ICANON)
+    changed[6][termios.VSUSP] = b"\0"  # a stop would leave the shell on this screen, with these settings
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, changed)
+    try:
+        yield _Wait(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSAFLUSH, before)
+
+
+class _Wait:
+    """Waits for a key for some seconds; returns it, or "" without one."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, seconds: float) -> str:
+        if self._descriptor is None:
+            time.sleep(seconds)
+            return ""
+        if not select.select([self._descriptor], [], [], seconds)[0]:
+            return ""
+        key = os.read(self._descriptor, 1)
+        if not key:
+            raise KeyboardInterrupt  # the terminal is gone
+        return key.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _end_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process by an exception, so that the terminal is put in order first."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {signum: signal.signal(signum, leave) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,71 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchft's Gloo process group, made to break off.
+
+Gloo has no abort: an operation that waits for a peer which lives, but is stopped or cannot be reached, waits for its
+whole timeout. Its connections are ordinary sockets of this process, though, and closing them under it ends it at once,
+here and at the peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from torchft.process_group import ProcessGroupGloo
+
+_OPEN_FILES = Path("/proc/self/fd")  # elsewhere than on Linux there is none, and operations end with their timeout
+
+
+class BreakableGloo(ProcessGroupGloo):
+    """A reconfigurable Gloo process group whose `abort` wakes those that wait in an operation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._sockets: set[int] = set()
+
+    def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
+        before = set(_open_sockets())
+        try:
+            return super()._create_pg(*args, **kwargs)
+        finally:
+            # What another thread opened meanwhile is among them: a fetch of state, a request. Both are tried again.
+            self._sockets = set(_open_sockets()) - before
+
+    def abort(self, errored: bool = True) -> None:
+        """Break off all operations and drop the process group; not `errored`: drop it, nothing is under way."""
+        sockets, self._sockets = self._sockets, set()
+        if errored:
+            for inode, descriptor in _open_sockets().items():
+                if inode in sockets:
+                    _shut_down(descriptor, inode)
+        super().abort(errored)
+
+
+def _open_sockets() -> dict[int, int]:
+    """Return the file descriptors of this process's sockets by inode."""
+    found = {}
+    for name in os.listdir(_OPEN_FILES) if _OPEN_FILES.is_dir() else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            kind, _, inode = os.readlink(_OPEN_FILES / name).partition(":[")
+            if kind == "socket":
+                found[int(inode.rstrip("]"))] = int(name)
+    return found
+
+
+def _shut_down(descriptor: int, inode: int) -> None:
+    """End a connection in both directions; its owner still has to close it."""
+    with contextlib.suppress(OSError):  # gone already
+        own = os.dup(descriptor)
+        try:
+            if os.fstat(own).st_ino == inode:  # else the number has gone to another file meanwhile
+                with socket.socket(fileno=own) as connection:
+                    own = -1
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # Gloo's listener aborts
+                        connection.shutdown(socket.SHUT_RDWR)
+        finally:
+            if own >= 0:
+                os.close(own)
