@@ -130,12 +130,16 @@ class Top:
 
 @dataclass(frozen=True)
 class Report:
-    """Sum up a run from its events: steps, failures, stalls, recoveries, digests."""
+    """Sum up a run: figures on the terminal, a page with plots in RUN_DIR/report (--json: figures only)."""
 
     run_dir: tyro.conf.Positional[Path]
     """The --run-dir of a launch, or any folder with events/*.jsonl."""
     json: bool = False
-    """Print the figures as JSON."""
+    """Print the figures as JSON, and write no page."""
+    out: Path | None = None
+    """Folder of the page (index.html) and its plots; when left out, RUN_DIR/report."""
+    against: Path | None = None
+    """The --run-dir of a run without failures, to compare the loss curve with."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,9 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
     from titan_ft.launch.local import launch
 
     if command.chaos is None and command.chaos_seed is not None:
-        raise ConfigError(f"--chaos-seed must come with --chaos FILE, got {command.chaos_seed} alone; give the plan too")
+        raise ConfigError(
+            f"--chaos-seed must come with --chaos FILE, got {command.chaos_seed} alone; give the plan too"
+        )
     plan = LaunchPlan(
         config=command.config,
         num_replicas=command.replicas,
@@ -255,9 +261,7 @@ def _check(command: Check) -> int:
     from titan_ft.history.check import check_folders, format_check
     from titan_ft.launch.run_paths import RunPaths
 
-    for name, folder in (("RUN_DIR", command.run_dir), ("--against", command.against)):
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"{name} must be the folder of a run, got {folder}; there is no such folder")
+    _require_folders(command.run_dir, command.against)
     against = None if command.against is None else RunPaths(command.against).events
     report = check_folders(RunPaths(command.run_dir).events, against)
     print(json.dumps(report.to_dict(), indent=2) if command.json else format_check(report))
@@ -272,18 +276,30 @@ def _top(command: Top) -> int:
 
 def _report(command: Report) -> int:
     from titan_ft.history.events import read_events
+    from titan_ft.history.report import report_figures, write_report
     from titan_ft.history.summary import format_summary, summarize
     from titan_ft.launch.run_paths import RunPaths
 
-    if not command.run_dir.is_dir():
-        raise ConfigError(f"RUN_DIR must be the folder of a run, got {command.run_dir}; there is no such folder")
+    _require_folders(command.run_dir, command.against)
     events = read_events(RunPaths(command.run_dir).events)
+    against = None if command.against is None else read_events(RunPaths(command.against).events)
     if not events:
         print(f"titan-ft report: {command.run_dir} has no events (events/*.jsonl)", file=sys.stderr)
         return 1
-    summary = summarize(events)
-    print(json.dumps(summary.to_dict(), indent=2) if command.json else format_summary(summary))
+    if command.json:
+        print(json.dumps(report_figures(events, against), indent=2))
+        return 0
+    print(format_summary(summarize(events)))
+    page = write_report(events, command.out or RunPaths(command.run_dir).report, against)
+    print(f"page: {page}")
     return 0
+
+
+def _require_folders(run_dir: Path, against: Path | None = None) -> None:
+    """Raise ConfigError unless these are folders."""
+    for name, folder in (("RUN_DIR", run_dir), ("--against", against)):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"{name} must be the folder of a run, got {folder}; there is no such folder")
 
 
 def _audit(command: Audit) -> int:
@@ -291,8 +307,7 @@ def _audit(command: Audit) -> int:
     from titan_ft.history.events import read_events
     from titan_ft.launch.run_paths import RunPaths
 
-    if not command.run_dir.is_dir():
-        raise ConfigError(f"RUN_DIR must be the folder of a run, got {command.run_dir}; there is no such folder")
+    _require_folders(command.run_dir)
     try:
         found = audit.audit(read_events(RunPaths(command.run_dir).events))
     except ValueError as error:  # a file that is damaged tells nothing for sure

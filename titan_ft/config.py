@@ -185,8 +185,8 @@ class FaultTolerance:
     # Ours: tests of failures.
 
     chaos: bool = False
-    """Let `titan-ft chaos` and `titan-ft launch --chaos` inject faults inside the workers: those that may write the run's
-    folder can then crash, slow down or corrupt them. Leave it false where nobody means to."""
+    """Let `titan-ft chaos` and `titan-ft launch --chaos` inject faults inside the workers: whoever may write the
+    run's folder can then crash, slow down or corrupt them. Leave it false where nobody means to."""
 
     # Ours: the history of the run.
 

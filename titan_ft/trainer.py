@@ -41,7 +41,8 @@ from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
 from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.transport import StateServer
 from titan_ft.replica.watchdog import Watchdog
-
+from titan_ft.sabotage.agent import ChaosAgent
+from titan_ft.sabotage.victim import Victim
 
 # Fields of [fault_tolerance] that a reader of the history needs.
 _TOLD = (
@@ -127,6 +128,7 @@ class ReplicaTrainer(Trainer):
         self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
         self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
         self._behind = self._begun = False
+        self._chaos: ChaosAgent | None = None
         self.checkpointer.attach(_CheckpointHost(self))
 
     def init_distributed(self) -> ParallelDims:
@@ -164,6 +166,8 @@ class ReplicaTrainer(Trainer):
             self._drain.leave()
         finally:
             self._watchdog.close()
+            if self._chaos is not None:
+                self._chaos.close()
             if self._replica is not None:
                 self._membership.close()
                 self._server.close()
@@ -203,6 +207,8 @@ class ReplicaTrainer(Trainer):
         if not self._begun and not self._begin(replica):
             self._heal(replica)
             return
+        if self._chaos is not None:
+            self._chaos.at_step(self.step)
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         self._readings = []
@@ -233,6 +239,8 @@ class ReplicaTrainer(Trainer):
             if self.launch.attempt > 0:
                 self._warm_up()
             self._replica = self._build_replica()
+            if self.job_config.fault_tolerance.chaos:
+                self._chaos = self._build_chaos_agent()
             self._behind = self._replica.join(step)
         return self._replica
 
@@ -451,6 +459,23 @@ class ReplicaTrainer(Trainer):
             events=self._events,
             nominal_tokens=self._nominal_tokens,
             pauses_after=self._pauses_after,
+        )
+
+    def _build_chaos_agent(self) -> ChaosAgent:
+        config, launch = self.job_config.fault_tolerance, self.launch
+        victim = Victim(
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            process_group=self._membership.process_group,
+            server=self._server,
+            friends={os.getppid(), *self._group.gather(os.getpid())},
+            store=launch.store,
+            hang_timeout_seconds=config.hang_timeout_seconds,
+        )
+        orders = RunPaths(self.job_config.job.dump_folder).chaos_orders
+        logger.warning(f"fault_tolerance.chaos is true: this worker breaks as {orders} orders")
+        return ChaosAgent(
+            orders, victim, self._events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt
         )
 
     def _pauses_after(self, step: int) -> bool:

@@ -38,7 +38,7 @@ class Lighthouse:
         told = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802  # the name that the base class calls
+            def do_GET(self) -> None:  # the name that the base class calls
                 told.asked.put(self.path)
                 self.send_response(200)
                 self.end_headers()
@@ -52,7 +52,7 @@ class Lighthouse:
 
     @property
     def address(self) -> str:
-        return "http://127.0.0.1:{}".format(self.server.server_address[1])
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from titan_ft.history.failures import (
     median_seconds,
     number,
 )
+from titan_ft.history.trajectory import readings
 
 Verdict = Literal["equal", "differ", "unknown"]
 MAX_FAILURES_SHOWN = 5
@@ -62,7 +63,7 @@ class RunSummary:
     losses: list[tuple[int, float | None]] = field(default_factory=list)
     """(step, loss) of the first, the last and the quartile steps; None for a loss that was not finite."""
     final_digests: Verdict = "unknown"
-    """Whether ranks of the same index ended with the same state in all groups that finished."""
+    """Whether ranks of the same index ended with the same state in all groups that finished, or left at the end."""
     finished_replicas: list[int] = field(default_factory=list)
     step_digests: Verdict = "unknown"
     """Whether they had the same state at each step where they took a digest."""
@@ -92,6 +93,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         if attempt is not None:
             ranks[attempt[0]].add(integer(event, "rank"))
     finished = [event for event in history if event["event"] == "training_finished"]
+    left = [event for event in history if event["event"] == "drained" and event.get("digest")]
     exchanges: dict[int, int] = {}
     for event in commits:
         step = integer(event, "step")
@@ -114,7 +116,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         heals=heals,
         losses=_losses(commits),
     )
-    _compare_final(summary, finished)
+    _compare_final(summary, finished or _last_to_leave(left))
     _compare_steps(summary, history)
     if commits:
         audited = audit.audit(history)
@@ -124,10 +126,9 @@ def summarize(events: Iterable[Event]) -> RunSummary:
 
 def _recomputed(commit: Event) -> int:
     """Return the forward passes of a step beyond one per batch; 0 for a group without weight, whose batch waits."""
-    data = commit.get("data")
-    if not isinstance(data, Mapping) or number(commit, "forward_passes") is None or not contributed(commit):
+    if not isinstance(commit.get("data"), Mapping) or not contributed(commit):
         return 0
-    return max(0, integer(commit, "forward_passes") - integer(data, "num_batches"))
+    return max(0, integer(commit, "forward_passes") - sum(count for _, _, count, _ in readings(commit)))
 
 
 def _losses(commits: Iterable[Event]) -> list[tuple[int, float | None]]:
@@ -152,6 +153,13 @@ def _by_key(events: Iterable[Event], keys: Sequence[str]) -> dict[tuple[int, ...
         if attempt is not None and event.get("digest"):
             table[tuple(integer(event, key) for key in keys)][attempt[0]].add(str(event["digest"]))
     return table
+
+
+def _last_to_leave(left: Iterable[Event]) -> list[Event]:
+    """Return the groups that left together at the end of a run that was ended before its training."""
+    left = list(left)
+    last = max(left, key=lambda event: integer(event, "step"), default=None)
+    return [event for event in left if last is not None and event.get("lineage") == last.get("lineage")]
 
 
 def _compare_final(summary: RunSummary, finished: Iterable[Event]) -> None:
@@ -204,7 +212,7 @@ def format_summary(summary: RunSummary) -> str:
     steps = f" at {_count(len(s.differing_steps), 'step')}, first {s.differing_steps[0]}" if s.differing_steps else ""
     rows += [
         ("loss", curve or "unknown"),
-        ("final digests", f"{s.final_digests} ({_count(len(s.finished_replicas), 'group')} finished)"),
+        ("final digests", f"{s.final_digests} ({_count(len(s.finished_replicas), 'group')} at the end)"),
         ("digests on the way", f"{s.step_digests}{steps} ({s.num_step_digests} compared)"),
     ]
     width = max(len(label) for label, _ in rows)

@@ -28,6 +28,8 @@ from titan_ft.launch.status_view import make_view
 from titan_ft.launch.supervisor import GRACE_SECONDS
 
 TICK_SECONDS = 0.1
+QUIET_SECONDS = 40.0
+"""Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
 
 
 class LocalRun:
@@ -123,6 +125,8 @@ class LocalRun:
                 return self._interrupted()
             if self._chaos is not None:
                 self._chaos.poll()
+                if self._seconds_left() < QUIET_SECONDS:
+                    self._chaos.close()
             self._tell_failures(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
@@ -132,9 +136,14 @@ class LocalRun:
                 return self._finished()
             if self._lighthouse.failure:
                 return self._lighthouse_failed()
-            if self.plan.minutes and time.monotonic() - self._started >= 60 * self.plan.minutes:
+            if self._seconds_left() <= 0:
                 return self._end_in_time()
             time.sleep(TICK_SECONDS)
+
+    def _seconds_left(self) -> float:
+        """Return the time until the run is ended in order; infinite when it ends with its training."""
+        minutes = self.plan.minutes
+        return self._started + 60 * minutes - time.monotonic() if minutes else float("inf")
 
     def _stop(self) -> None:
         """End what still runs. When the run is stopped from outside, its groups get the time to leave in order."""

@@ -307,7 +307,7 @@ class ReplicaDimension:
         self._exclusions = self._exclusions + 1 if self._config.replica_id in slots else 0
         if self._exclusions >= MAX_EXCLUSIONS:
             raise NonFiniteError(
-                f"the gradients of this group were not finite in {self._exclusions} steps in a row, and those of others "
+                f"the gradients of this group were not finite in {self._exclusions} steps in a row, those of others "
                 f"were; last at step {self.step + 1}: look at the memory and the GPUs of this host, and at the batches "
                 "that its events name"
             )

@@ -85,4 +85,4 @@ def _check_excluded(record: Record, found: Judgement) -> str:
                     if slots & set(event.get("participants") or []):
                         found.object_to(f"gradients of groups {sorted(slots)} were excluded, and they count", event)
                 pending = None
-    return f"; {count(len(exclusions), 'gradient')} that were not finite left out" if exclusions else ""
+    return f"; left out as not finite: {count(len(exclusions), 'gradient')}" if exclusions else ""

@@ -1,0 +1,425 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The agent that carries out faults, in a process that has a model and an optimizer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from titan_ft import device
+from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.orders import LIFETIME_SECONDS, Orders
+from titan_ft.history.events import EventLog, read_events
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.transport import StateServer, fetch
+from titan_ft.sabotage import faults
+from titan_ft.sabotage import shot as shot_module
+from titan_ft.sabotage.agent import ChaosAgent
+from titan_ft.sabotage.victim import Victim
+
+device.prepare()
+
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+TOKEN = "a shared secret"
+_MARKERS = itertools.count(1000)
+
+
+class ProcessGroup:
+    """The exchange's."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class Worker:
+    """A worker with an agent."""
+
+    def __init__(self, folder: Path, replica: int = 0, rank: int = 0, attempt: int = 0, hang: float = 60.0) -> None:
+        self.me = (replica, rank, attempt)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.process_group = ProcessGroup()
+        self.server = StateServer("127.0.0.1", TOKEN, DEADLINE, lambda *_: None)
+        self.folder = folder
+        self.events = EventLog(folder / "events" / f"{replica}-{rank}-{attempt}.jsonl", replica=replica, rank=rank)
+        self.victim = Victim(
+            model_parts=[self.model],
+            optimizers=[self.optimizer],
+            process_group=self.process_group,
+            server=self.server,
+            friends=(),
+            store=("127.0.0.1", 1),
+            hang_timeout_seconds=hang,
+        )
+        self.orders = Orders(folder / "chaos" / "orders.jsonl")
+        self.agent = ChaosAgent(
+            folder / "chaos" / "orders.jsonl", self.victim, self.events, replica=replica, rank=rank, attempt=attempt
+        )
+        self.steps = 0
+
+    def order(self, fault: str, **fields: Any) -> None:
+        params = fields.pop("params", dict(FAULTS[fault].params) if fault in FAULTS else {})
+        self.orders.send(fault, **{"replica": 0, "rank": 0, "seed": 3, "shot": 1, **fields}, params=params)
+
+    def step(self) -> None:
+        """Train one step."""
+        self.steps += 1
+        self.agent.at_step(self.steps)
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 8)).square().sum().backward()
+        self.optimizer.step()
+
+    def step_until(self, *events: str) -> dict[str, Any]:
+        """Train until one of these events was emitted, and return it."""
+        return self.wait(*events, meanwhile=self.step)
+
+    def wait(self, *events: str, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        deadline = time.monotonic() + DEADLINE
+        while not (found := self.told(*events)):
+            assert time.monotonic() < deadline
+            meanwhile()
+            time.sleep(0.005)
+        return found[-1]
+
+    def told(self, *events: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.folder / "events") if event["event"] in events]
+
+    def wait_until_read(self) -> None:
+        """Wait until the agent has taken every order so far: orders are taken one after the other."""
+        marker = next(_MARKERS)
+        self.order("no such fault", replica=self.me[0], rank=self.me[1], attempt=self.me[2], shot=marker)
+        deadline = time.monotonic() + DEADLINE
+        while not any(event["shot"] == marker for event in self.told("fault_skipped")):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self.agent.close()
+        self.server.close()
+        self.events.close()
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """Provide the builder of workers of one run; closes them."""
+    workers: list[Worker] = []
+
+    def start(**fields: Any) -> Worker:
+        workers.append(Worker(tmp_path, **fields))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def worker(start_worker: Callable[..., Worker]) -> Worker:
+    return start_worker()
+
+
+def bits(worker: Worker) -> dict[str, torch.Tensor]:
+    """Copy the state as integers."""
+    tensors = dict(worker.model.named_parameters())
+    for index, state in enumerate(worker.optimizer.state.values()):
+        tensors |= {f"{index}/{key}": value for key, value in state.items()}
+    return {name: tensor.detach().clone().view(torch.int32) for name, tensor in tensors.items()}
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    """Return the differing bits of each tensor."""
+    differences = {name: (before[name] ^ after[name]).view(-1) for name in before}
+    return {name: d[d != 0].tolist() for name, d in differences.items() if d.any()}
+
+
+def test_without_orders_nothing_is_touched(worker: Worker) -> None:
+    """No hook, no wrapper; and none is left behind by faults that are over."""
+    untouched = (worker.server.sender, FileSystem.create_stream)
+    worker.step()
+    model = worker.model
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    for fault in ("exception", "nan_gradient", "corrupt_chunk", "kill_donor", "disk_full"):
+        worker.order(fault, shot=2)
+    worker.wait_until_read()
+    worker.agent.close()
+    assert {e["fault"] for e in worker.told("fault_skipped") if e["shot"] == 2} == {
+        *("exception", "nan_gradient", "corrupt_chunk", "kill_donor", "disk_full")
+    }
+    assert worker.server.sender is untouched[0]
+    assert FileSystem.create_stream is untouched[1]
+
+
+def test_the_catalogue_is_complete() -> None:
+    """The agent knows exactly the faults that are the agent's."""
+    known = {*faults.AT_ONCE, *faults.IN_WAITING}
+    assert known == {name for name, fault in FAULTS.items() if fault.by == "agent"}
+    assert set(faults.DONOR) == {name for name, fault in FAULTS.items() if fault.scope == "donor"}
+    assert set(faults.WHOLE_GROUP) == {
+        name for name, fault in FAULTS.items() if fault.by == "agent" and fault.scope == "group"
+    }
+
+
+def test_an_exception_strikes_once(worker: Worker) -> None:
+    """It is told of before it is raised, with what a history needs, and the step after it goes well."""
+    worker.step()
+    worker.order("exception", shot=4, seed=11)
+    with pytest.raises(RuntimeError, match="fault injection"):
+        worker.step_until("never")
+    (event,) = worker.told("fault_injected")
+    expected = {"fault": "exception", "target": {"replica": 0, "rank": 0}, "seed": 11, "shot": 4, "params": {}}
+    assert expected.items() <= event.items()
+    assert event["step"] == worker.steps
+    worker.step()
+
+
+def test_out_of_memory_is_a_real_one(worker: Worker) -> None:
+    """The allocator refuses it."""
+    worker.order("out_of_memory")
+    with pytest.raises(RuntimeError, match=r"alloc|memory"):
+        worker.step_until("never")
+    assert len(worker.told("fault_injected")) == 1
+
+
+def test_a_deadlock_stops_the_training_thread_only(start_worker: Callable[..., Worker]) -> None:
+    """The thread stands still; the agent goes on."""
+    worker = start_worker()
+    worker.order("deadlock")
+    training = threading.Thread(target=lambda: worker.step_until("never"), daemon=True)
+    training.start()
+    worker.wait("fault_injected")
+    steps = worker.steps
+    worker.wait_until_read()
+    assert worker.steps == steps
+    assert training.is_alive()
+
+
+def test_a_deadlock_that_nobody_would_end_is_refused(start_worker: Callable[..., Worker]) -> None:
+    """Without a watchdog."""
+    worker = start_worker(hang=0.0)
+    worker.order("deadlock")
+    assert "hang_timeout_seconds" in worker.step_until("fault_skipped")["reason"]
+    worker.step()
+
+
+def test_a_nan_gradient_lasts_one_step(worker: Worker) -> None:
+    """Gradients of one backward are NaN, those of the next are not; a validation in between changes nothing."""
+    worker.order("nan_gradient")
+    worker.wait_until_read()
+    worker.agent.at_step(1)
+    with torch.no_grad():
+        worker.model(torch.ones(2, 8))
+    for expected in (True, False):
+        worker.model(torch.ones(2, 8)).sum().backward()
+        assert all(bool(p.grad.isnan().any()) == expected for p in worker.model.parameters() if p.grad is not None)
+        worker.optimizer.zero_grad()
+    assert len(worker.told("fault_injected")) == 1
+
+
+@pytest.mark.parametrize(("fault", "bit"), [("flip_parameter", 3), ("flip_optimizer", 18)])
+def test_one_bit_is_flipped(start_worker: Callable[..., Worker], fault: str, bit: int) -> None:
+    """Exactly one, in the kind of state that it is to be in, and the seed says where."""
+    places = []
+    for attempt, seed in enumerate((5, 5, 6)):
+        worker = start_worker(attempt=attempt)
+        worker.step()
+        worker.order(fault, seed=seed, attempt=attempt)
+        worker.wait_until_read()
+        before = bits(worker)
+        worker.agent.at_step(2)
+        ((name, flipped),) = changed(before, bits(worker)).items()
+        assert flipped == [1 << bit]
+        assert (name in dict(worker.model.named_parameters())) == (fault == "flip_parameter")
+        assert not name.endswith("step")
+        event = worker.told("fault_injected")[-1]
+        assert event["bit"] == bit
+        places.append((name, event["element"]))
+    assert places[0] == places[1] != places[2]
+
+
+def test_a_flip_without_a_state_is_skipped(worker: Worker) -> None:
+    """Before the first update an optimizer has none."""
+    worker.order("flip_optimizer")
+    worker.wait_until_read()
+    worker.agent.at_step(1)
+    assert "nothing to flip" in next(e for e in worker.told("fault_skipped") if e["shot"] == 1)["reason"]
+
+
+def test_a_slow_rank(worker: Worker) -> None:
+    """Each forward takes factor times as long, until the time is over; then no hook is left."""
+    pause = nn.Module()
+    pause.forward = lambda x: (time.sleep(0.05), x)[1]  # type: ignore[method-assign]
+    worker.model.append(pause)
+    worker.order("slow_rank", params={"factor": 4.0, "seconds": 0.5})
+    worker.wait_until_read()
+    worker.agent.at_step(1)
+    assert worker.told("fault_injected")
+    started = time.monotonic()
+    worker.model(torch.ones(2, 8))
+    assert time.monotonic() - started >= 4 * 0.05
+    worker.step_until("fault_undone")
+    assert not worker.model._forward_pre_hooks
+    assert not worker.model._forward_hooks
+
+
+def test_the_process_group_is_aborted_under_the_training_thread(worker: Worker) -> None:
+    """At once, whatever that thread does."""
+    worker.order("abort_process_group")
+    assert worker.process_group.aborted.wait(DEADLINE)
+    assert worker.told("fault_injected")
+
+
+def test_a_corrupt_chunk_is_fetched_again(worker: Worker) -> None:
+    """One chunk differs from its checksum; the joiner has the donor's bytes in the end, and the donor has kept them."""
+    payload = torch.arange(1000, dtype=torch.int64).view(torch.uint8)
+    header = json.dumps({"step": 3, "lineage": 8, "bytes": payload.numel()}).encode()
+    worker.server.publish(Snapshot(3, 8, header, payload.clone()), 0.0)
+    sent: list[bytes] = []
+    sender = worker.server.sender
+    note = SimpleNamespace(send=lambda connection, data: (sent.append(bytes(data)), sender.send(connection, data)))
+    worker.server.sender = note  # type: ignore[assignment]
+    worker.order("corrupt_chunk")
+    worker.wait_until_read()
+    fetched = fetch(f"127.0.0.1:{worker.server.port}", TOKEN, 3, "1", 2, DEADLINE)
+    assert torch.equal(fetched.payload, payload)
+    assert len(sent) == 2
+    assert sum(a != b for a, b in zip(*sent, strict=True)) == 1
+    assert worker.told("fault_injected")[0]["bytes"] == payload.numel()
+
+
+def test_a_full_disk_fails_one_checkpoint(worker: Worker, tmp_path: Path) -> None:
+    """The error comes from the writer of files, and the next checkpoint is fine; events are written all along."""
+    state = {"weights": torch.ones(4)}
+    worker.order("disk_full")
+    worker.wait_until_read()
+    with pytest.raises(CheckpointException) as failed:
+        dcp.save(state, checkpoint_id=tmp_path / "full", no_dist=True)
+    (error, _) = failed.value.failures[0]
+    assert "No space left" in str(error)
+    assert len(worker.told("fault_injected")) == 1
+    dcp.save(state, checkpoint_id=tmp_path / "fine", no_dist=True)
+
+
+@pytest.mark.parametrize("field", ["replica", "rank", "attempt"])
+def test_orders_for_others_are_not_obeyed(worker: Worker, field: str) -> None:
+    """Another group's, another rank's, another attempt's."""
+    worker.order("abort_process_group", **{field: 1})
+    worker.wait_until_read()
+    assert not worker.process_group.aborted.is_set()
+    assert not worker.told("fault_injected")
+
+
+@pytest.mark.parametrize("age", [LIFETIME_SECONDS + 1, 5.0])
+def test_old_orders_are_not_obeyed(tmp_path: Path, start_worker: Callable[..., Worker], age: float) -> None:
+    """Those from before the worker was there killed its predecessor."""
+    path = tmp_path / "chaos" / "orders.jsonl"
+    Orders(path).send("abort_process_group", replica=0, params={}, seed=1, shot=1)
+    order = json.loads(path.read_text())
+    path.write_text(json.dumps({**order, "time": time.time() - age}) + "\n")
+    worker = start_worker()
+    worker.wait_until_read()
+    assert not worker.told("fault_injected")
+
+
+@pytest.mark.parametrize("target", [{"replica": None, "rank": None}, {"replica": 0, "rank": None}])
+def test_one_of_several_takes_an_order(start_worker: Callable[..., Worker], target: dict[str, Any]) -> None:
+    """Whoever comes first."""
+    workers = [start_worker(rank=rank) for rank in range(3)]
+    workers[0].order("abort_process_group", **target)
+    workers[0].wait("fault_injected")
+    for worker in workers:
+        worker.agent.close()
+    assert len(workers[0].told("fault_injected")) == 1
+    assert sum(worker.process_group.aborted.is_set() for worker in workers) == 1
+
+
+def test_a_network_fault_is_the_whole_groups(start_worker: Callable[..., Worker]) -> None:
+    """All ranks lose it at the same time, each tells of the beginning and the end, and the end of training ends it."""
+    workers = [start_worker(rank=rank) for rank in range(2)]
+    workers[0].order("network_slow", rank=None, params={"loss": 0.001, "seconds": 60.0})
+    workers[0].wait("fault_injected", meanwhile=lambda: None)
+    deadline = time.monotonic() + DEADLINE
+    while len(workers[0].told("fault_injected")) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for worker in workers:
+        worker.agent.close()
+    while len(workers[0].told("fault_undone")) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_second_outage_waits_for_no_first(worker: Worker) -> None:
+    """It is skipped: one filter would replace the other."""
+    worker.order("network_slow", params={"loss": 0.001, "seconds": 60.0})
+    worker.wait("fault_injected")
+    worker.order("network_dead", params={"seconds": 60.0}, shot=2)
+    assert "not over" in worker.wait("fault_skipped")["reason"]
+
+
+def test_what_has_no_occasion_is_given_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor that serves nobody stays as it was."""
+    monkeypatch.setattr(shot_module, "PATIENCE_SECONDS", 0.2)
+    sender = worker.server.sender
+    worker.order("kill_donor", replica=None, rank=None)
+    assert "no occasion" in worker.wait("fault_skipped")["reason"]
+    deadline = time.monotonic() + DEADLINE
+    while worker.server.sender is not sender:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_nonsense_in_the_file_is_passed_over(worker: Worker, tmp_path: Path) -> None:
+    """The orders behind it are carried out."""
+    (tmp_path / "chaos").mkdir(exist_ok=True)
+    with (tmp_path / "chaos" / "orders.jsonl").open("a") as file:
+        file.write('no order\n[]\n{"fault": "segfault"}\n\n')
+    worker.order("abort_process_group")
+    assert worker.process_group.aborted.wait(DEADLINE)
+
+
+def test_half_a_line_waits_for_its_rest(worker: Worker, tmp_path: Path) -> None:
+    """As a network file system may show it."""
+    path = tmp_path / "chaos" / "orders.jsonl"
+    Orders(tmp_path / "elsewhere" / "orders.jsonl").send(
+        "abort_process_group", replica=0, rank=0, params={}, seed=1, shot=1
+    )
+    line = (tmp_path / "elsewhere" / "orders.jsonl").read_text()
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(line[:20])
+        file.flush()
+        time.sleep(0.2)  # several looks
+        assert not worker.process_group.aborted.is_set()
+        file.write(line[20:])
+    assert worker.process_group.aborted.wait(DEADLINE)
+
+
+def test_a_flip_is_small(worker: Worker) -> None:
+    """Training stays sane: a parameter moves by no more than a millionth or so."""
+    before = {name: p.detach().clone() for name, p in worker.model.named_parameters()}
+    worker.order("flip_parameter")
+    worker.wait_until_read()
+    worker.agent.at_step(1)
+    worst = max(float(((p.detach() - before[n]) / before[n]).abs().max()) for n, p in worker.model.named_parameters())
+    assert 0 < worst <= 2e-6
+    assert math.isfinite(worst)

@@ -1,0 +1,213 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What each fault inside a worker does: the real thing wherever it can be had, not a picture of it.
+
+A fault is called on the agent's thread (those of `AT_ONCE` on one of their own). It acts there, or leaves something
+behind that acts when the training thread, a donor's or a checkpoint's thread comes by; `Shot.begin` comes first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from titan_ft import device
+from titan_ft.replica.exchange import local
+from titan_ft.sabotage.io_faults import corrupt_chunk, disk_full, kill_donor, network_dead, network_slow
+from titan_ft.sabotage.shot import Shot
+from titan_ft.sabotage.victim import Victim
+
+Fault = Callable[[Shot, Victim], None]
+
+_IMPOSSIBLE_BYTES = 1 << 60  # more than any address space
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_TRIES = 100  # to find an element that is not zero
+
+
+# The process
+
+
+def segfault(shot: Shot, victim: Victim) -> None:
+    """Read from address 0."""
+    if shot.begin():
+        ctypes.string_at(0)
+
+
+def abort_process_group(shot: Shot, victim: Victim) -> None:
+    """Abort the exchange between the groups under the training thread, as a watchdog of NCCL does."""
+    if shot.begin():
+        victim.process_group.abort()
+
+
+# The training thread
+
+
+def deadlock(shot: Shot, victim: Victim) -> None:
+    """Wait for a lock that nobody gives back."""
+    if not victim.hang_timeout_seconds:
+        shot.skip("fault_tolerance.hang_timeout_seconds is 0: nobody would end this worker")
+        return
+
+    def wait() -> None:
+        if shot.begin(step=victim.step):
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+
+    victim.at_next_forward(wait)
+
+
+def out_of_memory(shot: Shot, victim: Victim) -> None:
+    """Ask the device for more memory than there is."""
+
+    def allocate() -> None:
+        if shot.begin(step=victim.step):
+            where = next(victim.model_parts[0].parameters()).device
+            torch.empty(_IMPOSSIBLE_BYTES, dtype=torch.uint8, device=where)
+
+    victim.at_next_forward(allocate)
+
+
+def exception(shot: Shot, victim: Victim) -> None:
+    """Raise what no code expects."""
+
+    def fail() -> None:
+        if shot.begin(step=victim.step):
+            raise RuntimeError("fault injection: an exception in forward")
+
+    victim.at_next_forward(fail)
+
+
+def slow_rank(shot: Shot, victim: Victim) -> None:
+    """Let each forward take `factor` times as long for `seconds`."""
+    factor, seconds = shot.order.params["factor"], shot.order.params["seconds"]
+
+    def install() -> None:
+        if not shot.begin(step=victim.step):
+            return
+        until = started = time.monotonic() + seconds
+
+        def before(*_: Any) -> None:
+            nonlocal started
+            device.synchronize()
+            started = time.monotonic()
+
+        def after(*_: Any) -> None:
+            device.synchronize()
+            time.sleep(max(0.0, (factor - 1) * (time.monotonic() - started)))
+            if time.monotonic() >= until:
+                for handle in handles:
+                    handle.remove()
+                shot.undone()
+
+        model = victim.model_parts[0]
+        handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+
+    victim.between_steps.append(install)
+
+
+def nan_gradient(shot: Shot, victim: Victim) -> None:
+    """Let the gradient of the next forward's output be NaN, and so those of all layers before it."""
+
+    def install() -> None:
+        def hook(_: Any, __: Any, output: Any) -> None:
+            first = output if isinstance(output, torch.Tensor) else output[0]
+            if first.requires_grad:  # else it is a validation
+                handle.remove()
+                first.register_hook(spoil)
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
+            return torch.full_like(gradient, math.nan) if shot.begin(step=victim.step) else None
+
+        handle = victim.model_parts[0].register_forward_hook(hook)
+
+    victim.between_steps.append(install)
+
+
+def flip_parameter(shot: Shot, victim: Victim) -> None:
+    """Flip a low bit of a parameter's mantissa: a millionth of its value."""
+    victim.between_steps.append(lambda: _flip(shot, victim, dict(_parameters(victim)), significance=20))
+
+
+def flip_optimizer(shot: Shot, victim: Victim) -> None:
+    """Flip a bit in an optimizer's state: a higher one, for a moment forgets what it was within some steps."""
+    victim.between_steps.append(lambda: _flip(shot, victim, dict(_moments(victim)), significance=5))
+
+
+@torch.no_grad()
+def _flip(shot: Shot, victim: Victim, shards: Mapping[str, torch.Tensor], significance: int) -> None:
+    """Flip one bit of one of the shards, chosen by the order's seed: of weight 2**-significance, or the lowest."""
+    if not shards:
+        shot.skip("there is nothing to flip a bit of: this rank holds no such state yet")
+        return
+    chance = random.Random(shot.order.seed)
+    for _ in range(_TRIES):
+        name = chance.choice(sorted(shards))
+        place = tuple(chance.randrange(size) for size in shards[name].shape)
+        element = shards[name][place]
+        if element != 0:  # the smallest of all numbers would be lost in the next addition
+            break
+    mantissa_bits = round(-math.log2(torch.finfo(element.dtype).eps))
+    bit = max(0, mantissa_bits - significance)
+    if shot.begin(step=victim.step, tensor=name, element=list(place), bit=bit):
+        element.view(_INTEGERS[element.element_size()]).bitwise_xor_(1 << bit)
+
+
+def _parameters(victim: Victim) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the local shards of the parameters."""
+    for number, part in enumerate(victim.model_parts):
+        for name, parameter in part.named_parameters():
+            shard = local(parameter.detach())
+            if _has_bits(shard):
+                yield f"{number}/{name}", shard
+
+
+def _moments(victim: Victim) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the local shards of the optimizers' state; not their counters."""
+    for number, optimizer in enumerate(victim.optimizers):
+        for index, (parameter, state) in enumerate(optimizer.state.items()):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step":
+                    shard = local(value.detach())
+                    if _has_bits(shard):
+                        yield f"{number}/{index}/{key}", shard
+
+
+def _has_bits(shard: torch.Tensor) -> bool:
+    return shard.numel() > 0 and shard.is_floating_point() and shard.element_size() in _INTEGERS
+
+
+AT_ONCE: Mapping[str, Fault] = {
+    fault.__name__: fault for fault in (segfault, abort_process_group, network_dead, network_slow)
+}
+"""Faults that act by themselves, and may take their time."""
+
+IN_WAITING: Mapping[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        deadlock,
+        out_of_memory,
+        exception,
+        slow_rank,
+        nan_gradient,
+        flip_parameter,
+        flip_optimizer,
+        kill_donor,
+        corrupt_chunk,
+        disk_full,
+    )
+}
+"""Faults that another thread carries out when it comes by."""
+
+WHOLE_GROUP = ("network_dead", "network_slow")
+"""Faults that hit all ranks of a group unless one is named; of the others one rank takes its share."""
+
+DONOR = ("kill_donor", "corrupt_chunk")
+"""Faults that are armed in many workers and carried out by one."""

@@ -1,0 +1,109 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""An order to break something, and what becomes of it: it begins once or is skipped, and every outcome is an event."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_ft.history.events import EventLog
+
+PATIENCE_SECONDS = 120.0
+"""How long a fault waits for its occasion, such as a transfer or a checkpoint; a heal may take a restart to come."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One line of the file of orders (see `titan_ft.chaos.orders`)."""
+
+    id: str
+    time: float
+    fault: str
+    replica: int | None
+    rank: int | None
+    attempt: int | None
+    params: dict[str, float]
+    seed: int
+    shot: int
+
+    @classmethod
+    def parse(cls, line: bytes) -> Order:
+        """Read a line.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is no order.
+        """
+        fields = json.loads(line)
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+
+
+class Shot:
+    """One order in the hands of one worker. Threads may share it; only the first `begin` succeeds.
+
+    Args:
+        me: replica and rank of this worker.
+        claim: file whose creation decides which of several workers acts; None = this one does.
+    """
+
+    def __init__(self, order: Order, events: EventLog, me: tuple[int, int], claim: Path | None) -> None:
+        self.order = order
+        self._events, self._claim = events, claim
+        self._target = {"replica": me[0], "rank": me[1]}
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._restore: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self.waits = True
+        """Whether it has neither begun nor been skipped."""
+
+    def at_end(self, restore: Callable[[], None]) -> None:
+        """Call `restore` when the shot waits no more."""
+        self._restore.append(restore)
+
+    def begin(self, **facts: object) -> bool:
+        """Say whether to act now, and tell that it happens; false if it has begun before, or elsewhere, or is over."""
+        return self._end_wait("fault_injected", params=self.order.params, **facts)
+
+    def skip(self, reason: str) -> None:
+        """Give it up before it began."""
+        self._end_wait("fault_skipped", reason=reason)
+
+    def undone(self) -> None:
+        """Tell that its effect is over."""
+        self._events.emit("fault_undone", **self._facts())
+
+    def expire(self) -> None:
+        """Give it up when there was no occasion for too long."""
+        if self.waits and time.monotonic() > self._deadline:
+            self.skip(f"there was no occasion for it within {PATIENCE_SECONDS:g} s")
+
+    def _end_wait(self, event: str, **facts: object) -> bool:
+        with self._lock:
+            if not self.waits:
+                return False
+            self.waits = False
+            mine = self._take()
+            if mine:
+                self._events.emit(event, **self._facts(), seed=self.order.seed, **facts)
+        for restore in self._restore:
+            restore()
+        return mine
+
+    def _facts(self) -> dict[str, Any]:
+        return {"fault": self.order.fault, "target": self._target, "shot": self.order.shot}
+
+    def _take(self) -> bool:
+        """Be the first to create the claim."""
+        if self._claim is None:
+            return True
+        try:
+            os.close(os.open(self._claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        except FileExistsError:
+            return False
+        return True
