@@ -10,6 +10,9 @@ Two groups of two ranks each (stock: one job of four ranks), the same model, dat
   recovery  titan_ft alone, each group on cores of its own: kill to contributing with and without a standby, the
             survivors' steps during a slow transfer (replay against wait), a drain, a lighthouse that is killed
 
+With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random group each 15 s, to be
+set beside a run of scripts/campaign.sh (--against).
+
 The peer runs as torchtitan ships it, with torchft's lighthouse at its defaults, restarted by torchrun; titan_ft runs
 under `titan-ft launch`. Use a quiet machine: all processes share its cores.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
 import signal
 import sys
@@ -27,6 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench_campaign_peer import format_campaign, run_campaign
 from bench_commits import read_group
 from bench_kills import SURVIVOR, VICTIM, kill_repeatedly, measure
 from bench_machine import describe_machine
@@ -49,7 +54,9 @@ PARTS = ("steady", "failure", "rejoin", "recovery")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 0, 1 when a run did not do what was to be measured, 2 for a bad config."""
     options = parse(argv)
-    parts = PARTS if options.only is None else (options.only,)
+    parts: Sequence[str] = PARTS if options.only is None else (options.only,)
+    if options.campaign_peer:
+        parts = ()
     arguments = sys.argv[1:] if argv is None else argv
     report: dict[str, Any] = {
         "command": shlex.join(["python", "scripts/bench.py", *arguments]),
@@ -81,11 +88,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recoveries", type=_at_least(1), default=3, help="of each kind of recovery")
     parser.add_argument("--only", choices=PARTS, help="one part; failure and rejoin come from the same kills")
     parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
+    peer = parser.add_argument_group("campaign of torchtitan.experiments.ft")
+    peer.add_argument("--campaign-peer", action="store_true", help="run it, and nothing else")
+    peer.add_argument("--minutes", type=float, default=10.0, help="how long it takes, without the start")
+    peer.add_argument("--seed", type=int, help="of the choice of groups to kill; a random one, printed, if left out")
+    peer.add_argument("--peer-groups", type=_at_least(2), default=2)
+    peer.add_argument("--peer-ranks", type=_at_least(1), default=2, help="of each group; with 1 it exchanges nothing")
+    peer.add_argument("--against", type=Path, metavar="RUN_DIR", help="show a titan_ft campaign beside it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--work-dir", type=Path, help="folder for the runs, to be made; a temporary one if left out")
     options = parser.parse_args(argv)
     if options.work_dir is not None and options.work_dir.exists():
         parser.error(f"--work-dir must not exist yet, got {options.work_dir}")
+    if options.minutes < 1:
+        parser.error(f"--minutes must be at least 1, got {options.minutes:g}")
+    if options.against is not None and not any(options.against.glob("events/*.jsonl")):
+        parser.error(f"--against must be the folder of a run, with events/*.jsonl, got {options.against}")
     return options
 
 
@@ -112,6 +130,14 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
         for system in systems[1:]:  # stock has no group to lose
             report["kills"][system] = measure_kills(options.kills, base, system, work_dir)
             _save(report, options.json)
+    if options.campaign_peer:
+        seed = random.randrange(2**31) if options.seed is None else options.seed
+        _tell(f"seed {seed}")
+        shape = options.peer_groups, options.peer_ranks
+        campaign = run_campaign(base, work_dir, options.minutes, seed, shape, _tell)
+        report["campaign_peer"] = asdict(campaign)
+        report["campaign_table"] = format_campaign(campaign, options.against)
+        _save(report, options.json)
     if "recovery" in parts:
         report["recovery"] = {}
         for name, figures in measure_recovery(options.recoveries, base, work_dir, _tell):

@@ -4,26 +4,34 @@
 
 The trainer is torchtitan's, unmodified. It gets from this project only what it cannot do without: the CPU seam (where
 there is no accelerator) and the packaged text. Takes torchtitan's TOML and flags; run it under torchrun.
+
+`--observe-every=N`, before all other flags, leaves an event after each step that was tried, with a digest of the
+weights at each N-th; it changes nothing in the training.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from titan_ft import device
 from titan_ft.history.events import EventLog
 from titan_ft.launch.orphan import exit_with_parent
 from titan_ft.launch.run_paths import RunPaths
 
+OBSERVE_FLAG = "--observe-every="
+
 
 def main() -> None:
     """Run one worker of one replica group."""
     exit_with_parent()
+    digest_every = _take_observe_flag()
     device.prepare()
-    # Only now: torchtitan reads the device when it is imported.
+    # Only now: torchtitan reads the device, and the command line, when it is imported.
     import torchtitan.experiments.ft.train as peer
     from torchtitan.config import ConfigManager
 
@@ -34,15 +42,75 @@ def main() -> None:
     job_config = ConfigManager().parse_args(sys.argv[1:])
     # `enable=False` wraps nothing but the CPU seam: torchtitan's own FT config has what the peer itself needs.
     spec.register(job_config.model.name, SimpleNamespace(enable=False))  # type: ignore[arg-type]
-    _announce(Path(job_config.job.dump_folder), job_config.fault_tolerance.replica_id)
-    peer.main(peer.FTTrainer)
+    events = _announce(Path(job_config.job.dump_folder), job_config.fault_tolerance.replica_id)
+    peer.main(observed(peer.FTTrainer, events, digest_every) if digest_every else peer.FTTrainer)
 
 
-def _announce(run_dir: Path, replica: int) -> None:
-    """Leave a `worker_started` event, which says whom to kill."""
+def _take_observe_flag() -> int:
+    """Take the one flag that is not torchtitan's off the command line; return its number, or 0."""
+    if len(sys.argv) > 1 and sys.argv[1].startswith(OBSERVE_FLAG):
+        return int(sys.argv.pop(1).removeprefix(OBSERVE_FLAG))
+    return 0
+
+
+def _announce(run_dir: Path, replica: int) -> EventLog:
+    """Leave a `worker_started` event, which says whom to kill; return the log for further ones."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     path = RunPaths(run_dir).worker_events(replica, rank, attempt, os.getpid())
-    EventLog(path, replica=replica, rank=rank, attempt=attempt).emit("worker_started")
+    events = EventLog(path, replica=replica, rank=rank, attempt=attempt)
+    events.emit("worker_started")
+    return events
+
+
+def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
+    """Derive a trainer that trains the same, and leaves a `step_tried` event after each step that it tried.
+
+    Its fields: `step` (the one that was tried), `committed`, `contributed` (not healing, so that its gradient counted),
+    `own_loss` (this rank's share of the mean loss of its group; torchtitan logs the sum over all groups), `digest`.
+    """
+
+    class Observed(trainer):
+        def __init__(self, job_config: Any) -> None:
+            super().__init__(job_config)
+            self._committed = False
+            self._losses: list[Any] = []
+            # torchft calls the optimizers themselves only when all have voted yes; the container in any case.
+            self.optimizers.optimizers[0].register_step_post_hook(self._note_commit)
+
+        def _note_commit(self, *_: Any) -> None:
+            self._committed = True
+
+        def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().forward_backward_step(*args, **kwargs)
+            self._losses.append(loss.detach())
+            return loss
+
+        def train_step(self, data_iterator: Any) -> None:
+            self._committed, self._losses = False, []
+            super().train_step(data_iterator)
+            manager = self.ft_manager.manager
+            step = manager.current_step() + (not self._committed)
+            fields = {} if step % digest_every or not self._committed else {"digest": digest(self.model_parts)}
+            events.emit(
+                "step_tried",
+                step=step,
+                committed=self._committed,
+                contributed=self._committed and manager.is_participating(),
+                own_loss=sum(loss.item() for loss in self._losses),
+                **fields,
+            )
+
+    return Observed
+
+
+def digest(model_parts: Any) -> str:
+    """Return a hash over the bytes of this rank's shards of all parameters."""
+    found = hashlib.blake2b(digest_size=8)
+    for part in model_parts:
+        for parameter in part.parameters():
+            shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            found.update(shard.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_kill_rows(report["kills"], parts)]
     for name, figures in report.get("recovery", {}).items():
         lines += ["", *markdown(_RECOVERY_ROWS[name](figures))]
+    if "campaign_table" in report:
+        lines += ["", *report["campaign_table"]]
     return "\n".join(lines)
 
 

@@ -45,8 +45,8 @@ class Launch:
     resume: bool = False
     """Let --run-dir hold an earlier run, and go on from its last checkpoint."""
     minutes: float = 0.0
-    """End the run in order after this time, which is a success if every group could leave; 0 trains to the last step.
-    """
+    """End the run in order so long after its first step, which is a success if every group could leave; 0 trains to the
+    last step."""
     chaos: Path | None = None
     """TOML of the faults to inject into the run, such as configs/chaos/every_15s.toml; those inside the workers need
     fault_tolerance.chaos = true."""

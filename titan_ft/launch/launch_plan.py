@@ -58,7 +58,7 @@ class LaunchPlan:
     resume: bool = False
     """Whether the run directory may hold an earlier run, whose last checkpoint this one goes on from."""
     minutes: float = 0.0
-    """Minutes after which the run is ended in order; 0 = when training is over."""
+    """Minutes after the first step at which the run is ended in order; 0 = when training is over."""
     chaos: Plan | None = None
     """The faults to inject; None injects none."""
     metrics: str = ""

@@ -56,7 +56,7 @@ class LocalRun:
         self._supervisors: dict[int, Child] = {}
         self._spares = Spares(plan, self._children, self._events)
         self._told: set[Child] = set()
-        self._started = time.monotonic()
+        self._trains_since: float | None = None
         self._time_is_up = False
         self._chaos: ChaosRunner | None = None
         if plan.chaos is not None:
@@ -141,9 +141,10 @@ class LocalRun:
             time.sleep(TICK_SECONDS)
 
     def _seconds_left(self) -> float:
-        """Return the time until the run is ended in order; infinite when it ends with its training."""
-        minutes = self.plan.minutes
-        return self._started + 60 * minutes - time.monotonic() if minutes else float("inf")
+        """Return the time until the run is ended in order; infinite as long as that has not been set."""
+        if not self.plan.minutes or self._trains_since is None:
+            return float("inf")
+        return self._trains_since + 60 * self.plan.minutes - time.monotonic()
 
     def _stop(self) -> None:
         """End what still runs. When the run is stopped from outside, its groups get the time to leave in order."""
@@ -164,6 +165,8 @@ class LocalRun:
     def _refresh(self) -> None:
         """Fold and show what happened since the last call."""
         for event in self._tail.poll():
+            if event["event"] == "step_committed" and self._trains_since is None:
+                self._trains_since = time.monotonic()
             if self._chaos is not None:
                 self._chaos.observe(event)
             before, self.groups = self.groups, status.fold(self.groups, event)

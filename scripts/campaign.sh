@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Train under a fault each 15 s of a random kind, then judge the run and report on it. Needs only Python 3.11 and pip.
+usage='usage: campaign.sh [options] [-- torchtitan flags]
+  --minutes M     length of the run, from its first step          (20)
+  --seed N        what all that is random follows from            (drawn, and printed)
+  --groups N      replica groups                                  (4)
+  --ranks M       ranks of each group                             (1)
+  --run-dir DIR   folder of the run; DIR-reference for the other  (outputs/campaign-DATE)
+  --plan FILE     the faults                                      (configs/chaos/campaign.toml)
+  --reference     run once more for as long without faults, and compare the loss curves at equal tokens
+Exit status: 0 every promise holds, 1 one does not or cannot be told or training failed, 2 bad usage or config.'
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+refuse() {
+    echo "campaign.sh: $1" >&2
+    exit 2
+}
+
+number() { # name, least value, value
+    if [[ ! $3 =~ ^[0-9]{1,10}$ ]] || ((10#$3 < $2)); then
+        refuse "$1 must be a whole number, at least $2, got '$3'"
+    fi
+}
+
+minutes=20 seed="" groups=4 ranks=1 run_dir="" plan="" reference=""
+while (($#)); do
+    case $1 in
+    --reference) reference=yes && shift && continue ;;
+    --help | -h) echo "$usage" && exit 0 ;;
+    --) shift && break ;;
+    --minutes | --seed | --groups | --ranks | --run-dir | --plan) ;;
+    *) refuse "no option '$1' (torchtitan flags go after --); see --help" ;;
+    esac
+    (($# >= 2)) || refuse "$1 needs a value"
+    name=${1#--}
+    printf -v "${name//-/_}" %s "$2"
+    shift 2
+done
+
+# A fault each 15 s needs the time for a few of them, and for all groups to come back.
+number --minutes 2 "$minutes"
+number --groups 2 "$groups"
+number --ranks 1 "$ranks"
+seed=${seed:-$(((RANDOM << 15) | RANDOM))}
+number --seed 0 "$seed"
+[[ -z $plan || -f $plan ]] || refuse "--plan must be a TOML file, got '$plan'"
+run_dir=$(realpath -m -- "${run_dir:-$root/outputs/campaign-$(date +%Y%m%d-%H%M%S)}")
+plan=$(realpath -- "${plan:-$root/configs/chaos/campaign.toml}")
+for folder in "$run_dir" ${reference:+"$run_dir-reference"}; do
+    [[ ! -e $folder ]] || refuse "--run-dir must not hold another run, got '$folder'; give another folder"
+done
+cd "$root"
+source scripts/setup_env.sh
+
+launcher=""
+# shellcheck disable=SC2317  # called by the trap
+stop() {
+    # The launcher ends everything that it started when it is asked to end.
+    [[ -z $launcher ]] || kill "$launcher" 2>/dev/null || true
+    wait
+}
+trap stop EXIT
+trap 'exit 130' INT TERM
+
+launch() { # run dir, then flags of launch, --, torchtitan's flags
+    local status=0
+    "$TITAN_FT_PYTHON" -m titan_ft launch configs/llama3_debug.toml --replicas "$groups" --ranks-per-replica "$ranks" \
+        --run-dir "$@" &
+    launcher=$!
+    wait "$launcher" || status=$?
+    launcher=""
+    return "$status"
+}
+
+# The same arithmetic with and without faults: the global batch holds while groups are away, and the LR is a function of
+# the step alone, constant after the warm-up in as many steps as there may be. Faults are to be found within seconds: a
+# deadlock by the watchdog, a flipped bit by the digests.
+flags=(
+    --fault_tolerance.batch_policy=constant
+    --fault_tolerance.digest_every=5
+    --fault_tolerance.hang_timeout_seconds=20
+    --lr_scheduler.total_steps=100000
+    --checkpoint.enable --checkpoint.interval=50 --checkpoint.keep_latest_k=2
+    --training.steps=100000
+)
+echo "campaign.sh: seed $seed, $minutes minutes, $groups groups x $ranks ranks; $run_dir"
+status=0
+launch "$run_dir" --chaos "$plan" --chaos-seed "$seed" --minutes "$minutes" \
+    -- "${flags[@]}" --fault_tolerance.chaos "$@" || status=$?
+((status != 2)) || exit 2
+if ((status != 0)); then
+    echo "campaign.sh: the run did not end in order (status $status); its logs are in $run_dir/logs" >&2
+fi
+
+if ! grep -qs '"event": "fault_injected"' "$run_dir"/events/*.jsonl; then
+    echo "campaign.sh: no fault was injected, so that this proves nothing; give it more --minutes" >&2
+    status=1
+fi
+
+against=()
+if [[ $reference ]]; then
+    echo "campaign.sh: the same without faults; $run_dir-reference"
+    if launch "$run_dir-reference" --minutes "$minutes" -- "${flags[@]}" "$@"; then
+        against=(--against "$run_dir-reference")
+    else
+        echo "campaign.sh: the run without faults failed, so there is no comparison;" \
+            "its logs are in $run_dir-reference/logs" >&2
+        status=1
+    fi
+fi
+
+verdict=0
+"$TITAN_FT_PYTHON" -m titan_ft check "$run_dir" "${against[@]}" || verdict=$?
+# Its page and its figures are worth having for a run that fails the check, too.
+"$TITAN_FT_PYTHON" -m titan_ft report "$run_dir" || status=1
+"$TITAN_FT_PYTHON" scripts/campaign_figures.py "$run_dir" ${against:+"$run_dir-reference"} || status=1
+echo "campaign.sh: seed $seed; the report is $run_dir/report/index.html"
+((verdict == 0)) || exit "$verdict"
+exit "$status"
