@@ -81,6 +81,7 @@ class Run:
         self.progress = Progress()
         self.ledger, self.events = Ledger(slots), Events()
         self.saved, self.lineage = 0, 0
+        self.agreed, self.corrupt = 0, False
         self.is_writer, self.heals = True, False
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
@@ -483,6 +484,26 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
     assert other.checkpoints.load()
     assert_equal(other.model.weight, run.model.weight)
     assert sorted(path.name for path in run.folder.iterdir()) == ["step-10", "step-5"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., Run], mode: str) -> None:
+    """Only what was saved behind the last digest that all had alike goes, a save under way included."""
+    run = make_run(async_mode=mode)
+    run.train(5)
+    run.checkpoints._settle(wait=True)
+    run.agreed = 5
+    run.train(10)
+    run.checkpoints.withdraw()
+    assert complete_steps(run.folder) == [5, 10] or run.checkpoints._under_way is not None  # nothing is wrong yet
+    run.corrupt = True
+    run.checkpoints.withdraw()
+    assert complete_steps(run.folder) == [5]
+    assert run.saved == 5
+    assert [told["step"] for told in run.events.named("checkpoint_withdrawn")] == [10]
+    assert not run.corrupt
+    run.checkpoints.withdraw()
+    assert len(run.events.named("checkpoint_withdrawn")) == 1
 
 
 def test_two_groups_publish_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

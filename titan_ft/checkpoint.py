@@ -55,6 +55,8 @@ class CheckpointHost(Protocol):
     config: Any  # torchtitan's JobConfig with our table
     saved: int  # step of the latest complete checkpoint that any group told of; what is set travels to the others
     lineage: int  # of the state that this group holds
+    agreed: int  # step of the latest digest that all groups had alike
+    corrupt: bool  # whether this group's bytes have turned out not to be the others'
 
     def heals_instead(self, step: int) -> bool:
         """Join the job as a group that can load `step`; say whether others are further, so that it must heal."""
@@ -101,6 +103,7 @@ class ReplicaCheckpoints(CheckpointManager):
     def __init__(self, **kwargs: Any) -> None:
         self._host: CheckpointHost | None = None
         self._under_way: _Save | None = None
+        self._published: set[int] = set()  # steps that this process saved
         self._failed = 0  # step of the latest save of this group that failed
         self._num_shards = 0
         self._reset = ""  # why the data begins anew after the load under way
@@ -188,6 +191,25 @@ class ReplicaCheckpoints(CheckpointManager):
         if self.host.saved < step:  # in all groups that are left: then at least one of them does
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
+
+    def withdraw(self) -> None:
+        """Take back what this group has saved since its bytes were last the others', if they are not any more.
+
+        Another group saves then at its next commit. All ranks of a group, before it heals.
+        """
+        host = self.host
+        if not (self.enable and host.corrupt):
+            return
+        host.corrupt = False  # what follows is about the past: the next state is a peer's
+        self._settle(wait=True)
+        host.saved = min(host.saved, host.agreed)
+        for step in sorted(step for step in self._published if step > host.agreed):
+            self._published.remove(step)
+            doomed = discard(Path(self._create_checkpoint_id(step)), step) if dist.get_rank() == 0 else None
+            if doomed is not None:
+                shutil.rmtree(doomed, ignore_errors=True)
+                logger.error("the checkpoint of step %d is withdrawn: this group's state was corrupt", step)
+                host.events.emit("checkpoint_withdrawn", step=step)
 
     def close(self) -> None:
         """Wait for a save under way, as long as a group may take to leave."""
@@ -329,6 +351,7 @@ class ReplicaCheckpoints(CheckpointManager):
             self.host.events.emit("checkpoint_failed", step=save.step, error=reason)
             return
         self.host.saved = max(self.host.saved, save.step)
+        self._published.add(save.step)
         self._tell_saved(save)
         join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
         if self.async_mode == AsyncMode.DISABLED and save.seconds > join_seconds:

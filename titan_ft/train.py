@@ -132,7 +132,8 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
 
     trainer_class: type[torchtitan.train.Trainer] = torchtitan.train.Trainer
     if job_config.fault_tolerance.enable:
-        from titan_ft.trainer import Launch, ReplicaTrainer
+        from titan_ft.trainer import ReplicaTrainer
+        from titan_ft.worker import Launch
 
         device.require(job_config.fault_tolerance.process_group)
         launch = Launch(

@@ -5,12 +5,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torchtitan.train
@@ -23,61 +20,26 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from titan_ft import device, spec
+from titan_ft import spec
 from titan_ft.checkpoint import ReplicaCheckpoints
-from titan_ft.history.events import EventLog
-from titan_ft.launch.run_paths import RunPaths
+from titan_ft.checkpoint_host import CheckpointHost
+from titan_ft.counters import Counters
+from titan_ft.links import Links
 from titan_ft.replica.catch_up import Update
 from titan_ft.replica.dimension import Committed, ReplicaDimension
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.exchange import GradientExchange
-from titan_ft.replica.feed import Feed, Reading
+from titan_ft.replica.feed import Feed
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.lr_policy import lr_factor, scaled_lr
-from titan_ft.replica.membership import Membership
 from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
-from titan_ft.replica.snapshot import Snapshot, TrainState
-from titan_ft.replica.transport import StateServer
+from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.watchdog import Watchdog
 from titan_ft.sabotage.agent import ChaosAgent
-from titan_ft.sabotage.victim import Victim
-
-# Fields of [fault_tolerance] that a reader of the history needs.
-_TOLD = (
-    "group_size",
-    "min_replica_size",
-    "digest_every",
-    "batch_policy",
-    "lr_policy",
-    "catch_up",
-    "hang_timeout_seconds",
-    "chaos",
-)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the environment says of this worker.
-
-    Attributes:
-        rank: in the replica group.
-        store: host and port of the group's TCPStore.
-        lighthouse: its address, http://host:port.
-        token: the run's shared secret.
-        attempt: how often this group was started before.
-        config_digest: hex hash of what must be equal in all groups.
-        slurm: Slurm's ids of the job and the step that this worker belongs to; None = not under Slurm.
-    """
-
-    rank: int
-    store: tuple[str, int]
-    lighthouse: str
-    token: str
-    attempt: int
-    config_digest: str
-    slurm: dict[str, str] | None = None
+from titan_ft.saboteur import start_agent
+from titan_ft.step_log import StepLog, Work
+from titan_ft.worker import Launch, begin_events
 
 
 class ReplicaTrainer(Trainer):
@@ -89,21 +51,12 @@ class ReplicaTrainer(Trainer):
 
     launch: Launch  # set by titan_ft.train on the subclass that it runs
     ntokens_seen: int
+    _links: Links
+    _work: Work  # on the step under way
 
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
-        self._events = _open_events(job_config, self.launch)
-        self._events.emit(
-            "worker_started",
-            config_digest=self.launch.config_digest,
-            host=socket.gethostname(),
-            slurm=self.launch.slurm,
-            config={
-                **{name: getattr(config, name) for name in _TOLD},
-                "steps": job_config.training.steps,
-                "checkpoint": job_config.checkpoint.enable,
-            },
-        )
+        self._events = begin_events(job_config, self.launch)
         loaders = spec.register(job_config.model.name, config)
         if job_config.debug.seed is None:
             # All groups must begin with the same weights, whenever they come; torchtitan would roll dice in each.
@@ -115,11 +68,10 @@ class ReplicaTrainer(Trainer):
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
-        self._state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _Counters(self, self._ledger))
+        self._state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, Counters(self, self._ledger))
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
-        self._readings: list[Reading] = []  # of the step under way
-        self._compute_seconds = 0.0  # of it, for forward and backward
-        self._participants: list[int] = []  # slots that contributed to the last step
+        has_loss = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
+        self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id, has_loss=has_loss)
         loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
         # Never while torchtitan builds the model: what that takes is not known here.
         self._watchdog = Watchdog(
@@ -129,7 +81,10 @@ class ReplicaTrainer(Trainer):
         self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
         self._behind = self._begun = False
         self._chaos: ChaosAgent | None = None
-        self.checkpointer.attach(_CheckpointHost(self))
+        self._checkpoint_host = CheckpointHost(
+            job_config, self._ledger, self._events, self._group, join=self._join_job, behind=lambda: self._behind
+        )
+        self.checkpointer.attach(self._checkpoint_host)
 
     def init_distributed(self) -> ParallelDims:
         """Set up the group as torchtitan does; from then on SIGTERM lets the group leave in order."""
@@ -169,8 +124,7 @@ class ReplicaTrainer(Trainer):
             if self._chaos is not None:
                 self._chaos.close()
             if self._replica is not None:
-                self._membership.close()
-                self._server.close()
+                self._links.close()
 
     def _tell_drained(self) -> None:
         assert self._replica is not None
@@ -190,6 +144,7 @@ class ReplicaTrainer(Trainer):
         if self._replica is not None:
             digest = self._replica.finish()
             self.step = self._replica.step
+            self.checkpointer.withdraw()
             self.checkpointer.finish(self.step)
             self._events.emit(
                 "training_finished",
@@ -210,28 +165,21 @@ class ReplicaTrainer(Trainer):
         if self._chaos is not None:
             self._chaos.at_step(self.step)
         self.optimizers.zero_grad()
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        self._readings = []
-        self._compute_seconds = 0.0
+        work = self._work = Work(lr=self.lr_schedulers.schedulers[0].get_last_lr()[0])
         committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train)
         if committed is None:
             self._heal(replica)
             return
         exchanged = time.monotonic()
-        grad_norm = self._apply(committed.update)
-        self._participants = committed.participants
-        ended = time.monotonic()
-        self._report(
-            committed,
-            replica,
-            grad_norm=grad_norm,
-            lr=lr * self._lr_factor(committed.update),
-            seconds=ended - started,
-            exchange_seconds=exchanged - started - self._compute_seconds,
-        )
+        work.grad_norm = self._apply(committed.update)
+        self._checkpoint_host.participants = committed.participants
+        work.seconds = time.monotonic() - started
+        work.exchange_seconds = exchanged - started - work.compute_seconds
+        work.lr *= self._lr_factor(committed.update)
+        self._report(committed, replica)
         if replica.leaving:
             raise Leaving
-        self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in self._readings)})
+        self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in work.readings)})
 
     def _join_job(self, step: int = 0) -> ReplicaDimension:
         """Meet the other groups, now that this one is ready to train, or to load the state after `step`."""
@@ -275,9 +223,10 @@ class ReplicaTrainer(Trainer):
 
     def _heal(self, replica: ReplicaDimension) -> None:
         first = self.step == 1
-        self._participants = []
+        self._checkpoint_host.participants = []
         self.optimizers.zero_grad()
         self.checkpointer.maybe_wait_for_staging()
+        self.checkpointer.withdraw()
         self.step = replica.heal()
         self.metrics_processor.ntokens_since_last_log = 0
         if first:  # torchtitan shortens the timeouts after step 1, which this group never makes
@@ -301,11 +250,11 @@ class ReplicaTrainer(Trainer):
             if number == len(microbatches):
                 arm()
             losses.append(self._forward_backward(inputs, labels).detach())
-        self._readings += readings
+        self._work.readings += readings
         loss_sum = torch.sum(torch.stack(losses)).item()
         entries = tuple(reading.entry for reading in readings)
         contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, entries)
-        self._compute_seconds += time.monotonic() - started
+        self._work.compute_seconds += time.monotonic() - started
         return contribution
 
     def _forward_backward(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
@@ -346,7 +295,7 @@ class ReplicaTrainer(Trainer):
     def _apply(self, update: Update) -> float:
         """Apply a committed update, live or replayed, and advance what counts commits; returns the gradient norm."""
         self._watchdog.beat()
-        self._exchange.write_gradients(update.gradients)
+        self._links.exchange.write_gradients(update.gradients)
         grad_norm = self._clip_gradients()
         self.checkpointer.maybe_wait_for_staging()
         with scaled_lr(self.optimizers, self._lr_factor(update)):
@@ -361,61 +310,9 @@ class ReplicaTrainer(Trainer):
         config = self.job_config.fault_tolerance
         return lr_factor(config.lr_policy, len(update.slots) / config.group_size)
 
-    def _report(
-        self,
-        committed: Committed,
-        replica: ReplicaDimension,
-        *,
-        grad_norm: float,
-        lr: float,
-        seconds: float,
-        exchange_seconds: float,
-    ) -> None:
-        digest = replica.applied()
-        update = committed.update
-        has_loss = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
-        read = {reading.entry.slot: reading.describe() for reading in self._readings}
-        self._events.emit(
-            "step_committed",
-            step=update.step,
-            lineage=f"{update.lineage:012x}",
-            parent=f"{committed.parent:012x}",
-            participants=committed.participants,
-            tokens=committed.valid_tokens,
-            loss=committed.loss if has_loss else None,
-            own_tokens=committed.own_tokens,
-            own_loss=committed.own_loss if has_loss else None,
-            grad_norm=grad_norm,
-            lr=lr,
-            seconds=seconds,
-            exchanges=committed.exchanges,
-            exchange_seconds=exchange_seconds,
-            compute_seconds=self._compute_seconds,
-            apply_seconds=seconds - exchange_seconds - self._compute_seconds,
-            forward_passes=sum(len(reading.batches) for reading in self._readings),
-            data=read.pop(self.job_config.fault_tolerance.replica_id, None),
-            extra_data=list(read.values()),
-            batches={entry.slot: [entry.first_batch, entry.num_batches] for entry in update.entries},
-            **({} if digest is None else {"digest": digest}),
-        )
-        if self.metrics_processor.should_log(self.step):
-            if not self.metrics_processor.data_loading_times:  # another group has read this one's slot once more
-                self.metrics_processor.data_loading_times.append(0.0)  # torchtitan takes their mean
-            self.metrics_processor.log(
-                self.step,
-                committed.loss,
-                committed.max_loss,
-                grad_norm,
-                extra_metrics={
-                    "n_tokens_seen": self.ntokens_seen,
-                    "lr": lr,
-                    "ft/participants": len(committed.participants),
-                    "ft/exchange(s)": exchange_seconds,
-                    "ft/retries": committed.exchanges - 1,
-                    "ft/heal(s)": replica.heal_seconds,
-                    "ft/slowest": committed.slowest,
-                },
-            )
+    def _report(self, committed: Committed, replica: ReplicaDimension) -> None:
+        self._step_log.emit(committed, self._work, digest=replica.applied())
+        self._step_log.log(committed, self._work, self.ntokens_seen, replica.heal_seconds)
 
     def _count_nominal_tokens(self) -> int:
         """Count the tokens of a step with all groups present and every label valid."""
@@ -426,22 +323,13 @@ class ReplicaTrainer(Trainer):
 
     def _build_replica(self) -> ReplicaDimension:
         config = self.job_config.fault_tolerance
-        host = config.advertise_address or _resolve_address(self.launch.lighthouse)
-        self._server = StateServer(
-            config.bind_address or host,
-            self.launch.token,
-            config.process_group_timeout_ms / 1000,
-            self._on_served,
-            config.transfer_max_mbps,
-        )
-        self._membership = self._join(host)
-        self._exchange = self._build_exchange()
+        links = self._links = Links(config, self.launch, self._events, self.model_parts, self.parallel_dims)
         rounds = Rounds(
             config,
-            self._membership,
-            self._exchange,
+            links.membership,
+            links.exchange,
             self._state,
-            self._server,
+            links.server,
             self._events,
             self._nominal_tokens,
             self._drain,
@@ -462,20 +350,14 @@ class ReplicaTrainer(Trainer):
         )
 
     def _build_chaos_agent(self) -> ChaosAgent:
-        config, launch = self.job_config.fault_tolerance, self.launch
-        victim = Victim(
+        return start_agent(
+            self.job_config,
+            self.launch,
+            self._links,
+            self._events,
+            group_pids=self._group.gather(os.getpid()),
             model_parts=self.model_parts,
             optimizers=self.optimizers,
-            process_group=self._membership.process_group,
-            server=self._server,
-            friends={os.getppid(), *self._group.gather(os.getpid())},
-            store=launch.store,
-            hang_timeout_seconds=config.hang_timeout_seconds,
-        )
-        orders = RunPaths(self.job_config.job.dump_folder).chaos_orders
-        logger.warning(f"fault_tolerance.chaos is true: this worker breaks as {orders} orders")
-        return ChaosAgent(
-            orders, victim, self._events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt
         )
 
     def _pauses_after(self, step: int) -> bool:
@@ -488,116 +370,3 @@ class ReplicaTrainer(Trainer):
         saves = self.checkpointer.pauses_after(step)
         validates = config.validation.enable and step % config.validation.freq == 0
         return step >= config.training.steps or saves or validates
-
-    def _join(self, host: str) -> Membership:
-        config = self.job_config.fault_tolerance
-        timeout = timedelta(milliseconds=config.process_group_timeout_ms)
-        port = self._server.port
-        return Membership(
-            config,
-            process_group=device.build_process_group(config.process_group, timeout),
-            lighthouse=self.launch.lighthouse,
-            host=host,
-            group_rank=self.launch.rank,
-            group_world_size=torch.distributed.get_world_size(),
-            store=self.launch.store,
-            attempt=self.launch.attempt,
-            config_digest=self.launch.config_digest,
-            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-            events=self._events,
-        )
-
-    def _build_exchange(self) -> GradientExchange:
-        config, dims = self.job_config.fault_tolerance, self.parallel_dims
-        return GradientExchange(
-            (parameter for part in self.model_parts for parameter in part.parameters()),
-            self._membership,
-            bucket_bytes=int(config.bucket_size_mb * 2**20),
-            where=device.exchange_device(config.process_group),
-            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch, and
-            # DDP inside the group reduces after it.
-            overlap=not dims.pp_enabled and (dims.fsdp_enabled or not dims.dp_replicate_enabled),
-        )
-
-    def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
-        self._events.emit(
-            "state_served",
-            joiner=int(joiner),
-            step=snapshot.step,
-            bytes=snapshot.payload.numel(),
-            copy_seconds=copy_seconds,
-            serve_seconds=serve_seconds,
-        )
-
-
-class _CheckpointHost:
-    """What `ReplicaCheckpoints` asks of the trainer."""
-
-    def __init__(self, trainer: ReplicaTrainer) -> None:
-        self._trainer = trainer
-        self.ledger, self.events, self.config = trainer._ledger, trainer._events, trainer.job_config
-
-    def heals_instead(self, step: int) -> bool:
-        """Join the job as a group that can load `step`; says whether other groups are further."""
-        self._trainer._join_job(step)
-        return self._trainer._behind
-
-    def gather(self, value: int) -> list[int]:
-        """Gather an integer of every rank of this group."""
-        return self._trainer._group.gather(value)
-
-    @property
-    def is_writer(self) -> bool:
-        """Say whether this group is the first of those that made the last step."""
-        participants = self._trainer._participants
-        return bool(participants) and min(participants) == self.config.fault_tolerance.replica_id
-
-    @property
-    def saved(self) -> int:
-        """Return the step of the latest complete checkpoint that any group told of."""
-        return self._trainer._join_job().position.saved
-
-    @saved.setter
-    def saved(self, step: int) -> None:
-        self._trainer._join_job().position.saved = step
-
-    @property
-    def lineage(self) -> int:
-        """Return the lineage of the state."""
-        return self._trainer._join_job().position.lineage
-
-    @lineage.setter
-    def lineage(self, lineage: int) -> None:
-        self._trainer._join_job().position.lineage = lineage
-
-
-class _Counters:
-    """The trainer's count of committed tokens and the ledger, as part of the state that heals."""
-
-    def __init__(self, trainer: Trainer, ledger: Ledger) -> None:
-        self._trainer, self._ledger = trainer, ledger
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"ntokens_seen": self._trainer.ntokens_seen, "ledger": self._ledger.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._trainer.ntokens_seen = state_dict["ntokens_seen"]
-        self._ledger.load_state_dict(state_dict["ledger"])
-
-
-def _open_events(job_config: JobConfig, launch: Launch) -> EventLog:
-    config = job_config.fault_tolerance
-    path = None
-    if config.events_folder:
-        paths = RunPaths(job_config.job.dump_folder, events=config.events_folder)
-        path = paths.worker_events(config.replica_id, launch.rank, launch.attempt, os.getpid())
-    return EventLog(path, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)
-
-
-def _resolve_address(lighthouse: str) -> str:
-    """Return the numeric address of the interface that leads to the lighthouse; no name lookup of this host."""
-    host, _, port = lighthouse.split("//", 1)[-1].rstrip("/").rpartition(":")
-    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket: chooses the route, sends nothing
-        return str(probe.getsockname()[0])

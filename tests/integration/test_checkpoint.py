@@ -164,6 +164,18 @@ def test_writer_killed_in_its_last_save(make_job: Callable[..., Job], flags: Fla
 
 
 @pytest.mark.slow
+def test_what_a_corrupt_group_saved_is_withdrawn(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+    """The writer's bytes turn out to be wrong right after its save: it takes that back, and another group saves."""
+    job = make_job(groups=3, steps=8, flags=flags(), hooks={"flips": [{"replica": 0, "step": 5}], "hold": 2})
+    job.run()
+    events = job.events()
+    assert [(e["replica"], e["step"]) for e in named(events, "checkpoint_withdrawn")] == [(0, 5)]
+    saved = [(e["replica"], e["step"]) for e in named(events, "checkpoint_saved")]
+    assert saved[:2] == [(0, 5), (1, 6)]
+    assert complete_steps(folder) == [6, 8]
+    check_finished(job, events, job.steps)
+
+
 def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
     """All groups get SIGTERM amid training (a preemption): they leave in order, and a later job goes on."""
     straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)

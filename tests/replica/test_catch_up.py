@@ -12,7 +12,7 @@ import torch
 
 from titan_ft.replica.catch_up import CatchUp, Fetched, Update
 from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.transport import TransferError
+from titan_ft.replica.wire import TransferError
 
 DEADLINE = 10.0  # seconds; only ever reached by a bug
 FROM_STEP = 5

@@ -26,7 +26,8 @@ from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.orders import LIFETIME_SECONDS, Orders
 from titan_ft.history.events import EventLog, read_events
 from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.transport import StateServer, fetch
+from titan_ft.replica.state_fetch import fetch
+from titan_ft.replica.state_server import StateServer
 from titan_ft.sabotage import faults
 from titan_ft.sabotage import shot as shot_module
 from titan_ft.sabotage.agent import ChaosAgent

@@ -21,7 +21,7 @@ import torch
 from titan_ft import device
 from titan_ft.replica.ledger import Entry
 from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.transport import TransferError
+from titan_ft.replica.wire import TransferError
 
 
 class Fetched(enum.IntEnum):

@@ -21,7 +21,7 @@ from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.round import PAUSE_SECONDS, Round, Rounds
 from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import TrainState
-from titan_ft.replica.transport import fetch
+from titan_ft.replica.state_fetch import fetch
 
 logger = logging.getLogger(__name__)
 

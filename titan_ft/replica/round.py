@@ -23,7 +23,7 @@ from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.row import Row, Standing, Verdict, descend, judge
 from titan_ft.replica.snapshot import Snapshot, TrainState
-from titan_ft.replica.transport import StateServer
+from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,10 @@ class Position:
     waited: float = 0.0  # seconds, for the job's first step
     awaited: bool = False  # the others wait for the transfer under way
     saved: int = 0  # step of the latest complete checkpoint heard of
+    agreed: int = 0  # step of the latest digest that all holders had alike
+    corrupt: bool = (
+        False  # this state's bytes turned out not to be the others'; what was saved of it is to be withdrawn
+    )
     left: set[int] = field(default_factory=set)  # slots of groups that left in order
     sound: bool = True  # False: the state is not one that the job went through, only a donor's will do
 
@@ -300,6 +304,7 @@ class Rounds:
         position.saved = max(position.saved, *(row.saved for row in made.rows))
         position.left -= {row.slot for row in made.rows}
         position.left |= {row.slot for row in made.rows if row.leaving}
+        self._compare_digests(made)
         if verdict.strays or verdict.tie:
             self._tell_differing(made)
         if verdict.tie:
@@ -310,6 +315,21 @@ class Rounds:
         if position.standing.has_state and made.quorum.rank not in verdict.holders:
             position.sound = made.quorum.rank not in verdict.strays
             position.standing = Standing.BEHIND
+
+    def _compare_digests(self, made: Round) -> None:
+        """Note up to which step the holders' bytes are the same, and who is found to have others.
+
+        What a group with other bytes saved since then is not to be trusted: another one saves again.
+        """
+        verdict, position = made.verdict, self.position
+        digest = made.rows[verdict.holders[0]].digest if verdict.holders else 0
+        lineage = made.rows[verdict.holders[0]].lineage if verdict.holders else 0
+        corrupt = [rank for rank in verdict.strays if digest and made.rows[rank].lineage == lineage]
+        if corrupt:
+            position.saved = min(position.saved, position.agreed)
+            position.corrupt |= made.quorum.rank in corrupt
+        elif digest and not verdict.tie:
+            position.agreed = verdict.step
 
     def _serve(self, made: Round) -> None:
         """Copy the state to host memory if a joiner was sent to this group, before the optimizer writes it."""

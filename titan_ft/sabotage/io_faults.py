@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from titan_ft.replica.transport import Sender
+from titan_ft.replica.state_server import Sender
 from titan_ft.sabotage import blackhole
 from titan_ft.sabotage.blackhole import Blackhole
 from titan_ft.sabotage.shot import Shot

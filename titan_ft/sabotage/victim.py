@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from titan_ft.replica.transport import StateServer
+from titan_ft.replica.state_server import StateServer
 from titan_ft.sabotage.shot import Shot
 
 

@@ -55,13 +55,15 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
 from harness.mask import mask_labels
-from titan_ft.replica import heal, transport
+from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.dimension import ReplicaDimension
 from titan_ft.replica.exchange import GradientExchange, _Bucket, _Flight, local
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.pace import Pace
 from titan_ft.replica.snapshot import TrainState
-from titan_ft.replica.transport import StateServer
+from titan_ft.replica.state_server import StateServer
+from titan_ft.replica.wire import TransferError
 from titan_ft.trainer import ReplicaTrainer
 
 SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
@@ -69,7 +71,7 @@ _HOLD_SECONDS = 60.0
 
 # Steps of a few milliseconds; deep enough that forward and backward have a middle.
 llama3_args["tiny"] = TransformerModelArgs(dim=64, n_layers=3, n_heads=4, vocab_size=2048)
-transport._CHUNK = 1 << 18  # a tiny state, too, takes several requests
+state_fetch._CHUNK = 1 << 18  # a tiny state, too, takes several requests
 
 
 class Worker:
@@ -151,7 +153,7 @@ class Worker:
             marks = [self.markers / mark for mark in pause.get("after", ())]
             while self.queued < pause.get("queued", 0) or not all(mark.exists() for mark in marks):
                 if time.monotonic() > deadline:
-                    raise transport.TransferError(f"paused for {pause}, {self.queued} queued")
+                    raise TransferError(f"paused for {pause}, {self.queued} queued")
                 time.sleep(0.005)
 
     def _is_over(self, mark: Path) -> bool:
@@ -304,7 +306,7 @@ def install_faults() -> None:
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
     before(ReplicaTrainer, "_apply", lambda _, update: WORKER.at("commit" if update.gradients is None else "replay"))
     before(ReplicaTrainer, "_report", lambda *_, **__: WORKER.at("optimizer"))
-    after(transport._Connection, "request", request)
+    after(state_fetch._Connection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
 
@@ -313,7 +315,7 @@ def install_breaks() -> None:
     """Break a donor's connection in the middle of a piece of the state, once."""
 
     def send(original: Any, pace: Any, connection: socket.socket, data: memoryview) -> None:
-        if data.nbytes == transport._CHUNK:
+        if data.nbytes == state_fetch._CHUNK:
             WORKER.answers += 1
             if any(WORKER.is_target(what) and what["answer"] == WORKER.answers for what in SETTINGS["breaks"]):
                 connection.sendall(data[: data.nbytes // 2])
@@ -321,7 +323,7 @@ def install_breaks() -> None:
                 raise ConnectionAbortedError("by order of a test")
         original(pace, connection, data)
 
-    wrap(transport._Pace, "send", send)
+    wrap(Pace, "send", send)
 
 
 def install_flips() -> None:

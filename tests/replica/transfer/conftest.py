@@ -1,0 +1,79 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Give tests of the transfer donors, and a view on what they are asked for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the module `state_donor`
+
+from state_donor import CHUNK, Donor
+
+from titan_ft.replica import state_fetch
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.state_server import StateServer
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_fetch, "_CHUNK", CHUNK)
+
+
+@pytest.fixture
+def start_donor() -> Iterator[Callable[..., Donor]]:
+    """Provide the builder of donors; closes them."""
+    donors: list[Donor] = []
+
+    def start(**kwargs: Any) -> Donor:
+        donors.append(Donor(**kwargs))
+        return donors[-1]
+
+    yield start
+    for donor in donors:  # closing waits for the server's poll, which need not hold up the next test
+        threading.Thread(target=donor.server.close).start()
+
+
+@pytest.fixture
+def donor(start_donor: Callable[..., Donor]) -> Donor:
+    """Provide a donor without a snapshot yet."""
+    return start_donor()
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    """Provide threads for joiners."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Provide a view on what donors are asked for: offsets, and "header" for the header.
+
+    `watch(interfere)` calls interfere(place, times it was asked for, pace) before each answer and answers at the pace
+    that it returns.
+    """
+
+    def start(interfere: Callable[[Any, int, Any], Any] = lambda place, times, pace: pace) -> list[Any]:
+        asked: list[Any] = []
+        answer = StateServer._answer
+
+        def watched(stream: Any, connection: Any, request: dict[str, Any], snapshot: Snapshot, pace: Any) -> None:
+            if "done" not in request:
+                place = request.get("offset", "header")
+                asked.append(place)
+                pace = interfere(place, asked.count(place), pace)
+            answer(stream, connection, request, snapshot, pace)
+
+        monkeypatch.setattr(StateServer, "_answer", staticmethod(watched))
+        return asked
+
+    return start

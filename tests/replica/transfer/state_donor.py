@@ -1,0 +1,73 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A donor of small states, for tests of the transfer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from titan_ft.replica import state_fetch
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.state_fetch import fetch
+from titan_ft.replica.state_server import StateServer
+
+DEADLINE = 10.0  # seconds; only ever reached by a bug
+CHUNK = 1000  # bytes of one request in these tests
+TOKEN = "a shared secret"
+
+
+def make_snapshot(step: int, num_bytes: int) -> Snapshot:
+    """Return a snapshot whose bytes depend on its step."""
+    payload = (torch.arange(num_bytes, dtype=torch.int64) * 7 + step).to(torch.uint8)
+    header = {"step": step, "lineage": 1000 + step, "bytes": num_bytes, "tensors": [], "scalars": {}}
+    return Snapshot(step, 1000 + step, json.dumps(header).encode(), payload)
+
+
+class Donor:
+    """A state server that notes what it is told, with a joiner's view of it."""
+
+    def __init__(self, wait_seconds: float = DEADLINE, token: str = TOKEN, max_mbps: float = 0.0) -> None:
+        self.served: list[tuple[str, int]] = []
+        self.told = threading.Event()
+        self.server = StateServer("127.0.0.1", token, wait_seconds, self._on_served, max_mbps)
+        self.address = f"127.0.0.1:{self.server.port}"
+
+    def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
+        assert copy_seconds == 0.5
+        assert serve_seconds >= 0
+        self.served.append((joiner, snapshot.step))
+        self.told.set()
+
+    def publish(self, snapshot: Snapshot) -> Snapshot:
+        """Serve `snapshot`."""
+        self.server.publish(snapshot, 0.5)
+        return snapshot
+
+    def fetch(self, step: int, token: str = TOKEN, connections: int = 2, timeout: float = DEADLINE) -> Snapshot:
+        """Fetch as group 4 does."""
+        return fetch(self.address, token, step, "4", connections, timeout)
+
+    def connect(self, token: str = TOKEN) -> state_fetch._Connection:
+        """Open a joiner's connection and prove the token."""
+        return state_fetch._Connection(self.address, token, state_fetch._Patience(DEADLINE, threading.Event()))
+
+
+def check_equal(fetched: Snapshot, sent: Snapshot) -> None:
+    """Check that what arrived is what was sent, in memory of its own."""
+    assert (fetched.step, fetched.lineage, fetched.header) == (sent.step, sent.lineage, sent.header)
+    assert torch.equal(fetched.payload, sent.payload)
+    if sent.payload.numel():
+        assert fetched.payload.data_ptr() != sent.payload.data_ptr()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that no event tells of."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.005)

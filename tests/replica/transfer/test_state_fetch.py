@@ -1,0 +1,418 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How a joiner fetches a state, whatever happens to the connections and to the donor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
+
+from titan_ft.replica import state_fetch
+from titan_ft.replica.errors import RefusedError
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.state_fetch import fetch
+from titan_ft.replica.wire import TransferError, proof, write_line
+
+
+@pytest.mark.parametrize("connections", [1, 3, 16])
+@pytest.mark.parametrize("num_bytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK + 13])
+def test_every_byte_arrives(donor: Donor, num_bytes: int, connections: int) -> None:
+    """Sizes that are no multiple of a chunk, no bytes at all, and more connections than chunks: all bytes arrive."""
+    sent = donor.publish(make_snapshot(5, num_bytes))
+    check_equal(donor.fetch(5, connections=connections), sent)
+    assert donor.told.wait(DEADLINE)
+    assert donor.served == [("4", 5)]
+
+
+def test_a_header_longer_than_a_line_arrives(donor: Donor) -> None:
+    """The header of a large model has thousands of entries: it is no line of the protocol."""
+    snapshot = make_snapshot(5, 10)
+    header = {**json.loads(snapshot.header), "tensors": [{"name": f"model/0/layers.{n}.weight"} for n in range(20_000)]}
+    sent = donor.publish(Snapshot(5, snapshot.lineage, json.dumps(header).encode(), snapshot.payload))
+    check_equal(donor.fetch(5), sent)
+
+
+def serve_once(talk: Callable[[socket.socket], None]) -> tuple[str, Future[None]]:
+    """Listen for one connection and let `talk` answer it; returns the address and the end of the talk."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        with listener:
+            connection, _ = listener.accept()
+            try:
+                with connection:
+                    talk(connection)
+                ended.set_result(None)
+            except BaseException as error:  # noqa: BLE001  # handed to the test
+                ended.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}", ended
+
+
+def test_a_donor_without_the_token_is_refused_by_the_joiner() -> None:
+    """A server that cannot prove the token is not believed, and the token is never sent to it."""
+    heard: list[bytes] = []
+
+    def talk(connection: socket.socket) -> None:
+        stream = connection.makefile("rwb")
+        stream.write(b'{"nonce": "00"}\n')
+        stream.flush()
+        heard.append(stream.readline())
+        # The best it can do without the token: send the joiner's own proof back.
+        stream.write(json.dumps({"proof": json.loads(heard[0])["proof"]}).encode() + b"\n")
+        stream.flush()
+        heard.append(stream.read())
+
+    address, ended = serve_once(talk)
+    with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
+        fetch(address, TOKEN, 5, "4", 1, DEADLINE)
+    ended.result(DEADLINE)
+    assert TOKEN.encode() not in heard[0]
+    assert heard[1] == b"", "nothing is asked of a server that proved nothing"
+
+
+def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
+    """When the connection ends within a chunk, the joiner gets an error, not a wait for the timeout."""
+
+    def talk(connection: socket.socket) -> None:
+        stream = connection.makefile("rwb")
+        prove(stream)
+        header = make_snapshot(5, 10 * CHUNK).header
+        stream.readline()
+        stream.write(json.dumps({"bytes": len(header), "crc32": 0}).encode() + b"\n" + header[:-1])
+        stream.flush()
+
+    address, _ = serve_once(talk)
+    started = time.monotonic()
+    with pytest.raises(TransferError, match=r"state of step 5 from 127\.0\.0\.1:.*Connection"):
+        fetch(address, TOKEN, 5, "4", 1, DEADLINE)
+    assert time.monotonic() - started < DEADLINE / 2
+
+
+def prove(stream: Any) -> None:
+    """Answer a joiner's handshake as a donor with the token does."""
+    write_line(stream, {"nonce": "00"})
+    hello = json.loads(stream.readline())
+    write_line(stream, {"proof": proof(TOKEN, "donor", "00", hello["nonce"])})
+
+
+def test_a_donor_that_closes_ends_all_connections_of_a_fetch(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later step on the donor ends a fetch that is half done with the donor's words."""
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    request = state_fetch._Connection.request
+    replaced = threading.Event()
+
+    def replace_at_the_third_chunk(self: Any, message: dict[str, Any], *into: Any) -> Any:
+        if message.get("offset", 0) >= 2 * CHUNK and not replaced.is_set():
+            replaced.set()
+            donor.publish(make_snapshot(6, 10 * CHUNK))
+        return request(self, message, *into)
+
+    monkeypatch.setattr(state_fetch._Connection, "request", replace_at_the_third_chunk)
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has step 6"):
+        donor.fetch(5)
+    assert donor.served == []
+
+
+def test_nobody_listens() -> None:
+    """An address where no donor is any more is a failed transfer that names it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(TransferError, match=rf"127\.0\.0\.1:{port}.*ConnectionRefused"):
+        fetch(f"127.0.0.1:{port}", TOKEN, 5, "4", 2, DEADLINE)
+
+
+@pytest.mark.parametrize("pause", [None, 0.02], ids=["silent", "trickling"])
+def test_the_timeout_holds_for_the_whole_transfer(pause: float | None) -> None:
+    """A donor that is silent, or that sends a byte now and then within one chunk, does not outlast the timeout."""
+    stop = threading.Event()
+
+    def talk(connection: socket.socket) -> None:
+        stream = connection.makefile("rwb")
+        prove(stream)
+        stream.readline()
+        stream.write(b'{"bytes": 1000000}\n')
+        stream.flush()
+        while not stop.wait(DEADLINE if pause is None else pause) and pause is not None:
+            try:
+                connection.sendall(b"x")
+            except OSError:
+                return
+
+    address, _ = serve_once(talk)
+    started = time.monotonic()
+    try:
+        with pytest.raises(TransferError, match=r"timed out|transfer_timeout_seconds"):
+            fetch(address, TOKEN, 5, "4", 1, timeout=0.3)
+        assert time.monotonic() - started < 2.0
+    finally:
+        stop.set()
+
+
+def test_a_cancelled_transfer_ends(donor: Donor) -> None:
+    """A fetch that is not wanted any more stops at the next chunk and is not counted as served."""
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(TransferError, match="cancelled"):
+        fetch(donor.address, TOKEN, 5, "4", 2, DEADLINE, cancelled)
+    assert donor.served == []
+
+
+def test_the_state_is_complete_without_the_last_word(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor that dies right after the last byte has served the state: telling it so is a courtesy."""
+    sent = donor.publish(make_snapshot(5, 3 * CHUNK))
+    request = state_fetch._Connection.request
+
+    def withdraw_at_the_end(self: Any, message: dict[str, Any], *into: Any) -> Any:
+        if "done" in message:
+            raise ConnectionResetError("the donor died")
+        return request(self, message, *into)
+
+    monkeypatch.setattr(state_fetch._Connection, "request", withdraw_at_the_end)
+    check_equal(donor.fetch(5), sent)
+    assert donor.served == []
+
+
+class Corrupting:
+    """Sends data with one bit flipped, after its checksum was made."""
+
+    @staticmethod
+    def send(connection: socket.socket, data: memoryview) -> None:
+        """Send all but the truth."""
+        connection.sendall(bytes(data[:-1]) + bytes([data[-1] ^ 16]))
+
+
+@pytest.mark.parametrize("place", ["header", 0, 2 * CHUNK, 4 * CHUNK])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_arrives_corrupted_is_fetched_again(
+    donor: Donor, watch: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture, place: object, times: int
+) -> None:
+    """A flipped bit in the header or in a chunk is noticed, warned of, and cured by asking for that part again."""
+    asked = watch(lambda where, count, pace: Corrupting() if where == place and count <= times else pace)
+    sent = donor.publish(make_snapshot(5, 4 * CHUNK + 1))
+    check_equal(donor.fetch(5), sent)
+    assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 5 * CHUNK, CHUNK), 1), place: times + 1}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    what = "the header" if place == "header" else f"bytes at {place} "
+    assert len(warnings) == times
+    assert all(what in warning and donor.address in warning for warning in warnings)
+
+
+def test_what_always_arrives_corrupted_fails_the_transfer(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+    """After three tries of one chunk the transfer fails, and the error names the chunk."""
+    asked = watch(lambda where, _, pace: Corrupting() if where == 2 * CHUNK else pace)
+    donor.publish(make_snapshot(5, 5 * CHUNK))
+    with pytest.raises(TransferError, match=r"state of step 5 .* 1000 bytes at 2000 .*checksum"):
+        donor.fetch(5)
+    assert asked.count(2 * CHUNK) == 3
+    assert donor.served == []
+
+
+class Proxy:
+    """Stands between joiners and a donor and breaks connections in the middle.
+
+    Args:
+        cuts: bytes from the donor after which a connection breaks, by its number in the order of arrival.
+        how: what then happens: "reset", "close", "silence", or "gone" (a close, and nobody listens any more).
+    """
+
+    def __init__(self, donor: Donor, cuts: dict[int, int], how: str) -> None:
+        self._port, self._cuts, self._how = donor.server.port, cuts, how
+        self._closed = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.accepted = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            if select.select([self._listener], [], [], 0.02)[0]:
+                joiner, _ = self._listener.accept()
+                threading.Thread(target=self._relay, args=(joiner, self._cuts.get(self.accepted, 1 << 60))).start()
+                self.accepted += 1
+        self._listener.close()
+
+    def _relay(self, joiner: socket.socket, left: int) -> None:
+        with joiner, socket.create_connection(("127.0.0.1", self._port)) as donor, contextlib.suppress(OSError):
+            while left:
+                ready, _, _ = select.select([joiner, donor], [], [], 0.1)
+                if self._closed.is_set():
+                    return
+                for source in ready:
+                    data = source.recv(min(left, 1 << 16))
+                    if not data:
+                        return
+                    (donor if source is joiner else joiner).sendall(data)
+                    left -= len(data) if source is donor else 0
+            if self._how == "silence":
+                self._closed.wait()
+            elif self._how == "reset":
+                joiner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif self._how == "gone":
+                self.close()
+                wait_until(lambda: self._listener.fileno() == -1)
+
+    def close(self) -> None:
+        """Break everything."""
+        self._closed.set()
+
+
+@pytest.fixture
+def start_proxy() -> Iterator[Callable[..., Proxy]]:
+    """Provide the builder of proxies; closes them."""
+    proxies: list[Proxy] = []
+
+    def start(*args: Any) -> Proxy:
+        proxies.append(Proxy(*args))
+        return proxies[-1]
+
+    yield start
+    for proxy in proxies:
+        proxy.close()
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "silence"])
+def test_a_broken_connection_is_made_again(
+    donor: Donor,
+    start_proxy: Callable[..., Proxy],
+    watch: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    """A connection that breaks or falls silent within the fifth chunk costs that chunk only, and no timeout."""
+    monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
+    asked, proxy = watch(), start_proxy(donor, {1: 4700}, how)  # 0 is the header's; within: 4 chunks and their lines
+    sent = donor.publish(make_snapshot(5, 10 * CHUNK))
+    check_equal(fetch(proxy.address, TOKEN, 5, "4", 1, 600.0), sent)
+    assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 10 * CHUNK, CHUNK), 1), 4 * CHUNK: 2}
+    assert proxy.accepted == 3
+    assert donor.told.wait(DEADLINE)
+
+
+def test_all_connections_may_break(
+    donor: Donor, start_proxy: Callable[..., Proxy], watch: Callable[..., list[Any]]
+) -> None:
+    """Each break costs at most the one chunk that was under way, also when all connections break again and again."""
+    cuts = dict.fromkeys(range(1, 13), 3000)
+    asked, proxy = watch(), start_proxy(donor, cuts, "reset")
+    sent = donor.publish(make_snapshot(5, 60 * CHUNK))
+    check_equal(fetch(proxy.address, TOKEN, 5, "4", 4, DEADLINE), sent)
+    assert set(asked) == {"header", *range(0, 60 * CHUNK, CHUNK)}
+    assert len(asked) <= 61 + len(cuts)
+
+
+def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
+    """The connection of the header lies idle during the transfer; that it broke meanwhile does not matter."""
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    answer = {"bytes": len(sent.header), "crc32": zlib.crc32(sent.header)}
+    lines = ({"nonce": "0" * 32}, {"proof": "0" * 64}, answer)
+    proxy = start_proxy(donor, {0: sum(len(json.dumps(line)) + 1 for line in lines) + len(sent.header)}, "close")
+    check_equal(fetch(proxy.address, TOKEN, 5, "4", 1, DEADLINE), sent)
+    assert donor.told.wait(DEADLINE)
+    assert donor.served == [("4", 5)]
+    assert proxy.accepted == 3
+
+
+def test_connections_that_always_break_fail_the_transfer(
+    donor: Donor, start_proxy: Callable[..., Proxy], watch: Callable[..., list[Any]]
+) -> None:
+    """A donor that can be reached but never delivers a chunk is given up after three tries."""
+    asked, proxy = watch(), start_proxy(donor, dict.fromkeys(range(1, 100), 600), "close")
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    with pytest.raises(TransferError, match="closed the connection"):
+        fetch(proxy.address, TOKEN, 5, "4", 1, 600.0)
+    assert Counter(asked) == {"header": 1, 0: 3}
+
+
+def test_a_donor_that_is_gone_is_given_up_at_once(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
+    """When nobody listens any more after a break, another donor can be asked without any wait."""
+    proxy = start_proxy(donor, {1: 4700}, "gone")
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="ConnectionRefused"):
+        fetch(proxy.address, TOKEN, 5, "4", 1, 600.0)
+    assert time.monotonic() - started < DEADLINE
+
+
+def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor whose kernel still takes connections but which says nothing costs a stall, not the whole timeout."""
+    monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 0.2)
+    started = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(TransferError, match=r"nothing came for 0\.2 s"):
+            fetch(address, TOKEN, 5, "4", 1, 600.0)
+    assert time.monotonic() - started < DEADLINE
+
+
+def test_cancelling_ends_a_chunk_under_way(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+    """A transfer that is not wanted any more ends within a chunk, also while the donor waits for its snapshot."""
+    donor, cancelled = start_donor(max_mbps=0.001, wait_seconds=60.0), threading.Event()
+    fetched = background.submit(fetch, donor.address, TOKEN, 5, "4", 2, 600.0, cancelled)
+    wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]
+    cancelled.set()
+    with pytest.raises(TransferError, match="cancelled"):
+        fetched.result(DEADLINE)
+    cancelled.clear()
+    donor.publish(make_snapshot(5, 1 << 20))
+    fetched = background.submit(fetch, donor.address, TOKEN, 5, "4", 2, 600.0, cancelled)
+    wait_until(lambda: donor.server._readers > 0)
+    cancelled.set()
+    with pytest.raises(TransferError, match="cancelled"):
+        fetched.result(DEADLINE)
+
+
+def test_a_slow_connection_does_not_hold_up_the_others(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+    """All chunks but the one that is stuck are fetched by the other connection."""
+    others = set(range(CHUNK, 10 * CHUNK, CHUNK))
+
+    def hold_first(place: object, _: int, pace: object) -> object:
+        if place == 0:
+            wait_until(lambda: others <= set(asked))
+        return pace
+
+    asked = watch(hold_first)
+    sent = donor.publish(make_snapshot(5, 10 * CHUNK))
+    check_equal(donor.fetch(5, connections=2, timeout=2 * DEADLINE), sent)
+    assert asked.count(0) == 1
+
+
+def test_one_failure_ends_the_other_connections(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+    """A transfer that cannot succeed any more does not wait for answers that other connections wait for."""
+    release, stuck = threading.Event(), threading.Event()
+
+    def interfere(place: object, _: int, pace: object) -> object:
+        if place == CHUNK:
+            stuck.set()
+            release.wait(60.0)
+        elif place == 0:
+            stuck.wait(DEADLINE)
+            return Corrupting()
+        return pace
+
+    watch(interfere)
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    started = time.monotonic()
+    try:
+        with pytest.raises(TransferError, match=r"1000 bytes at 0 .*checksum"):
+            donor.fetch(5, connections=2, timeout=600.0)
+        assert time.monotonic() - started < state_fetch._STALL_SECONDS
+    finally:
+        release.set()

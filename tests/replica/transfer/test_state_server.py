@@ -1,0 +1,355 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a donor serves, to whom, and how fast."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
+
+from titan_ft.replica import pace, state_fetch, state_server, wire
+from titan_ft.replica.errors import RefusedError
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.state_fetch import fetch
+from titan_ft.replica.state_server import StateServer
+from titan_ft.replica.wire import TransferError, proof, write_line
+
+
+def test_a_wrong_token_is_refused_by_the_donor(donor: Donor) -> None:
+    """A joiner with another token gets no byte, and a message that names the variable to set."""
+    donor.publish(make_snapshot(5, 10))
+    with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
+        donor.fetch(5, token="another secret")
+    assert donor.served == []
+
+
+@pytest.mark.parametrize("proof", ["", "not ascii: \xe9\u4e2d", 7, None, ["a"]])
+def test_an_unproven_connection_learns_nothing(donor: Donor, proof: object, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever stands in for the proof, the donor answers with a refusal, closes, and prints no traceback."""
+    donor.publish(make_snapshot(5, 10))
+    with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
+        stream = stranger.makefile("rwb")
+        assert set(json.loads(stream.readline())) == {"nonce"}
+        stream.write(json.dumps({"nonce": "00", "proof": proof}).encode() + b"\n")
+        stream.write(b'{"step": 5, "header": true}\n')
+        stream.flush()
+        answer = stream.readline()
+        assert set(json.loads(answer)) == {"refused"}
+        assert read_rest(stream) == b""
+    assert TOKEN not in answer.decode()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def read_rest(stream: Any) -> bytes:
+    """Read until the other end closes, which may be abrupt when it left something unread."""
+    try:
+        return stream.read()
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_recorded_proof_is_worth_nothing(donor: Donor) -> None:
+    """The proof depends on the donor's fresh nonce: repeating what another joiner said is refused."""
+    said: list[bytes] = []
+    for attempt in range(2):
+        with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as connection:
+            stream = connection.makefile("rwb")
+            nonce = json.loads(stream.readline())["nonce"]
+            if attempt == 0:
+                said_proof = proof(TOKEN, "joiner", nonce, "00")
+                said.append(json.dumps({"nonce": "00", "proof": said_proof}).encode() + b"\n")
+            stream.write(said[0])
+            stream.flush()
+            answer = json.loads(stream.readline())
+            assert set(answer) == ({"proof"} if attempt == 0 else {"refused"})
+
+
+def test_a_step_that_the_donor_never_has_is_an_error(start_donor: Callable[..., Donor]) -> None:
+    """After waiting in vain, the error names the step asked for and what the donor has."""
+    donor = start_donor(wait_seconds=0.05)
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has none"):
+        donor.fetch(5)
+    donor.publish(make_snapshot(4, 10))
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has step 4"):
+        donor.fetch(5)
+
+
+def test_a_step_that_is_over_is_an_error_at_once(donor: Donor) -> None:
+    """A donor with a later step will never have the earlier one again: no waiting."""
+    donor.publish(make_snapshot(6, 10))
+    started = time.monotonic()
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has step 6"):
+        donor.fetch(5)
+    assert time.monotonic() - started < DEADLINE / 2
+
+
+def test_a_step_that_comes_while_the_joiner_waits_is_served(donor: Donor, background: ThreadPoolExecutor) -> None:
+    """The joiner may ask before the donor's copy is complete."""
+    donor.publish(make_snapshot(4, 10))
+    fetched = background.submit(donor.fetch, 5)
+    wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]  # it asked and was put off
+    sent = donor.publish(make_snapshot(5, 3 * CHUNK))
+    check_equal(fetched.result(DEADLINE), sent)
+
+
+def test_a_withdrawn_snapshot_is_served_to_nobody(start_donor: Callable[..., Donor]) -> None:
+    """What was withdrawn cannot be fetched any more; its memory is the caller's."""
+    donor = start_donor(wait_seconds=0.05)
+    sent = donor.publish(make_snapshot(5, 10))
+    assert donor.server.withdraw() is sent
+    assert donor.server.withdraw() is None
+    with pytest.raises(TransferError, match="it has none"):
+        donor.fetch(5)
+
+
+def test_memory_under_a_reader_is_not_given_back(donor: Donor) -> None:
+    """Withdrawn in the middle of an answer, the snapshot stays as it is until the reader has all of it."""
+    sent = make_snapshot(5, 32 << 20)  # more than the sockets hold, so that the answer waits for the reader
+    donor.publish(sent)
+    expected = sent.payload.clone()
+    with donor.connect() as connection:
+        write_line(connection._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        wait_until(lambda: donor.server._readers == 1)
+        assert donor.server.withdraw() is None
+        donor.publish(make_snapshot(6, 10))
+        assert json.loads(connection._stream.readline())["bytes"] == sent.payload.numel()
+        received = connection._stream.read(sent.payload.numel())
+    assert received == expected.numpy().tobytes()
+    wait_until(lambda: donor.server._readers == 0)
+    last = donor.publish(make_snapshot(7, 10))
+    assert donor.server.withdraw() is last
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 50, b"[1, 2]\n", b"null\n", b"[" * 8000, b"x" * 100_000],
+    ids=["nothing", "empty line", "http", "pickle", "list", "null", "nesting", "long line"],
+)
+def test_garbage_from_a_stranger_does_not_hurt_the_donor(
+    donor: Donor, garbage: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a stranger sends, the connection is closed, nothing is printed, and the next joiner is served."""
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
+        stream = stranger.makefile("rb")
+        stream.readline()
+        with contextlib.suppress(OSError):  # the donor may have had enough before the end
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+        assert b"bytes" not in read_rest(stream)
+    check_equal(donor.fetch(5), sent)
+    assert capfd.readouterr().err == ""
+
+
+def test_requests_of_a_proven_joiner_may_be_wrong_too(donor: Donor, capfd: pytest.CaptureFixture[str]) -> None:
+    """A bad request from a joiner of another version ends its connection, not the server."""
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    for request in ({"step": "five"}, {"offset": 0}, {"step": 5, "offset": 0}, {"step": [5]}):
+        with donor.connect() as connection:
+            write_line(connection._stream, request)
+            assert b"bytes" not in read_rest(connection._stream)
+    check_equal(donor.fetch(5), sent)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_range_beyond_the_state_is_no_other_memory(donor: Donor) -> None:
+    """What lies behind the snapshot in memory is never sent."""
+    donor.publish(make_snapshot(5, CHUNK))
+    with donor.connect() as connection, pytest.raises(TransferError, match="sent 10 bytes where 50 were asked for"):
+        connection.request({"step": 5, "offset": CHUNK - 10, "bytes": 50}, memoryview(bytearray(50)))
+
+
+def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one joiner reads nothing of a large answer, another gets the whole state."""
+    sent = donor.publish(make_snapshot(5, 32 << 20))
+    with donor.connect() as slow:
+        write_line(slow._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        wait_until(lambda: donor.server._readers == 1)
+        monkeypatch.setattr(state_fetch, "_CHUNK", 8 << 20)
+        check_equal(donor.fetch(5), sent)
+
+
+def test_idle_strangers_do_not_hold_up_a_joiner(donor: Donor) -> None:
+    """Connections that say nothing take no thread that a joiner would need."""
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    strangers = [socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) for _ in range(50)]
+    try:
+        check_equal(donor.fetch(5), sent)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_stranger_who_says_nothing_is_dropped(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection without a handshake is closed after a while."""
+    monkeypatch.setattr(state_server, "_HANDSHAKE_SECONDS", 0.1)
+    donor = start_donor()
+    with socket.create_connection(("127.0.0.1", donor.server.port), DEADLINE) as stranger:
+        stream = stranger.makefile("rb")
+        stream.readline()
+        assert read_rest(stream) == b""
+
+
+def test_a_throttled_donor_keeps_to_the_rate(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+    """Two joiners with three connections each share what the donor may send, and both get every byte."""
+    donor = start_donor(max_mbps=4.0)  # half a million bytes per second
+    sent = donor.publish(make_snapshot(5, 100 * CHUNK))
+    started = time.monotonic()
+    for fetched in [background.submit(donor.fetch, 5, TOKEN, 3) for _ in range(2)]:
+        check_equal(fetched.result(DEADLINE), sent)
+    least = 200 * CHUNK / 500_000 - pace._CREDIT_SECONDS - pace._SLICE_SECONDS
+    assert time.monotonic() - started >= least
+
+
+@pytest.mark.slow
+def test_a_throttled_donor_is_not_taken_for_dead(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chunk may take longer than the silence that makes a connection count as broken: a trickle is no silence."""
+    monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
+    donor = start_donor(max_mbps=0.008)  # 1000 bytes per second
+    monkeypatch.setattr(state_fetch, "_CHUNK", 4000)
+    sent = donor.publish(make_snapshot(5, 4000))
+    check_equal(donor.fetch(5, connections=1), sent)
+    assert not caplog.records
+
+
+def test_a_throttled_answer_ends_with_its_joiner(start_donor: Callable[..., Donor]) -> None:
+    """A donor that sends slowly notices soon that nobody listens any more, and its memory is free again."""
+    donor = start_donor(max_mbps=0.01)
+    sent = donor.publish(make_snapshot(5, 1 << 20))  # a quarter of an hour
+    with donor.connect() as connection:
+        write_line(connection._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        wait_until(lambda: donor.server._readers == 1)
+    wait_until(lambda: donor.server._readers == 0)
+    assert donor.server.withdraw() is sent
+
+
+def test_closing_ends_a_throttled_answer(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
+    """A closed server does not go on sending, and its joiner hears of it at once."""
+    donor = start_donor(max_mbps=0.001)
+    donor.publish(make_snapshot(5, 10))
+    donor.fetch(5)
+    donor.publish(make_snapshot(6, 1 << 20))
+    fetched = background.submit(fetch, donor.address, TOKEN, 6, "4", 2, 60.0)
+    wait_until(lambda: donor.server._readers > 0)
+    donor.server.close()
+    with pytest.raises(TransferError, match="state of step 6"):
+        fetched.result(DEADLINE)
+    wait_until(lambda: donor.server._readers == 0)
+
+
+def test_a_joiner_that_takes_nothing_is_dropped(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A joiner that hangs, or whose host is gone, does not keep the snapshot's memory for good."""
+    monkeypatch.setattr(state_server, "_JOINER_SECONDS", 0.2)
+    donor = start_donor()
+    sent = donor.publish(make_snapshot(5, 32 << 20))
+    with donor.connect() as connection:
+        write_line(connection._stream, {"step": 5, "offset": 0, "bytes": sent.payload.numel()})
+        wait_until(lambda: donor.server._readers == 1)
+        wait_until(lambda: donor.server._readers == 0)
+
+
+@pytest.mark.slow
+def test_a_donor_that_has_yet_to_copy_is_not_silent(
+    start_donor: Callable[..., Donor],
+    background: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A joiner that waits for the snapshot hears of the donor, and does not take it for dead."""
+    monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
+    monkeypatch.setattr(state_server, "_WAITING_SECONDS", 0.05)
+    said: list[float] = []
+
+    def note(stream: Any, message: dict[str, Any]) -> None:
+        said.extend([time.monotonic()] if "waiting" in message else [])
+        write_line(stream, message)
+
+    monkeypatch.setattr(state_server, "write_line", note)
+    donor = start_donor(wait_seconds=60.0)
+    fetched = background.submit(donor.fetch, 5)
+    wait_until(lambda: bool(said) and said[-1] - said[0] > 4.0)
+    sent = donor.publish(make_snapshot(5, 3 * CHUNK))
+    check_equal(fetched.result(DEADLINE), sent)
+    assert not caplog.records
+
+
+def test_states_of_two_lineages_are_never_mixed(donor: Donor, watch: Callable[..., list[Any]]) -> None:
+    """A donor whose state of the same step became another one meanwhile does not serve the rest of the first."""
+    first = donor.publish(make_snapshot(5, 10 * CHUNK))
+
+    def replace(place: object, _: int, pace: object) -> object:
+        if place == 2 * CHUNK:
+            donor.publish(Snapshot(5, 77, first.header, first.payload))
+        return pace
+
+    watch(replace)
+    with pytest.raises(TransferError, match=r"no state of step 5 .it has step 5 of lineage 77"):
+        donor.fetch(5)
+
+
+def test_a_closed_server_listens_no_more(donor: Donor) -> None:
+    """After close nobody can connect, and the snapshot is let go."""
+    donor.publish(make_snapshot(5, 10))
+    donor.server.close()
+    assert donor.server.withdraw() is None
+    with pytest.raises(TransferError, match="ConnectionRefused"):
+        donor.fetch(5)
+
+
+def test_ipv6(background: ThreadPoolExecutor) -> None:
+    """An IPv6 address works, in brackets."""
+    try:
+        server = StateServer("::1", TOKEN, DEADLINE, lambda *_: None)
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    try:
+        sent = make_snapshot(5, 10)
+        server.publish(sent, 0.0)
+        check_equal(fetch(f"[::1]:{server.port}", TOKEN, 5, "4", 1, DEADLINE), sent)
+    finally:
+        server.close()
+
+
+def test_it_listens_on_the_given_address_only(donor: Donor) -> None:
+    """Bound to one loopback address, the server cannot be reached at another one of the same host."""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", donor.server.port), DEADLINE).close()
+
+
+def test_nothing_is_unpickled() -> None:
+    """The transfer has no means to make objects of what it is sent: JSON and bytes only."""
+    tree = ast.parse("\n".join(inspect.getsource(module) for module in (pace, state_fetch, state_server, wire)))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {getattr(function, "attr", getattr(function, "id", "")) for function in called}
+    assert not {name.partition(".")[0] for name in imported} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    assert not names & {"load", "eval", "exec", "compile", "__import__", "getattr", "import_module"}
+    assert "loads" in names, "this test looks at the right module"
+
+
+def test_the_token_is_in_no_log(donor: Donor, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither success nor refusal writes the token anywhere."""
+    with caplog.at_level(logging.DEBUG):
+        donor.publish(make_snapshot(5, 10))
+        donor.fetch(5)
+        with pytest.raises(RefusedError) as caught:
+            donor.fetch(5, token="another secret")
+    assert TOKEN not in caplog.text + str(caught.value)

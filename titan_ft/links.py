@@ -1,0 +1,105 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The links of one rank to its peers in the other groups: quorums, the exchange of gradients, states for joiners."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torchtitan.distributed import ParallelDims
+
+from titan_ft import device
+from titan_ft.config import FaultTolerance
+from titan_ft.history.events import EventLog
+from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.membership import Membership
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.state_server import StateServer
+from titan_ft.worker import Launch
+
+
+class Links:
+    """What this rank has open to the other groups. From then on they wait for it: build it when training can begin.
+
+    Attributes:
+        server: serves this rank's state to joiners.
+        membership: heartbeats, quorums and votes.
+        exchange: of the gradients.
+    """
+
+    def __init__(
+        self,
+        config: FaultTolerance,
+        launch: Launch,
+        events: EventLog,
+        model_parts: Sequence[nn.Module],
+        parallel_dims: ParallelDims,
+    ) -> None:
+        self._config, self._launch, self._events = config, launch, events
+        host = config.advertise_address or _resolve_address(launch.lighthouse)
+        self.server = StateServer(
+            config.bind_address or host,
+            launch.token,
+            config.process_group_timeout_ms / 1000,
+            self._on_served,
+            config.transfer_max_mbps,
+        )
+        self.membership = self._join(host)
+        self.exchange = self._build_exchange(model_parts, parallel_dims)
+
+    def close(self) -> None:
+        """Leave the other groups."""
+        self.membership.close()
+        self.server.close()
+
+    def _join(self, host: str) -> Membership:
+        config, launch, port = self._config, self._launch, self.server.port
+        timeout = timedelta(milliseconds=config.process_group_timeout_ms)
+        return Membership(
+            config,
+            process_group=device.build_process_group(config.process_group, timeout),
+            lighthouse=launch.lighthouse,
+            host=host,
+            group_rank=launch.rank,
+            group_world_size=torch.distributed.get_world_size(),
+            store=launch.store,
+            attempt=launch.attempt,
+            config_digest=launch.config_digest,
+            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            events=self._events,
+        )
+
+    def _build_exchange(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> GradientExchange:
+        config = self._config
+        return GradientExchange(
+            (parameter for part in model_parts for parameter in part.parameters()),
+            self.membership,
+            bucket_bytes=int(config.bucket_size_mb * 2**20),
+            where=device.exchange_device(config.process_group),
+            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch, and
+            # DDP inside the group reduces after it.
+            overlap=not dims.pp_enabled and (dims.fsdp_enabled or not dims.dp_replicate_enabled),
+        )
+
+    def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
+        self._events.emit(
+            "state_served",
+            joiner=int(joiner),
+            step=snapshot.step,
+            bytes=snapshot.payload.numel(),
+            copy_seconds=copy_seconds,
+            serve_seconds=serve_seconds,
+        )
+
+
+def _resolve_address(lighthouse: str) -> str:
+    """Return the numeric address of the interface that leads to the lighthouse; no name lookup of this host."""
+    host, _, port = lighthouse.split("//", 1)[-1].rstrip("/").rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # a datagram socket: chooses the route, sends nothing
+        return str(probe.getsockname()[0])

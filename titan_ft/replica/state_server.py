@@ -1,0 +1,173 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The donor's side of a transfer: serves a snapshot to joiners; see `wire.py` for what is said."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import socketserver
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from io import BufferedRWPair
+from typing import Any, Protocol
+
+from titan_ft.replica.pace import Pace
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.wire import TOKEN_REMEDY, octets, proof, read_line, same, write_line
+
+_HANDSHAKE_SECONDS = 10.0
+_WAITING_SECONDS = 1.0  # between two lines of a donor that has yet to take the snapshot; well below a joiner's stall
+_JOINER_SECONDS = 60.0  # until a donor drops a joiner that takes nothing: its snapshot's memory is wanted
+
+
+class Sender(Protocol):
+    """What sends the bytes of an answer."""
+
+    def send(self, connection: socket.socket, data: memoryview) -> None:
+        """Send all of `data`."""
+
+
+class StateServer:
+    """Serves the latest snapshot of this rank. One thread per connection; training never waits for it.
+
+    Args:
+        host: the address to listen on.
+        token: the run's shared secret.
+        wait_seconds: how long a request may wait for its snapshot to be taken.
+        served: called as served(joiner, snapshot, copy_seconds, serve_seconds) when a joiner has everything.
+        max_mbps: 10**6 bits per second that all joiners together get at most; 0 = as fast as it goes.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        wait_seconds: float,
+        served: Callable[[str, Snapshot, float, float], None],
+        max_mbps: float = 0.0,
+    ) -> None:
+        self._token = token
+        self._wait_seconds = wait_seconds
+        self._served = served
+        self._pace = Pace(max_mbps)
+        self.sender: Sender = self._pace
+        """Sends ranges of the payload; fault injection puts another one here."""
+        self._snapshot: Snapshot | None = None
+        self._copy_seconds = 0.0
+        self._readers = 0
+        self._changed = threading.Condition()
+        self._server = _Server((host, 0), self._handle)
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="titan_ft_state_server", daemon=True
+        ).start()
+
+    @property
+    def port(self) -> int:
+        """Return the port that the system chose."""
+        return int(self._server.server_address[1])
+
+    def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
+        """Serve `snapshot`, which took `copy_seconds` to copy, from now on."""
+        with self._changed:
+            self._snapshot, self._copy_seconds = snapshot, copy_seconds
+            self._changed.notify_all()
+
+    def withdraw(self) -> Snapshot | None:
+        """Stop serving; returns the snapshot if its memory may be used again (nobody reads it)."""
+        with self._changed:
+            snapshot, self._snapshot = self._snapshot, None
+            return snapshot if self._readers == 0 else None
+
+    def close(self) -> None:
+        """Stop listening, drop the snapshot and end the answers under way."""
+        self._pace.close()
+        self.withdraw()
+        with self._changed:
+            self._changed.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handle(self, connection: socket.socket) -> None:
+        connection.settimeout(_HANDSHAKE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an answer's end waits for no delayed ACK
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_JOINER_SECONDS * 1000))
+        stream = connection.makefile("rwb")
+        nonce = secrets.token_hex(16)
+        write_line(stream, {"nonce": nonce})
+        hello = read_line(stream)
+        expected = proof(self._token, "joiner", nonce, str(hello.get("nonce")))
+        if not same(expected, hello.get("proof")):
+            write_line(stream, {"refused": f"the donor does not accept this group's token; {TOKEN_REMEDY}"})
+            return
+        write_line(stream, {"proof": proof(self._token, "donor", nonce, str(hello["nonce"]))})
+        connection.settimeout(None)
+        started = time.monotonic()
+        while request := read_line(stream):
+            snapshot = self._acquire(stream, request)
+            if isinstance(snapshot, str):
+                write_line(stream, {"error": snapshot})
+                continue
+            try:
+                sender = self.sender if "offset" in request else self._pace
+                self._answer(stream, connection, request, snapshot, sender)
+            finally:
+                with self._changed:
+                    self._readers -= 1
+            if request.get("done"):
+                self._served(str(request["done"]), snapshot, self._copy_seconds, time.monotonic() - started)
+
+    def _acquire(self, stream: BufferedRWPair[Any, Any], request: dict[str, Any]) -> Snapshot | str:
+        """Wait for the snapshot of `request` and become one of its readers; the reason if there is none."""
+        step, ends = int(request["step"]), time.monotonic() + self._wait_seconds
+
+        def settled() -> bool:
+            return self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
+
+        while True:
+            with self._changed:
+                rest = ends - time.monotonic()
+                over = self._changed.wait_for(settled, min(_WAITING_SECONDS, rest)) or rest <= _WAITING_SECONDS
+                found = self._snapshot
+                if found and (found.step, found.lineage) == (step, request.get("lineage", found.lineage)):
+                    self._readers += 1
+                    return found
+            if over:
+                held = f"step {found.step} of lineage {found.lineage}" if found else "none"
+                return f"the donor has no state of step {step} (it has {held})"
+            write_line(stream, {"waiting": step})
+
+    @staticmethod
+    def _answer(
+        stream: BufferedRWPair[Any, Any],
+        connection: socket.socket,
+        request: dict[str, Any],
+        snapshot: Snapshot,
+        sender: Sender,
+    ) -> None:
+        if "offset" in request:
+            start = int(request["offset"])
+            data = octets(snapshot.payload)[start : start + int(request["bytes"])]
+        else:
+            data = memoryview(snapshot.header if request.get("header") else b"")
+        write_line(stream, {"bytes": data.nbytes, "crc32": zlib.crc32(data)})
+        sender.send(connection, data)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handle: Callable[[socket.socket], None]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._handle = handle
+        super().__init__(address, socketserver.BaseRequestHandler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        # The joiner went away or does not speak the protocol: its loss, it asks again or elsewhere.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            self._handle(request)

@@ -1,0 +1,62 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The wire of a heal: how a snapshot comes from a donor's host memory to a joiner, in the background of both.
+
+torchft's HTTP transport listens on every interface, asks nobody who he is and can unpickle what it is sent. This one
+(`state_server.py` is the donor's side, `state_fetch.py` the joiner's) listens on one address, proves the run's token on
+both sides of each connection without sending it (HMAC over the nonces of both), and moves nothing but a JSON header and
+raw tensor bytes.
+
+A connection carries one request line after another: {"step", "lineage", "offset", "bytes"} for a range of the payload,
+"header" in place of "offset" for the header, "done" when the joiner has everything. Each answer is a JSON line
+{"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes; while the donor has yet to take the snapshot, a
+line {"waiting": step} now and then comes before it, so that silence always means that something is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from io import BufferedRWPair
+from typing import Any
+
+import torch
+
+TOKEN_REMEDY = "all groups of a run must have the same TITAN_FT_TOKEN in their environment"
+
+_MAX_LINE = 4096  # a request or an answer line is far shorter; a stranger's may not be
+
+
+class TransferError(RuntimeError):
+    """The state could not be fetched; another donor may have it."""
+
+
+def proof(token: str, role: str, donor_nonce: str, joiner_nonce: str) -> str:
+    """Return what only who knows the token can say; `role` is "donor" or "joiner", so that no end can send it back."""
+    return hmac.new(token.encode(), f"{role}:{donor_nonce}:{joiner_nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+def same(expected: str, given: object) -> bool:
+    """Say whether `given` is the proof expected; how long that takes tells nothing of it."""
+    return hmac.compare_digest(expected.encode(), str(given).encode())
+
+
+def octets(payload: torch.Tensor) -> memoryview:
+    """Return the bytes of a snapshot's payload, not copied."""
+    return memoryview(payload.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+
+
+def write_line(stream: BufferedRWPair[Any, Any], message: dict[str, Any]) -> None:
+    """Send one line."""
+    stream.write(json.dumps(message).encode() + b"\n")
+    stream.flush()
+
+
+def read_line(stream: BufferedRWPair[Any, Any]) -> dict[str, Any]:
+    """Read one line; an empty dict says that the other end closed the connection."""
+    line = stream.readline(_MAX_LINE)
+    message = json.loads(line) if line else {}
+    if not isinstance(message, dict):
+        raise ValueError("not a request")
+    return message

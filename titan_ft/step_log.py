@@ -1,0 +1,97 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is told of a committed step: an event, and torchtitan's metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchtitan.components.metrics import MetricsProcessor
+
+from titan_ft.history.events import EventLog
+from titan_ft.replica.dimension import Committed
+from titan_ft.replica.feed import Reading
+
+
+@dataclass
+class Work:
+    """This rank's work on one step.
+
+    Attributes:
+        lr: of the update.
+        readings: what this rank has read for the step.
+        grad_norm: before clipping.
+        seconds: of all of it.
+        compute_seconds: of forward and backward.
+        exchange_seconds: from there to the commit.
+    """
+
+    lr: float
+    readings: list[Reading] = field(default_factory=list)
+    grad_norm: float = 0.0
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+
+
+class StepLog:
+    """Tells of one rank's committed steps.
+
+    Args:
+        slot: of this group.
+        has_loss: whether this rank computes it; of a pipeline only the last stage does.
+    """
+
+    def __init__(self, events: EventLog, metrics: MetricsProcessor, slot: int, *, has_loss: bool) -> None:
+        self._events, self._metrics, self._slot, self._has_loss = events, metrics, slot, has_loss
+
+    def emit(self, committed: Committed, work: Work, digest: str | None) -> None:
+        """Emit the event; `digest` is that of the state behind the step, if it was taken."""
+        update = committed.update
+        read = {reading.entry.slot: reading.describe() for reading in work.readings}
+        self._events.emit(
+            "step_committed",
+            step=update.step,
+            lineage=f"{update.lineage:012x}",
+            parent=f"{committed.parent:012x}",
+            participants=committed.participants,
+            tokens=committed.valid_tokens,
+            loss=committed.loss if self._has_loss else None,
+            own_tokens=committed.own_tokens,
+            own_loss=committed.own_loss if self._has_loss else None,
+            grad_norm=work.grad_norm,
+            lr=work.lr,
+            seconds=work.seconds,
+            exchanges=committed.exchanges,
+            exchange_seconds=work.exchange_seconds,
+            compute_seconds=work.compute_seconds,
+            apply_seconds=work.seconds - work.exchange_seconds - work.compute_seconds,
+            forward_passes=sum(len(reading.batches) for reading in work.readings),
+            data=read.pop(self._slot, None),
+            extra_data=list(read.values()),
+            batches={entry.slot: [entry.first_batch, entry.num_batches] for entry in update.entries},
+            **({} if digest is None else {"digest": digest}),
+        )
+
+    def log(self, committed: Committed, work: Work, ntokens_seen: int, heal_seconds: float) -> None:
+        """Log the metrics, if this step's are to be logged; `heal_seconds` are those of the last heal."""
+        metrics, step = self._metrics, committed.update.step
+        if not metrics.should_log(step):
+            return
+        if not metrics.data_loading_times:  # another group has read this one's slot once more
+            metrics.data_loading_times.append(0.0)  # torchtitan takes their mean
+        metrics.log(
+            step,
+            committed.loss,
+            committed.max_loss,
+            work.grad_norm,
+            extra_metrics={
+                "n_tokens_seen": ntokens_seen,
+                "lr": work.lr,
+                "ft/participants": len(committed.participants),
+                "ft/exchange(s)": work.exchange_seconds,
+                "ft/retries": committed.exchanges - 1,
+                "ft/heal(s)": heal_seconds,
+                "ft/slowest": committed.slowest,
+            },
+        )
