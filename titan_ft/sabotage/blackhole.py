@@ -92,10 +92,11 @@ class Blackhole:
         theirs = {inode for pid in self._friends for inode in _inodes(pid)}
         ends = {(c.local, c.peer) for c in connections if c.inode in theirs}
         listeners = {c.local for c in connections if c.inode in theirs and c.state == _LISTEN}
+        queued = {(c.local, c.peer) for c in connections if not c.inode}  # not accepted yet: nobody's
         spared = set()
         for c in connections:
             here = c.peer[0].is_loopback or c.peer[0] == c.local[0]
-            answered = c.state == _SYN_SENT and (
+            answered = (c.state == _SYN_SENT or (c.peer, c.local) in queued) and (
                 c.peer in listeners
                 or (here and any(port == c.peer[1] and address.is_unspecified for address, port in listeners))
             )
