@@ -25,7 +25,7 @@ from pathlib import Path
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm-generic/socket.h>; Python's socket module has neither
-_SYN_SENT, _LISTEN = 0x02, 0x0A  # <net/tcp_states.h>
+_LISTEN = 0x0A  # <net/tcp_states.h>
 # <linux/filter.h>: BPF_LD|BPF_W|BPF_ABS of the random number, BPF_JMP|BPF_JGE|BPF_K, BPF_RET|BPF_K
 _LOAD, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x35, 0x06
 _RANDOM = 0xFFFFF000 + 56
@@ -92,13 +92,12 @@ class Blackhole:
         theirs = {inode for pid in self._friends for inode in _inodes(pid)}
         ends = {(c.local, c.peer) for c in connections if c.inode in theirs}
         listeners = {c.local for c in connections if c.inode in theirs and c.state == _LISTEN}
-        queued = {(c.local, c.peer) for c in connections if not c.inode}  # not accepted yet: nobody's
         spared = set()
         for c in connections:
             here = c.peer[0].is_loopback or c.peer[0] == c.local[0]
-            answered = (c.state == _SYN_SENT or (c.peer, c.local) in queued) and (
-                c.peer in listeners
-                or (here and any(port == c.peer[1] and address.is_unspecified for address, port in listeners))
+            # By the listener: what a friend has not accepted yet, or is accepting just now, is no file of its own.
+            answered = c.peer in listeners or (
+                here and any(port == c.peer[1] and address.is_unspecified for address, port in listeners)
             )
             if (c.peer, c.local) in ends or answered or c.peer in self._spared:
                 spared.add(c.inode)
