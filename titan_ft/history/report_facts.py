@@ -243,7 +243,9 @@ def plan_of(history: Iterable[Event]) -> dict[str, Any]:
         if event["event"] == "launch_started":
             found.pop("reason", None)  # an earlier launch ended so
         for name in names.get(event["event"], ()):
-            if event.get(name) is not None:
+            # A fault of a plan has a seed of its own, which follows from the plan's.
+            told = event.get(name) is not None and not (event["event"] == "fault_injected" and "plan" in found)
+            if told:
                 found[name] = event[name]
     return found
 

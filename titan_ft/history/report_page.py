@@ -128,17 +128,18 @@ def _headline(report: RunReport) -> str:
     """Return the headline figures, each beside what has been published."""
     s, g, faults = report.summary, report.goodput, report.faults
     stalls = [fault.cost.stall_seconds for fault in faults if fault.cost.stall_seconds is not None]
-    committed = g.exchanges_committed / g.exchanges_attempted if g.exchanges_attempted else None
+    counted = g.forward_passes - g.num_wasted
     rate = f"a failure each {duration(report.seconds / len(faults))}" if faults else "no failures"
     wall = f"of wall time {TIMES} groups; {_percent(g.effective_training_time_in_training)} from first to last step"
     spread = f"median of {len(stalls)}; {duration(max(stalls))} at most" if stalls else "no failure that others saw"
     batches = re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", s.batches) or "the history does not tell"
     tiles = [
         (
-            "Steps committed of those attempted",
-            _percent(committed),
-            f"{g.exchanges_committed:,} of {g.exchanges_attempted:,} exchanges; {rate}",
-            f"{_link(LLAMA)} <b>82.3 %</b> at a failure each 60 s, <b>30.2 %</b> each 15 s",
+            "Work that was committed",
+            _percent(counted / g.forward_passes if g.forward_passes else None),
+            f"{counted:,} of {g.forward_passes:,} forward passes; {rate}. Exchanges, which are repeated without the work: "
+            f"{g.exchanges_committed:,} of {g.exchanges_attempted:,}",
+            f"{_link(LLAMA)} <b>82.3 %</b> of steps at a failure each 60 s, <b>30.2 %</b> each 15 s; the rest thrown away",
         ),
         (
             "Effective training time",
