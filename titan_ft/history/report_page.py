@@ -137,9 +137,10 @@ def _headline(report: RunReport) -> str:
         (
             "Work that was committed",
             _percent(counted / g.forward_passes if g.forward_passes else None),
-            f"{counted:,} of {g.forward_passes:,} forward passes; {rate}. Exchanges, which are repeated without the work: "
-            f"{g.exchanges_committed:,} of {g.exchanges_attempted:,}",
-            f"{_link(LLAMA)} <b>82.3 %</b> of steps at a failure each 60 s, <b>30.2 %</b> each 15 s; the rest thrown away",
+            f"{counted:,} of {g.forward_passes:,} forward passes; {rate}. Exchanges, which are repeated without "
+            f"them: {g.exchanges_committed:,} of {g.exchanges_attempted:,}",
+            f"{_link(LLAMA)} <b>82.3 %</b> of steps at a failure each 60 s, <b>30.2 %</b> each 15 s; the work of the "
+            "others was thrown away",
         ),
         (
             "Effective training time",
