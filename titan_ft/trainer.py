@@ -116,6 +116,7 @@ class ReplicaTrainer(Trainer):
             try:
                 super().train()
             except Leaving:
+                self._links.membership.close()  # before the digest is taken: others need not wait for that
                 self._tell_drained()
                 logger.info(f"SIGTERM: this group leaves after step {self._num_committed}")
             self._drain.leave()

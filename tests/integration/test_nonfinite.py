@@ -39,10 +39,9 @@ def test_nan_of_one_group_is_left_out(make_job: Callable[..., Job], ranks: int, 
     for event in committed:
         assert event["participants"] == ([0, 2] if event["step"] == STEP else [0, 1, 2])
         assert event["grad_norm"] is not None  # NaN is null in JSON
-        assert event["exchanges"] == (2 if event["step"] == STEP and policy == "shrink" else event["exchanges"])
-        assert set(event["batches"]) == (
-            {"0", "2"} if event["step"] == STEP and policy == "shrink" else {"0", "1", "2"}
-        )
+        assert event["exchanges"] == (2 if event["step"] == STEP else 1)
+        # Nobody else trains what may be the reason, whatever the policy.
+        assert set(event["batches"]) == ({"0", "2"} if event["step"] == STEP else {"0", "1", "2"})
     (own,) = {e["own_tokens"] for e in committed if (e["replica"], e["step"]) == (1, STEP)}
     assert own == 0
     check_one_trajectory(committed)

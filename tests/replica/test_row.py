@@ -46,6 +46,7 @@ def test_row_survives_the_exchange() -> None:
         leaving=1,
         nonfinite=1,
         excluded=1,
+        insists=1,
     )
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"

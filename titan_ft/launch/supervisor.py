@@ -40,6 +40,9 @@ DRAIN_SECONDS = 25.0
 STANDBY_AFTER_SECONDS = 30.0
 """A group that waits for others this long gets a standby, though it has not committed a step."""
 DEFAULT_MODULE = "titan_ft.train"
+OVER_SECONDS = 10.0
+"""What a group that is back may take to finish together with the others."""
+SENT_AWAY = "its workers were told to leave"
 
 
 @dataclass
@@ -93,6 +96,9 @@ class Supervisor:
         self._policy = RestartPolicy(spec.max_restarts)
         self._events = EventLog(spec.paths.supervisor_events(spec.replica, os.getpid()), replica=spec.replica)
         self._group: WorkerGroup | None = None
+        self._started = time.time()
+        self._too_late = False
+        """Whether the others have finished while the group was coming back."""
 
     def kill_workers(self) -> None:
         """Kill the workers at once; for the thread that found this process orphaned."""
@@ -112,6 +118,8 @@ class Supervisor:
             while not self._stop:
                 started = time.monotonic()
                 failure = self._run_attempt(attempt, restarted_because)
+                if self._too_late:
+                    return 0
                 if failure is None and (self._stop or not self._was_sent_away(attempt)):
                     return 0
                 if self._stop:
@@ -125,7 +133,7 @@ class Supervisor:
                     return code if code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
                 self._pause(decision.delay_seconds)
                 attempt += 1
-                restarted_because = "its workers were told to leave" if failure is None else failure.describe()
+                restarted_because = SENT_AWAY if failure is None else failure.describe()
             return 1
         finally:
             self._keeper.end()
@@ -137,7 +145,7 @@ class Supervisor:
         first: WorkerExit | None = None
         told: set[int] = set()
         try:
-            exits = self._wait_for_end(group, attempt)
+            exits = self._wait_for_end(group, attempt, came_back=restarted_because == SENT_AWAY)
             first = root_failure(exits)
             # Before the others are ended, which may take the grace time: the event's time is that of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
@@ -175,8 +183,12 @@ class Supervisor:
             standby.end()
         return WorkerGroup(spec.module, spec.args, _with_parent(spec.env), {**logs}, attempt, spec.max_restarts)
 
-    def _wait_for_end(self, group: WorkerGroup, attempt: int) -> list[WorkerExit]:
-        """Wait until all finished, one failed, or a stop was asked for; return those that ended by themselves."""
+    def _wait_for_end(self, group: WorkerGroup, attempt: int, came_back: bool) -> list[WorkerExit]:
+        """Wait until all finished, one failed, or a stop was asked for; return those that ended by themselves.
+
+        Args:
+            came_back: whether the others do not wait for the group, because it left in order.
+        """
         started = looked = time.monotonic()
         due = False
         while True:
@@ -184,11 +196,17 @@ class Supervisor:
             if self._stop or len(exits) == group.num_ranks or any(exit.failed for exit in exits):
                 return exits
             now = time.monotonic()
-            # Imports must not slow the start of the group itself. A group of which ranks have left needs no standby.
-            if self.spec.standby and self._policy.restarts_left and not due and now - looked > 1.0:
+            if now - looked > 1.0 and (came_back or not due):
                 looked = now
-                due = now - started > STANDBY_AFTER_SECONDS or self._has_committed(attempt)
-            self._keeper.keep(due and not exits)
+                committed = self._has_committed(attempt)
+                came_back = came_back and not committed
+                if came_back and self._job_is_over(OVER_SECONDS):
+                    self._too_late = True  # it would train everything anew, alone
+                    self._stop.count = max(self._stop.count, 2)
+                # Imports must not slow the start of the group itself.
+                due = due or committed or now - started > STANDBY_AFTER_SECONDS
+            # A group of which ranks have left needs no standby.
+            self._keeper.keep(due and not exits and self.spec.standby and self._policy.restarts_left)
             time.sleep(POLL_SECONDS)
 
     def _emit_exit(self, attempt: int, exit: WorkerExit, reason: str, stopped: bool = False) -> None:
@@ -197,8 +215,9 @@ class Supervisor:
         self._events.emit("worker_exited", rank=exit.rank, attempt=attempt, **fields)
 
     def _has_committed(self, attempt: int) -> bool:
-        """Tell whether the group committed a step in this attempt."""
-        return _tell_of("step_committed", self.spec.paths.attempt_events(self.spec.replica, attempt))
+        """Tell whether the group contributed to a committed step in this attempt."""
+        files = self.spec.paths.attempt_events(self.spec.replica, attempt)
+        return _tell_of("step_committed", files, but_not=b'"own_tokens": 0,')
 
     def _was_sent_away(self, attempt: int) -> bool:
         """Tell whether somebody asked the workers to leave while others train on: then the group is to come back.
@@ -206,7 +225,13 @@ class Supervisor:
         Who asks this process too wants the group to be gone. And nobody comes back to a job that is over.
         """
         drained = _tell_of("drained", self.spec.paths.attempt_events(self.spec.replica, attempt))
-        return drained and not _tell_of("training_finished", self.spec.paths.events.glob("replica-*.jsonl"))
+        return drained and not self._job_is_over()
+
+    def _job_is_over(self, seconds: float = 0.0) -> bool:
+        """Tell whether a group has finished since this process was started, at least so long ago."""
+        written = ((path, path.stat().st_mtime) for path in self.spec.paths.events.glob("replica-*.jsonl"))
+        files = (path for path, when in written if self._started <= when <= time.time() - seconds)
+        return _tell_of("training_finished", files)
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: str) -> None:
         log = self.spec.paths.logs(self.spec.replica, attempt, failure.rank)
@@ -222,9 +247,10 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
 
-def _tell_of(event: str, files: Iterable[Path]) -> bool:
-    """Tell whether one of the event files has an event of that name."""
-    return any(f'"event": "{event}"'.encode() in path.read_bytes() for path in files)
+def _tell_of(event: str, files: Iterable[Path], but_not: bytes = b"\n") -> bool:
+    """Tell whether one of the event files has an event of that name, in a line without `but_not`."""
+    name = f'"event": "{event}"'.encode()
+    return any(name in line and but_not not in line for path in files for line in path.read_bytes().split(b"\n"))
 
 
 def start_standby(spec: GroupSpec) -> Standby:

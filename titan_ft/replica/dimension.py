@@ -189,7 +189,8 @@ class ReplicaDimension:
             if made is None:
                 failures += 1
                 self._give_up_after(failures)
-                rounds.excluded |= any(self._group.gather(int(rounds.nonfinite)))
+                if any(self._group.gather(int(rounds.nonfinite))):
+                    rounds.excluded, rounds.insists = True, False
                 continue
             failures = 0
             if self._rounds.position.standing is Standing.BEHIND:

@@ -147,8 +147,13 @@ class GradientExchange:
             self._flight = None
 
     @property
+    def contributed(self) -> bool:
+        """Say whether this rank's gradients are in the exchange under way; to be asked by `finish`'s `tell`."""
+        return self._flight is not None and self._flight.contributed
+
+    @property
     def finite(self) -> bool:
-        """Say whether what this rank added to the exchange under way has neither an inf nor a NaN."""
+        """Say whether they have neither an inf nor a NaN."""
         return self._flight is None or self._flight.finite
 
     def scale(self, factor: float) -> None:
@@ -217,7 +222,8 @@ class _Flight:
         self._contributes = contributes
         self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._works: list[Any] = []
-        self._sums: list[torch.Tensor] = []  # of each bucket's own gradients
+        self.contributed = False  # whether this rank's gradients are in it
+        self.finite = True  # whether those are finite; both known when the thread has ended
         self._quorum: Quorum | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="titan_ft_exchange", daemon=True)
@@ -261,11 +267,6 @@ class _Flight:
             raise error
         return gathered.cpu()
 
-    @property
-    def finite(self) -> bool:
-        """Say whether this rank's own gradients are finite; to be asked when all buckets are on their way."""
-        return not self._sums or bool(torch.stack(self._sums).isfinite().all())
-
     def join(self) -> None:
         """End the thread; it never outlives its exchange, because the next one writes the same buckets."""
         self._full.put(None)
@@ -277,8 +278,9 @@ class _Flight:
             if quorum.error is not None:
                 raise ExchangeError(quorum.error)
             self._quorum = quorum
-            contributes = self._contributes(quorum)
+            self.contributed = self._contributes(quorum)
             full: set[int] = set()
+            sums: list[torch.Tensor] = []
             with device.side_stream(self._where):
                 for bucket in self._buckets:
                     while id(bucket) not in full:
@@ -286,11 +288,13 @@ class _Flight:
                             return
                         full.add(id(handed_over))
                     device.synchronize([bucket.full])
-                    if contributes:
-                        self._sums.append(bucket.flat.sum())  # one cheap pass: an inf or a NaN makes its sum such
+                    if self.contributed:
+                        sums.append(bucket.flat.sum())  # one cheap pass: an inf or a NaN makes its sum such
                     else:
                         bucket.flat.zero_()
                     self._all_reduce(bucket.flat)
+                if sums:  # here, on the stream that they are computed on
+                    self.finite = bool(torch.stack(sums).isfinite().all())
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
             # Without a quorum it is no broken exchange but the membership's own word.
             known = isinstance(error, ExchangeError) or self._quorum is None

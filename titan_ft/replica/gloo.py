@@ -3,8 +3,8 @@
 """torchft's Gloo process group, made to break off.
 
 Gloo has no abort: an operation that waits for a peer which lives, but is stopped or cannot be reached, waits for its
-whole timeout. Its connections are ordinary sockets of this process, though, and closing them under it ends it at once,
-here and at the peers.
+whole timeout. Its connections are ordinary sockets of this process, though: shutting them down under it ends it, and
+shows at the peers. One that is in the middle of sending may miss it, and then has its timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPEN_FILES = Path("/proc/self/fd")  # elsewhere than on Linux there is none, an
 
 
 class BreakableGloo(ProcessGroupGloo):
-    """A reconfigurable Gloo process group whose `abort` wakes those that wait in an operation."""
+    """A reconfigurable Gloo process group whose `abort` ends operations that wait for a peer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -64,7 +64,9 @@ def _shut_down(descriptor: int, inode: int) -> None:
             if os.fstat(own).st_ino == inode:  # else the number has gone to another file meanwhile
                 with socket.socket(fileno=own) as connection:
                     own = -1
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # Gloo's listener aborts
+                    tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    # Gloo ends the process when its listening socket fails.
+                    if tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         connection.shutdown(socket.SHUT_RDWR)
         finally:
             if own >= 0:

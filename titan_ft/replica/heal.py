@@ -94,7 +94,7 @@ class Heal:
             self._rest -= 1
             if self._rest <= 0:
                 self._rounds.position.standing = Standing.BEHIND
-        if self._attempt is not None and self._rounds.commits(made):
+        if self._attempt is not None and self._rounds.commits(made) and not self._rounds.uncovered(made):
             update = self._rounds.update(made, keep=True)
             if not self._attempt.queue(update, made.lineage):
                 self._fail(self._attempt, f"missed an update before step {update.step}")

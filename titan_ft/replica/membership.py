@@ -42,6 +42,7 @@ _LIGHTHOUSE_RETRIES = 1000
 # time that all groups need to heartbeat again.
 _REUNION_ASKS = 20
 _REUNION_PAUSE_SECONDS = 0.1
+_GROUPS_PER_BEAT = 4  # that look at the lighthouse's page in each heartbeat timeout; at the next multiple as many
 _SILENT_BEATS = 2  # heartbeat timeouts; one would be enough for the lighthouse, but breaking off costs a repetition
 
 
@@ -124,11 +125,23 @@ class Membership:
         self._abort_lock = threading.Condition()
         self._failures = 0
         self._pulse: Pulse | None = None
+        self._looked_at = ""  # prefix of the quorum that the pulse has looked at
         if group_rank == 0:  # it tells the others
             beat = config.heartbeat_timeout_ms / 1000
-            self._pulse = Pulse(lighthouse, beat, _SILENT_BEATS * beat, self._exchanging, self._break_off)
+            self._pulse = Pulse(
+                lighthouse,
+                # A page has a line for each group. The first few groups look often, the others seldom: the abort of one
+                # breaks the exchange of all.
+                interval=beat * (1 + config.replica_id // _GROUPS_PER_BEAT),
+                patience=_SILENT_BEATS * beat,
+                own=self.member.replica_id,
+                members=self._exchanging,
+                on_silence=self._break_off,
+            )
         if group_world_size > 1:
-            threading.Thread(target=self._watch, name="titan_ft_abort_watch", daemon=True).start()
+            # Connected here: what opens while a process group is built counts as one of its sockets.
+            store = self._connect_store()
+            threading.Thread(target=self._watch, args=(store,), name="titan_ft_abort_watch", daemon=True).start()
 
     def begin(self, step: int) -> None:
         """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once."""
@@ -156,7 +169,8 @@ class Membership:
         After a "no" the lighthouse renews the quorum's id, so that all members build a new process group.
         """
         timeout = timedelta(seconds=self._config.vote_timeout_seconds)
-        agreed = bool(self._client.should_commit(self._group_rank, step, ok, timeout))
+        with self.waiting():  # for a sibling whose exchange is not complete
+            agreed = bool(self._client.should_commit(self._group_rank, step, ok, timeout))
         self._failures = 0 if agreed else self._failures + 1
         self._pending = None
         return agreed
@@ -171,19 +185,21 @@ class Membership:
         with self._pulse.watching() if self._pulse is not None else contextlib.nullcontext():
             yield
 
-    def abort(self) -> None:
-        """Break off the exchange under way, here and (through closed connections) at the other groups.
+    def abort(self, quorum: str | None = None) -> None:
+        """Break off the exchange under way (if it is still `quorum`'s), here and, by closed connections, at the others.
 
         Ranks that saw nothing of the failure should not sit out a timeout: peers notice the closed connections, and
         the other ranks of this group are told through the group's store.
         """
-        quorum = self._prefix
+        quorum = self._prefix if quorum is None else quorum
         self._abort_process_group(quorum)
         if quorum and self._group_world_size > 1:
             self._store.set(self._broken_key(quorum), "1")
 
     def close(self) -> None:
-        """Leave: stop the heartbeats and close the process group."""
+        """Leave: stop the heartbeats and close the process group; a second call does nothing."""
+        if self._closed:
+            return
         if self._server is not None:
             self._server.shutdown()
         if self._pulse is not None:
@@ -359,7 +375,7 @@ class Membership:
 
     def _exchanging(self) -> list[str]:
         """Return the other members of the exchange under way."""
-        pending = self._pending
+        self._looked_at, pending = self._prefix, self._pending
         if pending is None or not pending.done() or pending.cancelled() or pending.exception() is not None:
             return []
         return [member.replica_id for member in pending.result().members if member != self.member]
@@ -369,14 +385,14 @@ class Membership:
         slots = sorted(Member.parse(name).slot for name in silent)
         logger.warning("no heartbeat from groups %s for %.1f s: breaking off the exchange", slots, max(silent.values()))
         self._events.emit("peer_silent", slots=slots, seconds=max(silent.values()))
-        self.abort()
+        self.abort(self._looked_at)
 
     # Failures seen by another rank of this group
 
-    def _watch(self) -> None:
+    def _watch(self, store: TCPStore) -> None:
         """Abort whenever another rank of this group reports the exchange of the quorum in force as broken."""
         try:
-            store, watched = self._connect_store(), ""
+            watched = ""
             while not self._closed:
                 with self._abort_lock:
                     self._abort_lock.wait_for(lambda before=watched: self._prefix != before or self._closed)  # type: ignore[misc]  # bound by default

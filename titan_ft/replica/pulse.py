@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import http.client
 import re
 import threading
 import time
@@ -32,8 +33,9 @@ class Pulse:
         lighthouse: its address, http://host:port.
         interval: seconds until the first look and between two.
         patience: seconds of silence after which a member counts as gone.
-        members: returns the replica ids of the exchange under way; none while its members are not known yet.
-        on_silence: called with the silent ones and their seconds; the exchange is then to be broken off.
+        own: replica id of this group.
+        members: returns the replica ids of the others in the exchange under way; none as long as they are not known.
+        on_silence: called with the silent ones and their seconds, to break the exchange off.
     """
 
     def __init__(
@@ -41,12 +43,13 @@ class Pulse:
         lighthouse: str,
         interval: float,
         patience: float,
+        own: str,
         members: Callable[[], Collection[str]],
         on_silence: Callable[[dict[str, float]], None],
     ) -> None:
         self._page = f"{lighthouse}/status"
         self._interval, self._patience = interval, patience
-        self._members, self._on_silence = members, on_silence
+        self._own, self._members, self._on_silence = own, members, on_silence
         # Whatever proxy the environment names is not on the way to the lighthouse.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._changed = threading.Condition()
@@ -98,7 +101,9 @@ class Pulse:
         try:
             with self._opener.open(self._page, timeout=self._patience) as answer:
                 heartbeats = read_heartbeats(answer.read().decode(errors="replace"))
-        except OSError:  # the lighthouse is away: nothing is known, the exchange has its timeout
-            return {}
+        except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
+            return {}  # nothing is known, the exchange has its timeout
+        if heartbeats.get(self._own, 0.0) > self._patience / 2:
+            return {}  # this group lives: it is the lighthouse that hears late, or the way there
         # One that is not listed has not been heard of since the lighthouse was started: it is given time.
         return {name: heartbeats[name] for name in members if heartbeats.get(name, 0.0) > self._patience}

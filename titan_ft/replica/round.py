@@ -162,6 +162,7 @@ class Rounds:
     def arm(self) -> None:
         """Let the next backward launch the exchange of the next round."""
         self.ask()
+        self.excluded = self.insists = False  # of the step before, if this group healed since
         self._exchange.arm(self._contributes)
 
     def offer_nothing(self) -> None:
@@ -226,7 +227,8 @@ class Rounds:
         """
         rows = [Row.decode(values) for values in reduced.rows.tolist()]
         spoilers = [row.slot for row in rows if row.nonfinite]
-        if not spoilers:
+        # Unless all of them had such and agreed on it: one that insists must not spoil the others' sum.
+        if not spoilers or all(row.insists for row in rows if row.valid_tokens or row.excluded):
             return reduced
         self._tell_broken(f"the gradients of groups {spoilers} are not finite", started)
         return None
@@ -239,8 +241,8 @@ class Rounds:
 
     def uncovered(self, made: Round) -> list[int]:
         """Return the slots whose data the round's gradients lack though `batch_policy` wants it in."""
-        if self._config.batch_policy == "shrink":
-            return []
+        if self._config.batch_policy == "shrink" or made.verdict.excluded:
+            return []  # whoever reads a batch that makes NaNs is excluded too, one after the other
         return sorted(set(range(self._config.group_size)) - {entry.slot for entry in made.entries})
 
     def update(self, made: Round, keep: bool = False) -> Update:
@@ -272,9 +274,9 @@ class Rounds:
     def _tell(self, quorum: Quorum, contribution: Contribution) -> Told:
         position = self.position
         outdated = position.standing.has_state and quorum.behind
-        contributes = self._contributes(quorum)
+        contributes = self._exchange.contributed
         facts = contribution if contributes else NOTHING
-        self.nonfinite = contributes and not self.insists and not self._exchange.finite
+        self.nonfinite = contributes and not self._exchange.finite
         row = Row(
             slot=self._config.replica_id,
             standing=Standing.BEHIND if outdated else position.standing,
@@ -295,6 +297,7 @@ class Rounds:
             leaving=self._drain.requested,
             nonfinite=self.nonfinite,
             excluded=self.excluded,
+            insists=contributes and self.insists,
         )
         return row.encode(), encode(facts.entries)
 

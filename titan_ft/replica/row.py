@@ -55,6 +55,7 @@ class Row:
         saved: step of the latest checkpoint that the member knows to be complete.
         leaving: whether the member was told to leave and will be gone after this exchange, if it is committed.
         nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN.
+        insists: whether it adds them all the same, because nobody had finite ones.
         excluded: whether the member leaves its gradients out of this step because one of its ranks had such.
     """
 
@@ -77,6 +78,7 @@ class Row:
     leaving: int = 0
     nonfinite: int = 0
     excluded: int = 0
+    insists: int = 0
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""
