@@ -12,8 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from titan_ft.history.events import EventLog
-from titan_ft.launch.supervisor import root_failure
+from titan_ft.launch import supervisor as supervisor_module
+from titan_ft.launch.supervisor import SENT_AWAY, root_failure
 from titan_ft.launch.worker_group import WorkerExit, visible_devices
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -185,6 +188,15 @@ def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
     assert all(event["stopped"] for event in run.events("worker_exited"))
 
 
+def finish_elsewhere(run: Any) -> Path:
+    """Let another group have finished; returns the file that says so."""
+    path = run.paths.events_file("replica-1-x")
+    log = EventLog(path, replica=1, rank=0)
+    log.emit("training_finished", step=20)
+    log.close()
+    return path
+
+
 def test_group_that_was_sent_away_comes_back(run: Any) -> None:
     """Workers that were told to leave, by somebody who did not tell their supervisor, are started again."""
     with Supervised(run, 1, module="draining_worker") as supervised:
@@ -193,10 +205,36 @@ def test_group_that_was_sent_away_comes_back(run: Any) -> None:
         (restarted,) = run.events("replica_restarted")
         assert (restarted["attempt"], restarted["reason"]) == (1, "its workers were told to leave")
         # Where others have finished there is nothing to come back to.
-        EventLog(run.paths.events_file("replica-1-x"), replica=1, rank=0).emit("training_finished", step=20)
+        finish_elsewhere(run)
         os.kill(run.worker(0, 0, 1)["pid"], signal.SIGTERM)
         assert supervised.wait() == 0
     assert len(run.events("replica_restarted")) == 1
+
+
+def test_group_that_comes_back_too_late_is_ended(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has not committed when the others have finished would train everything anew: status 0, no failure."""
+    monkeypatch.setattr(supervisor_module, "OVER_SECONDS", 0.2)
+    with Supervised(run, 1, module="draining_worker", drain_seconds=600.0) as supervised:
+        os.kill(run.worker(0, 0, 0)["pid"], signal.SIGTERM)
+        back = run.worker(0, 0, 1)
+        finish_elsewhere(run)
+        assert supervised.wait() == 0
+    assert not run.is_alive(back["pid"])
+    assert [(event["attempt"], event["stopped"]) for event in run.events("worker_exited")] == [(0, False), (1, True)]
+    assert len(run.events("replica_restarted")) == 1
+    assert not run.events("replica_gave_up")
+
+
+def test_finish_of_an_earlier_run_keeps_nobody_away(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a folder says of a run before this one does not end a group that comes back, however often it does."""
+    monkeypatch.setattr(supervisor_module, "OVER_SECONDS", 0.0)
+    an_hour_ago = time.time() - 3600.0
+    os.utime(finish_elsewhere(run), (an_hour_ago, an_hour_ago))
+    with Supervised(run, 1, module="draining_worker"):
+        for attempt in (0, 1):
+            os.kill(run.worker(0, 0, attempt)["pid"], signal.SIGTERM)
+        run.worker(0, 0, 2)
+    assert [event["reason"] for event in run.events("replica_restarted")] == [SENT_AWAY] * 2
 
 
 def test_group_that_finished_is_not_restarted(run: Any) -> None:

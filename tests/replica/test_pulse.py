@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import queue
-import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +33,7 @@ class Lighthouse:
 
     def __init__(self) -> None:
         self.page = PAGE
+        self.promised: int | None = None  # bytes that its answer is said to have; it ends with the page all the same
         self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         told = self
 
@@ -41,13 +41,15 @@ class Lighthouse:
             def do_GET(self) -> None:  # the name that the base class calls
                 told.asked.put(self.path)
                 self.send_response(200)
+                if told.promised is not None:
+                    self.send_header("Content-Length", str(told.promised))
                 self.end_headers()
                 self.wfile.write(told.page.encode())
 
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server: socketserver.BaseServer = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -129,3 +131,32 @@ def test_a_lighthouse_that_is_away_breaks_nothing_off(lighthouse: Lighthouse, wa
     with gone.watching():
         threading.Event().wait(0.2)
     assert nothing.empty()
+
+
+def test_a_lighthouse_that_dies_in_mid_answer_ends_no_watching(
+    lighthouse: Lighthouse, watch: Callable[..., tuple]
+) -> None:
+    """What came of an answer that is cut says nothing; the next whole one does."""
+    lighthouse.promised = 2 * len(PAGE)
+    pulse, silences = watch(["1:c"])
+    with pulse.watching():
+        for _ in range(3):
+            lighthouse.asked.get(timeout=DEADLINE)
+        assert silences.empty()
+        lighthouse.promised = len(PAGE.encode())
+        assert silences.get(timeout=DEADLINE) == {"1:c": 3.5}
+
+
+@pytest.mark.parametrize(("own", "silent"), [(0.4, True), (0.6, False)])
+def test_a_lighthouse_that_hears_late_breaks_nothing_off(
+    lighthouse: Lighthouse, watch: Callable[..., tuple], own: float, silent: bool
+) -> None:
+    """By a page on which this group's own heartbeat is older than half of the patience, nobody is gone."""
+    lighthouse.page = f"  1:c: seen 3.5s ago\n  3:own: seen {own}s ago\n"
+    pulse, silences = watch(["1:c"])
+    with pulse.watching():
+        for _ in range(1 if silent else 3):
+            lighthouse.asked.get(timeout=DEADLINE)
+        if silent:
+            assert silences.get(timeout=DEADLINE) == {"1:c": 3.5}
+    assert silences.empty()

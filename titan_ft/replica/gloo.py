@@ -3,8 +3,9 @@
 """torchft's Gloo process group, made to break off.
 
 Gloo has no abort: an operation that waits for a peer which lives, but is stopped or cannot be reached, waits for its
-whole timeout. Its connections are ordinary sockets of this process, though: shutting them down under it ends it, and
-shows at the peers. One that is in the middle of sending may miss it, and then has its timeout.
+whole timeout. Its connections are ordinary sockets of this process, though: shutting them down under it ends it. A
+peer sees it if it waits for this process, not if it waits for the same third one; and an operation in the middle of a
+send may miss it, and then has its timeout.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _shut_down(descriptor: int, inode: int) -> None:
             if os.fstat(own).st_ino == inode:  # else the number has gone to another file meanwhile
                 with socket.socket(fileno=own) as connection:
                     own = -1
-                    tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    tcp = connection.proto == socket.IPPROTO_TCP
                     # Gloo ends the process when its listening socket fails.
                     if tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         connection.shutdown(socket.SHUT_RDWR)

@@ -42,7 +42,7 @@ _LIGHTHOUSE_RETRIES = 1000
 # time that all groups need to heartbeat again.
 _REUNION_ASKS = 20
 _REUNION_PAUSE_SECONDS = 0.1
-_GROUPS_PER_BEAT = 4  # that look at the lighthouse's page in each heartbeat timeout; at the next multiple as many
+_OFTEN = 4  # groups that look at the lighthouse's page in each heartbeat timeout; 1000 groups look 200 times a second
 _SILENT_BEATS = 2  # heartbeat timeouts; one would be enough for the lighthouse, but breaking off costs a repetition
 
 
@@ -130,9 +130,8 @@ class Membership:
             beat = config.heartbeat_timeout_ms / 1000
             self._pulse = Pulse(
                 lighthouse,
-                # A page has a line for each group. The first few groups look often, the others seldom: the abort of one
-                # breaks the exchange of all.
-                interval=beat * (1 + config.replica_id // _GROUPS_PER_BEAT),
+                # A page has a line for each group, and every group looks for itself: in large jobs more seldom.
+                interval=beat * (1 + (config.replica_id // _OFTEN).bit_length()),
                 patience=_SILENT_BEATS * beat,
                 own=self.member.replica_id,
                 members=self._exchanging,
@@ -140,8 +139,8 @@ class Membership:
             )
         if group_world_size > 1:
             # Connected here: what opens while a process group is built counts as one of its sockets.
-            store = self._connect_store()
-            threading.Thread(target=self._watch, args=(store,), name="titan_ft_abort_watch", daemon=True).start()
+            watch = (self._connect_store(),)
+            threading.Thread(target=self._watch, args=watch, name="titan_ft_abort_watch", daemon=True).start()
 
     def begin(self, step: int) -> None:
         """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once."""

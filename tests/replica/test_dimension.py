@@ -1,0 +1,399 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Steps of several groups, which are threads: real rounds and ledgers over an exchange in memory, scripted quorums."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ft.config import FaultTolerance
+from titan_ft.history.events import EventLog
+from titan_ft.replica import dimension, heal
+from titan_ft.replica.dimension import Committed, ReplicaDimension
+from titan_ft.replica.errors import NonFiniteError
+from titan_ft.replica.exchange import Reduced, Told
+from titan_ft.replica.heal import Heal
+from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.round import NOTHING, Contribution, Rounds
+from titan_ft.replica.row import Standing
+from titan_ft.replica.snapshot import Snapshot
+
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+TOKENS = 100  # of a batch
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody pause: a round ends when all of its members are in it."""
+    monkeypatch.setattr(dimension, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(heal, "PAUSE_SECONDS", 0.0)
+
+
+class Hub:
+    """Where the groups meet: quorum number n has the slots `quorums[n]`; after the last one they stay the same."""
+
+    def __init__(self, *quorums: Sequence[int]) -> None:
+        self._quorums = quorums
+        self._told: dict[tuple[int, int], Any] = {}
+        self._changed = threading.Condition()
+
+    def slots(self, number: int) -> Sequence[int]:
+        """Return who is in a quorum."""
+        return self._quorums[min(number, len(self._quorums) - 1)]
+
+    def gather(self, number: int, slot: int, value: object) -> list[Any]:
+        """Return what all of a quorum tell, in their order."""
+        keys = [(number, member) for member in self.slots(number)]
+        with self._changed:
+            self._told[number, slot] = value
+            self._changed.notify_all()
+            met = self._changed.wait_for(lambda: all(key in self._told for key in keys), DEADLINE)
+            assert met, f"only {[key for key in keys if key in self._told]} of {keys} came"
+            return [self._told[key] for key in keys]
+
+
+class Seat:
+    """Stands in for a Membership of a group of one rank."""
+
+    def __init__(self, hub: Hub, slot: int) -> None:
+        self.hub, self.slot, self.number, self.asked = hub, slot, -1, False
+
+    def begin(self, step: int) -> None:
+        """Take the next quorum that this group is in."""
+        self.number += 1
+        while self.slot not in self.hub.slots(self.number):
+            self.number += 1
+        self.asked = True
+
+    def wait(self) -> Quorum:
+        """Return it."""
+        slots = self.hub.slots(self.number)
+        members = tuple(Member(slot, 0.0, str(slot), "c0ffee") for slot in slots)
+        return Quorum(f"quorum {self.number}", slots.index(self.slot), members, 0, False)
+
+    def vote(self, step: int, ok: bool) -> bool:
+        """Be the only voter."""
+        self.asked = False
+        return ok
+
+    def peer_address(self, rank: int) -> str:
+        """Name no real one."""
+        return f"rank {rank}"
+
+
+class Exchange:
+    """Stands in for a GradientExchange: the gradient is one number."""
+
+    def __init__(self, seat: Seat, gradient: Callable[[], float]) -> None:
+        self._seat, self._gradient = seat, gradient
+        self._armed: bool | None = None
+        self.contributed, self.finite, self.sum = False, True, 0.0
+
+    def arm(self, contributes: Callable[[Quorum], bool]) -> None:
+        """Decide now, as the flight does when its quorum comes."""
+        self._armed = contributes(self._seat.wait())
+
+    def offer_nothing(self) -> None:
+        """Launch zeros."""
+        self._armed = False
+
+    def finish(self, contributes: Callable[[Quorum], bool], tell: Callable[[Quorum], Told]) -> Reduced:
+        """Sum over the quorum."""
+        quorum = self._seat.wait()
+        self.contributed = contributes(quorum) if self._armed is None else self._armed
+        self._armed = None
+        gradient = self._gradient() if self.contributed else 0.0
+        self.finite = math.isfinite(gradient)
+        row, message = tell(quorum)
+        told = self._seat.hub.gather(self._seat.number, self._seat.slot, (gradient, list(row), message))
+        gradients, rows, messages = zip(*told, strict=True)
+        self.sum = sum(gradients)
+        return Reduced(quorum, torch.tensor(rows, dtype=torch.float64), list(messages))
+
+    def scale(self, factor: float) -> None:
+        """Multiply the sum."""
+        self.sum *= factor
+
+    def reduced(self) -> list[torch.Tensor]:
+        """Copy the sum."""
+        return [torch.tensor(self.sum)]
+
+
+class Idle:
+    """Stands in for what these tests have no use of: drain, watchdog, state server, state."""
+
+    requested = False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+    def after_vote(self) -> bool:
+        """Never leave."""
+        return False
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Pause nothing."""
+        return contextlib.nullcontext()
+
+
+class Alone:
+    """Stands in for a Group of one rank."""
+
+    def gather(self, value: int) -> list[int]:
+        """Return the own value."""
+        return [value]
+
+
+class Events(EventLog):
+    """Events that tests can read."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.all: list[tuple[str, dict[str, object]]] = []
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Keep the event."""
+        self.all.append((event, fields))
+
+    def named(self, event: str) -> list[dict[str, object]]:
+        """Return the fields of the events of one kind."""
+        return [fields for name, fields in self.all if name == event]
+
+
+class Groups:
+    """All groups of a job. The gradient of a batch is its slot's number + 1; what is applied is the mean over them.
+
+    Args:
+        gradient: makes another one of it: of the group, and the slots it has read.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        hub: Hub,
+        gradient: Callable[[OneGroup, float], float] = lambda group, usual: usual,
+        **config: Any,
+    ) -> None:
+        self.all = [OneGroup(hub, slot, size, gradient, config) for slot in range(size)]
+
+    def run(self, *lives: Callable[[OneGroup], Any]) -> list[Any]:
+        """Let each group live its life, the last one of `lives` counting for the rest; returns what they return."""
+        futures: list[Future[Any]] = [Future() for _ in self.all]
+
+        def live(group: OneGroup, future: Future[Any]) -> None:
+            try:
+                future.set_result(lives[min(group.slot, len(lives) - 1)](group))
+            except BaseException as error:  # noqa: BLE001  # handed to the test
+                future.set_exception(error)
+
+        for group, future in zip(self.all, futures, strict=True):
+            threading.Thread(target=live, args=(group, future), daemon=True).start()
+        return [future.result(2 * DEADLINE) for future in futures]
+
+
+class OneGroup:
+    """A group of one rank."""
+
+    def __init__(
+        self, hub: Hub, slot: int, size: int, gradient: Callable[[OneGroup, float], float], config: dict[str, Any]
+    ) -> None:
+        self.slot, self.read, self.events = slot, list[int](), Events()
+        self.applied: list[float] = []
+        self._share = 1 / size  # of a batch in the nominal tokens
+        self.config = FaultTolerance(enable=True, group_size=size, replica_id=slot, **config)
+        seat, idle = Seat(hub, slot), Idle()
+        self.exchange = Exchange(seat, lambda: gradient(self, sum(each + 1 for each in self.read)) * self._share)
+        self.ledger = Ledger(size)
+        self.ledger.readers = tuple(range(size))
+        parts: list[Any] = [self.config, seat, self.exchange, idle, idle, self.events, TOKENS * size, idle, idle]
+        self.rounds = Rounds(*parts)
+        group, healer, state = Alone(), object(), idle
+        others: dict[str, Any] = {"heal": healer, "state": state, "ledger": self.ledger, "group": group}
+        self.dimension = ReplicaDimension(
+            self.config,
+            rounds=self.rounds,
+            events=self.events,
+            nominal_tokens=TOKENS * size,
+            pauses_after=lambda step: True,
+            **others,
+        )
+
+    def train(self, slots: list[int]) -> Contribution:
+        """Read a batch of each slot."""
+        self.read += slots
+        tokens = TOKENS * len(slots)
+        entries = tuple(Entry(slot, self.ledger.end(slot), 1, b"state") for slot in slots)
+        return Contribution(tokens, tokens, self._share * len(slots), 1.0, 0.1, entries) if slots else NOTHING
+
+    def step(self, arm: bool = False) -> Committed | None:
+        """Make one step, as the trainer does; returns None if the group must heal."""
+        self.read = []
+        contribution = self.train(self.dimension.slots_to_read())
+        if arm:
+            self.dimension.arm()
+        committed = self.dimension.commit(contribution, self.train)
+        if committed is not None:
+            self.applied.append(self.exchange.sum)
+            self.ledger.advance(committed.update.entries, committed.update.readers)
+        return committed
+
+    def steps(self, count: int) -> list[Committed]:
+        """Make steps that need no heal."""
+        made = [self.step() for _ in range(count)]
+        return [committed for committed in made if committed is not None]
+
+    def heal(self) -> None:
+        """Heal, replaying updates as the trainer does."""
+
+        def apply(update: Any) -> None:
+            self.applied.append(update.gradients[0].item())
+            self.ledger.advance(update.entries, update.readers)
+
+        parts: list[Any] = [self.config, self.rounds, Idle(), self.ledger, Alone(), self.events, "token", apply]
+        Heal(*parts).run()
+
+
+def told(committed: Committed) -> tuple[list[int], list[int]]:
+    """Return whose gradients a step has and which slots' batches."""
+    return committed.participants, committed.update.slots
+
+
+@pytest.mark.parametrize(
+    ("quorums", "least"),
+    [([[0], [0], [0], [0], [0, 1]], 2), ([[0, 1], [0], [0, 1]], 1)],
+    ids=["alone and too few", "alone for one quorum"],
+)
+def test_a_group_that_insisted_alone_spoils_no_sum(quorums: list[list[int]], least: int) -> None:
+    """A group whose gradients are not finite, and that met nobody with finite ones, leaves them out when one comes."""
+    groups = Groups(2, Hub(*quorums), lambda group, usual: NAN if group.slot == 0 else usual, min_replica_size=least)
+    for committed in groups.run(OneGroup.step):
+        assert told(committed) == ([1], [1])
+    assert [group.applied for group in groups.all] == [[2.0], [2.0]]
+    for group in groups.all:
+        assert group.events.named("gradient_excluded") == [{"step": 1, "slots": [0]}]
+
+
+def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
+    """With batch_policy "constant", too, a step is made without the slot of a group that is excluded."""
+    groups = Groups(3, Hub([0, 1, 2]), lambda group, usual: NAN if 0 in group.read else usual, batch_policy="constant")
+    for committed in groups.run(OneGroup.step):
+        assert told(committed) == ([1, 2], [1, 2])
+        assert committed.exchanges == 2
+    for group in groups.all:
+        assert group.applied == [2.5]
+        assert group.ledger.readers == (0, 1, 2), "the group reads its slot again"
+        assert group.ledger.end(0) == 0
+
+
+def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
+    """What it agreed on for a step that it never committed does not count for the one after its heal.
+
+    Nobody commits meanwhile, for all three are needed.
+    """
+    healed = threading.Event()
+    groups = Groups(
+        3,
+        Hub([0, 1, 2]),
+        lambda group, usual: NAN if group.slot == 0 and not healed.is_set() else usual,
+        min_replica_size=3,
+    )
+    for group in groups.all:
+        position = group.rounds.position
+        position.step, position.lineage, position.digest = 10, 5, 9 if group.slot == 0 else 7
+
+    def stray(group: OneGroup) -> Committed | None:
+        assert group.step() is None
+        healed.set()
+        position = group.rounds.position
+        position.digest, position.sound, position.standing = 7, True, Standing.READY  # as `Heal` leaves it
+        return group.step(arm=True)
+
+    for committed in groups.run(stray, OneGroup.step):
+        assert told(committed) == ([0, 1, 2], [0, 1, 2])
+        assert committed.valid_tokens == 3 * TOKENS
+    assert [group.applied for group in groups.all] == [[2.0]] * 3
+
+
+def test_if_nobody_has_finite_gradients_all_insist() -> None:
+    """Then the update is what it would be without this layer, with everybody's batches."""
+    groups = Groups(3, Hub([0, 1, 2]), lambda group, usual: NAN)
+    for committed in groups.run(OneGroup.step):
+        assert told(committed) == ([0, 1, 2], [0, 1, 2])
+    for group in groups.all:
+        assert math.isnan(group.applied[0])
+        assert not group.events.named("gradient_excluded")
+
+
+def test_an_excluded_group_is_present() -> None:
+    """It counts toward min_replica_size: nobody waits for one more."""
+    groups = Groups(2, Hub([0, 1]), lambda group, usual: NAN if group.slot == 1 else usual, min_replica_size=2)
+    for committed in groups.run(OneGroup.step):
+        assert told(committed) == ([0], [0])
+    assert not any(group.events.named("waiting") for group in groups.all)
+
+
+def test_three_exclusions_in_a_row_end_the_group() -> None:
+    """A step in between that has its gradients begins the count anew; the others go on."""
+    steps_with_nan = {0, 1, 3, 4, 5}
+    groups = Groups(
+        2,
+        Hub([0, 1]),
+        lambda group, usual: NAN if group.slot == 0 and group.dimension.step in steps_with_nan else usual,
+    )
+
+    def suffer(group: OneGroup) -> list[Committed]:
+        made = group.steps(5)
+        with pytest.raises(NonFiniteError, match="3 steps in a row"):
+            group.step()
+        return made
+
+    suffered, made = groups.run(suffer, lambda group: group.steps(6))
+    assert [committed.participants for committed in suffered] == [[1], [1], [0, 1], [1], [1]]
+    assert [committed.participants for committed in made] == [[1], [1], [0, 1], [1], [1], [1]]
+
+
+def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batch_policy "constant" the others repeat an exchange that a batch is missing from; so nobody replays it."""
+    groups = Groups(3, Hub([0, 1, 2]), batch_policy="constant")
+    for group in groups.all:
+        group.ledger.readers = (0, 1)
+    joiner = groups.all[2]
+    donated = Snapshot(0, 0, b"{}", torch.zeros(1))
+    monkeypatch.setattr(heal, "fetch", lambda *_: donated)
+    begin = Heal._begin
+
+    def begin_and_fetch(self: Heal, made: Any) -> Any:
+        attempt = begin(self, made)
+        assert attempt._fetch.result(DEADLINE) is donated
+        return attempt
+
+    monkeypatch.setattr(Heal, "_begin", begin_and_fetch)
+
+    def go_on(group: OneGroup) -> list[Committed]:
+        made = group.steps(1)
+        group.ledger.readers = (0, 1, 2)  # as if the one that was to read slot 2 had died within the next step
+        return made + group.steps(2)
+
+    def join(group: OneGroup) -> list[Committed]:
+        group.heal()
+        assert group.dimension.step == 1
+        return group.steps(2)
+
+    first, second, joined = groups.run(go_on, go_on, join)
+    for made in (first, second):
+        assert [told(committed) for committed in made[:2]] == [([0, 1], [0, 1, 2])] * 2
+        assert [committed.exchanges for committed in made[:2]] == [1, 2]
+        assert told(made[2]) == ([0, 1, 2], [0, 1, 2])
+    assert [committed.update.lineage for committed in joined] == [committed.update.lineage for committed in first[1:]]
+    assert joiner.applied == groups.all[0].applied == [2.0, 2.0, 2.0]
+    assert not any(group.events.named("digest_mismatch") for group in groups.all)

@@ -1,0 +1,255 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gloo that breaks off: ranks are processes, one of them is stopped, and only Gloo's own connections are shut down.
+
+This file is also the ranks' program: it forks one for each line on stdin, which spares all but one the imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  # it is one of its exports
+from torch.distributed.distributed_c10d import AllreduceOptions
+from torchft.process_group import ProcessGroupGloo
+
+from titan_ft.replica.gloo import BreakableGloo
+
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+TIMEOUT = timedelta(seconds=90)  # of the process groups: well above the deadline
+
+
+class Opened:
+    """Sockets that something else opens while a process group is built."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.client = socket.create_connection(self.listener.getsockname())
+        self.connection, _ = self.listener.accept()
+        self.pair = socket.socketpair()
+        self.datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.datagrams.bind(("127.0.0.1", 0))
+        for each in (self.client, self.connection, *self.pair, self.datagrams):
+            each.settimeout(DEADLINE)
+
+    def living(self) -> list[str]:
+        """Return which of them still work, by trying."""
+        ways: dict[str, Callable[[], bytes]] = {
+            "listener": lambda: self._pass(
+                socket.create_connection(self.listener.getsockname()), self.listener.accept()[0]
+            ),
+            "connection": lambda: self._pass(self.client, self.connection),
+            "pair": lambda: self._pass(*self.pair),
+            "datagrams": self._pass_datagram,
+        }
+        return [name for name, way in ways.items() if self._works(way)]
+
+    @staticmethod
+    def _works(way: Callable[[], bytes]) -> bool:
+        try:
+            return way() == b"x"
+        except OSError:
+            return False
+
+    @staticmethod
+    def _pass(one: socket.socket, other: socket.socket) -> bytes:
+        one.sendall(b"x")
+        return other.recv(1)
+
+    def _pass_datagram(self) -> bytes:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+            peer.bind(("127.0.0.1", 0))
+            peer.settimeout(DEADLINE)
+            self.datagrams.sendto(b"x", peer.getsockname())
+            octets, _ = peer.recvfrom(1)
+            peer.sendto(octets, self.datagrams.getsockname())
+            return self.datagrams.recv(1)
+
+
+def open_meanwhile() -> list[Opened]:
+    """Let sockets be opened in every process group's making; returns the list that they come into."""
+    opened: list[Opened] = []
+    make = ProcessGroupGloo._create_pg
+
+    def open_and_make(self: ProcessGroupGloo, *args: Any) -> Any:
+        opened.append(Opened())
+        return make(self, *args)
+
+    ProcessGroupGloo._create_pg = open_and_make
+    return opened
+
+
+def listening() -> set[int]:
+    """Return the inodes of this process's sockets that listen."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(os.fstat(each.fileno()).st_ino)
+        except OSError:  # no socket, or this folder
+            continue
+    return found
+
+
+def all_reduce(group: BreakableGloo) -> str:
+    """Sum a number over the ranks; returns what became of it."""
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
+    options.timeout = TIMEOUT
+    numbers = torch.ones(1)
+    try:
+        group.allreduce([numbers], options).wait()
+    except RuntimeError:
+        return "broke"
+    return f"sum {numbers.item():g}"
+
+
+def be_rank(order: dict[str, Any]) -> None:
+    """Do what a test wants of one rank; it leads through the store, and is told there."""
+    rank, name = order["rank"], order["name"]
+    store = TCPStore("127.0.0.1", order["port"], is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+
+    def tell(what: str, value: object = None) -> None:
+        store.set(f"{name}/{rank}/{what}", json.dumps(value))
+
+    def wait(what: str) -> None:
+        store.wait([f"{name}/{rank}/{what}"], TIMEOUT)
+
+    opened = open_meanwhile()
+    group = BreakableGloo(timeout=TIMEOUT)
+    group.configure(f"127.0.0.1:{order['port']}/{name}", "r", rank, order["ranks"])
+    tell("first", all_reduce(group))
+    wait("again")
+    kept = group._pg  # else its listener is closed, as it should be
+    listeners = listening()
+    reducing = threading.Thread(target=lambda: tell("second", all_reduce(group)), daemon=True)
+    if order["reduces"]:
+        reducing.start()
+    wait("abort")
+    began = time.monotonic()
+    group.abort(errored=order["errored"])
+    tell("aborted", time.monotonic() - began)
+    if order["reduces"]:
+        reducing.join()
+    tell("living", opened[0].living())
+    tell("spared", listeners <= listening())
+    tell("alone", [group.configure(f"127.0.0.1:{order['port']}/{name}{rank}", "r", 0, 1), all_reduce(group)][1])
+    del kept
+    os._exit(0)
+
+
+def main() -> None:
+    """Fork a rank for each order on stdin, and tell its pid."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            be_rank(json.loads(line))
+        print(pid, flush=True)
+
+
+class Ranks:
+    """The ranks of one test."""
+
+    def __init__(self, nursery: subprocess.Popen[str], store: TCPStore, name: str) -> None:
+        self._nursery, self._store, self._name = nursery, store, name
+        self.pids: list[int] = []
+
+    def start(self, ranks: int, errored: bool = True, reduces: bool = True) -> None:
+        """Start all of them; returns when they have summed once."""
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
+        order = {"port": self._store.port, "name": self._name, "ranks": ranks, "errored": errored, "reduces": reduces}
+        for rank in range(ranks):
+            print(json.dumps(order | {"rank": rank}), file=self._nursery.stdin, flush=True)
+            self.pids.append(int(self._nursery.stdout.readline()))
+        assert [self.hear(rank, "first") for rank in range(ranks)] == [f"sum {ranks}"] * ranks
+
+    def tell(self, rank: int, what: str) -> None:
+        """Let a rank go on."""
+        self._store.set(f"{self._name}/{rank}/{what}", "")
+
+    def hear(self, rank: int, what: str) -> Any:
+        """Wait for a rank's word."""
+        return json.loads(self._store.get(f"{self._name}/{rank}/{what}"))
+
+    def wait_unread(self, pid: int) -> None:
+        """Wait until something lies unread in a stopped process's sockets: the others wait in their operation."""
+        sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+            lines = [line.split() for table in tables for line in table]
+            # State, then bytes to send and to read, in hex; the inode.
+            if any(line[3] == "01" and int(line[4][9:], 16) and f"socket:[{line[9]}]" in sockets for line in lines):
+                return
+            assert time.monotonic() < deadline, "nobody sends to the stopped rank"
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    """Provide the process that forks ranks."""
+    command = [sys.executable, __file__]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()  # ends it
+
+
+@pytest.fixture
+def ranks(nursery: subprocess.Popen[str], request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Provide the ranks of a test; they are ended with it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=DEADLINE), wait_for_workers=False)
+    ranks = Ranks(nursery, store, request.node.name)
+    yield ranks
+    for pid in ranks.pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, num_ranks: int) -> None:
+    """Abort ends it long before its timeout; the process goes on, and can be in another process group."""
+    ranks.start(num_ranks)
+    *live, stopped = range(num_ranks)
+    os.kill(ranks.pids[stopped], signal.SIGSTOP)
+    for rank in live:
+        ranks.tell(rank, "again")
+    ranks.wait_unread(ranks.pids[stopped])
+    for rank in live:
+        ranks.tell(rank, "abort")
+    for rank in live:
+        assert ranks.hear(rank, "second") == "broke"
+        assert ranks.hear(rank, "alone") == "sum 1"
+
+
+@pytest.mark.parametrize("errored", [True, False])
+def test_only_connections_are_shut_down(ranks: Ranks, errored: bool) -> None:
+    """Listeners and what is no TCP are spared, Gloo's and those of others; if nothing is under way, connections too."""
+    ranks.start(1, errored, reduces=False)
+    ranks.tell(0, "again")
+    ranks.tell(0, "abort")
+    assert ranks.hear(0, "living") == ["listener", *([] if errored else ["connection"]), "pair", "datagrams"]
+    assert ranks.hear(0, "spared") is True
+    assert ranks.hear(0, "alone") == "sum 1"
+
+
+if __name__ == "__main__":
+    main()
