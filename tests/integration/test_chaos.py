@@ -83,6 +83,7 @@ def test_an_aborted_process_group_costs_one_repeated_exchange(make_job: Callable
     assert not named(events, "heal_started")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 def test_a_short_outage_costs_time_only(make_job: Callable[..., Job]) -> None:
     """Its process goes on when the network is back; if the other has made steps alone meanwhile, after a heal."""
