@@ -50,9 +50,7 @@ class Position:
     awaited: bool = False  # the others wait for the transfer under way
     saved: int = 0  # step of the latest complete checkpoint heard of
     agreed: int = 0  # step of the latest digest that all holders had alike
-    corrupt: bool = (
-        False  # this state's bytes turned out not to be the others'; what was saved of it is to be withdrawn
-    )
+    corrupt: bool = False  # its bytes are not the others': what was saved of it is to be withdrawn
     left: set[int] = field(default_factory=set)  # slots of groups that left in order
     sound: bool = True  # False: the state is not one that the job went through, only a donor's will do
 
