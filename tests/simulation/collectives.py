@@ -110,7 +110,9 @@ class ProcessGroup:
     Args:
         rings: those of the world, by the address that their members meet at.
         silent: whether it fails as NCCL does.
+        jitter: seconds by which members see an operation complete apart, at most; mostly it is far less.
         on_mismatch: called when members make different operations: real ones end the process.
+        on_moment: told when it is built and when an operation is about to complete.
     """
 
     def __init__(
@@ -124,10 +126,11 @@ class ProcessGroup:
         silent: bool,
         jitter: float,
         on_mismatch: Callable[[str], None],
+        on_moment: Callable[[str, Node], None],
     ) -> None:
         self._kernel, self._network, self._process, self.node = kernel, network, process, node
         self._rings, self._silent, self._on_mismatch = rings, silent, on_mismatch
-        self._jitter = jitter
+        self._jitter, self._on_moment = jitter, on_moment
         self._timeout = 10.0
         self._ring: Ring | None = None
         self._rank = self._number = 0
@@ -163,6 +166,7 @@ class ProcessGroup:
         kernel.sleep(0.001 + 0.004 * kernel.rng.random())
         ring.ends[rank] = self
         ring.tell()
+        self._on_moment("rendezvous", self.node)
         while True:
             if self._ring is not ring:
                 raise RuntimeError("aborted while it was being built")
@@ -239,6 +243,8 @@ class ProcessGroup:
                     late = kernel.rng.random()
                     operation.done_at[member] = now + 0.0004 + self._jitter * late**6
                 ring.tell()
+                for member in range(ring.size):
+                    self._on_moment("exchange", ring.ends[member].node)
             done_at = operation.done_at.get(rank)
             if done_at is not None and rank not in operation.lost:
                 if now >= done_at:

@@ -160,7 +160,8 @@ class Kernel:
         """Wait until woken; False if `timeout` seconds were over first."""
         if self.closed:
             raise Killed
-        task = self.current
+        task = self.task
+        assert task is not None, "only tasks block"
         task.timed_out = False
         if timeout is not None:
             self._push(timeout if timeout > 0 else 0.0, task, task.ticket)
@@ -236,6 +237,21 @@ class Kernel:
             task.green.switch()
             self.task = None
         return True
+
+    def waits(self) -> list[tuple[str, str]]:
+        """Return what each task of a live process waits for: its name, and where in the engine it is."""
+        found = []
+        for task in self._tasks:
+            frame = None if task.done or task.process.dead else task.green.gr_frame
+            places = []
+            while frame is not None:
+                file = frame.f_code.co_filename
+                if "titan_ft" in file:
+                    places.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
+                frame = frame.f_back
+            if places:
+                found.append((repr(task), " < ".join(places[:5])))
+        return found
 
     def close(self) -> None:
         """Unwind what is left, so that nothing of it runs when it is collected."""

@@ -155,7 +155,7 @@ class Lighthouse:
         if not heart.beats:
             heart.last = now
         self._participants[requester.replica_id] = _Participant(requester, now)
-        self._asking.append(request)
+        self._asking = [*(other for other in self._asking if other.alive()), request]
         self._look()
 
     def status(self) -> str:
@@ -340,7 +340,7 @@ class ManagerServer:
             if state["over"]:
                 return
             if self.lighthouse.listens:
-                self.lighthouse.ask(_Asking(requester, reply, again, lambda: not self.process.dead))
+                self.lighthouse.ask(_Asking(requester, reply, again, lambda: not (state["over"] or self.process.dead)))
             else:
                 again()
 

@@ -30,7 +30,7 @@ class Committed:
 
     step: int
     parent: int
-    participants: tuple[int, ...]
+    participants: tuple[int, ...] | None
     batches: tuple[tuple[int, int, int], ...]
     readers: tuple[int, ...]
     tokens: int
@@ -67,6 +67,8 @@ class Oracle:
     def __init__(self, rules: Rules, report: Callable[[str, str], None]) -> None:
         self._rules, self._report = rules, report
         root = Committed(0, -1, (), (), (), 0, dict.fromkeys(range(rules.group_size), 0))
+        self.spoiled: set[tuple[int, int]] = set()
+        """Slot and batch of those that were trained with a gradient that is not finite."""
         self.chain: dict[int, Committed] = {0: root}
 
     def committed(
@@ -76,15 +78,22 @@ class Oracle:
         parent: int,
         step: int,
         tokens: int,
-        participants: list[int],
+        participants: list[int] | None,
         entries: list[Entry],
         readers: list[int],
     ) -> None:
-        """Check a commit of one rank before it is applied; the first one of a lineage makes it known."""
+        """Check an update of one rank before it is applied; the first one of a lineage makes it known.
+
+        A group that replays may be the first. It does not know the participants (None), as nobody tells it.
+        """
         batches = tuple((entry.slot, entry.first_batch, entry.num_batches) for entry in entries)
         known = self.chain.get(lineage)
-        facts = (step, parent, tuple(participants), batches, tuple(readers), tokens)
+        facts = (step, parent, participants and tuple(participants), batches, tuple(readers), tokens)
         if known is not None:
+            if known.participants is None:
+                known.participants = facts[2]
+            elif participants is None:
+                facts = (*facts[:2], known.participants, *facts[3:])
             told = (known.step, known.parent, known.participants, known.batches, known.readers, known.tokens)
             if told != facts:
                 self._report("one trajectory", f"g{slot} commits {facts} where another group committed {told}")
@@ -96,7 +105,8 @@ class Oracle:
             return
         if step != base.step + 1:
             self._report("counters", f"g{slot} commits step {step} on a state of step {base.step}")
-        self._check_members(slot, step, participants, batches)
+        if participants is not None:
+            self._check_members(slot, step, participants, batches)
         self.chain[lineage] = Committed(*facts, ends=self._advance(slot, step, base, batches), groups={slot})
 
     def applied(self, slot: int, rank: int, lineage: int, state: training.State) -> None:
@@ -118,11 +128,15 @@ class Oracle:
         base = self._state_of(known.parent, rank)
         if base is None:
             return
+        if not np.isfinite(base).all():
+            return  # the model has diverged, with everybody's consent
         expected = self._descend(known, base, rank)
+        if not np.isfinite(state.array).all() and all((of, first) in self.spoiled for of, first, _ in known.batches):
+            return  # nobody had a finite gradient: it is what stock torchtitan makes of it
         if not np.allclose(expected, state.array, atol=_TOLERANCE, rtol=_TOLERANCE, equal_nan=True):
             self._report(
                 "exact average",
-                f"g{slot} r{rank} after step {known.step} (participants {list(known.participants)}) has weights "
+                f"g{slot} r{rank} after step {known.step} of groups {known.participants} has weights "
                 f"{np.round(state.array[0], 4).tolist()}, the mean over those gives {np.round(expected[0], 4).tolist()}",
             )
 

@@ -7,7 +7,6 @@ All that knows the engine's constructors and verbs is here.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,7 +74,6 @@ class Rank:
         self.state = training.State(number, self.ledger)
         self.ended: Ended | None = None
         self.ready = False  # holds a committed state, as far as the world knows
-        self.held = (0, 0)  # step and lineage of its state
         self.spoiled = 0  # backwards to come whose gradients are not finite
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
@@ -83,9 +81,19 @@ class Rank:
         self._read: set[tuple[int, int]] = set()
         self.drain: Drain | None = None
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """Return step and lineage of its state."""
+        return self.state.held
+
+    def main(self) -> None:
+        """Train, then end the process."""
+        self.train()
+        self.process.end()
+
     def train(self) -> None:
         """Train from the first step to the last one, as the trainer does."""
-        world, options = self.world, self.world.options
+        world = self.world
         world.kernel.sleep(self.group.delays[self.number])
         self._build()
         watchdog, drain = self._watchdog, self._drain
@@ -100,7 +108,6 @@ class Rank:
             watchdog.close()
             self._membership.close()
             self._server.close()
-        assert options is world.options
 
     def _build(self) -> None:
         world, config, process = self.world, self.config, self.process
@@ -193,16 +200,7 @@ class Rank:
             self._heal()
             return
         update = committed.update
-        world.oracle.committed(
-            self.slot,
-            update.lineage,
-            committed.parent,
-            update.step,
-            update.tokens,
-            committed.participants,
-            update.entries,
-            update.readers,
-        )
+        self._know(update, committed.parent, committed.participants)
         self._apply(update)
         world.committed(self, update.step, committed.participants)
         dimension.applied()
@@ -244,6 +242,7 @@ class Rank:
             entries.append(Entry(slot, batch, 1, f"{slot}:{batch + 1}".encode()))
         if self.spoiled > 0:
             self.spoiled -= 1
+            self.world.oracle.spoiled.update((entry.slot, entry.first_batch) for entry in entries)
             values[self.spoiled % training.SIZE] = float("nan")
         self.state.add_gradient(values)
         facts = self._group.gather_losses([valid, 10 * len(slots), 0.1, 0.1, seconds])
@@ -259,6 +258,7 @@ class Rank:
     def _apply(self, update: Update) -> None:
         """Apply a committed update, live or replayed."""
         world, options = self.world, self.world.options
+        self._know(update, self.held[1], None)
         self._watchdog.beat()
         world.kernel.sleep(options.apply_seconds)
         self._exchange.write_gradients(update.gradients)
@@ -270,12 +270,23 @@ class Rank:
         self._hold(update.step, update.lineage)
         world.oracle.applied(self.slot, self.number, update.lineage, self.state)
 
+    def _know(self, update: Update, parent: int, participants: list[int] | None) -> None:
+        self.world.oracle.committed(
+            self.slot,
+            update.lineage,
+            parent,
+            update.step,
+            update.tokens,
+            participants,
+            update.entries,
+            update.readers,
+        )
+
     def _hold(self, step: int, lineage: int) -> None:
-        self.held = (step, lineage)
+        self.state.held = (step, lineage)
         self.ready = True
 
     def _end(self, how: str, digest: str = "") -> None:
         step, lineage = self.held
         self.ended = Ended(how, step, lineage, digest or self.state.digest())
-        with contextlib.suppress(AttributeError):
-            self.world.rank_ended(self)
+        self.world.rank_ended(self)

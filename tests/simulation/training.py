@@ -69,6 +69,7 @@ class State:
     def __init__(self, rank: int, ledger: Ledger) -> None:
         self.rank, self.ledger = rank, ledger
         self.progress = Progress()
+        self.held = (0, 0)  # step and lineage
         self.tainted = False  # the simulation's own knowledge: some byte of it was changed from outside
         self.payload = torch.from_numpy(initial(rank).copy())
         self.array = self.payload.numpy()
@@ -101,6 +102,7 @@ class State:
         self.ledger.load_state_dict(header["ledger"])
         self.progress = Progress(header["steps"], header["tokens"])
         self.tainted = header["tainted"]
+        self.held = (snapshot.step, snapshot.lineage)
 
     def digest(self) -> str:
         """Hash the bytes of weights, momentum and LR."""

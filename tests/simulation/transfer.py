@@ -68,6 +68,7 @@ class Transfers:
         self._kernel, self._network, self._seconds = kernel, network, seconds
         self.servers: dict[str, SnapshotServer] = {}
         self.node_of: Callable[[Process], Node] = lambda process: (0, 0)
+        self.on_moment: Callable[[str, Node], None] = lambda moment, node: None
 
     def fetch(
         self, address: str, token: str, step: int, joiner: str, connections: int, timeout: float, cancelled: Any = None
@@ -91,6 +92,8 @@ class Transfers:
             snapshot = self._acquire(server, node, step, lineage, end, cancelled)
             try:
                 self._spend(kernel.rng.random() ** 2 * self._seconds / 2, server, node, end, cancelled)
+                self.on_moment("serving", server.node)
+                self.on_moment("fetching", node)
                 parts.append(snapshot.payload[part].clone())  # the bytes as they are in the donor's memory now
             finally:
                 server.readers -= 1

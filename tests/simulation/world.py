@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation import standins, training
+from tests.simulation import standins
 from tests.simulation.collectives import GroupCollective, GroupLink, ProcessGroup, Ring
 from tests.simulation.kernel import Crash, Kernel, Process
 from tests.simulation.lighthouse import Lighthouse, ManagerClient, ManagerServer
@@ -94,7 +94,7 @@ class GroupRun:
             world.ranks[rank.process] = rank
             collective = GroupCollective(self.link, rank.number, lambda rank=rank: world.enters(rank, "gather"))
             world.collectives[rank.process] = collective
-            kernel.spawn(rank.train, "main", rank.process)
+            kernel.spawn(rank.main, "main", rank.process)
 
     @property
     def alive(self) -> bool:
@@ -143,6 +143,8 @@ class World(standins.World):
         )
         self.transfers = Transfers(kernel, self.network, options.transfer_seconds)
         self.transfers.node_of = lambda process: self.ranks[process].node
+        self.transfers.on_moment = self.moment
+        self.armed: dict[str, list[tuple[int, Callable[[Node], None]]]] = {}
         not_finite = any(fault.spoils for fault in faults)
         self.oracle = Oracle(
             Rules(
@@ -194,6 +196,9 @@ class World(standins.World):
             elif not self.problems and not kernel.stopped:
                 text = "groups wait for ever" if not went_on else f"groups have not ended after {kernel.now:.0f} s"
                 self._problem("liveness", f"{text}: {self._describe()}")
+            if self.traces and any(problem.promise == "liveness" for problem in self.problems):
+                for task, place in kernel.waits():
+                    self.say(task, f"waits at {place}")
         finally:
             kernel.close()
             standins.enter(None, None)
@@ -225,6 +230,22 @@ class World(standins.World):
             self.say("fault", str(fault))
             self.disturbed = self.kernel.now
             fault.inject(self)
+
+    def when(self, moment: str, slot: int, act: Callable[[Node], None]) -> None:
+        """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1."""
+        self.armed.setdefault(moment, []).append((slot, act))
+
+    def moment(self, moment: str, node: Node) -> None:
+        """Take note of a moment that faults may have waited for; they come within a few milliseconds."""
+        armed = self.armed.get(moment)
+        if not armed:
+            return
+        for entry in list(armed):
+            slot, act = entry
+            if slot in (-1, node[0]):
+                armed.remove(entry)
+                late = 0.006 * self.kernel.rng.random() ** 2
+                self.kernel.after(late, lambda act=act: act(node))
 
     def _start(self, slot: int, attempt: int) -> None:
         if slot in self.gone or self._job_over():
@@ -288,6 +309,7 @@ class World(standins.World):
             silent=self.options.silent,
             jitter=self.options.jitter,
             on_mismatch=lambda text: self.report("one trajectory", f"{rank.process.name}: {text}"),
+            on_moment=self.moment,
         )
 
     def manager_server(self, **options: Any) -> ManagerServer:
@@ -391,7 +413,7 @@ class World(standins.World):
 
     def started(self, rank: Rank) -> None:
         """Take note that a rank begins at step 0."""
-        rank.held, rank.ready = (0, 0), True
+        rank.ready = True
         if rank.group.attempt > 0 or self.furthest > 0:
             self._judge_loss(rank, 0, "started anew")
 
@@ -429,23 +451,29 @@ class World(standins.World):
         """Let the supervisor see that a process of a group has ended."""
         if group.over:
             return
-        kernel, options = self.kernel, self.options
-        group.over = True
-        self.disturbed = kernel.now
-        in_order = bool(group.ended)
+        dead = [rank for rank in group.ranks if rank.process.dead]
+        if any(rank.ended is None for rank in dead):
+            self.say("launch", f"sees an end in group {group.slot}")
+            group.over = True
+            self.kernel.after(0.02 + 0.2 * self.kernel.rng.random(), lambda: self._end_others(group))
+        elif len(dead) == len(group.ranks):
+            group.over = True
+            if group.ended == "drained" and group.slot not in self.gone:
+                self._restart(group)
+        self.disturbed = self.kernel.now
+        self._stop_if_over()
 
-        def end_others() -> None:
-            for rank in group.ranks:
-                rank.process.end()
-            if self.groups.get(group.slot) is not group:
-                return
-            low, high = options.restart_seconds
-            pause = low + (high - low) * kernel.rng.random()
-            if not in_order or group.ended == "drained":
-                kernel.after(pause, lambda: self._start(group.slot, group.attempt + 1))
+    def _end_others(self, group: GroupRun) -> None:
+        for rank in group.ranks:
+            rank.process.end()
+        self._restart(group)
+        self._stop_if_over()
 
-        self.say("launch", f"sees an end in group {group.slot}")
-        kernel.after(0.05 + 0.25 * kernel.rng.random(), end_others)
+    def _restart(self, group: GroupRun) -> None:
+        if self.groups.get(group.slot) is not group or group.slot in self.gone:
+            return
+        low, high = self.options.restart_seconds
+        self.kernel.after(low + (high - low) * self.kernel.rng.random(), lambda: self._start(group.slot, group.attempt + 1))
 
     # Judging
 
@@ -454,6 +482,8 @@ class World(standins.World):
         self.say(process.name, f"{crash.task.name} ends by {type(error).__name__}: {str(error)[:160]}")
         rank = self.ranks[process]
         if self._may_end(rank, crash):
+            if not getattr(crash.error, "restart", True):
+                self.gone[rank.slot] = type(crash.error).__name__
             process.end()
         else:
             self.report("no state given up", f"{process.name} ({crash.task.name}) ends by {type(error).__name__}: {error}")
@@ -528,8 +558,14 @@ class World(standins.World):
                 self.report("one trajectory", f"g{rank.slot} and g{other.slot} have finished with other bytes")
         if ended.how == "finished" and rank.state.tainted and not self._corruption_wins():
             self.report("one trajectory", f"{rank.process.name} has finished with a corrupt state")
-        if finished and self._all_ended():
-            self.kernel.stop()
+        self._stop_if_over()
+
+    def _stop_if_over(self) -> None:
+        """Stop when nothing is left to see."""
+        started = self.options.groups - len(self.options.absent)
+        if self._job_over() or len(self.gone) == started:
+            if self._all_ended():
+                self.kernel.stop()
 
     def _corruption_wins(self) -> bool:
         """Say whether nobody is left who has a sound state: then nobody can tell."""
@@ -537,7 +573,7 @@ class World(standins.World):
 
     def _all_ended(self) -> bool:
         return all(
-            group.ended or not group.alive or group.slot in self.gone or not group.ready or not group.runs
+            group.over or group.ended or group.slot in self.gone or not group.ready or not group.runs
             for group in self.groups.values()
         )
 
@@ -602,6 +638,7 @@ class _WatchedClient(ManagerClient):
 
     def should_commit(self, group_rank: int, step: int, *args: Any, **kwargs: Any) -> bool:
         self._world.votes(self._rank)
+        self._world.moment("vote", self._rank.node)
         return super().should_commit(group_rank, step, *args, **kwargs)
 
 
@@ -616,7 +653,3 @@ def _config(options: Options) -> dict[str, Any]:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-Check = Callable[[], None]
-_ = training
