@@ -117,9 +117,11 @@ class Oracle:
             return
         known.groups.add(slot)
         self._check_counters(slot, known, lineage, state)
-        if state.tainted:
-            return
         there = known.states.get(rank)
+        if state.tainted:
+            # What was changed may be lost in rounding: then it is as if nothing had happened.
+            state.tainted = there is None or not np.array_equal(there, state.array)
+            return
         if there is not None:
             if not np.array_equal(there, state.array, equal_nan=True):
                 self._report("one trajectory", f"g{slot} r{rank} has other bytes after step {known.step} than others")
@@ -139,6 +141,12 @@ class Oracle:
                 f"g{slot} r{rank} after step {known.step} of groups {known.participants} has weights "
                 f"{np.round(state.array[0], 4).tolist()}, the mean over those gives {np.round(expected[0], 4).tolist()}",
             )
+
+    def is_corrupt(self, rank: int, state: training.State) -> bool:
+        """Say whether a state is not the one of its lineage, as far as a sound rank has held that."""
+        known = self.chain.get(state.held[1])
+        there = None if known is None else known.states.get(rank)
+        return state.tainted and there is not None and not np.array_equal(there, state.array)
 
     def path(self, lineage: int) -> list[Committed]:
         """Return the commits from the first one to `lineage`."""

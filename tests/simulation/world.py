@@ -174,6 +174,7 @@ class World(standins.World):
         self.furthest = 0
         self.commits = 0
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
+        self.final: set[str] | None = None  # slots of the quorum in which the first group finished
         self._pids = 100
 
     # Running
@@ -445,7 +446,14 @@ class World(standins.World):
             comes_back = self.drained.get(group.slot, False)
             if not comes_back:
                 self.gone[group.slot] = "drained"
+        if self.final is None and group.ended == "finished":
+            # Who is not with the groups that finish first has been given up by them, and is too late.
+            self.final = {name.split("/")[1] for name in self.lighthouse.quorum[1]}
+            self.final.add(f"{rank.slot:06d}")
         self._judge_end(rank)
+
+    def _late(self, group: GroupRun) -> bool:
+        return self.final is not None and f"{group.slot:06d}" not in self.final
 
     def process_ended(self, group: GroupRun) -> None:
         """Let the supervisor see that a process of a group has ended."""
@@ -550,13 +558,18 @@ class World(standins.World):
         ended = rank.ended
         assert ended is not None
         finished = [
-            other for group in self.groups.values() for other in group.ranks if other.ended and other.ended.how == "finished"
+            other
+            for group in self.groups.values()
+            for other in group.ranks
+            if other.ended and other.ended.how == "finished" and not self._late(group)
         ]
+        if self._late(rank.group):
+            return
         for other in finished:
             assert other.ended is not None
             if ended.how == "finished" and other.number == rank.number and other.ended.digest != ended.digest:
                 self.report("one trajectory", f"g{rank.slot} and g{other.slot} have finished with other bytes")
-        if ended.how == "finished" and rank.state.tainted and not self._corruption_wins():
+        if ended.how == "finished" and self.oracle.is_corrupt(rank.number, rank.state) and not self._corruption_wins():
             self.report("one trajectory", f"{rank.process.name} has finished with a corrupt state")
         self._stop_if_over()
 
@@ -573,7 +586,7 @@ class World(standins.World):
 
     def _all_ended(self) -> bool:
         return all(
-            group.over or group.ended or group.slot in self.gone or not group.ready or not group.runs
+            group.over or group.ended or group.slot in self.gone or self._late(group)
             for group in self.groups.values()
         )
 
