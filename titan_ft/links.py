@@ -17,6 +17,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.reach import Probe
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_server import StateServer
 from titan_ft.worker import Launch
@@ -58,6 +59,7 @@ class Links:
 
     def _join(self, host: str) -> Membership:
         config, launch, port = self._config, self._launch, self.server.port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
@@ -69,8 +71,9 @@ class Links:
             store=launch.store,
             attempt=launch.attempt,
             config_digest=launch.config_digest,
-            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            address=address,
             events=self._events,
+            probe=Probe(launch.token, address, launch.rank),
         )
 
     def _build_exchange(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> GradientExchange:
