@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,11 @@ class Network:
     def __init__(self, seats: Any) -> None:
         self._seats = seats
         self._dead: set[tuple[int, int, int]] = set()  # (slot, slot of the other, group rank); one direction each
+        self.silent = False  # an exchange over a dead link waits until somebody breaks it off
+        self.groups: list[NoProcessGroup] = []
+        self._lock = threading.Lock()
+        self._made: Counter[tuple[Membership, str]] = Counter()  # exchanges of a seat in a quorum
+        self._worked: dict[tuple[str, int, int], bool] = {}
 
     def cut(self, one: int, other: int, rank: int = 0) -> None:
         """Lose what rank `rank` of group `one` sends to its counterpart in group `other`, and the other way round."""
@@ -43,6 +49,18 @@ class Network:
         """Say whether the ranks `rank` of these groups can exchange."""
         return not any(one in slots and other in slots and rank == where for one, other, where in self._dead)
 
+    def exchange(self, seat: Membership, quorum: Quorum, rank: int) -> bool:
+        """Make an exchange with the quorum's members; says whether it worked, which is the same for all of them."""
+        with self._lock:
+            self._made[seat, quorum.key] += 1
+            exchange = quorum.key, rank, self._made[seat, quorum.key]
+            if self._worked.setdefault(exchange, self.works(quorum.slots, rank)):
+                return True
+        if self.silent:
+            with seat.waiting():
+                assert seat.process_group.aborted.wait(DEADLINE), "an exchange hangs"
+        return False
+
     def probe(self, slot: int, rank: int) -> Callable[[Sequence[Peer]], dict[str, str]]:
         """Return what `Membership` of a rank asks about its peers."""
 
@@ -55,16 +73,23 @@ class Network:
 
 
 class NoProcessGroup:
-    """Stands in for a process group; `Network.works` says what would become of its exchanges."""
+    """Stands in for a process group; `Network.exchange` says what becomes of its exchanges."""
+
+    def __init__(self, network: Network) -> None:
+        self._groups = network.groups
+        self._groups.append(self)
+        self.aborted = threading.Event()
 
     def set_timeout(self, timeout: timedelta) -> None:
         pass
 
     def configure(self, *_: object) -> None:
-        pass
+        self.aborted.clear()
 
     def abort(self, errored: bool = True) -> None:
-        pass
+        """Break off: the others see closed connections."""
+        for group in self._groups if errored else ():
+            group.aborted.set()
 
 
 class Group:
@@ -87,7 +112,7 @@ class Group:
                 slot,
                 rank=rank,
                 world_size=world_size,
-                process_group=NoProcessGroup(),
+                process_group=NoProcessGroup(network),
                 probe=network.probe(slot, rank),
                 config=seats.config(slot, group_size=3, max_exchange_retries=0),
             )
@@ -98,17 +123,18 @@ class Group:
             thread.start()
 
     def _train(self, rank: int) -> None:
+        try:
+            self._make_steps(rank)
+        except Exception:
+            if not self._stop:
+                raise
+
+    def _make_steps(self, rank: int) -> None:
         seat, step = self.ranks[rank], self.step
         while not self._stop:
             seat.begin(step, self.held)
-            try:
-                quorum = seat.wait()
-            except Exception:
-                if self._stop:
-                    return
-                raise
-            works = quorum.error is None and self._network.works(quorum.slots, rank)
-            if seat.vote(step, works):
+            quorum = seat.wait()
+            if seat.vote(step, quorum.error is None and self._network.exchange(seat, quorum, rank)):
                 step = max(step, quorum.max_step) + 1
             if rank == 0:
                 self._note(step, quorum, seat)
@@ -188,6 +214,25 @@ def test_the_largest_clique_goes_on_and_the_others_come_back(network: Network, s
         group.wait_for([0, 1, 2], steps=10)
     assert groups[2].named("link_back") == [{"event": "link_back", "slots": [0]}]
     assert [group.named("outside") for group in groups[:2]] == [[], []]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_exchange_over_a_silent_link_is_broken_off(
+    network: Network, start: Callable[..., Group], world_size: int
+) -> None:
+    """Nobody closes a connection: the ends look at their links while they wait, and tell after one failed vote."""
+    groups = [start(slot, world_size=world_size) for slot in range(3)]
+    for group in groups:
+        group.wait_for([0, 1, 2])
+    network.silent = True
+    network.cut(0, 2, rank=world_size - 1)
+    for group in groups[:2]:
+        group.wait_for([0, 1], steps=20)
+        assert group.broken <= 2  # the other end may be quicker: then this one tells after the next
+    groups[2].wait_for_event("outside")
+    network.mend()
+    for group in groups:
+        group.wait_for([0, 1, 2], steps=10)
 
 
 def test_two_groups_without_a_link(network: Network, start: Callable[..., Group]) -> None:

@@ -32,7 +32,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.errors import LighthouseError
 from titan_ft.replica.member import Admission, Member, Quorum, admit, known_members
-from titan_ft.replica.pulse import Pulse, StatusPage
+from titan_ft.replica.pulse import Pulse, StatusPage, Watch
 from titan_ft.replica.reach import Peer, address_key, within
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ _LIGHTHOUSE_RETRIES = 1000
 _REUNION_ASKS = 20
 _REUNION_PAUSE_SECONDS = 0.1
 _OFTEN = 4  # groups that look at the lighthouse's page in each heartbeat timeout; 1000 groups look 200 times a second
+_MANY = 16  # groups that are asked at each look at the links of an exchange that takes long; of more, more seldom
 _PROBE_AFTER = 2  # votes in a row that failed; once is what any failure costs
 _PAGE_PAUSE_SECONDS = 0.02  # between two looks at the lighthouse's page
 _PROBE_PAUSE_SECONDS = 1.0  # between two looks of a group that is outside at the links it lost
@@ -129,6 +130,11 @@ class Membership:
         self._abort_lock = threading.Condition()
         self._failures = 0
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
+        self._probed = ""  # and that whose links were looked at while its exchange was waited for
+        self._lost: tuple[str | None, list[str]] = (
+            None,
+            [],
+        )  # a quorum's prefix, and whom this rank could not reach in it
         if group_rank == 0:  # it tells the others
             beat = config.heartbeat_timeout_ms / 1000
             self._pulse = Pulse(
@@ -137,8 +143,14 @@ class Membership:
                 interval=beat * (1 + (config.replica_id // _OFTEN).bit_length()),
                 patience=_SILENT_BEATS * beat,
                 own=self.member.replica_id,
-                members=self._exchanging,
+                members=self._find_exchanging,
                 on_silence=self._break_off,
+            )
+        self._watches: list[Watch] = [self._pulse] if self._pulse is not None else []
+        if probe is not None:
+            # Peers that are slow are asked too: seldom, for they pay for it.
+            self._watches.append(
+                Watch("titan_ft_link_watch", self._look_after, 2.0, self._find_lost, self._break_off_lost)
             )
         if group_world_size > 1:
             # Connected here: what opens while a process group is built counts as one of its sockets.
@@ -176,6 +188,8 @@ class Membership:
         After a "no" the lighthouse renews the quorum's id, so that all members build a new process group.
         """
         timeout = timedelta(seconds=self._config.vote_timeout_seconds)
+        if not ok and self._lost[0] == self._prefix:
+            self._store.set(self._lost_key(), "1")  # before the vote, so that all ranks find it after the vote
         with self.waiting():  # for a sibling whose exchange is not complete
             agreed = bool(self._client.should_commit(self._group_rank, step, ok, timeout))
         self._failures = 0 if agreed else self._failures + 1
@@ -188,8 +202,10 @@ class Membership:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for an exchange: it is broken off when one of its members falls silent (see `Pulse`)."""
-        with self._pulse.watching() if self._pulse is not None else contextlib.nullcontext():
+        """Wait for an exchange: it is broken off when a member falls silent (see `Pulse`) or cannot be reached."""
+        with contextlib.ExitStack() as watches:
+            for watch in self._watches:
+                watches.enter_context(watch.watching())
             yield
 
     def abort(self, quorum: str | None = None) -> None:
@@ -210,8 +226,8 @@ class Membership:
         with self._seat_lock:  # no other seat is taken from now on
             self._closed = True
         self._leave_seat()
-        if self._pulse is not None:
-            self._pulse.close()
+        for watch in self._watches:
+            watch.close()
         with self._abort_lock:
             self.process_group.abort(errored=False)
             self._abort_lock.notify_all()
@@ -220,7 +236,7 @@ class Membership:
     # The quorum thread
 
     def _ask(self, step: int, failures: int, held: int) -> Quorum:
-        if self._probe is not None and (failures >= _PROBE_AFTER or self._accusers):
+        if self._probe is not None and self._must_tell_reach(failures):
             self._tell_reach(held)
         asked = time.monotonic()
         reply, admission = self._find_members(step, failures)
@@ -395,10 +411,17 @@ class Membership:
 
     # Groups that cannot reach each other
 
+    def _must_tell_reach(self, failures: int) -> bool:
+        """Say whether it is time to find out who can reach whom; the same on all ranks of the group."""
+        known = failures > 0 and bool(self._store.check([self._lost_key()]))
+        return known or failures >= _PROBE_AFTER or bool(self._accusers)
+
     def _tell_reach(self, held: int) -> None:
         """Find out whom this group cannot reach, and tell it in the group's name; all ranks of the group do so."""
         peers = [member for member in self._former[2] if member != self.member]
-        seat = self._agree(self._find_dead(peers), lambda dead: self._report(peers, dead, held))
+        prefix, lost = self._lost
+        found = lost if prefix == self._prefix else self._find_dead(peers)
+        seat = self._agree(found, lambda dead: self._report(peers, dead, held))
         if seat:
             self._take_seat(seat)
 
@@ -406,8 +429,8 @@ class Membership:
         """Open the seat whose name tells whom this group cannot reach; none if there is nothing new to tell."""
         living = self._find_living(dead)
         lost = [peer for peer in peers if peer.unique in living]
-        if lost:
-            slots = [peer.slot for peer in lost]
+        slots = [peer.slot for peer in lost if not self.member.names(peer)]
+        if slots:
             logger.warning(
                 "groups %s live and cannot be reached: see to the network between them and this group", slots
             )
@@ -475,13 +498,19 @@ class Membership:
         A process that has ended cannot be reached either, and neither can one that is frozen. Both send no heartbeats.
         """
         beat, began = self._config.heartbeat_timeout_ms / 1000, time.monotonic()
-        living: set[str] = set()
-        while living != dead and (now := time.monotonic()) - began < 2 * beat:
+        open_, living = set(dead), set[str]()
+        while open_ and (now := time.monotonic()) - began < 2 * beat:
             page = self._page.read(beat)
             if page is None:
                 return dead
-            fresh = [name for name, seconds in page.items() if seconds < now - began]
-            living |= {member.unique for member in known_members(fresh)} & dead
+            # A process that has just changed its name is there twice.
+            youngest: dict[str, float] = {}
+            for name, seconds in page.items():
+                for member in known_members([name]):
+                    youngest[member.unique] = min(seconds, youngest.get(member.unique, seconds))
+            living |= {unique for unique in open_ if youngest.get(unique, now) < now - began}
+            # Not those that are not listed: a lighthouse that was started again has yet to hear of them.
+            open_ -= living | {unique for unique in open_ if youngest.get(unique, 0.0) > beat}
             self._pause(_PAGE_PAUSE_SECONDS)
         return living
 
@@ -573,12 +602,37 @@ class Membership:
 
     # Failures that no connection tells
 
-    def _exchanging(self) -> list[str]:
-        """Return the other members of the exchange under way."""
-        self._looked_at, pending = self._prefix, self._pending
+    def _find_exchanging(self) -> list[str]:
+        """Return the names of the other members of the exchange under way, and note which one it is."""
+        self._looked_at = self._prefix
+        return [member.replica_id for member in self._exchanging()]
+
+    def _exchanging(self) -> list[Member]:
+        pending = self._pending
         if pending is None or not pending.done() or pending.cancelled() or pending.exception() is not None:
             return []
-        return [member.replica_id for member in pending.result().members if member != self.member]
+        return [member for member in pending.result().members if member != self.member]
+
+    def _look_after(self) -> float:
+        """Return the seconds that an exchange may wait before this rank looks at its links."""
+        return _SILENT_BEATS * self._config.heartbeat_timeout_ms / 1000 * (1 + len(self._former[2]) // _MANY)
+
+    def _find_lost(self) -> dict[str, str]:
+        """Return which members of the exchange under way this rank cannot reach, and why.
+
+        A peer that is slow answers, and one that is busy does at the second time; only the network loses everything.
+        """
+        self._probed, members = self._prefix, self._exchanging()
+        for _ in range(2):
+            lost = self._find_dead(members)
+            members = [member for member in members if member.unique in lost]
+        return {member.unique: f"group {member.slot}" for member in members}
+
+    def _break_off_lost(self, lost: dict[str, str]) -> None:
+        """Break off the exchange under way because of links that are dead; the group tells of them after the vote."""
+        logger.warning("no way to %s: breaking off the exchange", ", ".join(sorted(lost.values())))
+        self._lost = self._probed, sorted(lost)
+        self.abort(self._probed)
 
     def _break_off(self, silent: dict[str, float]) -> None:
         """Break off the exchange under way because members of it are silent."""
@@ -609,6 +663,9 @@ class Membership:
 
     def _broken_key(self, quorum: str) -> str:
         return f"titan_ft/broken/{self._process}/{quorum}"
+
+    def _lost_key(self) -> str:
+        return f"titan_ft/lost/{self._process}/{self._prefix}"
 
     def _connect_store(self) -> TCPStore:
         return TCPStore(self._store_host, self._store_port, is_master=False, wait_for_workers=False)

@@ -75,7 +75,10 @@ class Probe:
             if self._group_rank > 0:  # the ranks of all groups meet at a store, and its host is rank 0's
                 _connect(peer.store, CONNECT_SECONDS).close()
             address = peer.address or _look_up(peer, self._group_rank)
-            round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
+            try:
+                round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
+            except ConnectionError:  # such as one that was taken for a broken exchange's, and closed with it
+                round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
         except RefusedError:
             return ""  # it is another run's, or its token is wrong: but it can be reached
         except Exception as error:  # noqa: BLE001  # whatever it is, the exchange would meet it as well
