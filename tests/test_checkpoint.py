@@ -31,6 +31,7 @@ from titan_ft.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noq
 from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, publish  # noqa: E402
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
+from titan_ft.replica.position import Position  # noqa: E402
 
 LINEAGE = 0xABCDEF
 
@@ -80,8 +81,7 @@ class Run:
         self.optimizers, self.schedulers = optimizers, schedulers
         self.progress = Progress()
         self.ledger, self.events = Ledger(slots), Events()
-        self.saved, self.lineage = 0, 0
-        self.agreed, self.corrupt = 0, False
+        self.position = Position()
         self.is_writer, self.heals = True, False
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
@@ -128,7 +128,7 @@ class Run:
         self.schedulers.step()
         self.progress.step += 1
         self.progress.ntokens_seen += 64
-        self.lineage = LINEAGE + self.progress.step
+        self.position.restore(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
         entries = [Entry(slot, self.ledger.end(slot), 1, b"place %d" % self.progress.step) for slot in slots]
         self.ledger.advance(entries, slots)
@@ -151,7 +151,7 @@ class Run:
             "scheduler": self.schedulers.state_dict()["last_epoch"],
             "progress": self.progress.state_dict(),
             "ledger": self.ledger.shards(),
-            "lineage": self.lineage,
+            "lineage": self.position.lineage,
         }
 
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
     if mode == "async":
         run.settle()
         run.checkpoints.save(6)
-    assert run.saved == 5
+    assert run.position.saved == 5
     (told,) = run.events.named("checkpoint_saved")
     assert told["step"] == 5
     assert told["seconds"] > 0
@@ -213,7 +213,7 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
     other = make_run(slot=1, async_mode=mode)
     assert other.checkpoints.load()
     assert_equal(other.values(), expected)
-    assert other.saved == 5
+    assert other.position.saved == 5
     assert other.events.told == [("checkpoint_loaded", {"step": 5, "lineage": f"{LINEAGE + 5:012x}"})]
 
 
@@ -306,7 +306,7 @@ def test_only_the_writer_saves(make_run: Callable[..., Run]) -> None:
 def test_what_another_group_saved_is_not_saved_again(make_run: Callable[..., Run]) -> None:
     """The new writer goes on with the interval when the old one's checkpoint is complete."""
     run = make_run()
-    run.saved = 5
+    run.position.saved = 5
     run.train(9)
     assert complete_steps(run.folder) == []
     run.train(10)
@@ -321,7 +321,7 @@ def test_the_next_writer_takes_over_at_once(make_run: Callable[..., Run]) -> Non
     run.is_writer = True
     run.train(9)
     assert complete_steps(run.folder) == [7]
-    assert run.saved == 7
+    assert run.position.saved == 7
 
 
 def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
@@ -329,7 +329,7 @@ def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
     run = make_run(slot=1)
     run.is_writer = False
     assert [step for step in range(1, 8) if run.checkpoints.pauses_after(step)] == [5, 6, 7]
-    run.saved = 5
+    run.position.saved = 5
     assert [step for step in range(5, 12) if run.checkpoints.pauses_after(step)] == [5, 10, 11]
     run = make_run(async_mode="async", enable_first_step_checkpoint=True)
     assert [step for step in range(1, 12) if run.checkpoints.pauses_after(step)] == [1, 5, 10]
@@ -342,7 +342,7 @@ def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.Mo
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async")
     run.train(11)
-    assert run.saved == 0
+    assert run.position.saved == 0
     assert complete_steps(run.folder) == []
     gate.open.set()
     run.settle()
@@ -350,7 +350,7 @@ def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.Mo
     run.train(12)
     run.settle()
     run.train(13)
-    assert run.saved == 12
+    assert run.position.saved == 12
     assert complete_steps(run.folder) == [5, 12]
 
 
@@ -365,7 +365,7 @@ def test_the_last_step_is_complete_when_save_returns(
     run.step()
     run.checkpoints.save(6, last_step=True)
     assert complete_steps(run.folder) == [5, 6]
-    assert run.saved == 6
+    assert run.position.saved == 6
     run.checkpoints.finish(6)
     assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5, 6]
 
@@ -402,14 +402,14 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         if mode == "async":
             run.settle()
         run.train(9)
-    assert run.saved == 0
+    assert run.position.saved == 0
     assert run.events.named("checkpoint_failed") == [{"step": 5, "error": "No space left on device"}]
     assert complete_steps(run.folder) == []
     run.train(10)
     if mode == "async":
         run.settle()
         run.train(11)
-    assert run.saved == 10
+    assert run.position.saved == 10
     assert [path.name for path in run.folder.iterdir()] == ["step-10"]  # what was left of step 5 is gone
 
 
@@ -476,7 +476,7 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
     make_run().train(10)
     run = make_run()
     assert run.checkpoints.load(5)
-    assert run.saved == 5
+    assert run.position.saved == 5
     with torch.no_grad():
         run.model.weight.fill_(7.0)
     run.train(10)
@@ -492,16 +492,16 @@ def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., 
     run = make_run(async_mode=mode)
     run.train(5)
     run.checkpoints._settle(wait=True)
-    run.agreed = 5
+    run.position.agreed = 5
     run.train(10)
     run.checkpoints.withdraw()
     assert complete_steps(run.folder) == [5, 10] or run.checkpoints._under_way is not None  # nothing is wrong yet
-    run.corrupt = True
+    run.position.saved_corrupt = True
     run.checkpoints.withdraw()
     assert complete_steps(run.folder) == [5]
-    assert run.saved == 5
+    assert run.position.saved == 5
     assert [told["step"] for told in run.events.named("checkpoint_withdrawn")] == [10]
-    assert not run.corrupt
+    assert not run.position.saved_corrupt
     run.checkpoints.withdraw()
     assert len(run.events.named("checkpoint_withdrawn")) == 1
 
@@ -563,7 +563,7 @@ def test_another_number_of_shards_resets_the_data(make_run: Callable[..., Run]) 
     run = make_run(slots=3)
     assert run.checkpoints.load()
     assert run.progress.step == 5
-    assert run.lineage == LINEAGE + 5
+    assert run.position.lineage == LINEAGE + 5
     assert [run.ledger.end(slot) for slot in range(3)] == [0, 0, 0]
     (reset,) = run.events.named("data_reset")
     assert reset["step"] == 5
@@ -634,7 +634,7 @@ def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> Non
     other = make_run(folder="elsewhere", initial_load_path=str(run.folder / "step-6"))
     assert other.checkpoints.load()
     assert_equal(other.model.weight, run.model.weight)
-    assert (other.progress.step, other.saved) == (0, 0)
+    assert (other.progress.step, other.position.saved) == (0, 0)
     assert other.events.named("data_reset") == []
 
 
