@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -27,8 +28,9 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E4
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
+from titan_ft import checkpoint_choice  # noqa: E402
 from titan_ft.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
-from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, publish  # noqa: E402
+from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
@@ -542,6 +544,149 @@ def test_purge_counts_complete_checkpoints(make_run: Callable[..., Run]) -> None
     assert not {name for name in left if name.startswith("partial")}
 
 
+# Ranks of one group
+
+
+class Ranks:
+    """The ranks of one group, which load at the same time; reading the data itself is left out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Run], number: int = 2) -> None:
+        self.runs = [make_run() for _ in range(number)]
+        self.loaded: list[str | None] = [None] * number  # name of the folder
+        self._rank = threading.local()
+        self._barrier = threading.Barrier(number, timeout=20)
+        self._told = [0] * number
+        for run in self.runs:
+            run.gather = self._gather  # type: ignore[method-assign]
+        monkeypatch.setattr(dist, "get_rank", lambda *_: self.rank)
+        monkeypatch.setattr(CheckpointManager, "dcp_load", self._load)
+
+    @property
+    def rank(self) -> int:
+        """Return the rank whose thread asks; 0 for the test's own."""
+        return getattr(self._rank, "number", 0)
+
+    def load(self, step: int = -1) -> list[BaseException | None]:
+        """Let all ranks load; returns with what each of them failed."""
+
+        def load(rank: int) -> BaseException | None:
+            self._rank.number = rank
+            try:
+                self.runs[rank].checkpoints.load(step)
+            except Exception as error:  # noqa: BLE001  # the test's to judge
+                return error
+            return None
+
+        with concurrent.futures.ThreadPoolExecutor(len(self.runs)) as threads:
+            return list(threads.map(load, range(len(self.runs))))
+
+    def _gather(self, value: int) -> list[int]:
+        self._told[self.rank] = value
+        self._barrier.wait()
+        told = [*self._told]
+        self._barrier.wait()
+        return told
+
+    def _load(self, state_dict: dict[str, Any], checkpoint_id: str, *_: Any) -> None:
+        self.loaded[self.rank] = Path(checkpoint_id).name
+
+    def see(self, monkeypatch: pytest.MonkeyPatch, when: Callable[[Path], bool]) -> None:
+        """Let rank 1 see a folder only if `when` says so."""
+
+        def is_complete_here(folder: Path) -> bool:
+            return is_complete(folder) and (self.rank == 0 or when(folder))
+
+        monkeypatch.setattr(checkpoint_choice, "is_complete", is_complete_here)
+
+
+def test_a_checkpoint_that_comes_between_two_looks(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of another group is published when one rank has looked into the folder, and the other has not."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    first: list[int] = []
+    order = threading.Lock()
+
+    def look(folder: str) -> list[int]:
+        with order:
+            first.append(ranks.rank)
+        return [step for step in complete_steps(folder) if step != 10 or ranks.rank != first[0]]
+
+    monkeypatch.setattr(checkpoint_choice, "complete_steps", look)
+    assert ranks.load() == [None, None]
+    assert ranks.loaded == ["step-5", "step-5"]
+    assert [run.claimed for run in ranks.runs] == [5, 5]
+
+
+def test_a_rank_waits_for_a_checkpoint_that_it_does_not_see_yet(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host's cache of a network folder may be a minute old."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    looks = itertools.count()
+    ranks.see(monkeypatch, lambda folder: next(looks) > 2)
+    assert ranks.load() == [None, None]
+    assert ranks.loaded == ["step-10", "step-10"]
+
+
+def test_a_checkpoint_that_one_rank_never_sees_is_refused_by_all(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said which ranks do not, and what to do; nobody loads another one instead, or waits for the others."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    ranks.see(monkeypatch, lambda folder: False)
+    monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+    for error in ranks.load():
+        assert isinstance(error, ConfigError)
+        for part in (str(ranks.runs[0].folder / "step-10"), "ranks [1]", "shared file system"):
+            assert part in str(error)
+    assert ranks.loaded == [None, None]
+
+
+def test_another_checkpoint_of_the_same_step_is_refused_by_all(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders on each host's own disk may hold the same step of different runs."""
+    make_run().train(5)
+    other = make_run(folder="elsewhere")
+    other.lineage = LINEAGE * 2
+    other.train(5)
+    ranks = Ranks(monkeypatch, make_run)
+    manifest = other.folder / "step-5" / MANIFEST
+    manifest.write_text(manifest.read_text().replace("austen", "another"))
+    ranks.runs[1].checkpoints.folder = str(other.folder)
+    for error in ranks.load():
+        assert isinstance(error, ConfigError)
+        assert "ranks [1]" in str(error)
+    assert ranks.loaded == [None, None]
+
+
+def test_what_rank_0_refuses_is_refused_by_all(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks end with it, instead of waiting in the load."""
+    make_run().train(5)
+    errors = Ranks(monkeypatch, make_run).load(step=15)
+    assert all(isinstance(error, ConfigError) for error in errors)
+    assert "load_step" in str(errors[0])
+    assert "rank 0" in str(errors[1])
+
+
+def test_a_model_to_begin_with_that_one_rank_lacks(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """checkpoint.initial_load_path, too, must be there for all; on one line that names the ranks."""
+    make_run().train(5)
+    ranks = Ranks(monkeypatch, lambda: make_run(folder="new"))
+    ranks.runs[0].checkpoints.initial_load_path = str(tmp_path / "checkpoint" / "step-5")
+    ranks.runs[1].checkpoints.initial_load_path = str(tmp_path / "nowhere")
+    for error in ranks.load():
+        assert isinstance(error, ConfigError)
+        assert "checkpoint.initial_load_path" in str(error)
+        assert "ranks [1]" in str(error)
+
+
 # Folders of other runs
 
 
@@ -583,6 +728,7 @@ def test_the_same_shards_in_other_groups_go_on(make_run: Callable[..., Run]) -> 
         ledger = other.ledger = Ledger(2, rank, 2)
         other.gather = lambda value: [2, 3]  # type: ignore[method-assign]  # the largest shard of each rank
         other.checkpoints.attach(other)  # type: ignore[arg-type]
+        other.gather = lambda value: [value, value]  # type: ignore[method-assign]
         assert other.checkpoints.load()
         assert [ledger.end(slot) for slot in (0, 1)] == [6 + rank, 8 + rank]
         assert other.events.named("data_reset") == []

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
+from titan_ft.checkpoint_choice import NONE, agree_on_step
 from titan_ft.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
@@ -138,18 +139,12 @@ class ReplicaCheckpoints(CheckpointManager):
         """
         if not self.enable:
             return False
-        steps = complete_steps(self.folder)
-        if step != -1 and os.path.isdir(self.folder) and step not in steps:
-            raise ConfigError(
-                f"checkpoint.load_step must name a complete checkpoint in {self.folder}, got {step}; "
-                f"there are {', '.join(map(str, steps)) or 'none'}"
-            )
-        found = self._find_load_step() if step == -1 else step
+        found = agree_on_step(self.folder, step, self.initial_load_path, dist.get_rank(), self.host.gather)
         # Said before it is loaded: else a group that is first with its own load would seem to be ahead.
-        if self.host.heals_instead(max(found, 0) if steps else 0):
+        if self.host.heals_instead(max(found, 0)):
             return False
         try:
-            with contextlib.nullcontext() if steps else self._as_without_folder():
+            with self._as_without_folder() if found == NONE else contextlib.nullcontext():
                 loaded = super().load(found)
         except ConfigError:
             raise
@@ -286,17 +281,6 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _async_wait(self) -> None:
         self.save_future = None  # `_settle` has waited for it, and has told of its errors
-
-    def _find_load_step(self, folder: str = "") -> int:
-        steps = complete_steps(folder or self.folder)
-        manifests = ((step, Manifest.read(Path(self._create_checkpoint_id(step, folder)))) for step in reversed(steps))
-        full = next((step for step, manifest in manifests if manifest is None or not manifest.model_only), None)
-        if full is None:
-            return max(steps, default=-1)
-        if full < steps[-1]:
-            # The last save may be of the model only. Whoever was killed behind it must be able to come back.
-            logger.warning("the checkpoint of step %d is of the model only: loading that of step %d", steps[-1], full)
-        return full
 
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k > 0 and dist.get_rank() == 0:

@@ -330,7 +330,9 @@ class ReplicaTrainer(Trainer):
 
     def _build_replica(self) -> ReplicaDimension:
         config = self.job_config.fault_tolerance
-        links = self._links = Links(config, self.launch, self._events, self.model_parts, self.parallel_dims)
+        links = self._links = Links(
+            config, self.launch, self._events, self.model_parts, self.parallel_dims, self._group
+        )
         shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}
         rounds = Rounds(
             config,
