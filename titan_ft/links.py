@@ -26,6 +26,7 @@ class Links:
     """What this rank has open to the other groups. From then on they wait for it: build it when training can begin.
 
     Attributes:
+        host: numeric address that other groups reach this rank at.
         server: serves this rank's state to joiners.
         membership: heartbeats, quorums and votes.
         exchange: of the gradients.
@@ -40,15 +41,15 @@ class Links:
         parallel_dims: ParallelDims,
     ) -> None:
         self._config, self._launch, self._events = config, launch, events
-        host = config.advertise_address or _resolve_address(launch.lighthouse)
+        self.host = config.advertise_address or _resolve_address(launch.lighthouse)
         self.server = StateServer(
-            config.bind_address or host,
+            config.bind_address or self.host,
             launch.token,
             config.process_group_timeout_ms / 1000,
             self._on_served,
             config.transfer_max_mbps,
         )
-        self.membership = self._join(host)
+        self.membership = self._join(self.host)
         self.exchange = self._build_exchange(model_parts, parallel_dims)
 
     def close(self) -> None:
