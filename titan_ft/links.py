@@ -31,6 +31,7 @@ class Links:
     """What this rank has open to the other groups. From then on they wait for it: build it when training can begin.
 
     Attributes:
+        host: numeric address that other groups reach this rank at.
         server: serves this rank's state to joiners.
         membership: heartbeats, quorums and votes.
         exchange: of the gradients.
@@ -47,15 +48,15 @@ class Links:
     ) -> None:
         self._config, self._launch, self._events = config, launch, events
         shape = _group_shape(parallel_dims, model_parts, group)
-        host = config.advertise_address or _resolve_address(launch.lighthouse)
+        self.host = config.advertise_address or _resolve_address(launch.lighthouse)
         self.server = StateServer(
-            config.bind_address or host,
+            config.bind_address or self.host,
             launch.token,
             config.process_group_timeout_ms / 1000,
             self._on_served,
             config.transfer_max_mbps,
         )
-        self.membership = self._join(host, shape)
+        self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(model_parts, parallel_dims)
 
     def close(self) -> None:
