@@ -20,6 +20,7 @@ from titan_ft.history.events import EventLog
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.reach import Probe
 from titan_ft.replica.row import fold48
 from titan_ft.replica.shape import describe_shape
 from titan_ft.replica.snapshot import Snapshot
@@ -66,6 +67,7 @@ class Links:
 
     def _join(self, host: str, shape: str) -> Membership:
         config, launch, port = self._config, self._launch, self.server.port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
@@ -77,9 +79,10 @@ class Links:
             store=launch.store,
             attempt=launch.attempt,
             config_digest=launch.config_digest,
-            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            address=address,
             events=self._events,
             shape=shape,
+            probe=Probe(launch.token, address, launch.rank),
         )
 
     def _build_exchange(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> GradientExchange:

@@ -26,6 +26,27 @@ def read_heartbeats(page: str) -> dict[str, float]:
     return {html.unescape(name): float(seconds) for name, seconds in _HEARTBEAT.findall(page)}
 
 
+class StatusPage:
+    """The lighthouse's page, where it tells who was heard of and when.
+
+    Args:
+        lighthouse: its address, http://host:port.
+    """
+
+    def __init__(self, lighthouse: str) -> None:
+        self._url = f"{lighthouse}/status"
+        # Whatever proxy the environment names is not on the way to the lighthouse.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def read(self, timeout: float) -> dict[str, float] | None:
+        """Return the seconds since each member's last heartbeat, by replica id; None if there is no answer."""
+        try:
+            with self._opener.open(self._url, timeout=timeout) as answer:
+                return read_heartbeats(answer.read().decode(errors="replace"))
+        except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
+            return None
+
+
 class Pulse:
     """Watches over the exchanges of one group. Costs nothing while they take less than `interval` seconds to finish.
 
@@ -47,11 +68,9 @@ class Pulse:
         members: Callable[[], Collection[str]],
         on_silence: Callable[[dict[str, float]], None],
     ) -> None:
-        self._page = f"{lighthouse}/status"
+        self._page = StatusPage(lighthouse)
         self._interval, self._patience = interval, patience
-        self._own, self._members, self._on_silence = own, members, on_silence
-        # Whatever proxy the environment names is not on the way to the lighthouse.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.own, self._members, self._on_silence = own, members, on_silence
         self._changed = threading.Condition()
         self._exchange: object | None = None  # the one under way
         self._closed = False
@@ -98,12 +117,10 @@ class Pulse:
         members = self._members()
         if not members:
             return {}
-        try:
-            with self._opener.open(self._page, timeout=self._patience) as answer:
-                heartbeats = read_heartbeats(answer.read().decode(errors="replace"))
-        except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
+        heartbeats = self._page.read(self._patience)
+        if heartbeats is None:
             return {}  # nothing is known, the exchange has its timeout
-        if heartbeats.get(self._own, 0.0) > self._patience / 2:
+        if heartbeats.get(self.own, 0.0) > self._patience / 2:
             return {}  # this group lives: it is the lighthouse that hears late, or the way there
         # One that is not listed has not been heard of since the lighthouse was started: it is given time.
         return {name: heartbeats[name] for name in members if heartbeats.get(name, 0.0) > self._patience}
