@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, ReplacedError
+from titan_ft.replica.shape import Difference, shape_differences
 
 _ID_SEPARATOR = "/"
 _SHORT = 8  # characters of a process's unique name that a report gives
@@ -42,9 +43,10 @@ class Member:
         slot: the group's replica id.
         started: when its process began, in Unix seconds.
         unique: differs for each process.
-        config: hex hash of what must be equal in all groups.
+        config: hex hash of the settings that must be equal in all groups.
         job: the job's name; may be empty.
         store: host:port of the group's TCPStore.
+        shape: what else must be equal (see `titan_ft.replica.shape`).
         edition: how often this process has changed its name.
         report: whom the group cannot reach; None = it has nothing to tell.
     """
@@ -55,26 +57,18 @@ class Member:
     config: str
     job: str = ""
     store: str = ""
+    shape: str = ""
     edition: int = 0
     report: Report | None = None
 
     @property
     def replica_id(self) -> str:
         """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
-        said = f"{self.edition}"
+        slot, started, said = f"{self.slot:06d}", f"{self.started:.6f}", f"{self.edition}"
         if self.report is not None:
             said += f":{self.report.step}:{','.join(self.report.dead)}"
         return _ID_SEPARATOR.join(
-            (
-                "titan_ft",
-                f"{self.slot:06d}",
-                f"{self.started:.6f}",
-                self.unique,
-                self.config,
-                self.job,
-                self.store,
-                said,
-            )
+            ("titan_ft", slot, started, self.unique, self.config, self.job, self.store, self.shape, said)
         )
 
     @staticmethod
@@ -85,10 +79,10 @@ class Member:
             ValueError: it names no titan_ft replica group.
         """
         try:
-            _, slot, started, unique, config, job, store, said = replica_id.split(_ID_SEPARATOR)
+            _, slot, started, unique, config, job, store, shape, said = replica_id.split(_ID_SEPARATOR)
             edition, *told = said.split(":")
             report = Report(int(told[0]), tuple(told[1].split(","))) if told else None
-            member = Member(int(slot), float(started), unique, config, job, store, int(edition), report)
+            member = Member(int(slot), float(started), unique, config, job, store, shape, int(edition), report)
         except (ValueError, IndexError):
             member = None
         if member is None or member.replica_id != replica_id or not math.isfinite(member.started):
@@ -179,12 +173,12 @@ class Admission:
 def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     """Pick the members that `own` exchanges with out of a quorum's names.
 
-    The oldest process says which job and which config is right: newcomers do not outvote who has the state. Of two
-    processes of one slot the newer one counts.
+    The oldest process says which job, which config and which shape is right: newcomers do not outvote who has the
+    state. Of two processes of one slot the newer one counts.
 
     Raises:
         ForeignMemberError: the lighthouse serves another job, which was there first.
-        ConfigMismatchError: `own` runs another config than the oldest member of its job.
+        ConfigMismatchError: `own` runs another config than the oldest member of its job, or has another shape.
         ReplacedError: `own` was started again elsewhere.
     """
     groups, strangers = [], {}
@@ -196,11 +190,14 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     assert own in groups, f"{own} is not in its own quorum"
     first = min(groups, key=lambda member: member.age)
     _check_job(own, first, groups)
-    alike = [member for member in groups if (member.job, member.config) == (first.job, first.config)]
-    _check_config(own, alike)
+    alike = [member for member in groups if _kind(member) == _kind(first)]
+    _check_kind(own, first, alike)
     for member in groups:
         if member.job != own.job:
             strangers[member.replica_id] = f"it belongs to job {member.job!r}, this group to {own.job!r}"
+        elif differences := _shape_differences(own, member):
+            theirs, ours = _list(d.other for d in differences), _list(d.own for d in differences)
+            strangers[member.replica_id] = f"it has {theirs}, this group {ours}"
         elif member.config != own.config:
             strangers[member.replica_id] = f"it runs another config (digest {member.config}; ours is {own.config})"
     newest = {member.slot: member for member in sorted(alike, key=lambda member: member.age)}
@@ -276,13 +273,32 @@ def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
         )
 
 
-def _check_config(own: Member, alike: Sequence[Member]) -> None:
-    right = alike[0].config
-    if own.config != right:
+def _kind(member: Member) -> tuple[str, str, str]:
+    """Return what members must have in common to make an exchange."""
+    return member.job, member.config, member.shape
+
+
+def _check_kind(own: Member, right: Member, alike: Sequence[Member]) -> None:
+    """A group of another config or shape must not exchange a byte with the others: it would end them, not itself."""
+    if differences := _shape_differences(own, right):
         raise ConfigMismatchError(
-            f"this group's config (digest {own.config}) must equal that of groups {_slots(alike)} ({right}); start it "
-            "with their TOML and flags, or, if it belongs to another job, with another lighthouse"
+            f"this group has {_list(d.own for d in differences)}; the job's groups {_slots(alike)} have "
+            f"{_list(d.other for d in differences)}: start it with {_list(d.remedy for d in differences)}, or, if it "
+            "belongs to another job, with another lighthouse"
         )
+    if own.config != right.config:
+        raise ConfigMismatchError(
+            f"this group's config (digest {own.config}) must equal that of groups {_slots(alike)} ({right.config}); "
+            "start it with their TOML and flags, or, if it belongs to another job, with another lighthouse"
+        )
+
+
+def _shape_differences(own: Member, other: Member) -> list[Difference]:
+    return shape_differences(own.shape, other.shape, same_config=own.config == other.config)
+
+
+def _list(texts: Iterable[str]) -> str:
+    return ", ".join(texts)
 
 
 def _slots(members: Iterable[Member]) -> list[int]:

@@ -66,8 +66,9 @@ class Membership:
         host: the numeric address that other groups reach this rank at.
         store: host and port of the group's TCPStore.
         attempt: how often the group was started before; the store of torchrun's agent outlives an attempt.
-        config_digest: hex hash of what must be equal in all groups.
+        config_digest: hex hash of the settings that must be equal in all groups.
         address: host:port of this rank's state server.
+        shape: what else must be equal in all groups (see `titan_ft.replica.shape`).
         probe: says which peers cannot be reached, and why (see `reach.Probe`); None = nobody asks.
     """
 
@@ -85,6 +86,7 @@ class Membership:
         config_digest: str,
         address: str,
         events: EventLog,
+        shape: str = "",
         probe: Callable[[Sequence[Peer]], dict[str, str]] | None = None,
     ) -> None:
         self._config = config
@@ -103,7 +105,7 @@ class Membership:
         if group_rank == 0:
             store_address = f"{_bracketed(host)}:{self._store_port}"  # rank 0 runs where the store is
             member = Member(
-                config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, store_address
+                config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, store_address, shape
             )
             self._store.set(f"titan_ft/server/{attempt}", self._open_seat(member))
         self._pulse: Pulse | None = None
