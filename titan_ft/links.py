@@ -7,16 +7,22 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib import metadata
 
 import torch
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
+import titan_ft
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
-from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.exchange import GradientExchange, local
+from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.reach import Probe
+from titan_ft.replica.row import fold48
+from titan_ft.replica.shape import describe_shape
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_server import StateServer
 from titan_ft.worker import Launch
@@ -26,6 +32,7 @@ class Links:
     """What this rank has open to the other groups. From then on they wait for it: build it when training can begin.
 
     Attributes:
+        host: numeric address that other groups reach this rank at.
         server: serves this rank's state to joiners.
         membership: heartbeats, quorums and votes.
         exchange: of the gradients.
@@ -38,17 +45,19 @@ class Links:
         events: EventLog,
         model_parts: Sequence[nn.Module],
         parallel_dims: ParallelDims,
+        group: Group,
     ) -> None:
         self._config, self._launch, self._events = config, launch, events
-        host = config.advertise_address or _resolve_address(launch.lighthouse)
+        shape = _group_shape(parallel_dims, model_parts, group)
+        self.host = config.advertise_address or _resolve_address(launch.lighthouse)
         self.server = StateServer(
-            config.bind_address or host,
+            config.bind_address or self.host,
             launch.token,
             config.process_group_timeout_ms / 1000,
             self._on_served,
             config.transfer_max_mbps,
         )
-        self.membership = self._join(host)
+        self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(model_parts, parallel_dims)
 
     def close(self) -> None:
@@ -56,8 +65,9 @@ class Links:
         self.membership.close()
         self.server.close()
 
-    def _join(self, host: str) -> Membership:
+    def _join(self, host: str, shape: str) -> Membership:
         config, launch, port = self._config, self._launch, self.server.port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
@@ -69,8 +79,10 @@ class Links:
             store=launch.store,
             attempt=launch.attempt,
             config_digest=launch.config_digest,
-            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            address=address,
             events=self._events,
+            shape=shape,
+            probe=Probe(launch.token, address, launch.rank),
         )
 
     def _build_exchange(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> GradientExchange:
@@ -94,6 +106,33 @@ class Links:
             copy_seconds=copy_seconds,
             serve_seconds=serve_seconds,
         )
+
+
+def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Group) -> str:
+    """Return the shape of this group, the same on all of its ranks. A collective of the group."""
+    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+    versions = {
+        "torch": torch.__version__,
+        "torchtitan": metadata.version("torchtitan"),
+        "titan_ft": titan_ft.__version__,
+    }
+    # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard fewer.
+    layouts = group.gather(fold48(_layout(model_parts)))
+    return describe_shape(
+        torch.distributed.get_world_size(),
+        {name: getattr(dims, name) for name in degrees},
+        versions,
+        fold48(str(layouts)),
+    )
+
+
+def _layout(model_parts: Sequence[nn.Module]) -> str:
+    """Return what decides the exchange's buffers on this rank, beside the config: its parameters, in their order."""
+    return "\n".join(
+        f"{name} {tuple(local(parameter).shape)} {parameter.dtype} {parameter.requires_grad}"
+        for part in model_parts
+        for name, parameter in part.named_parameters()
+    )
 
 
 def _resolve_address(lighthouse: str) -> str:

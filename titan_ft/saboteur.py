@@ -17,6 +17,7 @@ from titan_ft.launch.run_paths import RunPaths
 from titan_ft.links import Links
 from titan_ft.sabotage.agent import ChaosAgent
 from titan_ft.sabotage.victim import Victim
+from titan_ft.sabotage.whereabouts import Whereabouts
 from titan_ft.worker import Launch
 
 
@@ -32,6 +33,7 @@ def start_agent(
 ) -> ChaosAgent:
     """Start the chaos agent of a worker that has joined the others; `group_pids` are the processes of its group."""
     config = job_config.fault_tolerance
+    orders = RunPaths(job_config.job.dump_folder).chaos_orders
     victim = Victim(
         model_parts=model_parts,
         optimizers=optimizers,
@@ -40,7 +42,8 @@ def start_agent(
         friends={os.getppid(), *group_pids},
         store=launch.store,
         hang_timeout_seconds=config.hang_timeout_seconds,
+        folder=orders.parent,
     )
-    orders = RunPaths(job_config.job.dump_folder).chaos_orders
+    Whereabouts.own(config.replica_id, launch.rank, links.host).publish(orders.parent)
     logger.warning(f"fault_tolerance.chaos is true: this worker breaks as {orders} orders")
     return ChaosAgent(orders, victim, events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)

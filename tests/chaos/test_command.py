@@ -248,6 +248,10 @@ def test_a_folder_without_a_running_job_is_refused(job: Job, tmp_path: Path) -> 
         ({"fault": "stop_rank", "settings": ["seconds=soon"]}, "--set must be NAME=NUMBER"),
         ({"fault": "stop_rank", "settings": ["seconds=-1"]}, "seconds must be a number > 0, got -1"),
         ({"fault": "stop_rnk"}, "did you mean stop_rank"),
+        (
+            {"fault": "link_dead", "replica": 1, "settings": ["peer=1"]},
+            "params.peer must be another group than the target",
+        ),
         ({"fault": "kill_group", "rank": 1}, "rank must be left out with kill_group"),
         ({"fault": "kill_group", "for_seconds": 0.0}, "--for-seconds must be > 0"),
         ({"plan_file": Path("/nowhere/x.toml")}, "x.toml"),
@@ -271,6 +275,7 @@ def test_catalogue_names_every_fault() -> None:
     lines = catalogue().splitlines()
     assert [line.split()[0] for line in lines] == list(FAULTS)
     assert "seconds=10" in next(line for line in lines if line.startswith("stop_rank"))
+    assert "(seconds=10, peer=random)" in next(line for line in lines if line.startswith("link_dead"))
 
 
 def test_the_command_leaves_signal_handlers_alone(job: Job) -> None:

@@ -32,6 +32,7 @@ INSIDE = {
     "slow_rank",
     "network_dead",
     "network_slow",
+    "link_dead",
     "kill_donor",
     "corrupt_chunk",
     "nan_gradient",
@@ -71,6 +72,7 @@ def test_help_is_one_line_and_defaults_keep_their_rules() -> None:
     [
         ("kill_group", 2),  # one is left
         ("kill_groups", 3),  # two by default
+        ("link_dead", 3),  # both its ends are disturbed
         ("kill_donor", 3),  # the group that heals and the donor
         ("corrupt_chunk", 2),
         ("flip_parameter", 3),  # a majority
@@ -118,6 +120,13 @@ def test_params_are_completed() -> None:
         ("network_slow", {"loss": 1.0}, "params.loss must be a number > 0 and < 1, got 1.0; the default is 0.05"),
         ("kill_groups", {"count": 1.5}, "params.count must be an integer >= 1, got 1.5; the default is 2"),
         ("kill_groups", {"count": 0}, "params.count must be an integer >= 1, got 0; the default is 2"),
+        (
+            "link_dead",
+            {"pear": 1},
+            "params.pear is no parameter of link_dead; did you mean peer? it has: seconds, peer",
+        ),
+        ("link_dead", {"peer": -1}, "params.peer must be an integer >= 0, got -1; leave it out for a random one"),
+        ("link_dead", {"peer": 1.5}, "params.peer must be an integer >= 0, got 1.5; leave it out for a random one"),
         ("stop_rank", 5, "params must be a table, got 5; for example {seconds = 10}"),
     ],
 )
@@ -145,6 +154,7 @@ def test_an_unknown_fault_is_refused() -> None:
         ("kill_rank", 0, "0", "t.rank must be an integer >= 0, got '0'; leave it out for a random one"),
         ("kill_rank", True, None, "t.replica must be an integer >= 0, got True; leave it out for a random one"),
         ("kill_group", 0, 1, "t.rank must be left out with kill_group, got 1; it hits a whole group"),
+        ("link_dead", 0, 1, "t.rank must be left out with link_dead, got 1; it hits a whole group"),
         ("kill_donor", 0, 1, "t.rank must be left out with kill_donor, got 1; it hits a whole group"),
         ("kill_lighthouse", 0, None, "t.replica must be left out with kill_lighthouse, got 0; remove it"),
         ("kill_groups", 0, None, "t.replica must be left out with kill_groups, got 0; remove it"),

@@ -286,6 +286,11 @@ MISTAKES = {
         EVERY + 'replica = "0"\n',
         "rule[0].replica must be an integer >= 0, got '0'; leave it out for a random one",
     ),
+    "peer": (
+        '[[rule]]\nwhen = "every"\nseconds = 1\nfaults = ["link_dead"]\nreplica = 1\nparams.link_dead.peer = 1\n',
+        "rule[0].params.link_dead.peer must be another group than the target, replica 1, got 1; leave it out for a "
+        "random one",
+    ),
     "rank": (EVERY + "rank = 0\n", "rule[0].rank must be left out with kill_group, got 0; it hits a whole group"),
     "beyond max_down": (
         RULE + 'faults = ["kill_group", "kill_groups"]\n',
@@ -455,6 +460,10 @@ def test_single_may_take_down_all_but_one() -> None:
     ("arguments", "line"),
     [
         (("kill_grup", None, None, {}), "fault must name a fault, got 'kill_grup'; did you mean kill_group? faults: "),
+        (
+            ("link_dead", 2, None, {"peer": 2}),
+            "params.peer must be another group than the target, replica 2, got 2; leave it out for a random one",
+        ),
         (("kill_group", 0, 0, {}), "target.rank must be left out with kill_group, got 0; it hits a whole group"),
         (("kill_group", 0, None, {"seconds": 1.0}), "params.seconds is no parameter of kill_group; it has: none"),
     ],

@@ -397,6 +397,41 @@ def test_a_slow_rank_is_in_trouble_until_it_was_undone(tmp_path: Path) -> None:
     assert harness.up() == [0, 1, 2, 3]
 
 
+def test_both_ends_of_a_link_are_ordered_and_in_trouble(tmp_path: Path) -> None:
+    """Each is told the other one; it counts as one shot, and each end is up when its own agent has ended it."""
+    harness = Harness(single("link_dead", 2, params={"peer": 0}), tmp_path)
+    harness.launch()
+    harness.commit()
+    orders = harness.orders()
+    assert [(order["replica"], order["rank"], order["params"]) for order in orders] == [
+        (2, None, {"seconds": 10.0, "peer": 0}),
+        (0, None, {"seconds": 10.0, "peer": 2}),
+    ]
+    for order in orders:
+        harness.agent(order, params=order["params"])
+    assert harness.runner.done
+    assert harness.runner.record.num_injected == 1
+    assert harness.lines[-1] == "chaos: link_dead at replica 2 rank 0, to replica 0"
+    for order, up in zip(orders, ([1, 2, 3], [0, 1, 2, 3]), strict=True):
+        harness.commit()
+        harness.agent(order, "fault_undone")
+        harness.commit()
+        assert harness.up() == up
+
+
+def test_a_link_that_one_end_does_not_cut_is_cut_by_the_other(tmp_path: Path) -> None:
+    """Then the end that has skipped it is in no trouble of its own."""
+    harness = Harness(single("link_dead", 2, params={"peer": 0}), tmp_path)
+    harness.launch()
+    harness.commit()
+    orders = harness.orders()
+    harness.agent(orders[0], params=orders[0]["params"])
+    harness.agent(orders[1], "fault_skipped", reason="another fault")
+    harness.commit()
+    assert harness.up() == [0, 1, 3]
+    assert (harness.runner.record.num_injected, harness.runner.record.num_skipped) == (1, 0)
+
+
 def test_a_nan_is_over_when_it_was_left_out(tmp_path: Path) -> None:
     """Any group may tell that; the trouble of a group that is not named goes on."""
     harness = Harness(single("nan_gradient", 2), tmp_path)

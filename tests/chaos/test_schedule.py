@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice, pairwise, permutations
 
 import pytest
 
@@ -238,7 +238,7 @@ def test_scope_decides_the_targets(name: str) -> None:
     decision = aim(make_shot(name), make_view(4, num_ranks=2), Limits(max_down=2))
     assert isinstance(decision, Injection)
     assert decision.fault is fault
-    assert len(decision.targets) == (2 if fault.scope == "groups" else 1)
+    assert len(decision.targets) == (2 if fault.scope in ("groups", "link") else 1)
     assert len(set(decision.targets)) == len(decision.targets)
     for target in decision.targets:
         assert (target.replica is None) == (fault.scope == "lighthouse")
@@ -333,7 +333,7 @@ def test_two_groups_allow_kills_and_no_flips() -> None:
     """In a job of two groups one can be killed; which of two that differ is right nobody could say."""
     view = make_view(2)
     allowed = {name for name in FAULTS if isinstance(aim(make_shot(name), view, Limits(max_down=2)), Injection)}
-    assert set(FAULTS) - allowed == {"kill_groups", "kill_donor", "flip_parameter", "flip_optimizer"}
+    assert set(FAULTS) - allowed == {"kill_groups", "link_dead", "kill_donor", "flip_parameter", "flip_optimizer"}
     reason = reason_of(aim(make_shot("flip_parameter"), view, Limits(max_down=2)), final=True)
     assert reason == "it needs 3 groups, the job has 2"
 
@@ -364,6 +364,45 @@ def test_kill_donor_counts_twice() -> None:
     reason_of(aim(shot, make_view(4, down=[0]), Limits(max_down=2)), final=False)
     assert "donor" in reason_of(aim(shot, make_view(4), Limits(max_down=2, exempt=(3,))), final=True)
     assert isinstance(aim(make_shot("corrupt_chunk"), make_view(4), Limits(max_down=1, exempt=(3,))), Injection)
+
+
+def test_a_link_has_two_ends() -> None:
+    """Those that the shot names, or that its seed draws; each group can be either end."""
+    view, limits = make_view(4), Limits(max_down=2)
+    assert targets_of(aim(make_shot("link_dead", replica=2, peer=1), view, limits)) == [2, 1]
+    drawn = [targets_of(aim(make_shot("link_dead", seed), view, limits)) for seed in range(200)]
+    assert drawn == [targets_of(aim(make_shot("link_dead", seed), view, limits)) for seed in range(200)]
+    assert {tuple(ends) for ends in drawn} == set(permutations(range(4), 2))
+    for seed in range(20):
+        one, other = targets_of(aim(make_shot("link_dead", seed, replica=3), view, limits))
+        assert one == 3 != other
+        one, other = targets_of(aim(make_shot("link_dead", seed, peer=3), view, limits))
+        assert one != 3 == other
+
+
+def test_a_link_keeps_the_limits() -> None:
+    """Both ends count, and both must be up, in the job and not exempt; a third group is left untouched."""
+    view, limits = make_view(4), Limits(max_down=2)
+    reasons = [
+        reason_of(aim(make_shot("link_dead", **wish), view, limits), final=True)
+        for wish, limits in (
+            ({}, Limits(max_down=1)),
+            ({"peer": 7}, limits),
+            ({"peer": 1}, Limits(max_down=2, exempt=(1,))),
+            ({}, Limits(max_down=2, exempt=(0, 1, 2))),
+        )
+    ]
+    assert reasons == [
+        "it hits 2 groups at once, limits.max_down is 1",
+        "the job has no replica 7; it has 0, 1, 2, 3",
+        "replica 1 is in limits.exempt",
+        "all other groups are exempt",
+    ]
+    down = make_view(4, down=[1])
+    reason = reason_of(aim(make_shot("link_dead", peer=1), down, Limits(max_down=3)), final=False)
+    assert reason == "replica 1 is not up"
+    for seed in range(20):
+        assert 1 not in targets_of(aim(make_shot("link_dead", seed), down, Limits(max_down=3)))
 
 
 def test_flips_need_a_majority_that_is_up() -> None:

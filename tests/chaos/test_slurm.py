@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ Calls = Callable[[], list[str]]
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Put an scancel and an srun on PATH that note their arguments and do what the file `NAME.do` says."""
+    """Put an scancel and an srun on PATH, and nothing else, that note their arguments and do what `NAME.do` says."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("scancel", "srun"):
@@ -29,7 +30,8 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
             f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\n[ ! -e {folder}/{name}.do ] || . {folder}/{name}.do\n'
         )
         path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    # No folder of the system's: on a Slurm host the real scancel would then signal somebody's job 123.
+    monkeypatch.setenv("PATH", str(folder))
     log = tmp_path / "calls"
     return lambda: log.read_text().splitlines() if log.exists() else []
 
@@ -43,6 +45,12 @@ def send(workers: list[Worker], everyone: list[Worker], signum: signal.Signals =
     reach = SlurmProcesses(LocalProcesses("login"), timeout_seconds=20.0).reach(workers, everyone)
     reach.send(signum)
     reach.close()
+
+
+def test_no_command_of_the_system_can_be_reached(calls: Calls, tmp_path: Path) -> None:
+    """A real scancel would signal a job that is somebody's; so a command that lacks its stand-in is a missing one."""
+    assert shutil.which("scancel") == str(tmp_path / "bin" / "scancel")
+    assert not [name for name in ("sh", "env", "kill", "sleep", "squeue") if shutil.which(name)]
 
 
 def test_a_group_with_a_step_of_its_own_is_signalled_as_a_step(calls: Calls) -> None:
@@ -85,7 +93,7 @@ def test_what_fails_becomes_a_reason(calls: Calls, tmp_path: Path) -> None:
 
 def test_a_command_that_hangs_or_is_missing_becomes_a_reason(calls: Calls, tmp_path: Path) -> None:
     """A job must not hang because Slurm does."""
-    (tmp_path / "bin" / "scancel.do").write_text("exec sleep 60\n")
+    (tmp_path / "bin" / "scancel.do").write_text("exec /bin/sleep 60\n")
     group = [remote(1, 0)]
     reach = SlurmProcesses(LocalProcesses("login"), timeout_seconds=0.3).reach(group, group)
     with pytest.raises(Unreachable, match=r"scancel did not end within 0\.3 s"):

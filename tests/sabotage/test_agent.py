@@ -7,6 +7,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +31,7 @@ from titan_ft.history.events import EventLog, read_events
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_fetch import fetch
 from titan_ft.replica.state_server import StateServer
-from titan_ft.sabotage import faults
+from titan_ft.sabotage import blackhole, faults
 from titan_ft.sabotage import shot as shot_module
 from titan_ft.sabotage.agent import ChaosAgent
 from titan_ft.sabotage.victim import Victim
@@ -45,9 +48,13 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
+        self.connection: socket.socket | None = None
 
     def abort(self) -> None:
         self.aborted.set()
+
+    def configure(self, port: int) -> None:
+        self.connection = socket.create_connection(("127.0.0.1", port), DEADLINE)
 
 
 class Worker:
@@ -70,6 +77,7 @@ class Worker:
             friends=(),
             store=("127.0.0.1", 1),
             hang_timeout_seconds=hang,
+            folder=folder / "chaos",
         )
         self.orders = Orders(folder / "chaos" / "orders.jsonl")
         self.agent = ChaosAgent(
@@ -176,7 +184,7 @@ def test_the_catalogue_is_complete() -> None:
     assert known == {name for name, fault in FAULTS.items() if fault.by == "agent"}
     assert set(faults.DONOR) == {name for name, fault in FAULTS.items() if fault.scope == "donor"}
     assert set(faults.WHOLE_GROUP) == {
-        name for name, fault in FAULTS.items() if fault.by == "agent" and fault.scope == "group"
+        name for name, fault in FAULTS.items() if fault.by == "agent" and fault.scope in ("group", "link")
     }
 
 
@@ -375,6 +383,47 @@ def test_a_second_outage_waits_for_no_first(worker: Worker) -> None:
     worker.wait("fault_injected")
     worker.order("network_dead", params={"seconds": 60.0}, shot=2)
     assert "not over" in worker.wait("fault_skipped")["reason"]
+
+
+@pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
+def test_a_dead_link(worker: Worker, tmp_path: Path) -> None:
+    """Nothing comes from the peer, also on what a new process group opens; then all goes on, as it was before."""
+    script = Path(__file__).with_name("member.py")
+    command = [sys.executable, str(script), str(tmp_path / "chaos"), "1", "127.0.0.1"]
+    peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        print('["port"]', file=peer.stdin, flush=True)
+        port = int(peer.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port), DEADLINE) as old:
+            worker.order("link_dead", rank=None, params={"seconds": 1.0, "peer": 1})
+            assert worker.wait("fault_injected")["params"] == {"seconds": 1.0, "peer": 1}
+            worker.process_group.configure(port)
+            new = worker.process_group.connection
+            assert new is not None
+            with new:
+                for connection in (old, new):
+                    connection.settimeout(0.2)
+                    connection.sendall(b"x")
+                    with pytest.raises(TimeoutError):
+                        connection.recv(1)
+                assert not worker.told("fault_undone")
+                for connection in (old, new):
+                    connection.settimeout(DEADLINE)
+                    assert connection.recv(1) == b"x"
+        worker.wait("fault_undone")
+        assert "configure" not in vars(worker.process_group)
+        assert "connect" not in vars(socket.socket)
+    finally:
+        peer.kill()
+        peer.communicate()
+
+
+def test_a_link_to_nobody_is_left_alone(worker: Worker) -> None:
+    """A group without an agent cannot be told from the others."""
+    worker.order("link_dead", rank=None, params={"seconds": 1.0, "peer": 1})
+    assert worker.wait("fault_skipped")["reason"] == "no worker of replica 1 has told where it is"
 
 
 def test_what_has_no_occasion_is_given_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from titan_ft.sabotage import blackhole
-from titan_ft.sabotage.blackhole import Blackhole
+from titan_ft.sabotage.blackhole import Blackhole, all_but
 
 pytestmark = pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 
@@ -87,8 +88,8 @@ def make_hole() -> Iterator[Callable[..., Blackhole]]:
     """Provide the builder of blackholes; lifts them, for the filters would outlive the test."""
     made: list[Blackhole] = []
 
-    def make(*args: object, **kwargs: object) -> Blackhole:
-        made.append(Blackhole(*args, **kwargs))  # type: ignore[arg-type]
+    def make(loss: float, **spared: Any) -> Blackhole:
+        made.append(Blackhole(loss, all_but(**spared)))
         return made[-1]
 
     yield make

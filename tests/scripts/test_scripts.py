@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -47,8 +48,12 @@ def options(**changes: str | None) -> list[str]:
 
 
 def dry_run(*arguments: str, **environment: str) -> list[str]:
-    """The words of the command that replica_group.sh would run."""
-    result = run("replica_group.sh", "--dry-run", *arguments, **{"TITAN_FT_TOKEN": "secret", **environment})
+    """The words of the command that replica_group.sh would run, on a host without Slurm's commands."""
+    with tempfile.TemporaryDirectory() as folder:
+        for tool in ("dirname", "sed"):
+            Path(folder, tool).symlink_to(f"/usr/bin/{tool}")
+        environment = {"TITAN_FT_TOKEN": "secret", **environment}
+        result = run("replica_group.sh", "--dry-run", *arguments, path=folder, **environment)
     assert result.returncode == 0, result.stderr
     return shlex.split(result.stdout)
 

@@ -179,7 +179,9 @@ def catalogue() -> str:
     width = max(len(name) for name in FAULTS)
     lines = []
     for fault in FAULTS.values():
-        params = ", ".join(f"{name}={value:g}" for name, value in fault.params.items())
+        params = ", ".join(
+            [f"{n}={value:g}" for n, value in fault.params.items()] + [f"{n}=random" for n in fault.drawn]
+        )
         lines.append(f"{fault.name:{width}}  {fault.summary}{f' ({params})' if params else ''}")
     return "\n".join(lines)
 

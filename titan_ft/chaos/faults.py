@@ -13,7 +13,7 @@ from typing import Any, Literal
 from titan_ft.config import ConfigError
 
 By = Literal["signal", "agent", "lighthouse"]
-Scope = Literal["rank", "group", "groups", "lighthouse", "donor"]
+Scope = Literal["rank", "group", "groups", "link", "lighthouse", "donor"]
 
 AGENT = "agent"
 """Workers that carry out orders: those of a job with `[fault_tolerance] chaos = true`."""
@@ -34,6 +34,7 @@ PARAMS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "factor": ("must be a number > 1", lambda value: value > 1),
     "loss": ("must be a number > 0 and < 1", lambda value: 0 < value < 1),
     "count": ("must be an integer >= 1", lambda value: value >= 1 and value == int(value)),
+    "peer": ("must be an integer >= 0", lambda value: value >= 0 and value == int(value)),
 }
 """Rule of each parameter that a fault may have: its words, and whether a finite number keeps it."""
 
@@ -46,12 +47,13 @@ class Fault:
     by: By
     """Who acts: the runner, by signals or on the launcher's lighthouse, or the agent in the worker."""
     scope: Scope
-    """Whom it hits: a rank; a group (all its ranks); several groups; the lighthouse; or whichever group is the donor of
-    the next heal, with a group as the target that is killed to provoke that heal."""
+    """Whom it hits: a rank; a group (all its ranks); several groups; the link between two groups, the target and the
+    parameter `peer`; the lighthouse; or whichever group is the donor of the next heal, with a group as the target that
+    is killed to provoke that heal."""
     summary: str
     """One line that follows the name, for help texts."""
     params: Mapping[str, float] = field(default_factory=dict)
-    """Parameters and their defaults; durations in seconds."""
+    """Parameters and their defaults; durations in seconds. A link's `peer` has none: the seed chooses it."""
     takes_down: bool = True
     """The target contributes nothing for longer than a step."""
     extra_down: int = 0
@@ -65,7 +67,14 @@ class Fault:
         """Return how many groups are targets."""
         if self.scope == "lighthouse":
             return 0
+        if self.scope == "link":
+            return 2
         return int(params["count"]) if self.scope == "groups" else 1
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Parameters without a default, which the seed chooses when they are not given."""
+        return ("peer",) if self.scope == "link" else ()
 
     def num_hit(self, params: Mapping[str, float]) -> int:
         """Return how many groups are not as they were for a while, targets and others."""
@@ -128,6 +137,12 @@ FAULTS: Mapping[str, Fault] = {
             params={"loss": 0.05, "seconds": 20.0},
             takes_down=False,
         ),
+        _agent(
+            "link_dead",
+            "link",
+            "nothing gets through between a group and the group `peer`; all else does",
+            params={"seconds": 10.0},
+        ),
         _agent("kill_donor", "donor", "a group is killed, and the donor of its heal in mid-transfer", extra_down=1),
         _agent("corrupt_chunk", "donor", "a group is killed, and a chunk of the state that it gets is corrupted"),
         _agent("nan_gradient", "rank", "one rank's gradient is NaN in one step", takes_down=False),
@@ -167,14 +182,17 @@ def complete_params(field_name: str, fault: Fault, given: Any) -> dict[str, floa
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"{field_name} must be a table, got {given!r}; for example {{seconds = 10}}")
+    known = (*fault.params, *fault.drawn)
     for name, value in given.items():
-        if name not in fault.params:
-            have = ", ".join(fault.params) or "none"
+        if name not in known:
+            have = ", ".join(known) or "none"
             raise ConfigError(
-                f"{field_name}.{name} is no parameter of {fault.name}; {closest(name, fault.params)}it has: {have}"
+                f"{field_name}.{name} is no parameter of {fault.name}; {closest(name, known)}it has: {have}"
             )
         rule, holds = PARAMS[name]
-        check_number(f"{field_name}.{name}", value, rule, holds, f"the default is {fault.params[name]:g}")
+        drawn = name in fault.drawn
+        remedy = "leave it out for a random one" if drawn else f"the default is {fault.params[name]:g}"
+        check_number(f"{field_name}.{name}", value, rule, holds, remedy)
     return {**fault.params, **given}
 
 
@@ -195,6 +213,17 @@ def check_target(field_name: str, fault: Fault, replica: object, rank: object) -
             raise ConfigError(f"{field_name}.{name} must be left out with {fault.name}, got {value}; remove it")
     if rank is not None and fault.scope != "rank":
         raise ConfigError(f"{field_name}.rank must be left out with {fault.name}, got {rank}; it hits a whole group")
+
+
+def check_link(field_name: str, replica: int | None, params: Mapping[str, float]) -> None:
+    """Check that a fault of a link has two ends.
+
+    Raises:
+        ConfigError: its peer is its target.
+    """
+    if replica is not None and params.get("peer") == replica:
+        rule = f"must be another group than the target, replica {replica}"
+        raise ConfigError(f"{field_name}.peer {rule}, got {replica}; leave it out for a random one")
 
 
 def check_number(field_name: str, value: object, rule: str, holds: Callable[[float], bool], remedy: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_ft.chaos.faults import FAULTS, Fault, check_target, complete_params, find_fault
+from titan_ft.chaos.faults import FAULTS, Fault, check_link, check_target, complete_params, find_fault
 from titan_ft.chaos.rule_table import read_rule
 from titan_ft.chaos.rules import Entry, Listed, Rule
 from titan_ft.chaos.toml_table import Table
@@ -36,7 +36,8 @@ class Limits:
             return f"it hits {num_hit} groups at once, limits.max_down is {self.max_down}"
         if fault.extra_down and self.exempt:
             return "the job itself chooses the donor, which could be a group in limits.exempt"
-        return f"replica {replica} is in limits.exempt" if replica in self.exempt else None
+        exempt = next((group for group in (replica, params.get("peer")) if group in self.exempt), None)
+        return None if exempt is None else f"replica {exempt} is in limits.exempt"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def single(
     """
     kind = find_fault("fault", fault)
     check_target("target", kind, replica, rank)
-    entry = Entry(0.0, kind.name, complete_params("params", kind, params or {}), replica, rank)
+    complete = complete_params("params", kind, params or {})
+    check_link("params", replica, complete)
+    entry = Entry(0.0, kind.name, complete, replica, rank)
     limits = Limits(max_down=sys.maxsize)
     return Plan(kind.name, _new_seed() if seed is None else seed, limits=limits, rules=(Rule(Listed((entry,))),))
 

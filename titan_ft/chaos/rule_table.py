@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_ft.chaos.faults import check_number, check_target, closest, complete_params, find_fault
+from titan_ft.chaos.faults import check_link, check_number, check_target, closest, complete_params, find_fault
 from titan_ft.chaos.rules import Entry, Every, Listed, Poisson, Rule, Uniform, make_entry
 from titan_ft.chaos.toml_table import Table
 from titan_ft.chaos.trace import read_trace
@@ -83,6 +83,7 @@ def _read_choice(table: Table, when: Every | Poisson | Uniform) -> Rule:
     replica, rank = table.values.get("replica"), table.values.get("rank")
     for kind in kinds:
         check_target(table.prefix[:-1], kind, replica, rank)
+        check_link(f"{given.prefix}{kind.name}", replica, params[kind.name])
     return Rule(when, weights, params, replica, rank)
 
 

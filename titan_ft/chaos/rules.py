@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_ft.chaos.faults import check_number, check_target, complete_params, find_fault
+from titan_ft.chaos.faults import check_link, check_number, check_target, complete_params, find_fault
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,5 @@ def make_entry(
     kind = find_fault(f"{field_name}.fault", fault)
     check_target(field_name, kind, replica, rank)
     complete = complete_params(f"{field_name}.params", kind, {} if params is None else params)
+    check_link(f"{field_name}.params", replica, complete)
     return Entry(float(at), kind.name, complete, replica, rank)

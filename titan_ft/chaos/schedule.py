@@ -8,7 +8,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_ft.chaos.faults import CHECKPOINT, FAULTS, MISSING, Fault
@@ -143,7 +143,7 @@ def aim(shot: Shot, view: View, limits: Limits) -> Injection | Refusal:
         return Refusal(too_early, final=False)
     if fault.scope == "lighthouse":
         return Injection(shot, fault, (Target(),))
-    groups = _candidates(shot, fault, view, limits)[: fault.num_targets(shot.params)]
+    groups = _choose(shot, fault, view, limits)
     return Injection(shot, fault, tuple(Target(group.replica, _rank(shot, fault, group)) for group in groups))
 
 
@@ -169,6 +169,9 @@ def _impossible(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterato
             yield f"replica {shot.replica} has no rank {shot.rank}; it has ranks 0 to {group.num_ranks - 1}"
     elif shot.rank is not None and all(shot.rank >= group.num_ranks for group in view.groups.values()):
         yield f"no group has a rank {shot.rank}"
+    peer = shot.params.get("peer")
+    if peer is not None and peer not in view.groups:
+        yield f"the job has no replica {peer:g}; it has {', '.join(map(str, sorted(view.groups)))}"
 
 
 def _too_early(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterator[str]:
@@ -181,14 +184,26 @@ def _too_early(shot: Shot, fault: Fault, view: View, limits: Limits) -> Iterator
     num_targets, num_hit = fault.num_targets(shot.params), fault.num_hit(shot.params)
     if num_targets and num_down + num_hit > limits.max_down:
         yield f"{num_down + num_hit} groups would be down or under a fault, limits.max_down is {limits.max_down}"
-    if shot.replica is not None and not view.groups[shot.replica].up:
-        yield f"replica {shot.replica} is not up"
-    if len(_candidates(shot, fault, view, limits)) < num_targets:
+    for named in (shot.replica, shot.params.get("peer")):
+        if named is not None and not view.groups[int(named)].up:
+            yield f"replica {named:g} is not up"
+    if len(_choose(shot, fault, view, limits)) < num_targets:
         yield "no group is up that may be a target"
 
 
-def _candidates(shot: Shot, fault: Fault, view: View, limits: Limits) -> list[GroupView]:
-    """Return the groups that may be targets now, those to take first in front."""
+def _choose(shot: Shot, fault: Fault, view: View, limits: Limits) -> list[GroupView]:
+    """Return the groups to hit; fewer than the fault has targets when there are not enough that may be."""
+    groups = _candidates(shot, fault, view, limits)
+    if fault.scope != "link":
+        return groups[: fault.num_targets(shot.params)]
+    peer = shot.params.get("peer")
+    ends = [group for group in groups if group.replica != peer][:1]
+    others = _candidates(replace(shot, replica=None if peer is None else int(peer)), fault, view, limits, draw="peer")
+    return [*ends, *[group for group in others if group not in ends][:1]]
+
+
+def _candidates(shot: Shot, fault: Fault, view: View, limits: Limits, draw: str = "replica") -> list[GroupView]:
+    """Return the groups that may be targets now, those to take first in front; each `draw` has an order of its own."""
     groups = [
         group
         for group in view.groups.values()
@@ -202,7 +217,7 @@ def _candidates(shot: Shot, fault: Fault, view: View, limits: Limits) -> list[Gr
         return sorted(groups, key=lambda group: group.replica)
     # Each group draws for itself: which others are up does not change the order of two groups, and so a replay that
     # finds another group down still agrees wherever it can.
-    return sorted(groups, key=lambda group: _source(shot.seed, "replica", group.replica).random())
+    return sorted(groups, key=lambda group: _source(shot.seed, draw, group.replica).random())
 
 
 def _rank(shot: Shot, fault: Fault, group: GroupView) -> int | None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from titan_ft.chaos.faults import CHECKPOINT
@@ -63,7 +63,7 @@ class StandingOrders:
         for target in aimed.targets:
             assert target.replica is not None, "the lighthouse has no agent"
             life = standing.lives[target.replica] = self._job.life(target.replica)
-            self._send(aimed, target, self._job.attempt(target.replica))
+            self._send(aimed, target, self._job.attempt(target.replica), _params_at(aimed, target))
             # A checkpoint that cannot be saved costs no group its part in training.
             if CHECKPOINT not in aimed.fault.needs:
                 trouble = trouble_of(aimed.fault, aimed.shot, target, life)
@@ -77,14 +77,14 @@ class StandingOrders:
         Raises:
             Unreachable: the order could not be written.
         """
-        self._send(aimed, Target(), None)
+        self._send(aimed, Target(), None, aimed.shot.params)
         self._standing.append(_StandingOrder(aimed, self._clock() + WAIT_SECONDS))
 
-    def _send(self, aimed: Injection, target: Target, attempt: int | None) -> None:
+    def _send(self, aimed: Injection, target: Target, attempt: int | None, params: Mapping[str, float]) -> None:
         shot = aimed.shot
         where = {"replica": target.replica, "rank": target.rank, "attempt": attempt}
         try:
-            self._orders.send(shot.fault, **where, params=shot.params, seed=shot.seed, shot=shot.number)
+            self._orders.send(shot.fault, **where, params=params, seed=shot.seed, shot=shot.number)
         except OSError as error:
             raise Unreachable(f"the order could not be written ({error})") from error
 
@@ -95,8 +95,10 @@ class StandingOrders:
             self._job.undo(replica, (event.get("fault"), event.get("shot")), event["time"])
             return
         standing = next((standing for standing in self._standing if _is_about(event, standing.aimed)), None)
-        if standing is None:
-            return  # another rank of the group has told it, or it is another runner's
+        if standing is None:  # another rank of the group has told it, or a link's other end, or it is another runner's
+            if event["event"] == "fault_skipped":
+                self._job.undo(replica, (event.get("fault"), event.get("shot")), event["time"])
+            return
         self._standing.remove(standing)
         shot = standing.aimed.shot
         if event["event"] == "fault_skipped":
@@ -108,9 +110,10 @@ class StandingOrders:
             trouble = trouble_of(standing.aimed.fault, shot, target, self._job.life(replica))
             standing.troubles[replica] = trouble
             self._job.add_trouble(replica, trouble)
-        if replica in standing.troubles:
-            standing.troubles[replica].act(event["time"], event.get("step"))
-        self._record.hit(shot.fault, target)
+        for trouble in standing.troubles.values():  # of a link both ends, although only one has spoken yet
+            trouble.act(event["time"], event.get("step"))
+        peer = (event.get("params") or {}).get("peer")
+        self._record.hit(shot.fault, target, "" if peer is None else f", to replica {peer}")
         self._record.count(True)
 
     def give_up(self) -> None:
@@ -134,6 +137,15 @@ class StandingOrders:
     def _drop(self, standing: _StandingOrder) -> None:
         for replica, trouble in standing.troubles.items():
             self._job.drop_trouble(replica, trouble)
+
+
+def _params_at(aimed: Injection, target: Target) -> Mapping[str, float]:
+    """Return the parameters for one target: each end of a link is told the other one."""
+    if aimed.fault.scope != "link":
+        return aimed.shot.params
+    (peer,) = (other.replica for other in aimed.targets if other != target)
+    assert peer is not None, "a link's ends are groups"
+    return {**aimed.shot.params, "peer": peer}
 
 
 def _is_about(event: Event, aimed: Injection) -> bool:

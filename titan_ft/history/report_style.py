@@ -41,7 +41,7 @@ CATEGORIES: dict[str, tuple[str, frozenset[str]]] = {
     ),
     "error raised": ("X", frozenset({"exception", "abort_process_group", "disk_full"})),
     "stopped or slow": ("s", frozenset({"stop_rank", "stop_group", "deadlock", "slow_rank"})),
-    "network": ("D", frozenset({"network_dead", "network_slow", "corrupt_chunk"})),
+    "network": ("D", frozenset({"network_dead", "network_slow", "link_dead", "corrupt_chunk"})),
     "wrong numbers": ("P", frozenset({"nan_gradient", "flip_parameter", "flip_optimizer"})),
     "lighthouse killed": ("*", frozenset({"kill_lighthouse"})),
 }

@@ -220,7 +220,7 @@ def _healed(event: Event) -> str:
 def _hits_groups(event: Event) -> bool:
     """Tell whether a fault is one that hits whole groups."""
     fault = FAULTS.get(str(event.get("fault")))
-    return fault is not None and fault.scope in ("group", "groups")
+    return fault is not None and fault.scope in ("group", "groups", "link")
 
 
 def _fault(event: Event) -> str:

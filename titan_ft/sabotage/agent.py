@@ -39,7 +39,6 @@ class ChaosAgent:
         self._victim, self._events = victim, events
         self._replica, self._rank, self._attempt = replica, rank, attempt
         self._tail = _Tail(orders)
-        self._claims = orders.parent
         self._born = time.time()
         self._waiting: list[Shot] = []
         self._thread = threading.Thread(target=self._follow, name="titan_ft_chaos", daemon=True)
@@ -73,7 +72,7 @@ class ChaosAgent:
         if not self._is_for_me(order):
             return
         one_of_many = order.replica is None or (order.rank is None and order.fault not in WHOLE_GROUP)
-        claim = self._claims / f"{order.id}.taken" if one_of_many or order.fault in DONOR else None
+        claim = self._victim.folder / f"{order.id}.taken" if one_of_many or order.fault in DONOR else None
         shot = Shot(order, self._events, (self._replica, self._rank), claim)
         if order.fault in AT_ONCE:
             threading.Thread(

@@ -18,9 +18,11 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
@@ -47,61 +49,116 @@ class Connection:
     inode: int  # 0 = none of a process
 
 
+Choice = Callable[[Collection[Connection]], set[int]]
+"""Given the sockets of this host, returns the inodes of those that lose packets; others' among them do not matter."""
+
+
 class Blackhole:
-    """Loses packets that come in on this process's TCP sockets, listening ones too; all but those of its own kind.
+    """Loses packets that come in on those of this process's TCP sockets that it chooses. Threads may share it.
 
     Args:
         loss: probability that a packet is lost; 1 = all of them.
-        friends: processes of this host, connections to which are spared.
-        spared: remote endpoints, host and port, connections to which are spared as well.
+        choose: says which sockets; asked once about each, when it is new.
     """
 
-    def __init__(self, loss: float, friends: Collection[int] = (), spared: Collection[tuple[str, int]] = ()) -> None:
-        self._program = _drop_program(loss)
-        self._friends = {os.getpid(), *friends}
-        self._spared = {endpoint for host, port in spared for endpoint in _resolve(host, port)}
-        self._filtered: set[int] = set()  # inodes
+    def __init__(self, loss: float, choose: Choice) -> None:
+        self._program, self._choose = _drop_program(loss), choose
+        self._filtered: set[int] = set()  # inodes, as below
+        self._judged: set[int] = set()  # all that need no further look: also those left alone, and no TCP at all
+        self._lifted = False
+        self._lock = threading.Lock()
 
     def extend(self) -> int:
         """Take in the sockets that are new; returns the number of sockets that lose packets now."""
-        connections = {connection.inode: connection for connection in _connections()}
-        spared: set[int] | None = None
-        for fd, inode in _own_sockets():
-            connection = connections.get(inode)
-            if inode in self._filtered or connection is None:
-                continue
-            if spared is None:  # found only when there is something new: it looks through other processes
-                spared = self._find_spared(connections.values())
-            if inode not in spared and _set_option(fd, inode, _SO_ATTACH_FILTER, self._program):
-                self._filtered.add(inode)
-        return len(self._filtered)
+        with self._lock:
+            new = [(fd, inode) for fd, inode in _own_sockets() if inode not in self._judged]
+            # After the end nobody would take a filter away again: a thread may come by that late.
+            if new and not self._lifted:
+                self._take(new)
+            return len(self._filtered)
+
+    @contextlib.contextmanager
+    def looking_after(self, *methods: tuple[Any, str]) -> Iterator[None]:
+        """Look for new sockets after each call of these methods (owner, name), before what they opened is used."""
+
+        def look_after(act: Callable[..., Any]) -> Callable[..., Any]:
+            def act_and_look(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return act(*args, **kwargs)
+                finally:
+                    self.extend()
+
+            return act_and_look
+
+        for owner, name in methods:
+            setattr(owner, name, look_after(getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name in methods:  # inherited ones, which the owner itself had not
+                delattr(owner, name)
 
     def lift(self) -> None:
-        """Let everything through again; also on the connections that a listening socket has taken meanwhile.
+        """Let everything through again for good; also on the connections that a listening socket has taken meanwhile.
 
         A connection waits in its listener's queue until it is accepted, and has the filter too: call it again later.
         """
-        tcp = {connection.inode for connection in _connections()}
-        for fd, inode in _own_sockets():
-            if inode in tcp or inode in self._filtered:
-                _set_option(fd, inode, _SO_DETACH_FILTER, struct.pack("i", 0))
-        self._filtered.clear()
+        with self._lock:
+            self._lifted = True
+            tcp = {connection.inode for connection in _connections()}
+            for fd, inode in _own_sockets():
+                if inode in tcp or inode in self._filtered:
+                    _set_option(fd, inode, _SO_DETACH_FILTER, struct.pack("i", 0))
+            self._filtered.clear()
 
-    def _find_spared(self, connections: Collection[Connection]) -> set[int]:
-        """Return the inodes of the sockets whose other end is one of the friends, or spared."""
-        theirs = {inode for pid in self._friends for inode in _inodes(pid)}
-        ends = {(c.local, c.peer) for c in connections if c.inode in theirs}
-        listeners = {c.local for c in connections if c.inode in theirs and c.state == _LISTEN}
-        spared = set()
-        for c in connections:
-            here = c.peer[0].is_loopback or c.peer[0] == c.local[0]
-            # By the listener: what a friend has not accepted yet, or is accepting just now, is no file of its own.
-            answered = c.peer in listeners or (
-                here and any(port == c.peer[1] and address.is_unspecified for address, port in listeners)
-            )
-            if (c.peer, c.local) in ends or answered or c.peer in self._spared:
-                spared.add(c.inode)
-        return spared
+    def _take(self, new: Collection[tuple[int, int]]) -> None:
+        connections = {connection.inode: connection for connection in _connections()}
+        chosen = self._choose(connections.values())
+        for fd, inode in new:
+            if inode not in connections:
+                # A TCP socket that is not connected yet is in no list, and is one to look at again.
+                if not _is_tcp(fd, inode):
+                    self._judged.add(inode)
+            elif inode not in chosen:
+                self._judged.add(inode)
+            elif _set_option(fd, inode, _SO_ATTACH_FILTER, self._program):
+                self._judged.add(inode)
+                self._filtered.add(inode)
+
+
+def all_but(friends: Collection[int] = (), spared: Collection[tuple[str, int]] = ()) -> Choice:
+    """Choose all sockets, listening ones too, but those connected to this process's own kind.
+
+    Args:
+        friends: processes of this host.
+        spared: remote endpoints, host and port.
+    """
+    pids = {os.getpid(), *friends}
+    endpoints = {endpoint for host, port in spared for endpoint in _resolve(host, port)}
+
+    def choose(connections: Collection[Connection]) -> set[int]:
+        left_alone = connected_to(pids, connections)
+        left_alone |= {c.inode for c in connections if c.peer in endpoints}
+        return {c.inode for c in connections} - left_alone
+
+    return choose
+
+
+def connected_to(pids: Collection[int], connections: Collection[Connection]) -> set[int]:
+    """Return the inodes of the sockets whose other end is one of these processes of this host."""
+    theirs = {inode for pid in pids for inode in _inodes(pid)}
+    ends = {(c.local, c.peer) for c in connections if c.inode in theirs}
+    listeners = {c.local for c in connections if c.inode in theirs and c.state == _LISTEN}
+    found = set()
+    for c in connections:
+        here = c.peer[0].is_loopback or c.peer[0] == c.local[0]
+        # By the listener: what they have not accepted yet, or are accepting just now, is no file of theirs.
+        answered = c.peer in listeners or (
+            here and any(port == c.peer[1] and address.is_unspecified for address, port in listeners)
+        )
+        if (c.peer, c.local) in ends or answered:
+            found.add(c.inode)
+    return found
 
 
 def _drop_program(loss: float) -> bytes:
@@ -138,6 +195,14 @@ def _set_option(fd: int, inode: int, option: int, value: bytes) -> bool:
         return int(libc.setsockopt(copy, socket.SOL_SOCKET, option, argument, len(argument))) == 0
     finally:
         os.close(copy)
+
+
+def _is_tcp(fd: int, inode: int) -> bool:
+    """Say whether the descriptor's socket is one of TCP; true as well if that cannot be known."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+        if os.fstat(copy.fileno()).st_ino == inode:
+            return copy.family in (socket.AF_INET, socket.AF_INET6) and copy.proto == socket.IPPROTO_TCP
+    return True
 
 
 def _own_sockets() -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ import torch
 
 from titan_ft import device
 from titan_ft.replica.exchange import local
-from titan_ft.sabotage.io_faults import corrupt_chunk, disk_full, kill_donor, network_dead, network_slow
+from titan_ft.sabotage.io_faults import corrupt_chunk, disk_full, kill_donor, link_dead, network_dead, network_slow
 from titan_ft.sabotage.shot import Shot
 from titan_ft.sabotage.victim import Victim
 
@@ -185,7 +185,7 @@ def _has_bits(shard: torch.Tensor) -> bool:
 
 
 AT_ONCE: Mapping[str, Fault] = {
-    fault.__name__: fault for fault in (segfault, abort_process_group, network_dead, network_slow)
+    fault.__name__: fault for fault in (segfault, abort_process_group, network_dead, network_slow, link_dead)
 }
 """Faults that act by themselves, and may take their time."""
 
@@ -206,7 +206,7 @@ IN_WAITING: Mapping[str, Fault] = {
 }
 """Faults that another thread carries out when it comes by."""
 
-WHOLE_GROUP = ("network_dead", "network_slow")
+WHOLE_GROUP = ("network_dead", "network_slow", "link_dead")
 """Faults that hit all ranks of a group unless one is named; of the others one rank takes its share."""
 
 DONOR = ("kill_donor", "corrupt_chunk")

@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -24,8 +25,10 @@ from titan_ft.sabotage import blackhole
 from titan_ft.sabotage.blackhole import Blackhole
 from titan_ft.sabotage.shot import Shot
 from titan_ft.sabotage.victim import Victim
+from titan_ft.sabotage.whereabouts import Link
 
 _RESCAN_SECONDS = 0.05  # until an outage takes in a new socket
+_QUICK_RESCAN_SECONDS = 0.005
 
 
 # The network
@@ -33,15 +36,35 @@ _RESCAN_SECONDS = 0.05  # until an outage takes in a new socket
 
 def network_dead(shot: Shot, victim: Victim) -> None:
     """Lose all that comes from other groups and the lighthouse for `seconds`."""
-    _lose(shot, victim, 1.0)
+    _lose(shot, victim, Blackhole(1.0, blackhole.all_but(victim.friends, [victim.store])), _RESCAN_SECONDS)
 
 
 def network_slow(shot: Shot, victim: Victim) -> None:
     """Lose a share of it; TCP sends it again, later and later."""
-    _lose(shot, victim, shot.order.params["loss"])
+    hole = Blackhole(shot.order.params["loss"], blackhole.all_but(victim.friends, [victim.store]))
+    _lose(shot, victim, hole, _RESCAN_SECONDS)
 
 
-def _lose(shot: Shot, victim: Victim, loss: float) -> None:
+def link_dead(shot: Shot, victim: Victim) -> None:
+    """Lose all that comes from the group `peer`; that group does the same, so that nothing gets through either way."""
+    link = Link(victim.folder, int(shot.order.params["peer"]))
+    if obstacle := link.obstacle():
+        shot.skip(obstacle)
+        return
+    hole = Blackhole(1.0, link.choose)
+    # What connects there: a process group, which could make a small exchange at once, and a fetch of state.
+    before_use = hole.looking_after((victim.process_group, "configure"), (socket.socket, "connect"))
+    _lose(shot, victim, hole, _QUICK_RESCAN_SECONDS, before_use)
+
+
+def _lose(
+    shot: Shot,
+    victim: Victim,
+    hole: Blackhole,
+    rescan_seconds: float,
+    meanwhile: AbstractContextManager[None] | None = None,
+) -> None:
+    """Lose what the hole takes for `seconds`, unless another outage is under way; be in `meanwhile` for so long."""
     if not blackhole.supported():
         shot.skip("this system has no socket filters; they are Linux's")
         return
@@ -49,15 +72,15 @@ def _lose(shot: Shot, victim: Victim, loss: float) -> None:
         shot.skip("another fault of the network is not over yet")
         return
     try:
-        hole = Blackhole(loss, victim.friends, [victim.store])
         if not shot.begin():
             return
         ends = time.monotonic() + shot.order.params["seconds"]
         try:
-            while (rest := ends - time.monotonic()) > 0:
-                hole.extend()
-                if victim.closing.wait(min(_RESCAN_SECONDS, rest)):
-                    break
+            with meanwhile or contextlib.nullcontext():
+                while (rest := ends - time.monotonic()) > 0:
+                    hole.extend()
+                    if victim.closing.wait(min(rescan_seconds, rest)):
+                        break
         finally:
             hole.lift()
             shot.undone()

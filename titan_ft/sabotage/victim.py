@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Victim:
         friends: process ids of this group on this host; a lost network leaves them connected.
         store: host and port of the group's store, to which the same applies.
         hang_timeout_seconds: of the watchdog; 0 = it never ends anything.
+        folder: shared by the agents of the run; each has told its whereabouts there.
         between_steps: what the training thread does before its next step.
         step: the step under way.
         closing: set when the worker's part in the run ends.
@@ -39,6 +41,7 @@ class Victim:
     friends: Collection[int]
     store: tuple[str, int]
     hang_timeout_seconds: float
+    folder: Path
     between_steps: deque[Callable[[], None]] = field(default_factory=deque)
     step: int = 0
     closing: threading.Event = field(default_factory=threading.Event)

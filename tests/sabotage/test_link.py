@@ -1,0 +1,179 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A dead link between two of three processes on one host."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.sabotage import blackhole
+from titan_ft.sabotage.blackhole import Connection
+from titan_ft.sabotage.whereabouts import Link, Whereabouts
+
+pytestmark = pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
+
+A, B, C = 0, 1, 2
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+
+
+class Group:
+    """One of the processes; its methods are those of `member.Member`."""
+
+    def __init__(self, folder: Path, replica: int, address: str) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("member.py")), str(folder), str(replica), address]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def begin(self, *command: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def result(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def do(self, *command: object) -> Any:
+        self.begin(*command)
+        return self.result()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Groups:
+    """All of them, each connected to each other one."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.each = [Group(folder, replica, address) for replica in (A, B, C)]
+        self._ports = [group.do("port") for group in self.each]
+        self._names = itertools.count()
+
+    def open(self, one: int, other: int) -> str:
+        """Connect one to the other; return the connection's name, or nothing where there is no answer."""
+        name = f"{one} to {other}, {next(self._names)}"
+        return name if self.each[one].do("connect", name, self._ports[other]) else ""
+
+    def falls_silent(self, one: int, name: str) -> bool:
+        """Say whether a new connection of this group is silent for good as soon as it has been looked at."""
+        deadline = time.monotonic() + DEADLINE
+        while name and self.each[one].do("ask", name, "new") and time.monotonic() < deadline:
+            pass
+        return not name or not self.each[one].do("ask", name, "new")
+
+    def start_anew(self, replica: int, folder: Path, address: str) -> None:
+        self.each[replica].close()
+        self.each[replica] = Group(folder, replica, address)
+        self._ports[replica] = self.each[replica].do("port")
+
+
+PAIRS = list(itertools.permutations((A, B, C), 2))
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def address(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_groups(tmp_path: Path) -> Iterator[Callable[[str], Groups]]:
+    made: list[Groups] = []
+
+    def make(address: str) -> Groups:
+        made.append(Groups(tmp_path, address))
+        return made[-1]
+
+    yield make
+    for groups in made:
+        for group in groups.each:
+            group.close()
+
+
+def cut(groups: Groups) -> None:
+    assert groups.each[A].do("cut", B) == ""
+    assert groups.each[B].do("cut", A) == ""
+
+
+def mend(groups: Groups) -> None:
+    groups.each[A].do("mend")
+    groups.each[B].do("mend")
+
+
+def test_only_the_link_is_dead_and_only_as_long_as_it_is(make_groups: Callable[[str], Groups], address: str) -> None:
+    """A and B hear nothing from each other and each hears C, on old connections and on new ones; then all is there."""
+    groups = make_groups(address)
+    old = {pair: groups.open(*pair) for pair in PAIRS}
+    assert all(old.values())
+    cut(groups)
+    for (one, other), name in old.items():
+        assert groups.each[one].do("ask", name, "old") == (C in (one, other)), name
+    for pair in PAIRS:
+        assert bool(groups.open(*pair)) == (C in pair), pair
+    mend(groups)
+    assert groups.each[A].do("receive", old[A, B], 3) == groups.each[B].do("receive", old[B, A], 3) == "old"
+    assert all(groups.open(*pair) for pair in PAIRS)
+
+
+@pytest.mark.parametrize("cutter", [A, B])
+def test_one_end_is_enough(make_groups: Callable[[str], Groups], cutter: int) -> None:
+    """When the other end's agent is not there any more, no connection works either, old or new."""
+    groups = make_groups("127.0.0.1")
+    old = {pair: groups.open(*pair) for pair in ((A, B), (B, A))}
+    groups.each[cutter].do("cut", A + B - cutter)
+    for (one, other), name in old.items():
+        assert not groups.each[one].do("ask", name, "old")
+        assert groups.falls_silent(one, groups.open(one, other))
+    assert groups.open(cutter, C)
+    assert groups.open(C, cutter)
+
+
+def test_a_peer_that_is_started_again_is_the_same_peer(make_groups: Callable[[str], Groups], tmp_path: Path) -> None:
+    """Its new process is as far away as the old one was."""
+    groups = make_groups("127.0.0.1")
+    cut(groups)
+    groups.start_anew(B, tmp_path, "127.0.0.1")
+    assert groups.falls_silent(A, groups.open(A, B))
+    assert groups.open(B, C)
+
+
+def connection(local: str, peer: str, inode: int) -> Connection:
+    return Connection((ip_address(local), 1000), (ip_address(peer), 2000), 1, inode)
+
+
+def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
+    """All connections to it, and no others."""
+    here = Whereabouts.own(A, 0, "10.0.0.1")
+    here.publish(tmp_path)
+    for rank, address in enumerate(("10.0.0.2", "fd00::2")):
+        replace(here, replica=B, rank=rank, host="another", address=address).publish(tmp_path)
+    replace(here, replica=C, host="a third", address="10.0.0.3").publish(tmp_path)
+    link = Link(tmp_path, B)
+    assert link.obstacle() == ""
+    connections = [
+        connection("10.0.0.1", "10.0.0.2", 7),
+        connection("10.0.0.1", "10.0.0.3", 8),
+        connection("fd00::1", "fd00::2", 9),
+        connection("10.0.0.1", "10.0.0.1", 10),
+    ]
+    assert link.choose(connections) == {7, 9}
+
+
+def test_what_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
+    """A group that nobody has heard of, and two groups at one address of another host."""
+    assert Link(tmp_path, B).obstacle() == "no worker of replica 1 has told where it is"
+    here = Whereabouts.own(A, 0, "10.0.0.1")
+    afar = replace(here, replica=B, host="another", address="10.0.0.2")
+    for worker in (here, afar, replace(afar, replica=C)):
+        worker.publish(tmp_path)
+    assert Link(tmp_path, B).obstacle() == "replica 1 shares 10.0.0.2 with replica 2, which is not here"

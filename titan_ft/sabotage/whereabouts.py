@@ -1,0 +1,98 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where the workers of a run are, told by their agents in a shared folder: what a fault of one link must tell apart."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titan_ft.sabotage.blackhole import Connection, connected_to, supported
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where one worker is.
+
+    Attributes:
+        host: names the host and its namespaces: with the same name, process ids and connections can be looked up.
+        pids: the worker, and its parent, which has the group's store.
+        address: numeric address that other groups reach it at.
+    """
+
+    replica: int
+    rank: int
+    host: str
+    pids: tuple[int, ...]
+    address: str
+
+    @classmethod
+    def own(cls, replica: int, rank: int, address: str) -> Whereabouts:
+        """Return those of this process."""
+        return cls(replica, rank, this_host(), (os.getpid(), os.getppid()), address)
+
+    def publish(self, folder: Path) -> None:
+        """Tell it, in the place of what this rank's last worker told."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"worker-{self.replica}-{self.rank}.json"
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(asdict(self)))
+        draft.replace(path)  # a reader never sees half of it
+
+
+def this_host() -> str:
+    """Return the name of this host and of the namespaces that this process is in."""
+    if not supported():
+        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
+
+
+def read_all(folder: Path) -> list[Whereabouts]:
+    """Return what the newest worker of each rank has told."""
+    found = []
+    for path in sorted(folder.glob("worker-*-*.json")):
+        told = json.loads(path.read_text())
+        found.append(Whereabouts(**{**told, "pids": tuple(told["pids"])}))
+    return found
+
+
+class Link:
+    """What this host's connections have to do with another group.
+
+    Args:
+        folder: where workers tell where they are.
+        peer: the other group.
+    """
+
+    def __init__(self, folder: Path, peer: int) -> None:
+        self._folder, self._peer = folder, peer
+
+    def obstacle(self) -> str:
+        """Return why the group's connections cannot be told from others', or nothing."""
+        workers = read_all(self._folder)
+        if not any(worker.replica == self._peer for worker in workers):
+            return f"no worker of replica {self._peer} has told where it is"
+        afar = self._afar(workers)
+        for worker in workers:
+            if worker.replica != self._peer and worker.address in afar and worker.host != this_host():
+                return f"replica {self._peer} shares {worker.address} with replica {worker.replica}, which is not here"
+        return ""
+
+    def choose(self, connections: Collection[Connection]) -> set[int]:
+        """Choose the sockets that are connected to the group: see `titan_ft.sabotage.blackhole.Choice`."""
+        workers = read_all(self._folder)  # anew each time: a group that was started again is elsewhere
+        here = this_host()
+        pids = {pid for w in workers if (w.replica, w.host) == (self._peer, here) for pid in w.pids}
+        pids -= {os.getpid(), os.getppid()}  # a parent of both groups has this group's store as well
+        afar = {ipaddress.ip_address(address) for address in self._afar(workers)}
+        return connected_to(pids, connections) | {c.inode for c in connections if c.peer[0] in afar}
+
+    def _afar(self, workers: Collection[Whereabouts]) -> set[str]:
+        """Return the addresses of the group's workers on other hosts, whose processes cannot be looked up."""
+        return {w.address for w in workers if w.replica == self._peer and w.host != this_host()}
