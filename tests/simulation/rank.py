@@ -18,15 +18,18 @@ from tests.simulation import training
 from tests.simulation.kernel import Process
 from tests.simulation.transfer import SnapshotServer
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.catch_up import Update
-from titan_ft.replica.dimension import ReplicaDimension
+from titan_ft.replica.decision import Update
+from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.position import Position
+from titan_ft.replica.reach import Probe
 from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
+from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -141,6 +144,7 @@ class Rank:
             config_digest="c0ffee",
             address=address,
             events=events,
+            probe=Probe("token", address, self.number),
         )
         self._exchange = GradientExchange(
             self.state.parameters,
@@ -150,29 +154,38 @@ class Rank:
             overlap=False,
         )
         state: Any = self.state
+        self.position = Position()
+        shared: dict[str, Any] = {"position": self.position, "group": self._group, "events": events}
         snapshot_server: Any = server
         rounds = Rounds(
             config,
             self._membership,
             self._exchange,
-            state,
-            snapshot_server,
-            events,
-            self.nominal_tokens,
-            self._drain,
-            self._watchdog,
+            state=state,
+            donor=Donor(state, snapshot_server),
+            drain=self._drain,
+            watchdog=self._watchdog,
+            **shared,
         )
-        heal = Heal(config, rounds, state, self.ledger, self._group, events, "token", self._apply)
+        heal = Heal(
+            config,
+            rounds=rounds,
+            exchange=self._exchange,
+            state=state,
+            ledger=self.ledger,
+            nominal_tokens=self.nominal_tokens,
+            token="token",
+            apply=self._apply,
+            **shared,
+        )
         self.dimension = ReplicaDimension(
             config,
             rounds=rounds,
             heal=heal,
-            state=state,
             ledger=self.ledger,
-            group=self._group,
-            events=events,
             nominal_tokens=self.nominal_tokens,
             pauses_after=lambda step: step >= world.options.steps,
+            **shared,
         )
 
     def _train(self) -> None:
@@ -183,10 +196,10 @@ class Rank:
         else:
             world.started(self)
         while True:
-            while dimension.step < world.options.steps:
+            while self.position.step < world.options.steps:
                 self._step()
             digest = dimension.finish()
-            if dimension.step >= world.options.steps:
+            if self.position.step >= world.options.steps:
                 self._end("finished", digest)
                 return
 
@@ -203,8 +216,8 @@ class Rank:
         self._know(update, committed.parent, committed.participants)
         self._apply(update)
         world.committed(self, update.step, committed.participants)
-        dimension.applied()
-        if dimension.leaving:
+        dimension.digest_if_due()
+        if self.position.leaving:
             raise Leaving
 
     def _heal(self) -> None:
@@ -212,7 +225,7 @@ class Rank:
         self.state.zero_grad()
         self.dimension.heal()
         self.ready = True
-        self._hold(self.dimension.step, self.dimension.position.lineage)
+        self._hold(self.position.step, self.position.lineage)
         self.world.healed(self)
 
     def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
@@ -261,7 +274,7 @@ class Rank:
         self._know(update, self.held[1], None)
         self._watchdog.beat()
         world.kernel.sleep(options.apply_seconds)
-        self._exchange.write_gradients(update.gradients)
+        self._exchange.write_gradients(update.gradients, update.scale)
         if update.step != self.state.progress.steps + 1:
             world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
         share = len(update.slots) / options.groups

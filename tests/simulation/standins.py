@@ -408,6 +408,10 @@ class ThreadPoolExecutor:
         self._kernel.pause()
         return future
 
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any]) -> Iterator[Any]:
+        futures = [self.submit(fn, *args) for args in zip(*iterables, strict=False)]
+        return (future.result() for future in futures)
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._closed = True
         if cancel_futures:
@@ -462,7 +466,10 @@ class World:
     def manager_client(self, address: str) -> Any:
         raise NotImplementedError
 
-    def probe_lighthouse(self, timeout: float) -> None:
+    def connect(self, host: str, port: int, timeout: float) -> None:
+        raise NotImplementedError
+
+    def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
         raise NotImplementedError
 
     def read_status(self, timeout: float) -> str:
@@ -553,7 +560,7 @@ class _Connection:
 
 
 def _create_connection(address: tuple[str, int], timeout: float = 60.0) -> _Connection:
-    world().probe_lighthouse(timeout)
+    world().connect(address[0], address[1], timeout)
     return _Connection()
 
 
@@ -633,12 +640,16 @@ def _fetch(*args: Any, **kwargs: Any) -> Any:
     return world().fetch(*args, **kwargs)
 
 
+def _round_trip(*args: Any, **kwargs: Any) -> None:
+    world().round_trip(*args, **kwargs)
+
+
 # Installation
 
 
 def _replacements() -> dict[int, Any]:
     """Return what stands in, by the identity of what it stands for."""
-    from titan_ft.replica import state_fetch
+    from titan_ft.replica import reach, state_fetch
 
     modules: list[tuple[Any, Any]] = [
         (time, TIME),
@@ -670,6 +681,7 @@ def _replacements() -> dict[int, Any]:
     found[id(dist.TCPStore)] = _tcp_store
     found[id(dist.PrefixStore)] = _prefix_store
     found[id(state_fetch.fetch)] = _fetch
+    found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server
     found[id(torchft.coordination.ManagerClient)] = _manager_client
     return found
@@ -682,9 +694,8 @@ def _is_error(member: Any) -> bool:
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Put the stand-ins into the engine's modules; everything is as before afterwards."""
-    import titan_ft.replica.dimension
-    import titan_ft.replica.drain
-    import titan_ft.replica.watchdog
+    import tests.simulation.rank
+    import titan_ft.replica.state_server
 
     replacements, changed = _replacements(), []
     targets = [module for name, module in sys.modules.items() if name.startswith(PACKAGE) and module is not None]

@@ -333,16 +333,37 @@ class World(standins.World):
         rank = self.ranks[self.kernel.process]
         return _WatchedClient(self, rank, self.managers.get(address))
 
-    def probe_lighthouse(self, timeout: float) -> None:
-        """Open a connection to the lighthouse.
+    def connect(self, host: str, port: int, timeout: float) -> None:
+        """Open a connection to the lighthouse, a group's store or a rank's state server.
 
         Raises:
-            OSError: it is away or cannot be reached.
+            OSError: nobody listens there, or it cannot be reached.
         """
         node = self.ranks[self.kernel.process].node
-        self.network.call(node, LIGHTHOUSE, None, timeout)
-        if not self.lighthouse.listens:
+        if host == "lighthouse":
+            self.network.call(node, LIGHTHOUSE, None, timeout)
+            if not self.lighthouse.listens:
+                raise ConnectionRefusedError("connection refused")
+            return
+        there = tuple(int(part) for part in host.split(".")[2:])
+        self.network.call(node, (there[0], there[1]), None, timeout)
+        server = self.stores.get((host, port))
+        if server is None or server.gone:
             raise ConnectionRefusedError("connection refused")
+
+    def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
+        """Send bytes to a rank's state server and back.
+
+        Raises:
+            OSError: it cannot be reached.
+        """
+        node, server = self.ranks[self.kernel.process].node, self.transfers.servers.get(address)
+        if server is None or server.process.dead or server.closed:
+            raise ConnectionRefusedError("connection refused")
+        self.network.call(node, server.node, server.process, seconds)
+        if server.process.frozen:
+            self.kernel.sleep(seconds)
+            raise TimeoutError("timed out")
 
     def read_status(self, timeout: float) -> str:
         """Return the lighthouse's status page.
@@ -350,7 +371,7 @@ class World(standins.World):
         Raises:
             OSError: it is away or cannot be reached.
         """
-        self.probe_lighthouse(timeout)
+        self.connect("lighthouse", 1, timeout)
         return self.lighthouse.status()
 
     def group_collective(self) -> GroupCollective:
