@@ -140,7 +140,6 @@ class _Draw:
         }
         if self.groups > 2 and rng.random() < 0.35:
             self.config["min_replica_size"] = 2
-            self.changes["min_replicas"] = rng.choice([1, 2])
 
     def _time(self, low: float = 0.0) -> float:
         return round(low + (self.span - low) * self.rng.random(), 4)
@@ -239,6 +238,10 @@ class _Draw:
         fault = Flip(self._time(0.3), self._slot(), self._rank(), self.rng.random() < 0.4, place, bit)
         self.faults.append(fault)
 
+    def least(self) -> None:
+        """The lighthouse wants as many groups as a step does, as `titan-ft launch` starts it."""
+        self.config["min_replica_size"] = self.changes["min_replicas"] = min(2, self.groups - 1)
+
     def nan(self) -> None:
         """A gradient is not finite."""
         times = self.rng.choice([1, 1, 2, 4])
@@ -264,9 +267,11 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "drain",
         "flip",
         "nan",
+        "least",
     )
 }
-KINDS = tuple(_KINDS)
+KINDS = tuple(name for name in _KINDS if name != "least")
+"""What is drawn from unless kinds are given."""
 
 
 def draw(seed: int, kinds: Sequence[str] = KINDS) -> Schedule:
