@@ -197,12 +197,16 @@ class Membership:
         if quorum and self._group_world_size > 1:
             self._store.set(self._broken_key(quorum), "1")
 
+    def fall_silent(self) -> None:
+        """Stop this group's heartbeats, so that the others go on without it; any thread of rank 0."""
+        if self._server is not None:
+            self._server.shutdown()
+
     def close(self) -> None:
         """Leave: stop the heartbeats and close the process group; a second call does nothing."""
         if self._closed:
             return
-        if self._server is not None:
-            self._server.shutdown()
+        self.fall_silent()
         if self._pulse is not None:
             self._pulse.close()
         with self._abort_lock:

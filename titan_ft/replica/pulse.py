@@ -26,6 +26,28 @@ def read_heartbeats(page: str) -> dict[str, float]:
     return {html.unescape(name): float(seconds) for name, seconds in _HEARTBEAT.findall(page)}
 
 
+class StatusPage:
+    """A lighthouse's page of heartbeats.
+
+    Args:
+        lighthouse: its address, http://host:port.
+        timeout: seconds that an answer may take.
+    """
+
+    def __init__(self, lighthouse: str, timeout: float) -> None:
+        self._page, self._timeout = f"{lighthouse}/status", timeout
+        # Whatever proxy the environment names is not on the way to the lighthouse.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds since each member's last heartbeat, by replica id; nothing if it does not answer."""
+        try:
+            with self._opener.open(self._page, timeout=self._timeout) as answer:
+                return read_heartbeats(answer.read().decode(errors="replace"))
+        except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
+            return {}
+
+
 class Pulse:
     """Watches over the exchanges of one group. Costs nothing while they take less than `interval` seconds to finish.
 
@@ -47,11 +69,9 @@ class Pulse:
         members: Callable[[], Collection[str]],
         on_silence: Callable[[dict[str, float]], None],
     ) -> None:
-        self._page = f"{lighthouse}/status"
+        self._page = StatusPage(lighthouse, patience)
         self._interval, self._patience = interval, patience
         self._own, self._members, self._on_silence = own, members, on_silence
-        # Whatever proxy the environment names is not on the way to the lighthouse.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._changed = threading.Condition()
         self._exchange: object | None = None  # the one under way
         self._closed = False
@@ -98,11 +118,7 @@ class Pulse:
         members = self._members()
         if not members:
             return {}
-        try:
-            with self._opener.open(self._page, timeout=self._patience) as answer:
-                heartbeats = read_heartbeats(answer.read().decode(errors="replace"))
-        except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
-            return {}  # nothing is known, the exchange has its timeout
+        heartbeats = self._page.read()  # empty: nothing is known, the exchange has its timeout
         if heartbeats.get(self._own, 0.0) > self._patience / 2:
             return {}  # this group lives: it is the lighthouse that hears late, or the way there
         # One that is not listed has not been heard of since the lighthouse was started: it is given time.
