@@ -367,7 +367,7 @@ def test_stall_beside_another_failure_is_unknown(run_builder: Callable[..., Any]
 def test_slow_machine_is_no_stall(run_builder: Callable[..., Any]) -> None:
     """Steps that are longer during a heal because computing took longer are no wait for the joiner."""
     run = run_builder(lambda run: run.steps(12, [0, 1], seconds=3.0))
-    assert 5 in failed(check(run.events)) or check(run.events)[5].statement.startswith("others committed at 3")
+    assert failed(check(run.events)) == {5}
     for event in run.named("step_committed", seconds=3.0):
         event["compute_seconds"] = 2.8
     assert check(run.events).verdict == "holds"
