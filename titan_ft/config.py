@@ -199,7 +199,8 @@ class FaultTolerance:
 
     heartbeat_timeout_ms: int = 500
     """Milliseconds without a heartbeat after which the lighthouse counts a group as gone; shorter than
-    process_group_timeout_ms. False evictions on busy hosts are frequent below 250."""
+    process_group_timeout_ms. False evictions on busy hosts are frequent below 250. Twice as long without one of a
+    single rank, in a group of several, ends the group, which is then started again."""
 
     quorum_tick_ms: int = 20
     """Milliseconds between two looks of the lighthouse at who is there; > 0 and at most heartbeat_timeout_ms."""

@@ -133,7 +133,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"faults to draw from ({','.join(KINDS)}); also: least")
     parser.add_argument("--trace", action="store_true", help="print the trace of the first schedule that fails")
     parser.add_argument("--shrink", action="store_true", help="make that schedule small before")
-    parser.add_argument("--replay", metavar="JSON", help="run this schedule, which --shrink has printed, with its trace")
+    parser.add_argument(
+        "--replay", metavar="JSON", help="run this schedule, which --shrink has printed, with its trace"
+    )
     options = parser.parse_args(arguments)
     kinds = tuple(options.kinds.split(","))
     if unknown := set(kinds) - {*KINDS, "least"}:

@@ -310,9 +310,7 @@ class ManagerServer:
         self._participants[call.rank] = None
         if len(self._participants) == self._world_size:
             self._participants.clear()
-            requester = Requester(
-                self.replica_id, self._address, self._store_address, step, self._world_size, failures
-            )
+            requester = Requester(self.replica_id, self._address, self._store_address, step, self._world_size, failures)
             self._ask(requester, timeout, 0)
 
     def _ask(self, requester: Requester, timeout: float, retry: int) -> None:
@@ -439,7 +437,9 @@ class ManagerClient:
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
         """Vote; true if all ranks said yes."""
-        return bool(self._call(group_rank, timeout.total_seconds(), lambda call: self._server.vote(call, should_commit)))
+        return bool(
+            self._call(group_rank, timeout.total_seconds(), lambda call: self._server.vote(call, should_commit))
+        )
 
     def _call(self, rank: int, timeout: float, act: Callable[[_Call], None]) -> Any:
         server = self._server

@@ -221,4 +221,6 @@ class Oracle:
                 f"of {tokens} tokens",
             )
         if ends != known.ends:
-            self._report("every batch once", f"g{slot} has trained {ends} after step {steps}, by its ledger, not {known.ends}")
+            self._report(
+                "every batch once", f"g{slot} has trained {ends} after step {steps}, by its ledger, not {known.ends}"
+            )

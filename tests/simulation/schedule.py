@@ -311,9 +311,7 @@ def shrink(schedule: Schedule, problem: Problem, tries: int = 4, budget: int = 4
 
 def _smaller(schedule: Schedule) -> list[Schedule]:
     options, faults = schedule.options, schedule.faults
-    found = [
-        dataclasses.replace(schedule, faults=faults[:place] + faults[place + 1 :]) for place in range(len(faults))
-    ]
+    found = [dataclasses.replace(schedule, faults=faults[:place] + faults[place + 1 :]) for place in range(len(faults))]
     for place, fault in enumerate(faults):
         found += [
             dataclasses.replace(schedule, faults=(*faults[:place], other, *faults[place + 1 :]))

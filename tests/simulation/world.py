@@ -322,9 +322,7 @@ class World(standins.World):
             if not (self.lighthouse.listens and self.network.usable(node, LIGHTHOUSE)):
                 raise RuntimeError("lighthouse: transport error")
         address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
-        server = ManagerServer(
-            self.kernel, self.network, self.lighthouse, process, node, address=address, **options
-        )
+        server = ManagerServer(self.kernel, self.network, self.lighthouse, process, node, address=address, **options)
         self.managers[address] = server
         return server
 
@@ -502,7 +500,9 @@ class World(standins.World):
         if self.groups.get(group.slot) is not group or group.slot in self.gone:
             return
         low, high = self.options.restart_seconds
-        self.kernel.after(low + (high - low) * self.kernel.rng.random(), lambda: self._start(group.slot, group.attempt + 1))
+        self.kernel.after(
+            low + (high - low) * self.kernel.rng.random(), lambda: self._start(group.slot, group.attempt + 1)
+        )
 
     # Judging
 
@@ -515,7 +515,9 @@ class World(standins.World):
                 self.gone[rank.slot] = type(crash.error).__name__
             process.end()
         else:
-            self.report("no state given up", f"{process.name} ({crash.task.name}) ends by {type(error).__name__}: {error}")
+            self.report(
+                "no state given up", f"{process.name} ({crash.task.name}) ends by {type(error).__name__}: {error}"
+            )
 
     def _may_end(self, rank: Rank, crash: Crash) -> bool:
         name = type(crash.error).__name__
@@ -554,7 +556,9 @@ class World(standins.World):
         holders = self._holders(step + 1, rank.group)
         if holders and not self._job_over():
             slots = [group.slot for group in holders]
-            self.report("no state given up", f"{rank.process.name}: {what} at step {step} while groups {slots} hold more")
+            self.report(
+                "no state given up", f"{rank.process.name}: {what} at step {step} while groups {slots} hold more"
+            )
 
     def _judge_mismatch(self, rank: Rank, fields: dict[str, Any]) -> None:
         """A state that nobody has changed must not be outvoted by one that somebody has."""
@@ -607,8 +611,7 @@ class World(standins.World):
 
     def _all_ended(self) -> bool:
         return all(
-            group.over or group.ended or group.slot in self.gone or self._late(group)
-            for group in self.groups.values()
+            group.over or group.ended or group.slot in self.gone or self._late(group) for group in self.groups.values()
         )
 
     def _watch(self) -> None:
