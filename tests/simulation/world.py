@@ -174,7 +174,7 @@ class World(standins.World):
         self.furthest = 0
         self.commits = 0
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
-        self.final: set[str] | None = None  # slots of the quorum in which the first group finished
+        self.final: set[int] | None = None  # slots of the quorum in which the first group finished
         self._pids = 100
 
     # Running
@@ -466,13 +466,14 @@ class World(standins.World):
             if not comes_back:
                 self.gone[group.slot] = "drained"
         if self.final is None and group.ended == "finished":
-            # Who is not with the groups that finish first has been given up by them, and is too late.
-            self.final = {name.split("/")[1] for name in self.lighthouse.quorum[1]}
-            self.final.add(f"{rank.slot:06d}")
+            # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late.
+            here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
+            self.final = {slot for slot in here if slot in self.groups and self._linked(group, self.groups[slot])}
+            self.final.add(rank.slot)
         self._judge_end(rank)
 
     def _late(self, group: GroupRun) -> bool:
-        return self.final is not None and f"{group.slot:06d}" not in self.final
+        return self.final is not None and group.slot not in self.final
 
     def process_ended(self, group: GroupRun) -> None:
         """Let the supervisor see that a process of a group has ended."""
