@@ -239,7 +239,7 @@ class Membership:
 
     def _ask(self, step: int, failures: int, held: int) -> Quorum:
         if self._probe is not None and self._must_tell_reach(failures):
-            self._tell_reach(held)
+            self._tell_reach(failures, held)
         asked = time.monotonic()
         reply, admission = self._find_members(step, failures)
         while self.member not in admission.members:
@@ -418,11 +418,14 @@ class Membership:
         known = failures > 0 and bool(self._store.check([self._lost_key()]))
         return known or failures >= _PROBE_AFTER or bool(self._accusers)
 
-    def _tell_reach(self, held: int) -> None:
+    def _tell_reach(self, failures: int, held: int) -> None:
         """Find out whom this group cannot reach, and tell it in the group's name; all ranks of the group do so."""
         peers = [member for member in self._former[2] if member != self.member]
-        prefix, lost = self._lost
-        found = lost if prefix == self._prefix else self._find_dead(peers)
+        prefix, found = self._lost
+        if prefix != self._prefix:  # else it was found while the exchange waited
+            found = []
+            if failures >= _PROBE_AFTER:  # else another rank has found something, and the others need not be waited for
+                found = self._find_dead([peer for peer in peers if peer not in self._accusers])
         seat = self._agree(found, lambda dead: self._report(peers, dead, held))
         if seat:
             self._take_seat(seat)
@@ -484,8 +487,11 @@ class Membership:
     def _find_dead(self, members: Sequence[Member]) -> list[str]:
         """Return which of `members`, by their unique names, this rank cannot reach."""
         assert self._probe is not None
-        peers = [Peer(member.unique, member.store, self._addresses.get(member.unique, "")) for member in members]
-        reasons = self._probe(peers)
+        # Not everybody the same one first: so many at a time is too much for it.
+        members = sorted(members, key=lambda member: member.slot < self.member.slot)
+        reasons = self._probe(
+            [Peer(member.unique, member.store, self._addresses.get(member.unique, "")) for member in members]
+        )
         for member in members:
             if member.unique in reasons.keys() - self._unreached:
                 logger.warning(
