@@ -10,6 +10,7 @@ have its result already and others do not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -47,22 +48,20 @@ class Ring:
         self.ends: dict[int, ProcessGroup] = {}
         self.closed: set[int] = set()
         self.operations: dict[int, _Operation] = {}
-        self.waiting: list[Task] = []
+        self.waiting: list[tuple[Task, int]] = []
         network.on_change[self] = self.tell
 
     def tell(self) -> None:
         """Wake all members: there is news."""
-        for task in self.waiting:
+        for task, _ in self.waiting:
             self.kernel.wake(task)
-        self.waiting.clear()
 
-    def wait(self, timeout: float) -> None:
-        """Block the caller until there is news."""
-        me = self.kernel.current
-        self.waiting.append(me)
+    def wait(self, timeout: float, rank: int) -> None:
+        """Block the member `rank` until there is news."""
+        entry = (self.kernel.current, rank)
+        self.waiting.append(entry)
         self.kernel.block(timeout)
-        if me in self.waiting:
-            self.waiting.remove(me)
+        self.waiting.remove(entry)
 
     def neighbours(self, rank: int) -> set[int]:
         """Return whose connections a rank's operations go over."""
@@ -179,7 +178,7 @@ class ProcessGroup:
             if kernel.now >= end:
                 self._close()
                 raise RuntimeError("Gloo connectFullMesh failed: timed out")
-            ring.wait(end - kernel.now)
+            ring.wait(end - kernel.now, rank)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
         """Begin to sum a tensor over the members."""
@@ -239,23 +238,29 @@ class ProcessGroup:
             if self._ring is not ring:
                 raise RuntimeError("Application timeout caused pair closure")
             if not operation.done_at and len(operation.inputs) == ring.size and ring.flows():
-                for member in range(ring.size):
-                    late = kernel.rng.random()
-                    operation.done_at[member] = now + 0.0004 + self._jitter * late**6
-                ring.tell()
-                for member in range(ring.size):
-                    self._on_moment("exchange", ring.ends[member].node)
+                self._complete(ring, operation)
             done_at = operation.done_at.get(rank)
             if done_at is not None and rank not in operation.lost:
                 if now >= done_at:
                     return
-                ring.wait(done_at - now)
+                ring.wait(done_at - now, rank)
                 continue
             if not self._silent and (rank in operation.lost or ring.closed & ring.neighbours(rank)):
                 raise RuntimeError("Connection closed by peer")
             if now >= end:
                 raise RuntimeError("Timed out waiting for an operation to complete")
-            ring.wait(end - now)
+            ring.wait(end - now, rank)
+
+    def _complete(self, ring: Ring, operation: _Operation) -> None:
+        """Let each member have the result in a moment, not all at the same one."""
+        kernel, rank = self._kernel, self._rank
+        for member in range(ring.size):
+            operation.done_at[member] = kernel.now + 0.0004 + self._jitter * kernel.rng.random() ** 6
+        for task, place in ring.waiting:
+            if place != rank:
+                kernel.after(operation.done_at[place] - kernel.now, functools.partial(kernel.wake, task))
+        for member in range(ring.size):
+            self._on_moment("exchange", ring.ends[member].node)
 
 
 class GroupLink:

@@ -323,8 +323,11 @@ class Flip(Fault):
 
     def inject(self, world: World) -> None:
         group = world.groups.get(self.slot)
-        if group is None or not group.ready or world.furthest >= world.options.steps:
-            return  # behind the last digest nobody looks any more
+        # Before the first step any state is as good as another; behind the last digest nobody looks any more.
+        if group is None or not group.ready or not 0 < world.furthest < world.options.steps:
+            return
+        if group.ranks[self.rank].held[0] == 0:
+            return
         state = group.ranks[self.rank].state
         octets = state.array[int(self.momentum)].view("uint32")
         octets[self.place] ^= 1 << self.bit
@@ -334,7 +337,8 @@ class Flip(Fault):
         """With as many corrupt holders as sound ones nobody can tell which are right."""
         if error != "DivergedError":
             return False
-        holders = [group for group in world.groups.values() if group.ready]
+        here = {int(name.split("/")[1]) for name in world.lighthouse.quorum[1]}
+        holders = [group for group in world.groups.values() if group.ready and group.slot in here]
         corrupt = sum(any(rank.state.tainted for rank in group.ranks) for group in holders)
         return corrupt * 2 >= len(holders) or world.gone != {}
 

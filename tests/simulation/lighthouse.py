@@ -466,6 +466,9 @@ class ManagerClient:
             kernel.block(end - kernel.now)
             if kernel.current in server.waiting:
                 server.waiting.remove(kernel.current)
+        lag = kernel.process.lag
+        if lag and kernel.rng.random() < 0.5:
+            kernel.sleep(lag * kernel.rng.random())  # ranks of a group never hear an answer at the same moment
         return call.value
 
 

@@ -106,7 +106,7 @@ class Oracle:
         if step != base.step + 1:
             self._report("counters", f"g{slot} commits step {step} on a state of step {base.step}")
         if participants is not None:
-            self._check_members(slot, step, participants, batches)
+            self._check_members(slot, step, participants, batches, readers)
         self.chain[lineage] = Committed(*facts, ends=self._advance(slot, step, base, batches), groups={slot})
 
     def applied(self, slot: int, rank: int, lineage: int, state: training.State) -> None:
@@ -192,11 +192,17 @@ class Oracle:
         return ends
 
     def _check_members(
-        self, slot: int, step: int, participants: list[int], batches: tuple[tuple[int, int, int], ...]
+        self,
+        slot: int,
+        step: int,
+        participants: list[int],
+        batches: tuple[tuple[int, int, int], ...],
+        readers: list[int],
     ) -> None:
         rules = self._rules
-        if len(participants) < rules.min_replica_size and not rules.not_finite:
-            self._report("exact average", f"g{slot} commits step {step} with {participants} only")
+        # Groups that hold the state count, also one whose data another group has read in this step.
+        if len(readers) < rules.min_replica_size or not participants:
+            self._report("exact average", f"g{slot} commits step {step} of groups {participants}, with {readers} only")
         slots = sorted({of for of, _, _ in batches})
         if rules.batch_policy == "shrink":
             if slots != sorted(participants):

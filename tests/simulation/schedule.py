@@ -85,9 +85,9 @@ class _Draw:
     def __init__(self, seed: int, kinds: Sequence[str]) -> None:
         rng = self.rng = random.Random(seed * 7919 + 17)
         self.kinds = sorted(rng.sample(list(kinds), min(len(kinds), rng.choice([1, 1, 2, 2, 3]))))
-        self.groups = rng.choice([2, 2, 3, 3, 3, 4, 4, 5] if "cut" in self.kinds else [2, 2, 3, 3, 3, 3, 4])
-        self.ranks = rng.choice([1, 1, 2, 2, 3] if self.groups < 4 else [1, 1, 1, 2])
-        self.steps = rng.randint(3, 8)
+        self.groups = rng.choice([2, 3, 3, 3, 4, 5] if "cut" in self.kinds else [2, 2, 2, 3, 3, 3, 4])
+        self.ranks = rng.choice([1, 1, 1, 2, 2, 3] if self.groups < 3 else [1, 1, 1, 2, 2] if self.groups < 4 else [1, 1, 1, 1, 2])
+        self.steps = rng.choice([2, 3, 3, 4, 4, 5, 7])
         self.compute = rng.choice([0.05, 0.1, 0.2, 0.4])
         self.span = 0.3 + self.steps * (self.compute + 0.05)
         self.faults: list[Fault] = []
@@ -114,7 +114,7 @@ class _Draw:
             silent=rng.random() < 0.2,
             store_survives=rng.random() < 0.7,
             coupling=0.0 if flips else 0.1,
-            switch=rng.choice([0.1, 0.3, 0.6]),
+            switch=rng.choice([0.05, 0.1, 0.4]),
             **self.changes,
         )
         return Schedule(seed, options, tuple(sorted(self.faults, key=lambda fault: fault.at)))
@@ -140,7 +140,6 @@ class _Draw:
         }
         if self.groups > 2 and rng.random() < 0.35:
             self.config["min_replica_size"] = 2
-            self.changes["min_replicas"] = rng.choice([1, 2])
 
     def _time(self, low: float = 0.0) -> float:
         return round(low + (self.span - low) * self.rng.random(), 4)
@@ -239,6 +238,10 @@ class _Draw:
         fault = Flip(self._time(0.3), self._slot(), self._rank(), self.rng.random() < 0.4, place, bit)
         self.faults.append(fault)
 
+    def least(self) -> None:
+        """The lighthouse wants as many groups as a step does, as `titan-ft launch` starts it."""
+        self.config["min_replica_size"] = self.changes["min_replicas"] = min(2, self.groups - 1)
+
     def nan(self) -> None:
         """A gradient is not finite."""
         times = self.rng.choice([1, 1, 2, 4])
@@ -264,9 +267,11 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "drain",
         "flip",
         "nan",
+        "least",
     )
 }
-KINDS = tuple(_KINDS)
+KINDS = tuple(name for name in _KINDS if name != "least")
+"""What is drawn from unless kinds are given."""
 
 
 def draw(seed: int, kinds: Sequence[str] = KINDS) -> Schedule:
