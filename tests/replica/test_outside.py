@@ -27,6 +27,7 @@ class Network:
     def __init__(self, seats: Any) -> None:
         self._seats = seats
         self._dead: set[tuple[int, int, int]] = set()  # (slot, slot of the other, group rank); one direction each
+        self.slow = threading.Event()  # the next exchange takes long, and works
         self.silent = False  # an exchange over a dead link waits until somebody breaks it off
         self.groups: list[NoProcessGroup] = []
         self._lock = threading.Lock()
@@ -54,8 +55,13 @@ class Network:
         with self._lock:
             self._made[seat, quorum.key] += 1
             exchange = quorum.key, rank, self._made[seat, quorum.key]
-            if self._worked.setdefault(exchange, self.works(quorum.slots, rank)):
-                return True
+            worked = self._worked.setdefault(exchange, self.works(quorum.slots, rank))
+        if self.slow.is_set():
+            with seat.waiting():
+                assert not seat.process_group.aborted.wait(1.0), "an exchange that is only slow is broken off"
+            self.slow.clear()
+        if worked:
+            return True
         if self.silent:
             with seat.waiting():
                 assert seat.process_group.aborted.wait(DEADLINE), "an exchange hangs"
@@ -99,12 +105,13 @@ class Group:
         commits: (step, members' slots) of each step that it committed.
     """
 
-    def __init__(self, seats: Any, network: Network, slot: int, world_size: int = 1, step: int = 0) -> None:
+    def __init__(
+        self, seats: Any, network: Network, slot: int, world_size: int = 1, step: int = 0, **config: Any
+    ) -> None:
         self._network = network
         self.slot, self.step = slot, step
         self.commits: list[tuple[int, list[int]]] = []
         self.broken = 0
-        self.held: bool | None = None
         self._told = threading.Condition()
         self._stop = False
         self.ranks: list[Membership] = [
@@ -114,12 +121,12 @@ class Group:
                 world_size=world_size,
                 process_group=NoProcessGroup(network),
                 probe=network.probe(slot, rank),
-                config=seats.config(slot, group_size=3, max_exchange_retries=0),
+                config=seats.config(slot, group_size=3, max_exchange_retries=0, **config),
             )
             for rank in range(world_size)
         ]
-        self._threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(world_size)]
-        for thread in self._threads:
+        self.threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in self.threads:
             thread.start()
 
     def _train(self, rank: int) -> None:
@@ -132,7 +139,7 @@ class Group:
     def _make_steps(self, rank: int) -> None:
         seat, step = self.ranks[rank], self.step
         while not self._stop:
-            seat.begin(step, self.held)
+            seat.begin(step)
             quorum = seat.wait()
             if seat.vote(step, quorum.error is None and self._network.exchange(seat, quorum, rank)):
                 step = max(step, quorum.max_step) + 1
@@ -337,3 +344,67 @@ def test_a_process_that_ended_is_no_dead_link(network: Network, start: Callable[
     for group in groups[:2]:
         group.wait_for([0, 1], steps=10)
         assert group.named("link_dead") == []
+
+
+def test_a_slow_exchange_is_not_broken_off(network: Network, start: Callable[..., Group]) -> None:
+    """Peers that answer may take as long as they need."""
+    groups = [start(slot, heartbeat_timeout_ms=200) for slot in range(2)]
+    asked = 0
+    ask = network.probe(0, 0)
+
+    def count(peers: Sequence[Peer]) -> dict[str, str]:
+        nonlocal asked
+        asked += 1
+        return ask(peers)
+
+    groups[0].ranks[0]._probe = count
+    for group in groups:
+        group.wait_for([0, 1])
+    network.slow.set()
+    for group in groups:
+        group.wait_for([0, 1])
+    assert asked > 0, "nobody looked: nothing was tested"
+    assert [group.broken for group in groups] == [0, 0]
+
+
+def test_the_lighthouse_goes_while_a_group_is_outside(
+    network: Network, seats: Any, mortal_lighthouse: Any, start: Callable[..., Group]
+) -> None:
+    """The group waits for it too, for as long as it takes, and comes back when both are there again."""
+    seats.lighthouse = mortal_lighthouse.address
+    stays, leaves = (start(slot, quorum_timeout_seconds=60.0, connect_timeout_seconds=0.2) for slot in range(2))
+    stays.wait_for([0, 1])
+    network.cut(0, 1)
+    leaves.wait_for_event("outside")
+    mortal_lighthouse.kill()
+    network.mend()
+    for _ in range(3):  # looks that find the link good, and no lighthouse to tell it to
+        wait_for_a_look(leaves)
+    mortal_lighthouse.start()
+    for group in (stays, leaves):
+        group.wait_for([0, 1])
+    assert len(leaves.named("link_back")) == 1
+
+
+def wait_for_a_look(group: Group) -> None:
+    """Wait until a group that is outside has agreed once more on what it reaches."""
+    seat, deadline = group.ranks[0], time.monotonic() + DEADLINE
+    looks = seat._agreements
+    while seat._agreements == looks:
+        assert time.monotonic() < deadline, "it looks no more"
+        time.sleep(0.005)
+
+
+def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]) -> None:
+    """It does so at once, and nothing of it is heard of afterwards."""
+    stays, leaves = start(0), start(1)
+    stays.wait_for([0, 1])
+    network.cut(0, 1)
+    leaves.wait_for_event("outside")
+    began = time.monotonic()
+    leaves.die()
+    for thread in leaves.threads:
+        thread.join(DEADLINE)
+    assert time.monotonic() - began < 5.0
+    network.mend()
+    stays.wait_for([0], steps=20)

@@ -27,7 +27,7 @@ class Report:
     """What a group tells in its name after exchanges that broke.
 
     Attributes:
-        step: committed updates of the job's state that it holds; 0 = it has to heal.
+        step: committed updates that it holds; 0 = it has to heal.
         dead: `Member.short` of those that it cannot reach, sorted.
     """
 

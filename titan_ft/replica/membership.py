@@ -133,10 +133,8 @@ class Membership:
         self._failures = 0
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
         self._probed = ""  # and that whose links were looked at while its exchange was waited for
-        self._lost: tuple[str | None, list[str]] = (
-            None,
-            [],
-        )  # a quorum's prefix, and whom this rank could not reach in it
+        # A quorum's prefix, and whom this rank could not reach while its exchange waited.
+        self._lost: tuple[str | None, list[str]] = (None, [])
         if group_rank == 0:  # it tells the others
             beat = config.heartbeat_timeout_ms / 1000
             self._pulse = Pulse(
@@ -159,15 +157,10 @@ class Membership:
             watch = (self._connect_store(),)
             threading.Thread(target=self._watch, args=watch, name="titan_ft_abort_watch", daemon=True).start()
 
-    def begin(self, step: int, holds_state: bool | None = None) -> None:
-        """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once.
-
-        Args:
-            holds_state: whether they are the job's state, so that this group need not heal; None = if it has any.
-        """
+    def begin(self, step: int) -> None:
+        """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once."""
         assert self._pending is None or self._pending.done(), "the previous quorum is still being asked for"
-        held = step if holds_state or holds_state is None else 0
-        self._pending = self._thread.submit(self._ask, step, self._failures, held)
+        self._pending = self._thread.submit(self._ask, step, self._failures)
 
     @property
     def asked(self) -> bool:
@@ -241,9 +234,9 @@ class Membership:
 
     # The quorum thread
 
-    def _ask(self, step: int, failures: int, held: int) -> Quorum:
+    def _ask(self, step: int, failures: int) -> Quorum:
         if self._probe is not None and self._must_tell_reach(failures):
-            self._tell_reach(held)
+            self._tell_reach(failures, step)
         asked = time.monotonic()
         reply, admission = self._find_members(step, failures)
         while self.member not in admission.members:
@@ -422,16 +415,19 @@ class Membership:
         known = failures > 0 and bool(self._store.check([self._lost_key()]))
         return known or failures >= _PROBE_AFTER or bool(self._accusers)
 
-    def _tell_reach(self, held: int) -> None:
+    def _tell_reach(self, failures: int, step: int) -> None:
         """Find out whom this group cannot reach, and tell it in the group's name; all ranks of the group do so."""
         peers = [member for member in self._former[2] if member != self.member]
-        prefix, lost = self._lost
-        found = lost if prefix == self._prefix else self._find_dead(peers)
-        seat = self._agree(found, lambda dead: self._report(peers, dead, held))
+        prefix, found = self._lost
+        if prefix != self._prefix:  # else it was found while the exchange waited
+            found = []
+            if failures >= _PROBE_AFTER:  # else another rank has found something, and the others need not be waited for
+                found = self._find_dead([peer for peer in peers if peer not in self._accusers])
+        seat = self._agree(found, lambda dead: self._report(peers, dead, step))
         if seat:
             self._take_seat(seat)
 
-    def _report(self, peers: Sequence[Member], dead: set[str], held: int) -> str:
+    def _report(self, peers: Sequence[Member], dead: set[str], step: int) -> str:
         """Open the seat whose name tells whom this group cannot reach; none if there is nothing new to tell."""
         living = self._find_living(dead)
         lost = [peer for peer in peers if peer.unique in living]
@@ -444,7 +440,7 @@ class Membership:
         lost.extend(self._accusers)
         if all(self.member.names(peer) for peer in lost):
             return ""
-        return self._reopen_seat(self.member.telling(held, lost))
+        return self._reopen_seat(self.member.telling(step, lost))
 
     def _stay_outside(self, admission: Admission) -> None:
         """Leave the others alone until this group reaches those that it is cut off from, or they are gone.
@@ -488,8 +484,11 @@ class Membership:
     def _find_dead(self, members: Sequence[Member]) -> list[str]:
         """Return which of `members`, by their unique names, this rank cannot reach."""
         assert self._probe is not None
-        peers = [Peer(member.unique, member.store, self._addresses.get(member.unique, "")) for member in members]
-        reasons = self._probe(peers)
+        # Not everybody the same one first: so many at a time is too much for it.
+        members = sorted(members, key=lambda member: member.slot < self.member.slot)
+        reasons = self._probe(
+            [Peer(member.unique, member.store, self._addresses.get(member.unique, "")) for member in members]
+        )
         for member in members:
             if member.unique in reasons.keys() - self._unreached:
                 logger.warning(

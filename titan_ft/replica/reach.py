@@ -102,20 +102,18 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
         OSError, ValueError: it cannot be reached, or not from there.
         RefusedError: it can, but does not know the token.
     """
-    with contextlib.closing(_connect(address, seconds)) as connection:
-        # Not twice the time for the handshake, nor for the bytes: a link is there or it is not.
+    with contextlib.closing(_connect(address, seconds)) as connection, connection.makefile("rwb") as stream:
+        prove(stream, address, token)
         connection.settimeout(seconds + (_BACK_SECONDS if back else 0.0))
-        with connection.makefile("rwb") as stream:
-            prove(stream, address, token)
-            payload = os.urandom(size)
-            write_line(stream, {"probe": size, "back": back})
-            stream.write(payload)
-            stream.flush()
-            answer = read_line(stream)
-            if answer.get("error"):
-                raise ConnectionError(f"it can be reached from here, but {answer['error']}")
-            if int(answer.get("bytes", -1)) != size or stream.read(size) != payload:
-                raise ConnectionError("the bytes did not come back as they were sent")
+        payload = os.urandom(size)
+        write_line(stream, {"probe": size, "back": back})
+        stream.write(payload)
+        stream.flush()
+        answer = read_line(stream)
+        if answer.get("error"):
+            raise ConnectionError(f"it can be reached from here, but {answer['error']}")
+        if int(answer.get("bytes", -1)) != size or stream.read(size) != payload:
+            raise ConnectionError("the bytes did not come back as they were sent")
 
 
 def answer_probe(stream: BufferedRWPair[Any, Any], request: dict[str, Any], token: str) -> None:
@@ -164,7 +162,9 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
 def _connect(address: str, seconds: float) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), seconds)
+    connection = socket.create_connection((host.strip("[]"), int(port)), seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the last bytes wait for no delayed ACK
+    return connection
 
 
 def _look_up(peer: Peer, group_rank: int) -> str:
