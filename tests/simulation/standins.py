@@ -466,13 +466,16 @@ class World:
     def manager_client(self, address: str) -> Any:
         raise NotImplementedError
 
+    def lighthouse_server(self, **options: Any) -> Any:
+        raise NotImplementedError
+
     def connect(self, host: str, port: int, timeout: float) -> None:
         raise NotImplementedError
 
     def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
         raise NotImplementedError
 
-    def read_status(self, timeout: float) -> str:
+    def read_status(self, lighthouse: str, timeout: float) -> str:
         raise NotImplementedError
 
     def group_collective(self) -> Any:
@@ -584,7 +587,7 @@ class _Page:
 class _Opener:
     def open(self, address: str, timeout: float) -> _Page:
         assert address.endswith("/status"), address
-        return _Page(world().read_status(timeout))
+        return _Page(world().read_status(address.removesuffix("/status"), timeout))
 
 
 URLLIB_REQUEST = Module(
@@ -630,6 +633,10 @@ def _prefix_store(prefix: str, store: Any) -> Any:
 
 def _manager_server(**options: Any) -> Any:
     return world().manager_server(**options)
+
+
+def _lighthouse_server(**options: Any) -> Any:
+    return world().lighthouse_server(**options)
 
 
 def _manager_client(address: str, connect_timeout: timedelta = timedelta(seconds=10)) -> Any:
@@ -684,6 +691,7 @@ def _replacements() -> dict[int, Any]:
     found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server
     found[id(torchft.coordination.ManagerClient)] = _manager_client
+    found[id(torchft.coordination.LighthouseServer)] = _lighthouse_server
     return found
 
 
