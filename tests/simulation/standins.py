@@ -312,7 +312,7 @@ QUEUE = Module("queue", SimpleQueue=SimpleQueue, Queue=SimpleQueue, Empty=queue.
 
 
 class Future:
-    """concurrent.futures.Future."""
+    """concurrent.futures.Future, as far as the engine uses it."""
 
     @classmethod
     def __class_getitem__(cls, item: Any) -> type[Future]:
@@ -558,8 +558,16 @@ class ProcPath:
 
 
 class _Connection:
+    """A socket that says no more than that the other end could be reached."""
+
     def close(self) -> None:
         """There is nothing to close."""
+
+    def setsockopt(self, *option: Any) -> None:
+        """There is nothing to set."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise kernels.missing(f"socket.socket.{name}")
 
 
 def _create_connection(address: tuple[str, int], timeout: float = 60.0) -> _Connection:
@@ -567,7 +575,13 @@ def _create_connection(address: tuple[str, int], timeout: float = 60.0) -> _Conn
     return _Connection()
 
 
-SOCKET = Module("socket", create_connection=_create_connection, socket=_unknown("socket.socket"))
+SOCKET = Module(
+    "socket",
+    create_connection=_create_connection,
+    socket=_unknown("socket.socket"),
+    IPPROTO_TCP=socket.IPPROTO_TCP,
+    TCP_NODELAY=socket.TCP_NODELAY,
+)
 
 
 class _Page:
