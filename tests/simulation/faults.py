@@ -88,19 +88,26 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class KillGroups(Fault):
-    """SIGKILL of all ranks of several groups at once, at the first one's next `moment`."""
+    """SIGKILL of all ranks of several groups at once, at the next `moment` of the group `of` (-1 = of the first one).
+
+    `for_good`: they do not come back.
+    """
 
     slots: tuple[int, ...]
     moment: str = ""
+    of: int = -1
+    for_good: bool = False
 
     def inject(self, world: World) -> None:
         def act(node: Node) -> None:
             for slot in self.slots:
                 group = world.groups.get(slot)
+                if self.for_good:
+                    world.gone[slot] = "lost"
                 for rank in group.ranks if group is not None else ():
                     rank.process.end()
 
-        _at_moment(world, self.moment, self.slots[0], act, (self.slots[0], 0))
+        _at_moment(world, self.moment, self.slots[0] if self.of < 0 else self.of, act, (self.slots[0], 0))
 
 
 @dataclass(frozen=True)

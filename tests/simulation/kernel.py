@@ -50,6 +50,7 @@ class Process:
     def __init__(self, kernel: Kernel, name: str, *, pid: int = 0) -> None:
         self.kernel, self.name, self.pid = kernel, name, pid
         self.dead = self.frozen = False
+        self.exited = False  # ended itself, in the midst of things
         self.lag = self.clock = self.wall = 0.0
         self.on_end: list[Callable[[], None]] = []
         self.on_change: list[Callable[[], None]] = []

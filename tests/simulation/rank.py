@@ -185,7 +185,7 @@ class Rank:
             watchdog=self._watchdog,
             **shared,
         )
-        heal = Heal(
+        self._heals = heal = Heal(
             config,
             rounds=rounds,
             exchange=self._exchange,
@@ -210,7 +210,7 @@ class Rank:
         dimension, world = self.dimension, self.world
         behind = dimension.join(0)
         if behind or not dimension.start(0):
-            self._heal()
+            self._heal(computed=False)
         else:
             world.started(self)
         while True:
@@ -228,7 +228,7 @@ class Rank:
         slots = dimension.slots_to_read()
         committed = dimension.commit(self._backward(slots, dimension.arm), self._backward)
         if committed is None:
-            self._heal()
+            self._heal(computed=bool(slots))
             return
         update = committed.update
         self._know(update, committed.parent, committed.participants)
@@ -238,8 +238,14 @@ class Rank:
         if self.position.leaving:
             raise Leaving
 
-    def _heal(self) -> None:
-        self.world.heals(self)
+    @property
+    def unreplayed(self) -> int:
+        """Return how many updates it has fetched the base of, has queued, and has not replayed."""
+        attempt = self._heals._attempt
+        return attempt.remaining if attempt is not None and attempt.whole else 0
+
+    def _heal(self, computed: bool) -> None:
+        self.world.heals(self, computed)
         self.state.zero_grad()
         self.dimension.heal()
         self.ready = True

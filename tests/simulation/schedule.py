@@ -84,7 +84,9 @@ class _Draw:
 
     def __init__(self, seed: int, kinds: Sequence[str]) -> None:
         rng = self.rng = random.Random(seed * 7919 + 17)
-        self.kinds = sorted(rng.sample(list(kinds), min(len(kinds), rng.choice([1, 1, 2, 2, 3]))))
+        chosen = rng.sample(list(kinds), min(len(kinds), rng.choice([1, 1, 2, 2, 3])))
+        sizes = [kind for kind in chosen if kind in _SIZES]
+        self.kinds = sizes[:1] or sorted(chosen)  # a kind that says how many groups there are goes alone
         self.groups = rng.choice([2, 3, 3, 3, 4, 5] if "cut" in self.kinds else [2, 2, 2, 3, 3, 3, 4])
         self.ranks = rng.choice([1, 1, 1, 2, 2, 3] if self.groups < 3 else [1, 1, 1, 2, 2] if self.groups < 4 else [1, 1, 1, 1, 2])
         self.steps = rng.choice([2, 3, 3, 4, 4, 5, 7])
@@ -97,26 +99,26 @@ class _Draw:
     def schedule(self, seed: int) -> Schedule:
         rng = self.rng
         self._draw_config()
-        for kind in self.kinds:
+        for kind in sorted(self.kinds, key=lambda kind: kind not in _SIZES):  # those that say how many there are first
             _KINDS[kind](self)
         flips = any(isinstance(fault, Flip) for fault in self.faults)
-        options = Options(
-            groups=self.groups,
-            ranks=self.ranks,
-            steps=self.steps,
-            fault_tolerance=self.config,
-            lag=rng.choice([0.0, 0.001, 0.005, 0.02, 0.05]),
-            latency=rng.choice([0.0002, 0.0005, 0.002]),
-            jitter=rng.choice([0.001, 0.02, 0.08]),
-            transfer_seconds=rng.choice([0.05, 0.5, 2.0]),
-            compute_seconds=self.compute,
-            restart_seconds=rng.choice([(0.1, 0.4), (0.3, 1.5)]),
-            silent=rng.random() < 0.2,
-            store_survives=rng.random() < 0.7,
-            coupling=0.0 if flips else 0.1,
-            switch=rng.choice([0.05, 0.1, 0.4]),
-            **self.changes,
-        )
+        drawn: dict[str, Any] = {
+            "groups": self.groups,
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "fault_tolerance": self.config,
+            "lag": rng.choice([0.0, 0.001, 0.005, 0.02, 0.05]),
+            "latency": rng.choice([0.0002, 0.0005, 0.002]),
+            "jitter": rng.choice([0.001, 0.02, 0.08]),
+            "transfer_seconds": rng.choice([0.05, 0.5, 2.0]),
+            "compute_seconds": self.compute,
+            "restart_seconds": rng.choice([(0.1, 0.4), (0.3, 1.5)]),
+            "silent": rng.random() < 0.2,
+            "store_survives": rng.random() < 0.7,
+            "coupling": 0.0 if flips else 0.1,
+            "switch": rng.choice([0.05, 0.1, 0.4]),
+        }
+        options = Options(**drawn | self.changes)
         return Schedule(seed, options, tuple(sorted(self.faults, key=lambda fault: fault.at)))
 
     def _draw_config(self) -> None:
@@ -191,6 +193,34 @@ class _Draw:
         self.faults.append(Kill(at, slot, self._rank()))
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(Kill(at, -1, self._rank(), "serving"))
+
+    def tail(self) -> None:
+        """A rank dies in an exchange of four or five groups: some have the result, others do not."""
+        self.groups, self.ranks, self.steps = self.rng.choice([4, 5]), 1, self.rng.choice([3, 4])
+        self.config["group_size"] = self.groups
+        for _ in range(self.rng.randint(2, 4)):
+            self.faults.append(Kill(self._time(), self._slot(), 0, "exchange"))
+        self.changes["jitter"] = 0.08
+
+    def lost(self) -> None:
+        """A group comes back, and while it does another one is lost for good."""
+        self.groups, self.ranks, self.steps = 3, self.rng.choice([1, 1, 2]), 6
+        self.config |= {"group_size": 3, "min_replica_size": 2}
+        back, gone = self._pair()
+        at = self._time(0.3)
+        self.faults.append(KillGroups(at, (back,)))
+        moment = self.rng.choice(["fetched", "fetched", "exchange"])
+        self.faults.append(KillGroups(at + self.rng.random(), (gone,), moment, of=back, for_good=True))
+
+    def last(self) -> None:
+        """A group comes back, queues many updates, and all others die while it replays them."""
+        self.groups, self.ranks, self.steps = 2, 1, 26
+        self.config |= {"group_size": 2, "catch_up": "replay", "catch_up_max_steps": 100, "min_replica_size": 1}
+        self.config["transfer_timeout_seconds"] = 60.0
+        self.faults.append(Kill(0.5, 1, 0))
+        self.faults.append(KillGroups(1.0, (0,), "fetched", of=1))
+        self.compute = self.changes["compute_seconds"] = 0.02
+        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": 40.0, "restart_seconds": (0.1, 0.2)}
 
     def freeze(self) -> None:
         """One or two ranks or groups are stopped for a while."""
@@ -267,9 +297,13 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "drain",
         "flip",
         "nan",
+        "tail",
+        "last",
+        "lost",
         "least",
     )
 }
+_SIZES = ("last", "lost", "tail")
 KINDS = tuple(name for name in _KINDS if name != "least")
 """What is drawn from unless kinds are given."""
 

@@ -506,8 +506,9 @@ def enter(kernel: Kernel | None, of: World | None) -> None:
 
 
 def _exit(status: int) -> None:
-    kernel = kernels.current()
-    kernel.process.end()
+    process = kernels.current().process
+    process.exited = True
+    process.end()
     raise Killed
 
 

@@ -97,6 +97,7 @@ class Transfers:
                 parts.append(snapshot.payload[part].clone())  # the bytes as they are in the donor's memory now
             finally:
                 server.readers -= 1
+        self.on_moment("fetched", node)
         return Snapshot(step, lineage, header, torch.cat(parts))
 
     def _acquire(

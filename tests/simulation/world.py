@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,6 +72,15 @@ class Problem:
     at: float
     promise: str
     text: str
+
+
+@dataclass
+class _Armed:
+    """Something that waits for a moment of a group (-1 = of any), after `skip` others."""
+
+    slot: int
+    act: Callable[[Node], None]
+    skip: int
 
 
 class GroupRun:
@@ -144,7 +154,7 @@ class World(standins.World):
         self.transfers = Transfers(kernel, self.network, options.transfer_seconds)
         self.transfers.node_of = lambda process: self.ranks[process].node
         self.transfers.on_moment = self.moment
-        self.armed: dict[str, list[tuple[int, Callable[[Node], None]]]] = {}
+        self.armed: dict[str, list[_Armed]] = {}
         not_finite = any(fault.spoils for fault in faults)
         self.oracle = Oracle(
             Rules(
@@ -235,7 +245,9 @@ class World(standins.World):
 
     def when(self, moment: str, slot: int, act: Callable[[Node], None]) -> None:
         """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1."""
-        self.armed.setdefault(moment, []).append((slot, act))
+        # An exchange is several collectives: any of them may be the one.
+        skip = self.kernel.rng.randrange(3 * self.options.groups) if moment == "exchange" else 0
+        self.armed.setdefault(moment, []).append(_Armed(slot, act, skip))
 
     def moment(self, moment: str, node: Node) -> None:
         """Take note of a moment that faults may have waited for; they come within a few milliseconds."""
@@ -243,11 +255,13 @@ class World(standins.World):
         if not armed:
             return
         for entry in list(armed):
-            slot, act = entry
-            if slot in (-1, node[0]):
+            if entry.slot not in (-1, node[0]):
+                continue
+            entry.skip -= 1
+            if entry.skip < 0:
                 armed.remove(entry)
                 late = 0.006 * self.kernel.rng.random() ** 2
-                self.kernel.after(late, lambda act=act: act(node))
+                self.kernel.after(late, functools.partial(entry.act, node))
 
     def _start(self, slot: int, attempt: int) -> None:
         if slot in self.gone or self._job_over():
@@ -442,7 +456,11 @@ class World(standins.World):
         if self.traces:
             told = " ".join(f"{name}={_short(value)}" for name, value in fields.items() if not name.endswith("seconds"))
             self.say(rank.process.name, f"{event} {told}")
+        if event in ("heal_started", "heal_finished"):
+            self.progressed = self.kernel.now
         if event == "rolled_back":
+            if lost := rank.unreplayed:
+                self.report("no state given up", f"{rank.process.name} rolls back with {lost} updates not replayed")
             self._judge_loss(rank, int(fields["step"]), event)
         elif event == "digest_mismatch":
             self._judge_mismatch(rank, fields)
@@ -461,9 +479,20 @@ class World(standins.World):
         if step > self.furthest:
             self.furthest, self.progressed = step, self.kernel.now
 
-    def heals(self, rank: Rank) -> None:
-        """Take note that a rank is behind."""
+    def heals(self, rank: Rank, computed: bool) -> None:
+        """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
+        if computed and rank.ready and not rank.state.tainted:
+            self._judge_lost_work(rank)
         rank.ready = False
+
+    def _judge_lost_work(self, rank: Rank) -> None:
+        """One group ahead must not cost the work of more that are ready one step behind it."""
+        here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
+        holders = [group for group in self.groups.values() if group.ready and group.runs and group.slot in here]
+        held = [group.ranks[rank.number].held for group in holders]
+        rear, ahead = held.count(rank.held), sum(step == rank.held[0] + 1 for step, _ in held)
+        if rear > ahead > 0 and rear + ahead == len(held):
+            self.report("no work lost", f"g{rank.slot} heals, one of {rear} groups one step behind {ahead}")
 
     def healed(self, rank: Rank) -> None:
         """Take note that a rank has the job's state."""
@@ -484,7 +513,8 @@ class World(standins.World):
         if self.final is None and group.ended == "finished":
             # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late.
             here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
-            self.final = {slot for slot in here if slot in self.groups and self._linked(group, self.groups[slot])}
+            others = [self.groups[slot] for slot in sorted(here) if slot in self.groups]
+            self.final = {other.slot for other in others if other.ready and self._linked(group, other)}
             self.final.add(rank.slot)
         self._judge_end(rank)
 
@@ -496,6 +526,10 @@ class World(standins.World):
         if group.over:
             return
         dead = [rank for rank in group.ranks if rank.process.dead]
+        left = [rank.number for rank in group.ranks if rank.ended]
+        stuck = [rank.number for rank in dead if rank.process.exited and not rank.ended]
+        if left and stuck:
+            self.report("ranks never part", f"g{group.slot}: ranks {left} have left in order, {stuck} had to end")
         if any(rank.ended is None for rank in dead):
             self.say("launch", f"sees an end in group {group.slot}")
             group.over = True
@@ -645,7 +679,7 @@ class World(standins.World):
 
     def _viable(self) -> bool:
         """Say whether enough groups run, reach the lighthouse and each other."""
-        if self._job_over() or not self.lighthouse.listens:
+        if self._job_over() or self.furthest >= self.options.steps or not self.lighthouse.listens:
             return False
         running = [
             group
