@@ -99,8 +99,9 @@ class Lighthouse:
         join_timeout: float = 60.0,
         tick: float = 0.02,
         heartbeat_timeout: float = 0.5,
+        address: str = "http://lighthouse:1",
     ) -> None:
-        self._kernel = kernel
+        self._kernel, self._address = kernel, address
         self._min_replicas, self._join_timeout = min_replicas, join_timeout
         self._tick, self._heartbeat_timeout = tick, heartbeat_timeout
         self.listens = True
@@ -131,6 +132,14 @@ class Lighthouse:
         self._reset()
         for act in list(self.on_start.values()):
             act()
+
+    def address(self) -> str:
+        """Return where it listens; set by whoever starts it in a process."""
+        return self._address
+
+    def shutdown(self) -> None:
+        """Listen no more."""
+        self.die()
 
     def hear(self, replica_id: str, interval: float, beats: bool) -> None:
         """Take note that a manager begins or ceases to beat."""
@@ -246,6 +255,7 @@ class ManagerServer:
         process: Process,
         node: Node,
         *,
+        lighthouse_node: Node = LIGHTHOUSE,
         address: str,
         replica_id: str,
         store_addr: str,
@@ -255,7 +265,7 @@ class ManagerServer:
         **_: Any,
     ) -> None:
         self.kernel, self.network, self.lighthouse = kernel, network, lighthouse
-        self.process, self.node = process, node
+        self.process, self.node, self._lighthouse_node = process, node, lighthouse_node
         self.replica_id = replica_id
         self._address, self._store_address, self._world_size = address, store_addr, world_size
         self._interval = heartbeat_interval.total_seconds()
@@ -287,7 +297,7 @@ class ManagerServer:
     # Heartbeats
 
     def _look(self) -> None:
-        reaches = self.network.usable(self.node, LIGHTHOUSE)
+        reaches = self.network.usable(self.node, self._lighthouse_node)
         beats = self.running and self.process.runs and reaches and self.lighthouse.listens
         if beats != self._beating:
             self._beating = beats
@@ -332,7 +342,7 @@ class ManagerServer:
                     state["over"] = True
                     self._answer(formed)
 
-            self._send(LIGHTHOUSE, self.node, arrive)
+            self._send(self._lighthouse_node, self.node, arrive)
 
         def deliver() -> None:
             if state["over"]:
@@ -342,7 +352,7 @@ class ManagerServer:
             else:
                 again()
 
-        self._send(self.node, LIGHTHOUSE, deliver)
+        self._send(self.node, self._lighthouse_node, deliver)
         self.kernel.after(timeout, again)
 
     def _send(self, source: Node, target: Node, act: Callable[[], None]) -> None:

@@ -27,10 +27,11 @@ from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.position import Position
+from titan_ft.replica.rank_watch import RankWatch
 from titan_ft.replica.reach import Probe
 from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
 from titan_ft.replica.step import ReplicaDimension
-from titan_ft.replica.watchdog import Watchdog
+from titan_ft.replica.watchdog import Watchdog, end_process
 
 if TYPE_CHECKING:
     from tests.simulation.world import GroupRun, World
@@ -110,6 +111,8 @@ class Rank:
         finally:
             watchdog.close()
             self._membership.close()
+            if self._rank_watch is not None:
+                self._rank_watch.close()
             self._server.close()
 
     def _build(self) -> None:
@@ -146,6 +149,21 @@ class Rank:
             events=events,
             probe=Probe("token", address, self.number),
         )
+        self._rank_watch: RankWatch | None = None
+        if world.options.ranks > 1:
+            store: Any = world.connect_store(host, port, 300.0)
+            self._rank_watch = RankWatch(
+                config,
+                rank=self.number,
+                num_ranks=world.options.ranks,
+                host=host,
+                hostname=world.host(self.node),
+                store=store,
+                key=f"titan_ft/ranks/{self.group.attempt}",
+                on_silence=lambda hosts, seconds: end_process(
+                    1, self._membership.fall_silent, lambda: events.emit("rank_silent", ranks=sorted(hosts))
+                ),
+            )
         self._exchange = GradientExchange(
             self.state.parameters,
             self._membership,

@@ -312,7 +312,7 @@ QUEUE = Module("queue", SimpleQueue=SimpleQueue, Queue=SimpleQueue, Empty=queue.
 
 
 class Future:
-    """concurrent.futures.Future."""
+    """concurrent.futures.Future, as far as the engine uses it."""
 
     @classmethod
     def __class_getitem__(cls, item: Any) -> type[Future]:
@@ -466,13 +466,16 @@ class World:
     def manager_client(self, address: str) -> Any:
         raise NotImplementedError
 
+    def lighthouse_server(self, **options: Any) -> Any:
+        raise NotImplementedError
+
     def connect(self, host: str, port: int, timeout: float) -> None:
         raise NotImplementedError
 
     def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
         raise NotImplementedError
 
-    def read_status(self, timeout: float) -> str:
+    def read_status(self, lighthouse: str, timeout: float) -> str:
         raise NotImplementedError
 
     def group_collective(self) -> Any:
@@ -555,8 +558,16 @@ class ProcPath:
 
 
 class _Connection:
+    """A socket that says no more than that the other end could be reached."""
+
     def close(self) -> None:
         """There is nothing to close."""
+
+    def setsockopt(self, *option: Any) -> None:
+        """There is nothing to set."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise kernels.missing(f"socket.socket.{name}")
 
 
 def _create_connection(address: tuple[str, int], timeout: float = 60.0) -> _Connection:
@@ -564,7 +575,13 @@ def _create_connection(address: tuple[str, int], timeout: float = 60.0) -> _Conn
     return _Connection()
 
 
-SOCKET = Module("socket", create_connection=_create_connection, socket=_unknown("socket.socket"))
+SOCKET = Module(
+    "socket",
+    create_connection=_create_connection,
+    socket=_unknown("socket.socket"),
+    IPPROTO_TCP=socket.IPPROTO_TCP,
+    TCP_NODELAY=socket.TCP_NODELAY,
+)
 
 
 class _Page:
@@ -584,7 +601,7 @@ class _Page:
 class _Opener:
     def open(self, address: str, timeout: float) -> _Page:
         assert address.endswith("/status"), address
-        return _Page(world().read_status(timeout))
+        return _Page(world().read_status(address.removesuffix("/status"), timeout))
 
 
 URLLIB_REQUEST = Module(
@@ -630,6 +647,10 @@ def _prefix_store(prefix: str, store: Any) -> Any:
 
 def _manager_server(**options: Any) -> Any:
     return world().manager_server(**options)
+
+
+def _lighthouse_server(**options: Any) -> Any:
+    return world().lighthouse_server(**options)
 
 
 def _manager_client(address: str, connect_timeout: timedelta = timedelta(seconds=10)) -> Any:
@@ -684,6 +705,7 @@ def _replacements() -> dict[int, Any]:
     found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server
     found[id(torchft.coordination.ManagerClient)] = _manager_client
+    found[id(torchft.coordination.LighthouseServer)] = _lighthouse_server
     return found
 
 

@@ -167,6 +167,7 @@ class World(standins.World):
         self.stores: dict[tuple[str, int], StoreServer] = {}
         self.rings: dict[str, Ring] = {}
         self.managers: dict[str, ManagerServer] = {}
+        self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
         self.drained: dict[int, bool] = {}  # slots that were told to leave, and whether they come back
         self.gone: dict[int, str] = {}  # slots that come no more, and why
         self.disturbed = 0.0  # when something last happened to the world
@@ -174,7 +175,7 @@ class World(standins.World):
         self.furthest = 0
         self.commits = 0
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
-        self.final: set[str] | None = None  # slots of the quorum in which the first group finished
+        self.final: set[int] | None = None  # slots of the quorum in which the first group finished
         self._pids = 100
 
     # Running
@@ -313,16 +314,28 @@ class World(standins.World):
             on_moment=self.moment,
         )
 
+    def lighthouse_server(self, **options: Any) -> Lighthouse:
+        """Start a lighthouse in the process that runs: one of a group, for its ranks."""
+        process = self.kernel.process
+        address = f"http://{self.host(self.ranks[process].node)}:{len(self.managers) + 2000}"
+        lighthouse = Lighthouse(self.kernel, min_replicas=options["min_replicas"], address=address)
+        self.lighthouses[address] = (lighthouse, self.ranks[process].node)
+        process.on_end.append(lighthouse.die)
+        return lighthouse
+
     def manager_server(self, **options: Any) -> ManagerServer:
         """Start a manager in the process that runs."""
         process = self.kernel.process
         node = self.ranks[process].node
-        if not (self.lighthouse.listens and self.network.usable(node, LIGHTHOUSE)):
+        lighthouse, there = self.lighthouses[options["lighthouse_addr"]]
+        if not (lighthouse.listens and self.network.usable(node, there)):
             self.kernel.sleep(options["connect_timeout"].total_seconds())
-            if not (self.lighthouse.listens and self.network.usable(node, LIGHTHOUSE)):
+            if not (lighthouse.listens and self.network.usable(node, there)):
                 raise RuntimeError("lighthouse: transport error")
         address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
-        server = ManagerServer(self.kernel, self.network, self.lighthouse, process, node, address=address, **options)
+        server = ManagerServer(
+            self.kernel, self.network, lighthouse, process, node, lighthouse_node=there, address=address, **options
+        )
         self.managers[address] = server
         return server
 
@@ -363,14 +376,17 @@ class World(standins.World):
             self.kernel.sleep(seconds)
             raise TimeoutError("timed out")
 
-    def read_status(self, timeout: float) -> str:
-        """Return the lighthouse's status page.
+    def read_status(self, lighthouse: str, timeout: float) -> str:
+        """Return a lighthouse's status page.
 
         Raises:
             OSError: it is away or cannot be reached.
         """
-        self.connect("lighthouse", 1, timeout)
-        return self.lighthouse.status()
+        server, there = self.lighthouses[lighthouse]
+        self.network.call(self.ranks[self.kernel.process].node, there, None, timeout)
+        if not server.listens:
+            raise ConnectionRefusedError("connection refused")
+        return server.status()
 
     def group_collective(self) -> GroupCollective:
         """Return the collectives of the process that runs."""
@@ -466,13 +482,14 @@ class World(standins.World):
             if not comes_back:
                 self.gone[group.slot] = "drained"
         if self.final is None and group.ended == "finished":
-            # Who is not with the groups that finish first has been given up by them, and is too late.
-            self.final = {name.split("/")[1] for name in self.lighthouse.quorum[1]}
-            self.final.add(f"{rank.slot:06d}")
+            # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late.
+            here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
+            self.final = {slot for slot in here if slot in self.groups and self._linked(group, self.groups[slot])}
+            self.final.add(rank.slot)
         self._judge_end(rank)
 
     def _late(self, group: GroupRun) -> bool:
-        return self.final is not None and f"{group.slot:06d}" not in self.final
+        return self.final is not None and group.slot not in self.final
 
     def process_ended(self, group: GroupRun) -> None:
         """Let the supervisor see that a process of a group has ended."""
