@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ from importlib import metadata
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torchtitan.distributed import ParallelDims
 
 import titan_ft
@@ -20,11 +22,13 @@ from titan_ft.history.events import EventLog
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.rank_watch import RankWatch, say_silent
 from titan_ft.replica.reach import Probe
 from titan_ft.replica.row import fold48
 from titan_ft.replica.shape import describe_shape
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_server import StateServer
+from titan_ft.replica.watchdog import end_process
 from titan_ft.worker import Launch
 
 
@@ -59,10 +63,13 @@ class Links:
         )
         self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(model_parts, parallel_dims)
+        self._rank_watch = self._watch_ranks(self.host)
 
     def close(self) -> None:
         """Leave the other groups."""
         self.membership.close()
+        if self._rank_watch is not None:
+            self._rank_watch.close()
         self.server.close()
 
     def _join(self, host: str, shape: str) -> Membership:
@@ -83,6 +90,32 @@ class Links:
             events=self._events,
             shape=shape,
             probe=Probe(launch.token, address, launch.rank),
+        )
+
+    def _watch_ranks(self, host: str) -> RankWatch | None:
+        launch, num_ranks = self._launch, torch.distributed.get_world_size()
+        if num_ranks == 1:
+            return None
+        return RankWatch(
+            self._config,
+            rank=launch.rank,
+            num_ranks=num_ranks,
+            host=host,
+            hostname=socket.gethostname(),
+            # A connection of its own: a look at it must not wait for another thread's.
+            store=TCPStore(*launch.store, is_master=False, wait_for_workers=False),
+            key=f"titan_ft/ranks/{launch.attempt}",
+            on_silence=self._end_without,
+        )
+
+    def _end_without(self, hosts: dict[int, str], seconds: float) -> None:
+        """End this process because other ranks of the group are silent; the whole group is then started again."""
+        line = f"titan_ft: {say_silent(self._config, hosts, seconds)}\n"
+        end_process(
+            1,
+            self.membership.fall_silent,
+            lambda: self._events.emit("rank_silent", ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds),
+            lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
         )
 
     def _build_exchange(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> GradientExchange:

@@ -99,6 +99,22 @@ def _finish_elsewhere(run: Any) -> None:
         event["lineage"], event["step"] = run.named("step_committed", step=run.step_number - 1)[0]["lineage"], 29
 
 
+def _finish_elsewhere_untold(run: Any) -> None:
+    """A group finished with a state of its own of the same step, and nobody took a digest of it."""
+    run.named("training_finished", replica=1, rank=1)[0] |= {"lineage": "ab" * 6, "digest": None}
+
+
+def _compute_again(run: Any) -> None:
+    """Nobody told that a gradient was left out, and its batch was computed once more."""
+    for event in run.named("gradient_excluded"):
+        run.events.remove(event)
+
+
+def _tell_other_batches(run: Any) -> None:
+    for event in run.named("step_committed", replica=1, step=4):
+        event["batches"] = {slot: batch for slot, batch in event["batches"].items() if slot != "0"}
+
+
 def _tell_other_loss(run: Any) -> None:
     for event in run.named("step_committed", replica=1, step=4):
         event["loss"] += 1e-9
@@ -212,15 +228,18 @@ def _fell_silent(run: Any) -> None:
         (_tell_other_lr, 1),
         (_differ_unnamed, 2),
         (_differ_at_the_end, 2),
+        (_finish_elsewhere_untold, 2),
         (_wrong_tokens, 3),
         (_wrong_mean, 3),
         (_weight_without_part, 3),
         (_excluded_counts, 3),
         (_other_participants, 3),
         (_recompute, 4),
+        (_compute_again, 4),
         (_survivor_skips_step, 4),
         (_lose_batch, 6),
         (_repeat_batch, 6),
+        (_tell_other_batches, 6),
         (_too_few, 7),
         (_finished_tokens, 7),
         (_finished_step, 7),
@@ -335,6 +354,22 @@ def test_participant_that_died_untold_is_not_counted(good_run: Any) -> None:
     assert "of 30 of 31 states" in report[3].statement
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_mean_is_weighted(good_run: Any, weighted: bool) -> None:
+    """A group with half of the tokens counts half in the loss; the mean of the groups is another number."""
+    events = good_run.named("step_committed", step=4)
+    weights = {0: 512, 1: 256, 2: 512}
+    losses = {event["replica"]: event["own_loss"] for event in events}
+    for event in events:
+        event["own_tokens"], event["tokens"] = weights[event["replica"]], 1280
+        if weighted:
+            event["loss"] = sum(weights[group] * loss for group, loss in losses.items()) / 1280
+    for event in good_run.named("training_finished"):
+        event["tokens"] -= 256
+    report = check(good_run.events)
+    assert failed(report) == (set() if weighted else {3}), format_check(report)
+
+
 def _stall(run: Any) -> None:
     run.now += 12.0
     run.step([0, 1])
@@ -367,7 +402,9 @@ def test_stall_beside_another_failure_is_unknown(run_builder: Callable[..., Any]
 def test_slow_machine_is_no_stall(run_builder: Callable[..., Any]) -> None:
     """Steps that are longer during a heal because computing took longer are no wait for the joiner."""
     run = run_builder(lambda run: run.steps(12, [0, 1], seconds=3.0))
-    assert 5 in failed(check(run.events)) or check(run.events)[5].statement.startswith("others committed at 3")
+    report = check(run.events)
+    assert failed(report) == {5}
+    assert report[5].offences[0].text.startswith("others committed at 37% of their usual rate")
     for event in run.named("step_committed", seconds=3.0):
         event["compute_seconds"] = 2.8
     assert check(run.events).verdict == "holds"

@@ -111,6 +111,10 @@ def test_lines_of_single_events() -> None:
         ),
         (event("straggler", 1, slot=2, factor=2.25, step=7), "replica 2 is slow: 2.2 times the others' step time"),
         (event("straggler_recovered", 1, slot=2, factor=1.0), "replica 2 is as fast as the others again"),
+        (
+            event("rank_silent", 2, rank=0, ranks=[1, 3]),
+            "replica 2: ranks 1, 3 are silent, so that the group ends",
+        ),
         (event("hung", 2, rank=3), "replica 2 hangs: rank 3 made no progress"),
         (event("foreign_member", 1, member="j/4", reason="another job"), "replica 1 leaves j/4 aside (another job)"),
         (event("refused", 1, member="1:5", reason="wrong token"), "replica 1 refused 1:5 (wrong token)"),
@@ -186,14 +190,14 @@ def test_faults_are_told_and_remembered(told: dict[str, Any], line: str, hit: li
     assert all((after[replica].fault, after[replica].fault_time) == (told["fault"], 9.0) for replica in hit)
 
 
-def test_fault_of_a_whole_group_is_told_once() -> None:
+@pytest.mark.parametrize("fault", ["network_dead", "link_dead"])
+def test_fault_of_a_whole_group_is_told_once(fault: str) -> None:
     """Where the agents of all ranks tell, one line is enough; of a fault of one rank, its own agent tells."""
     groups = status.initial(3)
     whole = [
-        {**chaos("fault_injected", "network_dead", {"replica": 2, "rank": rank}), "replica": 2, "rank": rank}
-        for rank in (1, 0)
+        {**chaos("fault_injected", fault, {"replica": 2, "rank": rank}), "replica": 2, "rank": rank} for rank in (1, 0)
     ]
-    assert [status.describe(groups, groups, each) for each in whole] == [None, "fault: network_dead on replica 2"]
+    assert [status.describe(groups, groups, each) for each in whole] == [None, f"fault: {fault} on replica 2"]
     single = {**chaos("fault_injected", "segfault", {"replica": 2, "rank": 1}), "replica": 2, "rank": 1}
     assert status.describe(groups, groups, single) == "fault: segfault on replica 2, rank 1"
 

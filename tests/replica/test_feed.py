@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,59 @@ def test_a_dropped_slot_is_opened_again_where_it_ends(build: Build) -> None:
     feed.drop({0})
     sums += [commit(ledger, feed.read(1, 2)) for _ in range(2)]
     assert sums == straight(build, 1, 4)
+
+
+class Listed:
+    """A loader of the batches of a list, in memory."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches, self._read = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._read < len(self._batches):
+            self._read += 1
+            yield self._batches[self._read - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self._read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._read = state_dict["read"]
+
+
+def test_only_what_is_dropped_is_closed() -> None:
+    """A slot that is read on keeps its loader; of the others nothing is left: each may hold files and processes."""
+    batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(4)]
+    loaders: list[weakref.ref[Listed]] = []
+
+    def build(slot: int) -> Listed:
+        loader = Listed(batches)
+        loaders.append(weakref.ref(loader))
+        return loader
+
+    ledger = Ledger(NUM_SLOTS)
+    feed = Feed(ledger, build, iter)
+    for slot in range(NUM_SLOTS):
+        commit(ledger, feed.read(slot, 1))
+    feed.drop({0})
+    gc.collect()
+    assert [loader() is not None for loader in loaders] == [True, False]
+    feed.read(0, 1)
+    assert len(loaders) == NUM_SLOTS
+
+
+def test_the_checksum_is_of_all_that_a_step_reads() -> None:
+    """One number of any input or label of any of its batches gives another one."""
+
+    def checksum(numbers: list[int]) -> str:
+        tensors = [torch.tensor([number]) for number in numbers]
+        batches = [({"input": a, "positions": b}, c) for a, b, c in (tensors[:3], tensors[3:])]
+        return Feed(Ledger(1), lambda slot: Listed(batches), iter).read(0, 2).checksum
+
+    numbers = [1, 2, 3, 4, 5, 6]
+    changed = [[9 if place == at else number for place, number in enumerate(numbers)] for at in range(6)]
+    assert len({checksum(each) for each in (numbers, *changed)}) == 7
+    assert checksum(numbers) == checksum(list(numbers))
 
 
 class Wilful:

@@ -16,7 +16,13 @@ def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0
 
 
 @pytest.mark.parametrize(
-    "entries", [[], [entry(0, 0)], [entry(3, 7, 1, b""), entry(0, 2**40, 5, bytes(range(256)) * 9)]]
+    "entries",
+    [
+        [],
+        [entry(0, 0)],
+        [entry(3, 7, 1, b""), entry(0, 2**40, 5, bytes(range(256)) * 9)],
+        [entry(0, 1, state=b"one"), entry(1, 2, state=b"second"), entry(2, 3, state=b"3")],
+    ],
 )
 def test_entries_survive_the_wire(entries: list[Entry]) -> None:
     """Whatever bytes a loader's state holds comes back; nothing is sent for nothing."""
@@ -72,6 +78,7 @@ def test_shards_carry_over_to_another_split_into_groups() -> None:
 def test_a_shard_that_was_not_begun_stays_so() -> None:
     """A slot without a committed batch is read from its beginning after a resume as well."""
     ledger = Ledger(2)
+    ledger.advance([entry(1, 0)], readers=[1])  # what it holds itself is void
     ledger.load_shards(Ledger(2).shards())
     assert ledger.state(1) is None
     assert ledger.end(1) == 0

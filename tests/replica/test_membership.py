@@ -547,6 +547,21 @@ def test_an_abort_is_of_one_quorum_only(seats: Any, wait_until: Callable[..., No
     assert [len(set(group.configured)) for group in groups] == [4, 4]
 
 
+def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
+    """Who breaks off what it has looked at may come late: then another process group is there, and goes on."""
+    group = FakeProcessGroup()
+    member = seats.take(0, process_group=group)
+    seats.meet(member)
+    former = member._prefix
+    assert not member.vote(0, False)
+    seats.meet(member)
+    assert len(set(group.configured)) == 2
+    member.abort(former)
+    assert not group.aborted.is_set()
+    member.abort()
+    assert group.aborted.is_set()
+
+
 def watchers() -> int:
     """Count the threads that wait for an abort."""
     return sum(thread.name == "titan_ft_abort_watch" for thread in threading.enumerate())

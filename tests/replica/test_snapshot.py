@@ -284,6 +284,14 @@ def test_every_byte_of_any_length_counts(numel: int) -> None:
     assert int(_lane_sum(octets)) == total
 
 
+def test_chunks_cannot_be_swapped() -> None:
+    """Pieces of a tensor as large as what is hashed at once, in another order, give another sum."""
+    lanes = torch.randint(2**62, (3 * _HASH_CHUNK,), generator=torch.Generator().manual_seed(0))
+    first, second, third = lanes.split(_HASH_CHUNK)
+    orders = [(first, second, third), (second, first, third), (first, third, second), (third, second, first)]
+    assert len({int(_lane_sum(torch.cat(order))) for order in orders}) == len(orders)
+
+
 def test_the_lane_sum_is_what_its_docstring_says() -> None:
     """Equal to the sum of lanes times odd position-dependent weights modulo 2**64, computed in Python."""
     lanes = [3, 2**63 - 1, -5, 2**40 + 1]

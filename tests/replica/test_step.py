@@ -66,6 +66,8 @@ class Hub:
 class Seat:
     """Stands in for a Membership of a group of one rank."""
 
+    max_step = 0  # that the others report
+
     def __init__(self, hub: Hub, slot: int) -> None:
         self.hub, self.slot, self.number, self.asked = hub, slot, -1, False
 
@@ -80,7 +82,7 @@ class Seat:
         """Return it."""
         slots = self.hub.slots(self.number)
         members = tuple(Member(slot, 0.0, str(slot), "c0ffee") for slot in slots)
-        return Quorum(f"quorum {self.number}", slots.index(self.slot), members, 0, False)
+        return Quorum(f"quorum {self.number}", slots.index(self.slot), members, self.max_step, False)
 
     def vote(self, step: int, ok: bool) -> bool:
         """Be the only voter."""
@@ -147,9 +149,11 @@ class State(Idle):
     """Stands in for a TrainState, whose bytes are a text."""
 
     bytes = "good"
+    digests = 0  # taken
 
     def digest(self) -> str:
         """Return the bytes."""
+        self.digests += 1
         return self.bytes
 
 
@@ -222,7 +226,8 @@ class OneGroup:
         self.applied: list[float] = []
         self._share = 1 / size  # of a batch in the nominal tokens
         self.config = FaultTolerance(enable=True, group_size=size, replica_id=slot, **config)
-        seat, idle = Seat(hub, slot), Idle()
+        self.seat, idle = Seat(hub, slot), Idle()
+        seat = self.seat
         self.exchange = Exchange(seat, lambda: gradient(self, sum(each + 1 for each in self.read)) * self._share)
         self.ledger = Ledger(size)
         self.ledger.readers = tuple(range(size))
@@ -422,3 +427,98 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
     assert [committed.update.lineage for committed in joined] == [committed.update.lineage for committed in first[1:]]
     assert joiner.applied == groups.all[0].applied == [2.0, 2.0, 2.0]
     assert not any(group.events.named("digest_mismatch") for group in groups.all)
+
+
+def test_a_group_that_is_behind_adds_nothing() -> None:
+    """What it computed on an old state is not in anybody's sum, whether it was launched in backward or not."""
+    for arm in (False, True):
+        groups = Groups(2, Hub([0, 1]))
+        late, other = groups.all
+        other.position.load(5, 50)
+        late.position.load(3, 30)
+        late.seat.max_step = 5
+
+        def step(group: OneGroup, arm: bool = arm) -> Committed | None:
+            return group.step(arm=arm)
+
+        missed, committed = groups.run(step)
+        assert missed is None
+        assert told(committed) == ([1], [1])
+        assert other.applied == [2.0], "the gradient of slot 1 alone"
+
+
+def test_one_update_behind_may_be_the_right_state() -> None:
+    """The one that is ahead goes back, and its gradient is in nobody's sum; the others keep theirs."""
+    groups = Groups(3, Hub([0, 1, 2]))
+    for group in groups.all:
+        group.position.load(6 if group.slot == 0 else 5, 60 if group.slot == 0 else 50)
+        group.seat.max_step = 6
+    ahead, second, third = _run_ahead(groups)
+    assert ahead is None
+    assert [told(committed) for committed in (second, third)] == [([1, 2], [1, 2])] * 2
+    assert [group.applied for group in groups.all[1:]] == [[2.5], [2.5]]
+    assert [committed.exchanges for committed in (second, third)] == [2, 2]
+
+
+def _run_ahead(groups: Groups) -> list[Any]:
+    """Let the group that is ahead make one more round without a state, as its heal does."""
+
+    def live(group: OneGroup) -> Committed | None:
+        committed = group.step()
+        if committed is None:
+            group.position.fall_behind()
+            group.rounds.make()
+        return committed
+
+    return groups.run(live)
+
+
+def test_a_stray_s_gradient_is_in_no_update() -> None:
+    """The round in which it turns out to be one is made again without it."""
+    groups = Groups(3, Hub([0, 1, 2]))
+    for group in groups.all:
+        group.position.load(5, 99 if group.slot == 2 else 50)
+        group.seat.max_step = 5
+    first, second, stray = _run_ahead(groups)
+    assert stray is None
+    assert [told(committed) for committed in (first, second)] == [([0, 1], [0, 1])] * 2
+    assert [group.applied for group in groups.all[:2]] == [[1.5], [1.5]]
+
+
+def test_bytes_are_shown_when_somebody_comes() -> None:
+    """In the first round with a newcomer, and not in the ones that follow: a digest of a large state takes a while."""
+    groups = Groups(2, Hub([0], [0], [0, 1], [0, 1], [0, 1]))
+    second = groups.all[1]
+    digests = []
+
+    def go_on(group: OneGroup) -> None:
+        for _ in range(4):
+            group.step()
+            digests.append(group.state.digests)
+
+    def come(group: OneGroup) -> None:
+        group.position.fall_behind()
+        for _ in range(2):
+            group.position.end_fetch(rest=True)  # asks for nothing
+            group.rounds.make()
+
+    groups.run(go_on, come)
+    assert digests == [1, 1, 2, 2]
+    assert second.state.digests == 0, "it has no state to show"
+
+
+def test_a_quorum_asked_for_at_the_commit_tells_the_new_step() -> None:
+    """The lighthouse must not be told the step before: the others would seem to be ahead of this group."""
+    groups = Groups(1, Hub([0]))
+    (group,) = groups.all
+    group.dimension._pauses_after = lambda step: False
+    claims: list[int] = []
+    begin = group.seat.begin
+
+    def note(step: int) -> None:
+        claims.append(step)
+        begin(step)
+
+    group.seat.begin = note  # type: ignore[method-assign]
+    groups.run(lambda group: group.steps(2))
+    assert claims == [0, 1, 2]

@@ -119,6 +119,19 @@ time.sleep(1000)
     assert process.returncode == 1
 
 
+def test_a_pause_does_not_count(start: Start) -> None:
+    """What others decide about may take as long as it likes."""
+    process = start("""
+watchdog = Watchdog(1.0, told)
+with watchdog.paused():
+    time.sleep(2.2)
+watchdog.close()
+say("alive")
+""")
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, output) == (0, "alive\n")
+
+
 @pytest.mark.parametrize("code", ["Watchdog(0, told)", "w = Watchdog(0.3, told); w.close(); w.close()"])
 def test_off_or_closed_it_never_ends_anything(start: Start, code: str) -> None:
     """Zero seconds turn it off, and a closed one has no timer left either."""

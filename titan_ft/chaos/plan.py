@@ -37,7 +37,7 @@ class Limits:
         if fault.extra_down and self.exempt:
             return "the job itself chooses the donor, which could be a group in limits.exempt"
         exempt = next((group for group in (replica, params.get("peer")) if group in self.exempt), None)
-        return None if exempt is None else f"replica {exempt} is in limits.exempt"
+        return None if exempt is None else f"replica {exempt:g} is in limits.exempt"
 
 
 @dataclass(frozen=True)

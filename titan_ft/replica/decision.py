@@ -12,6 +12,7 @@ group before it gets here (see `Group.clock`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -480,8 +481,8 @@ def _find_camp(rows: Sequence[Row], claims: Sequence[int]) -> list[int]:
 
     States of different lineage are all good ones, so that any choice that all make alike will do.
     """
-    lineages = [rows[rank].lineage for rank in claims]
-    return [rank for rank in claims if rows[rank].lineage == _most_common(lineages)]
+    usual = _most_common([rows[rank].lineage for rank in claims])
+    return [rank for rank in claims if rows[rank].lineage == usual]
 
 
 def _find_digest(rows: Sequence[Row], camp: Sequence[int]) -> tuple[int, bool]:
@@ -493,8 +494,8 @@ def _find_digest(rows: Sequence[Row], camp: Sequence[int]) -> tuple[int, bool]:
     digests = [rows[rank].digest for rank in camp if rows[rank].digest]
     if not digests:
         return 0, False
-    digest = _most_common(digests)
-    tie = any(other != digest and digests.count(other) == digests.count(digest) for other in digests)
+    (digest, most), *others = Counter(digests).most_common(2)
+    tie = any(count == most for _, count in others)
     return digest, tie and rows[camp[0]].step > 0
 
 
@@ -510,8 +511,8 @@ def _without_doubles(holders: Sequence[int], read: Sequence[Collection[int]]) ->
 
 
 def _most_common(values: list[int]) -> int:
-    """Return the most common value; of equally common ones the first."""
-    return max(values, key=values.count)  # max keeps the first of equals
+    """Return the most common value, of equally common ones the first; 0 if there is none."""
+    return Counter(values).most_common(1)[0][0] if values else 0
 
 
 def _send_to_donors(rows: Sequence[Row], free: Sequence[int]) -> dict[int, int]:

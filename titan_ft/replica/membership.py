@@ -214,13 +214,17 @@ class Membership:
         if quorum and self._group_world_size > 1:
             self._store.set(self._broken_key(quorum), "1")
 
+    def fall_silent(self) -> None:
+        """Stop this group's heartbeats for good, so that the others go on without it; any thread of rank 0."""
+        with self._seat_lock:  # no other seat is taken from now on
+            self._closed = True
+        self._leave_seat()
+
     def close(self) -> None:
         """Leave: stop the heartbeats and close the process group; a second call does nothing."""
         if self._closed:
             return
-        with self._seat_lock:  # no other seat is taken from now on
-            self._closed = True
-        self._leave_seat()
+        self.fall_silent()
         for watch in self._watches:
             watch.close()
         with self._abort_lock:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-_FLOATS = ("loss", "max_loss", "waited", "seconds")
+_FLOATS = frozenset(("loss", "max_loss", "waited", "seconds"))
 
 
 class Standing(IntEnum):
@@ -84,21 +84,24 @@ class Row:
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""
-        return [float(value) for value in dataclasses.astuple(self)]
+        return [float(getattr(self, name)) for name in _NAMES]
 
     @staticmethod
     def decode(values: Sequence[float]) -> Row:
         """Rebuild a row from `encode`'s floats."""
-        fields: dict[str, Any] = {}
-        for field, value in zip(dataclasses.fields(Row), values, strict=True):
-            fields[field.name] = value if field.name in _FLOATS else int(value)
-        fields["standing"] = Standing(fields["standing"])
-        return Row(**fields)
+        facts: list[Any] = [
+            value if name in _FLOATS else int(value) for name, value in zip(_NAMES, values, strict=True)
+        ]
+        slot, standing, *rest = facts
+        return Row(slot, Standing(standing), *rest)
 
     @property
     def has_state(self) -> bool:
         """Say whether the member claims to hold the job's state."""
         return self.standing.has_state
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(Row))
 
 
 def descend(lineage: int, quorum_key: str, step: int) -> int:

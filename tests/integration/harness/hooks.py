@@ -16,7 +16,8 @@ environment variable TITAN_FT_TEST_HOOKS:
              pieces, once it has queued so many updates and all marks of `after` are there
     breaks   [{"replica", "rank", "attempt", "answer"}]: a donor's connection breaks in the middle of that piece of the
              state (from 1)
-    delays   [{"replica", "rank", "attempt", "step", "seconds"}]: sleep in the forward of that step (none: of each)
+    delays   [{"replica", "rank", "attempt", "step", "seconds", "gil"}]: sleep in the forward of that step (none: of
+             each); with `gil` no other Python thread of the worker runs meanwhile
     pin      whether each group has a core of its own, as far as there are cores
     gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
              the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME
@@ -31,6 +32,7 @@ environment variable TITAN_FT_TEST_HOOKS:
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -215,7 +217,10 @@ def install_progress() -> None:
             WORKER.hold()
         for delay in SETTINGS.get("delays", ()):
             if WORKER.is_target(delay) and delay.get("step") in (None, WORKER.step):
-                time.sleep(delay["seconds"])
+                if delay.get("gil"):
+                    ctypes.PyDLL(None).usleep(int(delay["seconds"] * 1e6))
+                else:
+                    time.sleep(delay["seconds"])
 
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0

@@ -63,7 +63,7 @@ class Job:
         groups, ranks: number of replica groups and of ranks in each.
         replica_ranks: another number of ranks for single groups.
         flags: torchtitan flags on top of `CONFIG`; with `TINY` if `tiny`.
-        replica_flags: further flags of single groups.
+        replica_flags: further flags of single groups; `{rank}` in them stands for the rank's number.
         hooks: settings of `harness.hooks` in every worker.
         max_restarts: how often each group may be started again after a failure.
         late: whether that waits until the others have gone on without it for `hold` steps (see `harness.hooks`) or have
@@ -227,7 +227,7 @@ class Job:
                 "TORCHFT_LIGHTHOUSE": self._address,
                 "TITAN_FT_TEST_HOOKS": json.dumps(hooks),
             }
-            flags = self._replica_flags.get(group.replica, ())
+            flags = [flag.replace("{rank}", str(rank)) for flag in self._replica_flags.get(group.replica, ())]
             argv = [*self.flags, *flags, f"--fault_tolerance.replica_id={group.replica}"]
             log = self.paths.logs(group.replica, group.attempt, rank)
             group.workers.append(self._zygote.start("titan_ft.train:main", log, argv, env))

@@ -265,6 +265,26 @@ def test_a_joiner_that_takes_nothing_is_dropped(
         wait_until(lambda: donor.server._readers == 0)
 
 
+def test_a_donor_that_has_yet_to_copy_says_so(
+    start_donor: Callable[..., Donor], background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again, until the snapshot is there."""
+    monkeypatch.setattr(state_server, "_WAITING_SECONDS", 0.02)
+    said: list[int] = []
+
+    def note(stream: Any, message: dict[str, Any]) -> None:
+        said.extend([message["waiting"]] if "waiting" in message else [])
+        write_line(stream, message)
+
+    monkeypatch.setattr(state_server, "write_line", note)
+    donor = start_donor(wait_seconds=60.0)
+    fetched = background.submit(donor.fetch, 5)
+    wait_until(lambda: len(said) >= 3)
+    sent = donor.publish(make_snapshot(5, CHUNK))
+    check_equal(fetched.result(DEADLINE), sent)
+    assert set(said) == {5}
+
+
 @pytest.mark.slow
 def test_a_donor_that_has_yet_to_copy_is_not_silent(
     start_donor: Callable[..., Donor],
