@@ -93,6 +93,7 @@ def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any
         ({"group_size": -1}, ["group_size must be >= 1", "-1"]),
         ({"replica_id": -1}, ["replica_id must be >= 0", "-1"]),
         ({"min_replica_size": 0}, ["min_replica_size must be >= 1"]),
+        ({"min_replica_size": 3}, ["min_replica_size must be <= group_size (2)", "3"]),
         ({"transfer_connections": 0}, ["transfer_connections must be >= 1"]),
         ({"transfer_max_mbps": -0.5}, ["transfer_max_mbps must be >= 0", "-0.5"]),
         ({"catch_up": "later"}, ["catch_up must be one of replay, wait", "'later'"]),
@@ -139,6 +140,7 @@ def test_broken_rule_is_named(changes: dict[str, Any], parts: list[str]) -> None
     [
         {"group_size": 1},
         {"process_group": "nccl"},
+        {"min_replica_size": 2},
         {"heartbeat_interval_ms": 250},
         {"quorum_tick_ms": 500},
         {"bucket_size_mb": 1, "vote_timeout_seconds": 5},

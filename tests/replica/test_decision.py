@@ -212,6 +212,15 @@ def test_a_group_that_was_told_to_leave_finishes_its_step() -> None:
     assert decide(trains(leaving=True), Broken("closed"), config()) == Leave()
 
 
+def test_of_two_that_read_one_slot_the_lower_counts() -> None:
+    """A batch that is trained twice would be lost on another group: the second reader is a stray, and heals."""
+    rows = [ready(0), ready(1), ready(2)]
+    made = made_of(rows, 1, {0: [0], 1: [0, 1], 2: [2]})
+    assert (made.verdict.holders, made.verdict.strays, made.verdict.corrupt) == ((0, 2), (1,), ())
+    assert decide(trains(), made, config(1)) == Heal()
+    assert decide(trains(), made_of(rows, 0, {0: [0], 1: [0, 1], 2: [2]}), config()) == Repeat()
+
+
 # Start and end
 
 

@@ -175,6 +175,17 @@ def test_a_connection_made_meanwhile_is_taken_in(
         assert not answers(connection)
 
 
+def test_after_its_end_nothing_is_taken_in(start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]) -> None:
+    """A thread that looks late finds it over: nobody would take the filter away again."""
+    hole = make_hole(1.0)
+    hole.extend()
+    hole.lift()
+    with start_echo().connect() as connection:
+        assert hole.extend() == 0
+        assert filter_length(connection) == 0
+        assert answers(connection)
+
+
 def test_a_listener_answers_nobody(start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]) -> None:
     """Who calls gets no answer until the network is back, and then a connection without a filter."""
     echo = start_echo()

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -136,6 +138,23 @@ def test_one_end_is_enough(make_groups: Callable[[str], Groups], cutter: int) ->
         assert groups.falls_silent(one, groups.open(one, other))
     assert groups.open(cutter, C)
     assert groups.open(C, cutter)
+
+
+def test_what_both_ends_have_in_common_is_left_alone(make_groups: Callable[[str], Groups]) -> None:
+    """One process may have started the workers of both groups and have their stores: this group's must go on."""
+    groups = make_groups("127.0.0.1")
+
+    def echo() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while data := connection.recv(100):
+                connection.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=echo, daemon=True).start()
+        assert groups.each[A].do("connect", "store", listener.getsockname()[1])
+        cut(groups)
+        assert groups.each[A].do("ask", "store", "old")
 
 
 def test_a_peer_that_is_started_again_is_the_same_peer(make_groups: Callable[[str], Groups], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from io import BufferedRWPair
 from typing import Any, TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.wire import prove, read_line, write_line
@@ -81,7 +81,7 @@ class Probe:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
         except RefusedError:
             return ""  # it is another run's, or its token is wrong: but it can be reached
-        except Exception as error:  # noqa: BLE001  # whatever it is, the exchange would meet it as well
+        except (OSError, ValueError, KeyError, DistError) as error:  # what the network does; not a bug of ours
             return f"{type(error).__name__}: {error}".split("\n", 1)[0]
         return ""
 
@@ -103,6 +103,7 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
         RefusedError: it can, but does not know the token.
     """
     with contextlib.closing(_connect(address, seconds)) as connection, connection.makefile("rwb") as stream:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the last bytes wait for no delayed ACK
         prove(stream, address, token)
         connection.settimeout(seconds + (_BACK_SECONDS if back else 0.0))
         payload = os.urandom(size)
@@ -162,9 +163,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
 def _connect(address: str, seconds: float) -> socket.socket:
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the last bytes wait for no delayed ACK
-    return connection
+    return socket.create_connection((host.strip("[]"), int(port)), seconds)
 
 
 def _look_up(peer: Peer, group_rank: int) -> str:

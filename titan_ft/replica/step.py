@@ -234,7 +234,7 @@ class ReplicaDimension:
             # A group that was told to leave may have said so to some ranks of this group only: they must agree here.
             complete = all(self._group.gather(int(isinstance(decision, Done))))
             now = self._group.clock()
-            if isinstance(outcome, Round) and len(outcome.verdict.holders) < len(outcome.rows):
+            if self._is_needed(outcome):
                 deadline = now + self._config.finish_timeout_seconds
             if now >= deadline:
                 logger.warning(
@@ -244,6 +244,17 @@ class ReplicaDimension:
                 return digest
             if not complete:
                 time.sleep(PAUSE_SECONDS)
+
+    def _is_needed(self, outcome: Round | Broken) -> bool:
+        """Say whether a group may be there that lacks the final state.
+
+        A round that broke, perhaps after a long time without a lighthouse, was made with somebody: to leave right after
+        it would take the final state from a group that has just come back.
+        """
+        if isinstance(outcome, Round):
+            return len(outcome.verdict.holders) < len(outcome.rows)
+        patience = self._config.max_exchange_retries
+        return patience == 0 or self._position.failures <= patience
 
     def _commit(self, made: Round, exchanges: int) -> Committed:
         """Count the round's update as part of the state, and ask for the next quorum."""
