@@ -180,6 +180,7 @@ class World(standins.World):
         self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
         self.drained: dict[int, bool] = {}  # slots that were told to leave, and whether they come back
         self.gone: dict[int, str] = {}  # slots that come no more, and why
+        self.tied = False  # whether nobody could tell whose bytes are right, and rightly so
         self.disturbed = 0.0  # when something last happened to the world
         self.progressed = 0.0  # when a step was last committed for the first time
         self.furthest = 0
@@ -271,7 +272,8 @@ class World(standins.World):
         self.groups[slot] = GroupRun(self, slot, attempt)
 
     def _job_over(self) -> bool:
-        return any(group.ended == "finished" for group in self.groups.values())
+        finished = any(group.ended == "finished" for group in self.groups.values())
+        return finished or "DivergedError" in self.gone.values()  # a person has to choose a checkpoint
 
     # What stand-ins ask
 
@@ -565,6 +567,7 @@ class World(standins.World):
             if not getattr(crash.error, "restart", True):
                 self.gone[rank.slot] = type(crash.error).__name__
             process.end()
+            self._stop_if_over()
         else:
             self.report(
                 "no state given up", f"{process.name} ({crash.task.name}) ends by {type(error).__name__}: {error}"
@@ -620,6 +623,7 @@ class World(standins.World):
             for slot in map(int, fields.get("digests", {}))
             if slot in self.groups
         }
+        self.tied = len(minority) == len(tainted) and 2 * sum(tainted.values()) >= len(tainted)
         for slot in minority:
             majority = [
                 other
@@ -652,9 +656,10 @@ class World(standins.World):
     def _stop_if_over(self) -> None:
         """Stop when nothing is left to see."""
         started = self.options.groups - len(self.options.absent)
-        if self._job_over() or len(self.gone) == started:
-            if self._all_ended():
-                self.kernel.stop()
+        if "DivergedError" in self.gone.values():
+            self.kernel.stop()
+        elif (self._job_over() or len(self.gone) == started) and self._all_ended():
+            self.kernel.stop()
 
     def _corruption_wins(self) -> bool:
         """Say whether nobody is left who has a sound state: then nobody can tell."""
