@@ -20,7 +20,7 @@ from datetime import timedelta
 from io import BufferedRWPair
 from typing import Any, TypeVar
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # exported at run time
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.wire import prove, read_line, write_line
@@ -81,7 +81,7 @@ class Probe:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
         except RefusedError:
             return ""  # it is another run's, or its token is wrong: but it can be reached
-        except (OSError, ValueError, KeyError, DistError) as error:  # what the network does; not a bug of ours
+        except (OSError, ValueError, KeyError, RuntimeError) as error:  # what network and store do; no bug of ours
             return f"{type(error).__name__}: {error}".split("\n", 1)[0]
         return ""
 
