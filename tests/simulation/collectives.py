@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Simulated collectives: the process group between the groups, which breaks as Gloo's or NCCL's does, and the one inside.
+"""Simulated collectives: the process group between the groups, which breaks as Gloo's or NCCL's does, and the group's.
 
 Gloo's ring: a rank notices that a neighbour has closed its connections, not that somebody farther away has; a neighbour
 that is frozen or cannot be reached is waited for. NCCL tells nothing: an operation hangs until its timeout or an abort,

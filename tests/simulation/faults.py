@@ -1,12 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What happens to the simulated world: each fault is a value with a line of text, so that it can be shown and replayed."""
+"""What happens to the simulated world: each fault is a value with a line of text, to be shown and replayed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.simulation.network import LIGHTHOUSE, Node
@@ -310,7 +310,7 @@ class DrainGroup(Fault):
             return
         world.drained[self.slot] = self.comes_back
         for rank in group.ranks:
-            world.kernel.after(0.05 * world.kernel.rng.random(), lambda rank=rank: _request(world, rank))
+            world.kernel.after(0.05 * world.kernel.rng.random(), partial(_request, world, rank))
 
 
 def _request(world: World, rank: Any) -> None:
@@ -374,8 +374,6 @@ def as_json(fault: Fault) -> dict[str, Any]:
 def from_json(values: dict[str, Any]) -> Fault:
     """Return the fault that `as_json` was given."""
     values = dict(values)
-    kind = Fault.kinds[values.pop("kind")]
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
-FOREVER = math.inf
+    kind: Any = Fault.kinds[values.pop("kind")]
+    fault: Fault = kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    return fault

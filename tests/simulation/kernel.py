@@ -15,13 +15,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import greenlet
+import greenlet  # type: ignore[import-untyped]  # it has no types of its own
 
 STEP_SECONDS = 1e-6
 """Virtual time that a task takes from one switch to the next: a loop that never blocks cannot stop the clock."""
 
 
-class Killed(BaseException):  # noqa: N818  # no error: the end of a process, which no `except Exception` may catch
+class Killed(BaseException):  # no error: the end of a process, which no `except Exception` may catch
     """Unwinds a task whose process has ended."""
 
 

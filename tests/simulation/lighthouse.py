@@ -288,7 +288,7 @@ class ManagerServer:
         return self._address
 
     def shutdown(self) -> None:
-        """Stop the heartbeats, and take no more clients. Those that are connected are still served, as by the real one."""
+        """Stop the heartbeats, take no more clients; those that are connected are still served, as by the real one."""
         self.running = False
         self._look()
         self.network.on_change.pop(self, None)
@@ -308,7 +308,7 @@ class ManagerServer:
         self.waiting.clear()
 
     def _reconnect(self) -> None:
-        """Find a lighthouse that was started again: the pauses between two tries grow with the time that it was away."""
+        """Find a lighthouse that was started again, at the next try."""
         self._beating = False
         self.kernel.after(self.kernel.rng.random() * 0.2, self._look)
 
@@ -441,7 +441,8 @@ class ManagerClient:
         commit_failures: int,
         init_sync: bool = True,
     ) -> QuorumResult:
-        assert not shrink_only and not init_sync, "only what the engine asks for has a model"
+        assert not shrink_only, "only what the engine asks for has a model"
+        assert not init_sync, "only what the engine asks for has a model"
         seconds = timeout.total_seconds()
         return self._call(group_rank, seconds, lambda call: self._server.quorum(call, step, commit_failures, seconds))
 

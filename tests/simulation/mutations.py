@@ -1,5 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
+# lines of the engine are quoted as they are
 """Defects that the engine had, or could have, as changes of its source: the exploration must find each of them.
 
 A mutation runs in a forked process, in which the engine is imported anew from the changed source.
@@ -69,7 +70,9 @@ MUTATIONS = [
         (
             Change("step", "        began = self._group.clock()\n", "        began = time.monotonic()\n"),
             Change(
-                "step", "self._position.wait(self._group.clock() - began)", "self._position.wait(time.monotonic() - began)"
+                "step",
+                "self._position.wait(self._group.clock() - began)",
+                "self._position.wait(time.monotonic() - began)",
             ),
         ),
         ("absent",),
@@ -84,7 +87,9 @@ MUTATIONS = [
     Mutation(
         "a donor does not show its bytes",
         (
-            Change("round", "        if joiners and self._position.standing.has_state:", "        if False and joiners:"),
+            Change(
+                "round", "        if joiners and self._position.standing.has_state:", "        if False and joiners:"
+            ),
             Change(
                 "decision",
                 "donors=_send_to_donors(rows, [rank for rank in taken if",
@@ -141,9 +146,19 @@ MUTATIONS = [
     Mutation(
         "a group that is behind adds its stale gradient",
         (
-            Change("round", "contribution is not NOTHING and not self._is_outdated(quorum)", "contribution is not NOTHING"),
-            Change("round", "self._exchange.arm(lambda quorum: not self._is_outdated(quorum))", "self._exchange.arm(lambda quorum: True)"),
-            Change("round", "        facts = contribution if given or resting else NOTHING", "        facts = contribution if (given and claims) or resting else NOTHING"),
+            Change(
+                "round", "contribution is not NOTHING and not self._is_outdated(quorum)", "contribution is not NOTHING"
+            ),
+            Change(
+                "round",
+                "self._exchange.arm(lambda quorum: not self._is_outdated(quorum))",
+                "self._exchange.arm(lambda quorum: True)",
+            ),
+            Change(
+                "round",
+                "        facts = contribution if given or resting else NOTHING",
+                "        facts = contribution if (given and claims) or resting else NOTHING",
+            ),
         ),
         ("freeze", "cut_lighthouse"),
         ("exact average",),
@@ -151,7 +166,9 @@ MUTATIONS = [
     Mutation(
         "a stray's gradient enters the update",
         (
-            Change("decision", "    if verdict.strays:\n        return Repeat()", "    if False:\n        return Repeat()"),
+            Change(
+                "decision", "    if verdict.strays:\n        return Repeat()", "    if False:\n        return Repeat()"
+            ),
             Change("decision", "hindered = verdict.tie or verdict.strays or", "hindered = verdict.tie or"),
         ),
         ("flip", "freeze", "tail"),
@@ -159,13 +176,21 @@ MUTATIONS = [
     ),
     Mutation(
         "only the last bucket is looked at for a NaN",
-        _one("exchange", "                        sums.append(bucket.flat.sum())", "                        sums[:] = [bucket.flat.sum()]"),
+        _one(
+            "exchange",
+            "                        sums.append(bucket.flat.sum())",
+            "                        sums[:] = [bucket.flat.sum()]",
+        ),
         ("nan",),
         ("exact average", "one trajectory"),
     ),
     Mutation(
         "what NCCL says only when it is asked is ignored",
-        _one("exchange", "if (error := self._membership.process_group.errored()) is not None:", "if (error := None) is not None:"),
+        _one(
+            "exchange",
+            "if (error := self._membership.process_group.errored()) is not None:",
+            "if (error := None) is not None:",
+        ),
         ("kill",),
         ("exact average", "one trajectory", "no state given up"),
     ),
@@ -177,13 +202,21 @@ MUTATIONS = [
     ),
     Mutation(
         "two groups that have read the same data are both taken",
-        _one("decision", "holders = () if tie else _without_doubles(alike, read or [()] * len(rows))", "holders = () if tie else tuple(alike)"),
+        _one(
+            "decision",
+            "holders = () if tie else _without_doubles(alike, read or [()] * len(rows))",
+            "holders = () if tie else tuple(alike)",
+        ),
         ("many", "groups_die", "lighthouse", "cut_lighthouse"),
         ("every batch once", "no state given up"),
     ),
     Mutation(
         "a rank leaves when it was told to, not when all ranks of its group were",
-        _one("drain", "            elif self._store.check([f\"{self._key}/vote/{self._votes}\"]):", "            elif self._requested:"),
+        _one(
+            "drain",
+            '            elif self._store.check([f"{self._key}/vote/{self._votes}"]):',
+            "            elif self._requested:",
+        ),
         ("drain",),
         ("ranks never part", "no state given up", "liveness"),
     ),
@@ -210,7 +243,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         found = importlib.machinery.PathFinder.find_spec(name, path)
         assert found is not None
-        return importlib.util.spec_from_file_location(name, found.origin, loader=_Loader(name, str(found.origin), self._changes))
+        return importlib.util.spec_from_file_location(
+            name, found.origin, loader=_Loader(name, str(found.origin), self._changes)
+        )
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

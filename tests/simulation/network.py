@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistNetworkError, DistStoreError
+
 from tests.simulation.kernel import Kernel, Process, Task
 
 Node = tuple[int, int]
@@ -159,7 +161,7 @@ class Store:
     def __init__(self, network: Network, node: Node, server: StoreServer | None, timeout: float) -> None:
         self._network, self._node, self._timeout = network, node, timeout
         if server is None:
-            raise RuntimeError("DistNetworkError: connection refused")
+            raise DistNetworkError("connection refused")
         self._server = server
         self._call(timeout)
 
@@ -168,7 +170,7 @@ class Store:
         server, data = self._server, value.encode() if isinstance(value, str) else value
         server.kernel.pause()
         if server.gone:
-            raise RuntimeError("DistNetworkError: broken pipe")
+            raise DistNetworkError("broken pipe")
         kernel, network = server.kernel, self._network
         if network.usable(self._node, server.node):
             if self._node[0] != server.node[0]:
@@ -208,7 +210,7 @@ class Store:
         try:
             self._network.call(self._node, self._server.node, self._server.owner, timeout)
         except ConnectionError as error:
-            raise RuntimeError(f"DistNetworkError: {error}") from None
+            raise DistNetworkError(f"{error}") from None
 
     def _wait(self, keys: list[str], timeout: float) -> None:
         server, network = self._server, self._network
@@ -217,12 +219,12 @@ class Store:
         self._call(timeout)
         while True:
             if server.gone:
-                raise RuntimeError("DistNetworkError: connection reset")
+                raise DistNetworkError("connection reset")
             there = all(key in server.values for key in keys)
             if there and network.usable(self._node, server.node):
                 return
             if kernel.now >= end:
-                raise RuntimeError(f"DistStoreError: wait timeout after {timeout:g} s, keys: {', '.join(keys)}")
+                raise DistStoreError(f"wait timeout after {timeout:g} s, keys: {', '.join(keys)}")
             if there:
                 network.wait(end - kernel.now)
             else:

@@ -119,8 +119,9 @@ class Rank:
         world, config, process = self.world, self.config, self.process
         host, port = world.store_address(self.slot)
         events: Any = Events(self)
+        connect: Any = lambda: world.connect_store(host, port, 300.0)  # noqa: E731  # a stand-in for the real store
         self.drain = self._drain = Drain(
-            (lambda: world.connect_store(host, port, 300.0)) if world.options.ranks > 1 else None,
+            connect if world.options.ranks > 1 else None,
             key=f"titan_ft/drain/{self.group.attempt}",
             rank=self.number,
             num_ranks=world.options.ranks,

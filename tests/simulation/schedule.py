@@ -88,7 +88,9 @@ class _Draw:
         sizes = [kind for kind in chosen if kind in _SIZES]
         self.kinds = sizes[:1] or sorted(chosen)  # a kind that says how many groups there are goes alone
         self.groups = rng.choice([2, 3, 3, 3, 4, 5] if "cut" in self.kinds else [2, 2, 2, 3, 3, 3, 4])
-        self.ranks = rng.choice([1, 1, 1, 2, 2, 3] if self.groups < 3 else [1, 1, 1, 2, 2] if self.groups < 4 else [1, 1, 1, 1, 2])
+        self.ranks = rng.choice(
+            [1, 1, 1, 2, 2, 3] if self.groups < 3 else [1, 1, 1, 2, 2] if self.groups < 4 else [1, 1, 1, 1, 2]
+        )
         self.steps = rng.choice([2, 3, 3, 4, 4, 5, 7])
         self.compute = rng.choice([0.05, 0.1, 0.2, 0.4])
         self.span = 0.3 + self.steps * (self.compute + 0.05)

@@ -700,8 +700,8 @@ def _replacements() -> dict[int, Any]:
                     found[id(member)] = standin.__dict__.get(name) or _unknown(f"{real.__name__}.{name}")
         found[id(real)] = standin
     found[id(pathlib.Path)] = ProcPath
-    found[id(dist.TCPStore)] = _tcp_store
-    found[id(dist.PrefixStore)] = _prefix_store
+    found[id(vars(dist)["TCPStore"])] = _tcp_store
+    found[id(vars(dist)["PrefixStore"])] = _prefix_store
     found[id(state_fetch.fetch)] = _fetch
     found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server
@@ -717,8 +717,7 @@ def _is_error(member: Any) -> bool:
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Put the stand-ins into the engine's modules; everything is as before afterwards."""
-    import tests.simulation.rank
-    import titan_ft.replica.state_server
+    import titan_ft.replica.state_server  # noqa: F401  # whatever is to be replaced is loaded
 
     replacements, changed = _replacements(), []
     targets = [module for name, module in sys.modules.items() if name.startswith(PACKAGE) and module is not None]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import pytest
@@ -116,7 +117,7 @@ class RealWorld:
         self._managers.pop(name).shutdown()
 
     def ask(self, name: str, step: int, failures: int = 0, rank: int = 0) -> None:
-        client, found = self._clients[name, rank], []
+        client, found = self._clients[name, rank], list[Any]()
 
         def run() -> None:
             try:
@@ -236,7 +237,7 @@ class ModelWorld:
         def run(rank: int) -> None:
             told[rank] = self._clients[name, rank].should_commit(rank, 1, votes[rank], _SECONDS)
 
-        tasks = [self._kernel.spawn(lambda rank=rank: run(rank), "vote") for rank in range(len(votes))]
+        tasks = [self._kernel.spawn(partial(run, rank), "vote") for rank in range(len(votes))]
         while not all(task.done for task in tasks):
             self._kernel.sleep(0.01)
         return [told[rank] for rank in range(len(votes))]
@@ -399,7 +400,7 @@ def _flatten(values: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("min_replicas", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_model_answers_as_torchft_does(script: Script, min_replicas: int) -> None:
-    """The same script gets the same answers: who is in, whether the id changes, the largest step, who heals, the vote."""
+    """The same script gets the same answers: members, ids, the largest step, who heals, the vote."""
     expected = _plain(_play_model(script, min_replicas))
     for number in range(_TRIES):
         world = RealWorld(min_replicas)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training that is simulated: a few numbers with momentum, whose gradients follow from slot, batch, rank and weights.
+"""The training that is simulated: some numbers with momentum; gradients follow from slot, batch, rank and weights.
 
 Bytes are what counts: weights and momentum are small tensors of the engine's own kind, and `gradient` and `descend` are
 plain functions, so that the oracle can compute the same from the outside.
@@ -52,7 +52,7 @@ def learning_rate(step: int, share: float, lr_policy: str) -> float:
 def descend(state: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
     """Return the state after an update with this mean gradient."""
     momentum = _MOMENTUM * state[1] + mean
-    return np.stack([state[0] - rate * momentum, momentum])
+    return np.stack([state[0] - state.dtype.type(rate) * momentum, momentum])
 
 
 @dataclass
@@ -125,7 +125,7 @@ class State:
 
     def apply(self, tokens: int, rate: float) -> None:
         """Make the optimizer's step with what is in the gradients."""
-        mean = np.concatenate([parameter.grad.numpy() for parameter in self.parameters])
+        mean = np.concatenate([parameter.grad.numpy() for parameter in self.parameters if parameter.grad is not None])
         self.progress.steps += 1
         self.progress.tokens += tokens
-        np.copyto(self.array, descend(self.array, mean, np.float32(rate)))
+        np.copyto(self.array, descend(self.array, mean, rate))
