@@ -140,7 +140,7 @@ class Oracle:
             self._report(
                 "exact average",
                 f"g{slot} r{rank} after step {known.step} of groups {known.participants} has weights "
-                f"{np.round(state.array[0], 4).tolist()}, the mean over those gives {np.round(expected[0], 4).tolist()}",
+                f"{np.round(state.array[0], 4).tolist()}, their mean gives {np.round(expected[0], 4).tolist()}",
             )
 
     def is_corrupt(self, rank: int, state: training.State) -> bool:

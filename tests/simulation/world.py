@@ -656,9 +656,9 @@ class World(standins.World):
     def _stop_if_over(self) -> None:
         """Stop when nothing is left to see."""
         started = self.options.groups - len(self.options.absent)
-        if "DivergedError" in self.gone.values():
-            self.kernel.stop()
-        elif (self._job_over() or len(self.gone) == started) and self._all_ended():
+        if "DivergedError" in self.gone.values() or (
+            (self._job_over() or len(self.gone) == started) and self._all_ended()
+        ):
             self.kernel.stop()
 
     def _corruption_wins(self) -> bool:
