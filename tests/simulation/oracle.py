@@ -88,7 +88,8 @@ class Oracle:
         """
         batches = tuple((entry.slot, entry.first_batch, entry.num_batches) for entry in entries)
         known = self.chain.get(lineage)
-        facts = (step, parent, participants and tuple(participants), batches, tuple(readers), tokens)
+        slots = None if participants is None else tuple(participants)
+        facts = (step, parent, slots, batches, tuple(readers), tokens)
         if known is not None:
             if known.participants is None:
                 known.participants = facts[2]
@@ -140,7 +141,7 @@ class Oracle:
             self._report(
                 "exact average",
                 f"g{slot} r{rank} after step {known.step} of groups {known.participants} has weights "
-                f"{np.round(state.array[0], 4).tolist()}, the mean over those gives {np.round(expected[0], 4).tolist()}",
+                f"{np.round(state.array[0], 4).tolist()}, their mean gives {np.round(expected[0], 4).tolist()}",
             )
 
     def is_corrupt(self, rank: int, state: training.State) -> bool:
