@@ -342,12 +342,7 @@ class Flip(Fault):
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
         """With as many corrupt holders as sound ones nobody can tell which are right."""
-        if error != "DivergedError":
-            return False
-        here = {int(name.split("/")[1]) for name in world.lighthouse.quorum[1]}
-        holders = [group for group in world.groups.values() if group.ready and group.slot in here]
-        corrupt = sum(any(rank.state.tainted for rank in group.ranks) for group in holders)
-        return corrupt * 2 >= len(holders) or world.gone != {}
+        return error == "DivergedError" and (world.tied or bool(world.gone))
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class GroupRun:
             process.on_end.append(lambda: world.process_ended(self))
         for rank in self.ranks:
             world.ranks[rank.process] = rank
-            collective = GroupCollective(self.link, rank.number, functools.partial(world.enters, rank, "gather"))
+            collective = GroupCollective(self.link, rank.number, lambda rank=rank: world.enters(rank, "gather"))
             world.collectives[rank.process] = collective
             kernel.spawn(rank.main, "main", rank.process)
 
@@ -180,6 +180,7 @@ class World(standins.World):
         self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
         self.drained: dict[int, bool] = {}  # slots that were told to leave, and whether they come back
         self.gone: dict[int, str] = {}  # slots that come no more, and why
+        self.tied = False  # whether nobody could tell whose bytes are right, and rightly so
         self.disturbed = 0.0  # when something last happened to the world
         self.progressed = 0.0  # when a step was last committed for the first time
         self.furthest = 0
@@ -197,15 +198,15 @@ class World(standins.World):
         try:
             for slot in range(self.options.groups):
                 if slot not in self.options.absent:
-                    kernel.after(self.options.late.get(slot, 0.0), functools.partial(self._start, slot, 0))
+                    kernel.after(self.options.late.get(slot, 0.0), lambda slot=slot: self._start(slot, 0))
             for fault in self.faults:
-                kernel.after(fault.at, functools.partial(self._inject, fault))
+                kernel.after(fault.at, lambda fault=fault: self._inject(fault))
             self._watch()
             limit = max(self.last_fault, *self.options.late.values(), 0.0) + self.bound * 4 + 60.0
             went_on = kernel.run(limit)
             if kernel.missing:
                 self._problem("simulation", kernel.missing[0])
-            elif not self.problems and not kernel.stopped and (self._viable() or self._job_over()):
+            elif not self.problems and not kernel.stopped:
                 text = "groups wait for ever" if not went_on else f"groups have not ended after {kernel.now:.0f} s"
                 self._problem("liveness", f"{text}: {self._describe()}")
             if self.traces and any(problem.promise == "liveness" for problem in self.problems):
@@ -271,7 +272,8 @@ class World(standins.World):
         self.groups[slot] = GroupRun(self, slot, attempt)
 
     def _job_over(self) -> bool:
-        return any(group.ended == "finished" for group in self.groups.values())
+        finished = any(group.ended == "finished" for group in self.groups.values())
+        return finished or "DivergedError" in self.gone.values()  # a person has to choose a checkpoint
 
     # What stand-ins ask
 
@@ -565,6 +567,7 @@ class World(standins.World):
             if not getattr(crash.error, "restart", True):
                 self.gone[rank.slot] = type(crash.error).__name__
             process.end()
+            self._stop_if_over()
         else:
             self.report(
                 "no state given up", f"{process.name} ({crash.task.name}) ends by {type(error).__name__}: {error}"
@@ -620,6 +623,7 @@ class World(standins.World):
             for slot in map(int, fields.get("digests", {}))
             if slot in self.groups
         }
+        self.tied = len(minority) == len(tainted) and 2 * sum(tainted.values()) >= len(tainted)
         for slot in minority:
             majority = [
                 other
@@ -652,7 +656,9 @@ class World(standins.World):
     def _stop_if_over(self) -> None:
         """Stop when nothing is left to see."""
         started = self.options.groups - len(self.options.absent)
-        if (self._job_over() or len(self.gone) == started) and self._all_ended():
+        if "DivergedError" in self.gone.values():
+            self.kernel.stop()
+        elif (self._job_over() or len(self.gone) == started) and self._all_ended():
             self.kernel.stop()
 
     def _corruption_wins(self) -> bool:
