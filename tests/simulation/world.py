@@ -102,7 +102,7 @@ class GroupRun:
             process.on_end.append(lambda: world.process_ended(self))
         for rank in self.ranks:
             world.ranks[rank.process] = rank
-            collective = GroupCollective(self.link, rank.number, lambda rank=rank: world.enters(rank, "gather"))
+            collective = GroupCollective(self.link, rank.number, functools.partial(world.enters, rank, "gather"))
             world.collectives[rank.process] = collective
             kernel.spawn(rank.main, "main", rank.process)
 
@@ -198,15 +198,15 @@ class World(standins.World):
         try:
             for slot in range(self.options.groups):
                 if slot not in self.options.absent:
-                    kernel.after(self.options.late.get(slot, 0.0), lambda slot=slot: self._start(slot, 0))
+                    kernel.after(self.options.late.get(slot, 0.0), functools.partial(self._start, slot, 0))
             for fault in self.faults:
-                kernel.after(fault.at, lambda fault=fault: self._inject(fault))
+                kernel.after(fault.at, functools.partial(self._inject, fault))
             self._watch()
             limit = max(self.last_fault, *self.options.late.values(), 0.0) + self.bound * 4 + 60.0
             went_on = kernel.run(limit)
             if kernel.missing:
                 self._problem("simulation", kernel.missing[0])
-            elif not self.problems and not kernel.stopped:
+            elif not self.problems and not kernel.stopped and (self._viable() or self._job_over()):
                 text = "groups wait for ever" if not went_on else f"groups have not ended after {kernel.now:.0f} s"
                 self._problem("liveness", f"{text}: {self._describe()}")
             if self.traces and any(problem.promise == "liveness" for problem in self.problems):
@@ -656,9 +656,8 @@ class World(standins.World):
     def _stop_if_over(self) -> None:
         """Stop when nothing is left to see."""
         started = self.options.groups - len(self.options.absent)
-        if "DivergedError" in self.gone.values():
-            self.kernel.stop()
-        elif (self._job_over() or len(self.gone) == started) and self._all_ended():
+        everybody = (self._job_over() or len(self.gone) == started) and self._all_ended()
+        if everybody or "DivergedError" in self.gone.values():
             self.kernel.stop()
 
     def _corruption_wins(self) -> bool:
