@@ -283,11 +283,11 @@ def find(mutation: Mutation, schedules: int = SCHEDULES) -> Found | str:
     process.start()
     send.close()
     try:
-        found: Found | str = receive.recv()
+        found = receive.recv()
     except EOFError:
         found = "the process ended without an answer"
     process.join()
-    return found
+    return found if isinstance(found, str) else Found(*found)
 
 
 def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
@@ -303,7 +303,9 @@ def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
                 seed = mutation.first + number
                 for problem in draw(seed, mutation.kinds).run().problems[:1]:
                     if problem.promise in mutation.promises:
-                        send.send(Found(seed, number + 1, problem.promise, problem.text))
+                        send.send(
+                            (seed, number + 1, problem.promise, problem.text)
+                        )  # plain: this module is another one
                         return
         send.send(f"nothing in {schedules} schedules")
     except Exception as error:  # noqa: BLE001  # a process's edge

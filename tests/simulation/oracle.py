@@ -88,7 +88,8 @@ class Oracle:
         """
         batches = tuple((entry.slot, entry.first_batch, entry.num_batches) for entry in entries)
         known = self.chain.get(lineage)
-        facts = (step, parent, participants and tuple(participants), batches, tuple(readers), tokens)
+        slots = None if participants is None else tuple(participants)
+        facts = (step, parent, slots, batches, tuple(readers), tokens)
         if known is not None:
             if known.participants is None:
                 known.participants = facts[2]
