@@ -170,7 +170,7 @@ class ReplicaTrainer(Trainer):
             self._chaos.at_step(self.step)
         self.optimizers.zero_grad()
         work = self._work = Work(lr=self.lr_schedulers.schedulers[0].get_last_lr()[0])
-        committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train)
+        committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train, self._discard)
         if committed is None:
             self._heal(replica)
             return
@@ -267,6 +267,11 @@ class ReplicaTrainer(Trainer):
         contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, entries)
         self._work.compute_seconds += time.monotonic() - started
         return contribution
+
+    def _discard(self) -> None:
+        """Drop the gradients of the step under way; the batches stay in the feed."""
+        self.optimizers.zero_grad()
+        self._work.readings.clear()
 
     def _forward_backward(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         inputs = {

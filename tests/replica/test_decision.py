@@ -21,6 +21,7 @@ from titan_ft.replica.decision import (
     Begin,
     Broken,
     Commit,
+    Discard,
     Done,
     Fetch,
     Force,
@@ -212,13 +213,20 @@ def test_a_group_that_was_told_to_leave_finishes_its_step() -> None:
     assert decide(trains(leaving=True), Broken("closed"), config()) == Leave()
 
 
-def test_of_two_that_read_one_slot_the_lower_counts() -> None:
-    """A batch that is trained twice would be lost on another group: the second reader is a stray, and heals."""
-    rows = [ready(0), ready(1), ready(2)]
-    made = made_of(rows, 1, {0: [0], 1: [0, 1], 2: [2]})
-    assert (made.verdict.holders, made.verdict.strays, made.verdict.corrupt) == ((0, 2), (1,), ())
-    assert decide(trains(), made, config(1)) == Heal()
-    assert decide(trains(), made_of(rows, 0, {0: [0], 1: [0, 1], 2: [2]}), config()) == Repeat()
+@pytest.mark.parametrize(("first", "second", "loser"), [([0], [0, 1], 0), ([0, 1], [1], 1), ([1], [1], 1)])
+def test_of_two_that_read_one_slot_one_drops_its_gradients(first: list[int], second: list[int], loser: int) -> None:
+    """A group is back in a step in which its slot was taken over: the one that has read more keeps it.
+
+    It holds the state all the same. As a stray it would heal, read its slot again, and so on without end.
+    """
+    rows, read = [ready(0), ready(1), ready(2)], {0: first, 1: second, 2: [2]}
+    verdict = made_of(rows, 0, read).verdict
+    assert (verdict.holders, verdict.strays, verdict.doubled) == ((0, 1, 2), (), (loser,))
+    assert loser not in verdict.contributors
+    for rank in range(3):
+        made = made_of(rows, rank, read)
+        assert decide(trains(), made, config(rank)) == (Discard() if rank == loser else Repeat())
+        assert not is_update(made, config(rank))
 
 
 # Start and end

@@ -260,7 +260,7 @@ class OneGroup:
         contribution = self.train(self.dimension.slots_to_read())
         if arm:
             self.dimension.arm()
-        committed = self.dimension.commit(contribution, self.train)
+        committed = self.dimension.commit(contribution, self.train, self.read.clear)
         if committed is not None:
             self.applied.append(self.exchange.sum * committed.update.scale)
             self.ledger.advance(committed.update.entries, committed.update.readers)

@@ -204,8 +204,8 @@ MUTATIONS = [
         "two groups that have read the same data are both taken",
         _one(
             "decision",
-            "holders = () if tie else _without_doubles(alike, read or [()] * len(rows))",
-            "holders = () if tie else tuple(alike)",
+            "doubled = _find_doubled(holders, read or [()] * len(rows))",
+            "doubled = ()",
         ),
         ("many", "groups_die", "lighthouse", "cut_lighthouse"),
         ("every batch once", "no state given up"),

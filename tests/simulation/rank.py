@@ -227,7 +227,7 @@ class Rank:
         self.state.zero_grad()
         self._read.clear()
         slots = dimension.slots_to_read()
-        committed = dimension.commit(self._backward(slots, dimension.arm), self._backward)
+        committed = dimension.commit(self._backward(slots, dimension.arm), self._backward, self._discard)
         if committed is None:
             self._heal(computed=bool(slots))
             return
@@ -292,6 +292,10 @@ class Rank:
             seconds=float(facts[:, 4].max()),
             entries=tuple(entries),
         )
+
+    def _discard(self) -> None:
+        self.state.zero_grad()
+        self._read.clear()
 
     def _apply(self, update: Update) -> None:
         """Apply a committed update, live or replayed."""

@@ -72,6 +72,7 @@ class Verdict:
         tie: the bytes differ and no majority exists.
         digest: that of the holders' bytes; 0 = none of them has taken it.
         verified: whether all holders have taken it.
+        doubled: holders that have read data for this step which another one has read too; theirs does not count.
         ready: holders that train on.
         contributors: those of them whose gradient counts.
         excluded: those of them whose gradient does not, because it is not finite.
@@ -89,6 +90,7 @@ class Verdict:
     tie: bool
     digest: int
     verified: bool
+    doubled: tuple[int, ...]
     ready: tuple[int, ...]
     contributors: tuple[int, ...]
     excluded: tuple[int, ...]
@@ -196,6 +198,11 @@ class TakeOver:
 
 
 @dataclass(frozen=True)
+class Discard:
+    """Drop this group's gradients, and make the round again without: another group has read the same data."""
+
+
+@dataclass(frozen=True)
 class Wait:
     """Make a round again after a pause; the gradients are kept, and not sent until they are wanted."""
 
@@ -240,7 +247,20 @@ class GiveUp:
 
 
 Decision = (
-    Begin | Commit | Repeat | LeaveOut | Force | TakeOver | Wait | Heal | Fetch | RollBack | Done | Leave | GiveUp
+    Begin
+    | Commit
+    | Repeat
+    | LeaveOut
+    | Force
+    | TakeOver
+    | Discard
+    | Wait
+    | Heal
+    | Fetch
+    | RollBack
+    | Done
+    | Leave
+    | GiveUp
 )
 
 
@@ -319,6 +339,8 @@ def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
     verdict = made.verdict
     if verdict.strays:
         return Repeat()  # they come back as joiners; what they sent is not in the next sum
+    if verdict.doubled:
+        return Discard() if made.quorum.rank in verdict.doubled else Repeat()
     if reason := _hindrance(made, config):
         return Wait(reason)
     if verdict.resting:
@@ -356,8 +378,8 @@ def _hindrance(made: Round, config: FaultTolerance) -> str:
 def is_update(made: Round, config: FaultTolerance) -> bool:
     """Say whether the round is an update: all that hold the state apply it, all that catch up queue it."""
     verdict = made.verdict
-    hindered = verdict.tie or verdict.strays or verdict.resting or _hindrance(made, config) or uncovered(made, config)
-    return verdict.valid_tokens > 0 and not hindered
+    spoiled_sum = verdict.tie or verdict.strays or verdict.doubled or verdict.resting
+    return verdict.valid_tokens > 0 and not (spoiled_sum or _hindrance(made, config) or uncovered(made, config))
 
 
 def gives_next(made: Round, config: FaultTolerance) -> bool:
@@ -415,17 +437,17 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
     """Decide from all members' rows who holds the state, whose gradient counts and who serves whom.
 
     Args:
-        read: slots whose data each member's gradients are made of. Holders of one state never read the same; of two
-            that did, the lower rank is taken for a holder.
+        read: slots whose data each member's gradients are made of.
     """
     claims = [rank for rank, row in enumerate(rows) if row.has_state]
     step = _find_step(rows, claims)
     camp = _find_camp(rows, [rank for rank in claims if rows[rank].step == step])
     digest, tie = _find_digest(rows, camp)
-    alike = [rank for rank in camp if rows[rank].digest in (0, digest)]
-    holders = () if tie else _without_doubles(alike, read or [()] * len(rows))
+    alike = tuple(rank for rank in camp if rows[rank].digest in (0, digest))
+    holders = () if tie else alike
+    doubled = _find_doubled(holders, read or [()] * len(rows))
     ready = tuple(rank for rank in holders if rows[rank].standing == Standing.READY)
-    contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0)
+    contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in doubled)
     joiners = [rank for rank, row in enumerate(rows) if row.standing == Standing.CATCHING_UP]
     fetched_from = {rows[rank].donor for rank in joiners}
     taken = [rank for rank in holders if rows[rank].digest]
@@ -437,6 +459,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         tie=tie,
         digest=digest,
         verified=bool(holders) and len(taken) == len(holders),
+        doubled=doubled,
         ready=ready,
         contributors=contributors,
         excluded=tuple(rank for rank in ready if rows[rank].excluded),
@@ -499,15 +522,20 @@ def _find_digest(rows: Sequence[Row], camp: Sequence[int]) -> tuple[int, bool]:
     return digest, tie and rows[camp[0]].step > 0
 
 
-def _without_doubles(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:
-    """Leave out holders that read data which a lower rank has read too."""
+def _find_doubled(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:
+    """Return the holders that have read what another one has read too, all but one of each such set.
+
+    A group may come back to a step in which its slot was taken over by one that goes on waiting. Who has read most keeps
+    it: that one has taken over, the other one has only its own to lose.
+    """
     taken: set[int] = set()
-    single = []
-    for rank in holders:
+    doubled = []
+    for rank in sorted(holders, key=lambda rank: (-len(read[rank]), rank)):
         if taken.isdisjoint(read[rank]):
-            single.append(rank)
             taken.update(read[rank])
-    return tuple(single)
+        else:
+            doubled.append(rank)
+    return tuple(sorted(doubled))
 
 
 def _most_common(values: list[int]) -> int:

@@ -21,6 +21,7 @@ from titan_ft.replica.decision import (
     Broken,
     Commit,
     Decision,
+    Discard,
     Done,
     Force,
     GiveUp,
@@ -38,7 +39,7 @@ from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Ledger, share_out
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import PAUSE_SECONDS, Contribution, Leaving, Rounds, Use
+from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, Leaving, Rounds, Use
 from titan_ft.replica.straggler import Stragglers
 
 logger = logging.getLogger(__name__)
@@ -153,12 +154,15 @@ class ReplicaDimension:
         absent = set(range(self._config.group_size)) - set(readers)
         return [own, *share_out(absent, readers)[own]]
 
-    def commit(self, contribution: Contribution, train: Callable[[list[int]], Contribution]) -> Committed | None:
+    def commit(
+        self, contribution: Contribution, train: Callable[[list[int]], Contribution], discard: Callable[[], None]
+    ) -> Committed | None:
         """Make rounds until the step is committed; its update is then to be applied at once.
 
         Args:
             contribution: what this group's gradients are made of.
             train: adds the gradients of one more step's share of each of these slots to the local ones.
+            discard: drops the local gradients.
 
         Returns:
             None if this group turns out not to hold the job's state: it must `heal`, its gradients are void.
@@ -185,6 +189,9 @@ class ReplicaDimension:
                     use = given = Use.FORCE
                 case TakeOver(slots):
                     contribution = contribution.plus(train(slots))
+                case Discard():
+                    discard()
+                    contribution, use, given = NOTHING, Use.GIVE, Use.GIVE
                 case Wait(reason):
                     self._wait(outcome, reason)
                     use = Use.REST if given in (Use.GIVE, Use.FORCE) else given
