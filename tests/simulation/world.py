@@ -662,8 +662,10 @@ class World(standins.World):
             self.kernel.stop()
 
     def _corruption_wins(self) -> bool:
-        """Say whether nobody is left who has a sound state: then nobody can tell."""
-        return all(rank.state.tainted for group in self.groups.values() if group.alive for rank in group.ranks[:1])
+        """Say whether nobody is left in the quorum who has a sound state: then nobody can tell."""
+        here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
+        groups = [group for group in self.groups.values() if group.alive and group.slot in here]
+        return all(any(rank.state.tainted for rank in group.ranks) for group in groups)
 
     def _all_ended(self) -> bool:
         return all(
