@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -27,10 +28,12 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E4
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
+from titan_ft import checkpoint_choice  # noqa: E402
 from titan_ft.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
-from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, publish  # noqa: E402
+from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
+from titan_ft.replica.position import Position  # noqa: E402
 
 LINEAGE = 0xABCDEF
 
@@ -80,8 +83,7 @@ class Run:
         self.optimizers, self.schedulers = optimizers, schedulers
         self.progress = Progress()
         self.ledger, self.events = Ledger(slots), Events()
-        self.saved, self.lineage = 0, 0
-        self.agreed, self.corrupt = 0, False
+        self.position = Position()
         self.is_writer, self.heals = True, False
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
@@ -128,7 +130,7 @@ class Run:
         self.schedulers.step()
         self.progress.step += 1
         self.progress.ntokens_seen += 64
-        self.lineage = LINEAGE + self.progress.step
+        self.position.restore(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
         entries = [Entry(slot, self.ledger.end(slot), 1, b"place %d" % self.progress.step) for slot in slots]
         self.ledger.advance(entries, slots)
@@ -151,7 +153,7 @@ class Run:
             "scheduler": self.schedulers.state_dict()["last_epoch"],
             "progress": self.progress.state_dict(),
             "ledger": self.ledger.shards(),
-            "lineage": self.lineage,
+            "lineage": self.position.lineage,
         }
 
 
@@ -205,7 +207,7 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
     if mode == "async":
         run.settle()
         run.checkpoints.save(6)
-    assert run.saved == 5
+    assert run.position.saved == 5
     (told,) = run.events.named("checkpoint_saved")
     assert told["step"] == 5
     assert told["seconds"] > 0
@@ -213,7 +215,7 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
     other = make_run(slot=1, async_mode=mode)
     assert other.checkpoints.load()
     assert_equal(other.values(), expected)
-    assert other.saved == 5
+    assert other.position.saved == 5
     assert other.events.told == [("checkpoint_loaded", {"step": 5, "lineage": f"{LINEAGE + 5:012x}"})]
 
 
@@ -306,7 +308,7 @@ def test_only_the_writer_saves(make_run: Callable[..., Run]) -> None:
 def test_what_another_group_saved_is_not_saved_again(make_run: Callable[..., Run]) -> None:
     """The new writer goes on with the interval when the old one's checkpoint is complete."""
     run = make_run()
-    run.saved = 5
+    run.position.saved = 5
     run.train(9)
     assert complete_steps(run.folder) == []
     run.train(10)
@@ -321,7 +323,7 @@ def test_the_next_writer_takes_over_at_once(make_run: Callable[..., Run]) -> Non
     run.is_writer = True
     run.train(9)
     assert complete_steps(run.folder) == [7]
-    assert run.saved == 7
+    assert run.position.saved == 7
 
 
 def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
@@ -329,7 +331,7 @@ def test_pauses_are_foreseen(make_run: Callable[..., Run]) -> None:
     run = make_run(slot=1)
     run.is_writer = False
     assert [step for step in range(1, 8) if run.checkpoints.pauses_after(step)] == [5, 6, 7]
-    run.saved = 5
+    run.position.saved = 5
     assert [step for step in range(5, 12) if run.checkpoints.pauses_after(step)] == [5, 10, 11]
     run = make_run(async_mode="async", enable_first_step_checkpoint=True)
     assert [step for step in range(1, 12) if run.checkpoints.pauses_after(step)] == [1, 5, 10]
@@ -342,7 +344,7 @@ def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.Mo
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async")
     run.train(11)
-    assert run.saved == 0
+    assert run.position.saved == 0
     assert complete_steps(run.folder) == []
     gate.open.set()
     run.settle()
@@ -350,7 +352,7 @@ def test_one_save_at_a_time(make_run: Callable[..., Run], monkeypatch: pytest.Mo
     run.train(12)
     run.settle()
     run.train(13)
-    assert run.saved == 12
+    assert run.position.saved == 12
     assert complete_steps(run.folder) == [5, 12]
 
 
@@ -395,7 +397,7 @@ def test_the_last_step_is_complete_when_save_returns(
     run.step()
     run.checkpoints.save(6, last_step=True)
     assert complete_steps(run.folder) == [5, 6]
-    assert run.saved == 6
+    assert run.position.saved == 6
     run.checkpoints.finish(6)
     assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5, 6]
 
@@ -432,14 +434,14 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         if mode == "async":
             run.settle()
         run.train(9)
-    assert run.saved == 0
+    assert run.position.saved == 0
     assert run.events.named("checkpoint_failed") == [{"step": 5, "error": "No space left on device"}]
     assert complete_steps(run.folder) == []
     run.train(10)
     if mode == "async":
         run.settle()
         run.train(11)
-    assert run.saved == 10
+    assert run.position.saved == 10
     assert [path.name for path in run.folder.iterdir()] == ["step-10"]  # what was left of step 5 is gone
 
 
@@ -506,7 +508,7 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
     make_run().train(10)
     run = make_run()
     assert run.checkpoints.load(5)
-    assert run.saved == 5
+    assert run.position.saved == 5
     with torch.no_grad():
         run.model.weight.fill_(7.0)
     run.train(10)
@@ -522,16 +524,16 @@ def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., 
     run = make_run(async_mode=mode)
     run.train(5)
     run.checkpoints._settle(wait=True)
-    run.agreed = 5
+    run.position.agreed = 5
     run.train(10)
     run.checkpoints.withdraw()
     assert complete_steps(run.folder) == [5, 10] or run.checkpoints._under_way is not None  # nothing is wrong yet
-    run.corrupt = True
+    run.position.saved_corrupt = True
     run.checkpoints.withdraw()
     assert complete_steps(run.folder) == [5]
-    assert run.saved == 5
+    assert run.position.saved == 5
     assert [told["step"] for told in run.events.named("checkpoint_withdrawn")] == [10]
-    assert not run.corrupt
+    assert not run.position.saved_corrupt
     run.checkpoints.withdraw()
     assert len(run.events.named("checkpoint_withdrawn")) == 1
 
@@ -572,6 +574,149 @@ def test_purge_counts_complete_checkpoints(make_run: Callable[..., Run]) -> None
     assert not {name for name in left if name.startswith("partial")}
 
 
+# Ranks of one group
+
+
+class Ranks:
+    """The ranks of one group, which load at the same time; reading the data itself is left out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Run], number: int = 2) -> None:
+        self.runs = [make_run() for _ in range(number)]
+        self.loaded: list[str | None] = [None] * number  # name of the folder
+        self._rank = threading.local()
+        self._barrier = threading.Barrier(number, timeout=20)
+        self._told = [0] * number
+        for run in self.runs:
+            run.gather = self._gather  # type: ignore[method-assign]
+        monkeypatch.setattr(dist, "get_rank", lambda *_: self.rank)
+        monkeypatch.setattr(CheckpointManager, "dcp_load", self._load)
+
+    @property
+    def rank(self) -> int:
+        """Return the rank whose thread asks; 0 for the test's own."""
+        return getattr(self._rank, "number", 0)
+
+    def load(self, step: int = -1) -> list[BaseException | None]:
+        """Let all ranks load; returns with what each of them failed."""
+
+        def load(rank: int) -> BaseException | None:
+            self._rank.number = rank
+            try:
+                self.runs[rank].checkpoints.load(step)
+            except Exception as error:  # noqa: BLE001  # the test's to judge
+                return error
+            return None
+
+        with concurrent.futures.ThreadPoolExecutor(len(self.runs)) as threads:
+            return list(threads.map(load, range(len(self.runs))))
+
+    def _gather(self, value: int) -> list[int]:
+        self._told[self.rank] = value
+        self._barrier.wait()
+        told = [*self._told]
+        self._barrier.wait()
+        return told
+
+    def _load(self, state_dict: dict[str, Any], checkpoint_id: str, *_: Any) -> None:
+        self.loaded[self.rank] = Path(checkpoint_id).name
+
+    def see(self, monkeypatch: pytest.MonkeyPatch, when: Callable[[Path], bool]) -> None:
+        """Let rank 1 see a folder only if `when` says so."""
+
+        def is_complete_here(folder: Path) -> bool:
+            return is_complete(folder) and (self.rank == 0 or when(folder))
+
+        monkeypatch.setattr(checkpoint_choice, "is_complete", is_complete_here)
+
+
+def test_a_checkpoint_that_comes_between_two_looks(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of another group is published when one rank has looked into the folder, and the other has not."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    first: list[int] = []
+    order = threading.Lock()
+
+    def look(folder: str) -> list[int]:
+        with order:
+            first.append(ranks.rank)
+        return [step for step in complete_steps(folder) if step != 10 or ranks.rank != first[0]]
+
+    monkeypatch.setattr(checkpoint_choice, "complete_steps", look)
+    assert ranks.load() == [None, None]
+    assert ranks.loaded == ["step-5", "step-5"]
+    assert [run.claimed for run in ranks.runs] == [5, 5]
+
+
+def test_a_rank_waits_for_a_checkpoint_that_it_does_not_see_yet(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host's cache of a network folder may be a minute old."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    looks = itertools.count()
+    ranks.see(monkeypatch, lambda folder: next(looks) > 2)
+    assert ranks.load() == [None, None]
+    assert ranks.loaded == ["step-10", "step-10"]
+
+
+def test_a_checkpoint_that_one_rank_never_sees_is_refused_by_all(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said which ranks do not, and what to do; nobody loads another one instead, or waits for the others."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    ranks.see(monkeypatch, lambda folder: False)
+    monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+    for error in ranks.load():
+        assert isinstance(error, ConfigError)
+        for part in (str(ranks.runs[0].folder / "step-10"), "ranks [1]", "shared file system"):
+            assert part in str(error)
+    assert ranks.loaded == [None, None]
+
+
+def test_another_checkpoint_of_the_same_step_is_refused_by_all(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders on each host's own disk may hold the same step of different runs."""
+    make_run().train(5)
+    other = make_run(folder="elsewhere")
+    other.lineage = LINEAGE * 2
+    other.train(5)
+    ranks = Ranks(monkeypatch, make_run)
+    manifest = other.folder / "step-5" / MANIFEST
+    manifest.write_text(manifest.read_text().replace("austen", "another"))
+    ranks.runs[1].checkpoints.folder = str(other.folder)
+    for error in ranks.load():
+        assert isinstance(error, ConfigError)
+        assert "ranks [1]" in str(error)
+    assert ranks.loaded == [None, None]
+
+
+def test_what_rank_0_refuses_is_refused_by_all(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks end with it, instead of waiting in the load."""
+    make_run().train(5)
+    errors = Ranks(monkeypatch, make_run).load(step=15)
+    assert all(isinstance(error, ConfigError) for error in errors)
+    assert "load_step" in str(errors[0])
+    assert "rank 0" in str(errors[1])
+
+
+def test_a_model_to_begin_with_that_one_rank_lacks(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """checkpoint.initial_load_path, too, must be there for all; on one line that names the ranks."""
+    make_run().train(5)
+    ranks = Ranks(monkeypatch, lambda: make_run(folder="new"))
+    ranks.runs[0].checkpoints.initial_load_path = str(tmp_path / "checkpoint" / "step-5")
+    ranks.runs[1].checkpoints.initial_load_path = str(tmp_path / "nowhere")
+    for error in ranks.load():
+        assert isinstance(error, ConfigError)
+        assert "checkpoint.initial_load_path" in str(error)
+        assert "ranks [1]" in str(error)
+
+
 # Folders of other runs
 
 
@@ -593,7 +738,7 @@ def test_another_number_of_shards_resets_the_data(make_run: Callable[..., Run]) 
     run = make_run(slots=3)
     assert run.checkpoints.load()
     assert run.progress.step == 5
-    assert run.lineage == LINEAGE + 5
+    assert run.position.lineage == LINEAGE + 5
     assert [run.ledger.end(slot) for slot in range(3)] == [0, 0, 0]
     (reset,) = run.events.named("data_reset")
     assert reset["step"] == 5
@@ -613,6 +758,7 @@ def test_the_same_shards_in_other_groups_go_on(make_run: Callable[..., Run]) -> 
         ledger = other.ledger = Ledger(2, rank, 2)
         other.gather = lambda value: [2, 3]  # type: ignore[method-assign]  # the largest shard of each rank
         other.checkpoints.attach(other)  # type: ignore[arg-type]
+        other.gather = lambda value: [value, value]  # type: ignore[method-assign]
         assert other.checkpoints.load()
         assert [ledger.end(slot) for slot in (0, 1)] == [6 + rank, 8 + rank]
         assert other.events.named("data_reset") == []
@@ -664,7 +810,7 @@ def test_a_model_alone_is_no_training_state(make_run: Callable[..., Run]) -> Non
     other = make_run(folder="elsewhere", initial_load_path=str(run.folder / "step-6"))
     assert other.checkpoints.load()
     assert_equal(other.model.weight, run.model.weight)
-    assert (other.progress.step, other.saved) == (0, 0)
+    assert (other.progress.step, other.position.saved) == (0, 0)
     assert other.events.named("data_reset") == []
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
+from titan_ft.checkpoint_choice import NONE, agree_on_step
 from titan_ft.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
@@ -39,6 +40,7 @@ from titan_ft.config import ConfigError
 from titan_ft.history.events import EventLog
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.position import Position
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
 
@@ -53,10 +55,7 @@ class CheckpointHost(Protocol):
     ledger: Ledger
     events: EventLog
     config: Any  # torchtitan's JobConfig with our table
-    saved: int  # step of the latest complete checkpoint that any group told of; what is set travels to the others
-    lineage: int  # of the state that this group holds
-    agreed: int  # step of the latest digest that all groups had alike
-    corrupt: bool  # whether this group's bytes have turned out not to be the others'
+    position: Position  # what it tells of checkpoints travels to the others
 
     def heals_instead(self, step: int) -> bool:
         """Join the job as a group that can load `step`; say whether others are further, so that it must heal."""
@@ -140,18 +139,12 @@ class ReplicaCheckpoints(CheckpointManager):
         """
         if not self.enable:
             return False
-        steps = complete_steps(self.folder)
-        if step != -1 and os.path.isdir(self.folder) and step not in steps:
-            raise ConfigError(
-                f"checkpoint.load_step must name a complete checkpoint in {self.folder}, got {step}; "
-                f"there are {', '.join(map(str, steps)) or 'none'}"
-            )
-        found = self._find_load_step() if step == -1 else step
+        found = agree_on_step(self.folder, step, self.initial_load_path, dist.get_rank(), self.host.gather)
         # Said before it is loaded: else a group that is first with its own load would seem to be ahead.
-        if self.host.heals_instead(max(found, 0) if steps else 0):
+        if self.host.heals_instead(max(found, 0)):
             return False
         try:
-            with contextlib.nullcontext() if steps else self._as_without_folder():
+            with self._as_without_folder() if found == NONE else contextlib.nullcontext():
                 loaded = super().load(found)
         except ConfigError:
             raise
@@ -172,7 +165,7 @@ class ReplicaCheckpoints(CheckpointManager):
         self._settle(wait=last_step)
         due = latest_due(curr_step, self.interval, self.enable_first_step_checkpoint, last_step)
         # Due since an earlier step, if a writer was lost with its save or was slower than the interval.
-        if self.host.is_writer and self._under_way is None and due > max(self.host.saved, self._failed):
+        if self.host.is_writer and self._under_way is None and due > max(self.host.position.saved, self._failed):
             self._write(curr_step, last_step)
 
     def pauses_after(self, step: int) -> bool:
@@ -181,14 +174,14 @@ class ReplicaCheckpoints(CheckpointManager):
             return False
         due = latest_due(step, self.interval, self.enable_first_step_checkpoint, last=False)
         # Asynchronous saves stop nobody for long; while one is under way its step remains due.
-        return due == step or (self.async_mode == AsyncMode.DISABLED and due > self.host.saved)
+        return due == step or (self.async_mode == AsyncMode.DISABLED and due > self.host.position.saved)
 
     def finish(self, step: int) -> None:
         """Save the final state if its writer was lost; when all groups have finished, or were given up."""
         if not self.enable or self.load_only:
             return
         self._settle(wait=True)
-        if self.host.saved < step:  # in all groups that are left: then at least one of them does
+        if self.host.position.saved < step:  # in all groups that are left: then at least one of them does
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
 
@@ -198,12 +191,11 @@ class ReplicaCheckpoints(CheckpointManager):
         Another group saves then at its next commit. All ranks of a group, before it heals.
         """
         host = self.host
-        if not (self.enable and host.corrupt):
+        if not (self.enable and host.position.saved_corrupt):
             return
-        host.corrupt = False  # what follows is about the past: the next state is a peer's
         self._settle(wait=True)
-        host.saved = min(host.saved, host.agreed)
-        for step in sorted(step for step in self._published if step > host.agreed):
+        host.position.withdraw_saved()
+        for step in sorted(step for step in self._published if step > host.position.agreed):
             self._published.remove(step)
             doomed = discard(Path(self._create_checkpoint_id(step)), step) if dist.get_rank() == 0 else None
             if doomed is not None:
@@ -290,17 +282,6 @@ class ReplicaCheckpoints(CheckpointManager):
     def _async_wait(self) -> None:
         self.save_future = None  # `_settle` has waited for it, and has told of its errors
 
-    def _find_load_step(self, folder: str = "") -> int:
-        steps = complete_steps(folder or self.folder)
-        manifests = ((step, Manifest.read(Path(self._create_checkpoint_id(step, folder)))) for step in reversed(steps))
-        full = next((step for step, manifest in manifests if manifest is None or not manifest.model_only), None)
-        if full is None:
-            return max(steps, default=-1)
-        if full < steps[-1]:
-            # The last save may be of the model only. Whoever was killed behind it must be able to come back.
-            logger.warning("the checkpoint of step %d is of the model only: loading that of step %d", steps[-1], full)
-        return full
-
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k > 0 and dist.get_rank() == 0:
             for step in complete_steps(self.folder)[: -self.keep_latest_k]:
@@ -350,7 +331,7 @@ class ReplicaCheckpoints(CheckpointManager):
             logger.error("the checkpoint of step %d could not be written: %s", save.step, reason)
             self.host.events.emit("checkpoint_failed", step=save.step, error=reason)
             return
-        self.host.saved = max(self.host.saved, save.step)
+        self.host.position.tell_saved(max(self.host.position.saved, save.step))
         self._published.add(save.step)
         self._tell_saved(save)
         join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
@@ -369,8 +350,8 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _tell_loaded(self) -> None:
         host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
-        host.saved = step
-        host.events.emit("checkpoint_loaded", step=step, lineage=f"{host.lineage:012x}")
+        host.position.tell_saved(step)
+        host.events.emit("checkpoint_loaded", step=step, lineage=f"{host.position.lineage:012x}")
         if self._reset:
             logger.warning("training goes on after step %d, but its data begins anew: %s", step, self._reset)
             host.events.emit("data_reset", step=step, reason=self._reset)
@@ -379,7 +360,7 @@ class ReplicaCheckpoints(CheckpointManager):
         config = self.host.config
         return Manifest(
             step=step,
-            lineage=f"{self.host.lineage:012x}",
+            lineage=f"{self.host.position.lineage:012x}",
             model=f"{config.model.name} {config.model.flavor}",
             dataset=config.training.dataset,
             seq_len=config.training.seq_len,
@@ -425,10 +406,10 @@ class _QuorumState(Stateful):
         self._host = host
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lineage": self._host.lineage}
+        return {"lineage": self._host.position.lineage}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._host.lineage = int(state_dict["lineage"])
+        self._host.position.restore(int(state_dict["lineage"]))
 
 
 def latest_due(step: int, interval: int, first: bool, last: bool) -> int:

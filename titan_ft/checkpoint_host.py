@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from titan_ft.history.events import EventLog
-from titan_ft.replica.dimension import ReplicaDimension
 from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.position import Position
 
 
 class CheckpointHost:
@@ -18,10 +18,11 @@ class CheckpointHost:
 
     Args:
         config: torchtitan's JobConfig with our table.
-        join: joins the job as a group that can load so many steps, if that was not done yet.
-        behind: says whether other groups were further then.
+        heals_instead: joins the job as a group that can load so many steps, if that was not done yet; says whether
+            other groups are further.
 
     Attributes:
+        position: this group's place in the job; checkpoints write only what it says of them.
         participants: slots that contributed to the last step; the trainer sets them.
     """
 
@@ -29,20 +30,15 @@ class CheckpointHost:
         self,
         config: Any,
         ledger: Ledger,
+        position: Position,
         events: EventLog,
         group: Group,
         *,
-        join: Callable[[int], ReplicaDimension],
-        behind: Callable[[], bool],
+        heals_instead: Callable[[int], bool],
     ) -> None:
-        self.config, self.ledger, self.events = config, ledger, events
-        self._group, self._join, self._behind = group, join, behind
+        self.config, self.ledger, self.position, self.events = config, ledger, position, events
+        self._group, self.heals_instead = group, heals_instead
         self.participants: list[int] = []
-
-    def heals_instead(self, step: int) -> bool:
-        """Join the job as a group that can load `step`; says whether other groups are further."""
-        self._join(step)
-        return self._behind()
 
     def gather(self, value: int) -> list[int]:
         """Gather an integer of every rank of this group."""
@@ -52,35 +48,3 @@ class CheckpointHost:
     def is_writer(self) -> bool:
         """Say whether this group is the first of those that made the last step."""
         return bool(self.participants) and min(self.participants) == self.config.fault_tolerance.replica_id
-
-    @property
-    def saved(self) -> int:
-        """Return the step of the latest complete checkpoint that any group told of."""
-        return self._join(0).position.saved
-
-    @saved.setter
-    def saved(self, step: int) -> None:
-        self._join(0).position.saved = step
-
-    @property
-    def agreed(self) -> int:
-        """Return the step of the latest digest that all groups had alike."""
-        return self._join(0).position.agreed
-
-    @property
-    def corrupt(self) -> bool:
-        """Say whether this group's bytes have turned out not to be the others', and nobody has seen to it yet."""
-        return self._join(0).position.corrupt
-
-    @corrupt.setter
-    def corrupt(self, corrupt: bool) -> None:
-        self._join(0).position.corrupt = corrupt
-
-    @property
-    def lineage(self) -> int:
-        """Return the lineage of the state."""
-        return self._join(0).position.lineage
-
-    @lineage.setter
-    def lineage(self, lineage: int) -> None:
-        self._join(0).position.lineage = lineage

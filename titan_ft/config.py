@@ -125,7 +125,9 @@ class FaultTolerance:
     its own."""
 
     max_exchange_retries: int = 10
-    """Consecutive failed exchanges of one step after which a group gives up. 0 never gives up."""
+    """Consecutive failed exchanges of one step after which the group with the highest slot gives up and is started
+    again; after as many more the next one, but never the lowest. 0 never gives up. A link that is known to be dead
+    does not count: the groups that all reach each other go on without the others."""
 
     digest_every: int = 50
     """Steps between two comparisons of parameters, optimizer state and LR across the groups. 0 never compares."""
@@ -197,7 +199,8 @@ class FaultTolerance:
 
     heartbeat_timeout_ms: int = 500
     """Milliseconds without a heartbeat after which the lighthouse counts a group as gone; shorter than
-    process_group_timeout_ms. False evictions on busy hosts are frequent below 250."""
+    process_group_timeout_ms. False evictions on busy hosts are frequent below 250. Twice as long without one of a
+    single rank, in a group of several, ends the group, which is then started again."""
 
     quorum_tick_ms: int = 20
     """Milliseconds between two looks of the lighthouse at who is there; > 0 and at most heartbeat_timeout_ms."""

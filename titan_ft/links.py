@@ -4,21 +4,31 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib import metadata
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torchtitan.distributed import ParallelDims
 
+import titan_ft
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
-from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.exchange import GradientExchange, local
+from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.rank_watch import RankWatch, say_silent
+from titan_ft.replica.reach import Probe
+from titan_ft.replica.row import fold48
+from titan_ft.replica.shape import describe_shape
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_server import StateServer
+from titan_ft.replica.watchdog import end_process
 from titan_ft.worker import Launch
 
 
@@ -39,8 +49,10 @@ class Links:
         events: EventLog,
         model_parts: Sequence[nn.Module],
         parallel_dims: ParallelDims,
+        group: Group,
     ) -> None:
         self._config, self._launch, self._events = config, launch, events
+        shape = _group_shape(parallel_dims, model_parts, group)
         self.host = config.advertise_address or _resolve_address(launch.lighthouse)
         self.server = StateServer(
             config.bind_address or self.host,
@@ -49,16 +61,20 @@ class Links:
             self._on_served,
             config.transfer_max_mbps,
         )
-        self.membership = self._join(self.host)
+        self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(model_parts, parallel_dims)
+        self._rank_watch = self._watch_ranks(self.host)
 
     def close(self) -> None:
         """Leave the other groups."""
         self.membership.close()
+        if self._rank_watch is not None:
+            self._rank_watch.close()
         self.server.close()
 
-    def _join(self, host: str) -> Membership:
+    def _join(self, host: str, shape: str) -> Membership:
         config, launch, port = self._config, self._launch, self.server.port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
@@ -70,8 +86,36 @@ class Links:
             store=launch.store,
             attempt=launch.attempt,
             config_digest=launch.config_digest,
-            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            address=address,
             events=self._events,
+            shape=shape,
+            probe=Probe(launch.token, address, launch.rank),
+        )
+
+    def _watch_ranks(self, host: str) -> RankWatch | None:
+        launch, num_ranks = self._launch, torch.distributed.get_world_size()
+        if num_ranks == 1:
+            return None
+        return RankWatch(
+            self._config,
+            rank=launch.rank,
+            num_ranks=num_ranks,
+            host=host,
+            hostname=socket.gethostname(),
+            # A connection of its own: a look at it must not wait for another thread's.
+            store=TCPStore(*launch.store, is_master=False, wait_for_workers=False),
+            key=f"titan_ft/ranks/{launch.attempt}",
+            on_silence=self._end_without,
+        )
+
+    def _end_without(self, hosts: dict[int, str], seconds: float) -> None:
+        """End this process because other ranks of the group are silent; the whole group is then started again."""
+        line = f"titan_ft: {say_silent(self._config, hosts, seconds)}\n"
+        end_process(
+            1,
+            self.membership.fall_silent,
+            lambda: self._events.emit("rank_silent", ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds),
+            lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
         )
 
     def _build_exchange(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> GradientExchange:
@@ -95,6 +139,33 @@ class Links:
             copy_seconds=copy_seconds,
             serve_seconds=serve_seconds,
         )
+
+
+def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Group) -> str:
+    """Return the shape of this group, the same on all of its ranks. A collective of the group."""
+    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+    versions = {
+        "torch": torch.__version__,
+        "torchtitan": metadata.version("torchtitan"),
+        "titan_ft": titan_ft.__version__,
+    }
+    # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard fewer.
+    layouts = group.gather(fold48(_layout(model_parts)))
+    return describe_shape(
+        torch.distributed.get_world_size(),
+        {name: getattr(dims, name) for name in degrees},
+        versions,
+        fold48(str(layouts)),
+    )
+
+
+def _layout(model_parts: Sequence[nn.Module]) -> str:
+    """Return what decides the exchange's buffers on this rank, beside the config: its parameters, in their order."""
+    return "\n".join(
+        f"{name} {tuple(local(parameter).shape)} {parameter.dtype} {parameter.requires_grad}"
+        for part in model_parts
+        for name, parameter in part.named_parameters()
+    )
 
 
 def _resolve_address(lighthouse: str) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torchtitan.components.metrics import MetricsProcessor
 
 from titan_ft.history.events import EventLog
-from titan_ft.replica.dimension import Committed
 from titan_ft.replica.feed import Reading
+from titan_ft.replica.step import Committed
 
 
 @dataclass

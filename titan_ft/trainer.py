@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torchtitan.train
@@ -25,16 +26,18 @@ from titan_ft.checkpoint import ReplicaCheckpoints
 from titan_ft.checkpoint_host import CheckpointHost
 from titan_ft.counters import Counters
 from titan_ft.links import Links
-from titan_ft.replica.catch_up import Update
-from titan_ft.replica.dimension import Committed, ReplicaDimension
+from titan_ft.replica.decision import Update
+from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.feed import Feed
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.lr_policy import lr_factor, scaled_lr
+from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
 from titan_ft.replica.snapshot import TrainState
+from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
 from titan_ft.sabotage.agent import ChaosAgent
 from titan_ft.saboteur import start_agent
@@ -78,11 +81,12 @@ class ReplicaTrainer(Trainer):
             config.hang_timeout_seconds, lambda: self._events.emit("hung", step=self._num_committed)
         )
         self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
+        self._position = Position()
         self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
         self._behind = self._begun = False
         self._chaos: ChaosAgent | None = None
         self._checkpoint_host = CheckpointHost(
-            job_config, self._ledger, self._events, self._group, join=self._join_job, behind=lambda: self._behind
+            job_config, self._ledger, self._position, self._events, self._group, heals_instead=self._heals_instead
         )
         self.checkpointer.attach(self._checkpoint_host)
 
@@ -107,8 +111,8 @@ class ReplicaTrainer(Trainer):
     @property
     def _num_committed(self) -> int:
         """Return the number of committed steps; torchtitan's `step` is that of the step under way."""
-        replica: ReplicaDimension | None = getattr(self, "_replica", None)  # a signal may come before it is there
-        return 0 if replica is None else replica.step
+        position: Position | None = getattr(self, "_position", None)  # a signal may come before it is there
+        return 0 if position is None else position.step
 
     def train(self) -> None:
         """Train as torchtitan does, and leave the other groups however it ends."""
@@ -128,14 +132,13 @@ class ReplicaTrainer(Trainer):
                 self._links.close()
 
     def _tell_drained(self) -> None:
-        assert self._replica is not None
         self._events.emit(
             "drained",
             step=self._num_committed,
             reason="SIGTERM",
             in_order=True,
             digest=self._state.digest(),
-            lineage=f"{self._replica.position.lineage:012x}",
+            lineage=f"{self._position.lineage:012x}",
         )
 
     def should_continue_training(self) -> bool:
@@ -144,7 +147,7 @@ class ReplicaTrainer(Trainer):
             return True
         if self._replica is not None:
             digest = self._replica.finish()
-            self.step = self._replica.step
+            self.step = self._position.step
             self.checkpointer.withdraw()
             self.checkpointer.finish(self.step)
             self._events.emit(
@@ -152,7 +155,7 @@ class ReplicaTrainer(Trainer):
                 step=self.step,
                 tokens=self.ntokens_seen,
                 digest=digest,
-                lineage=f"{self._replica.position.lineage:012x}",
+                lineage=f"{self._position.lineage:012x}",
             )
         return False
 
@@ -177,10 +180,17 @@ class ReplicaTrainer(Trainer):
         work.seconds = time.monotonic() - started
         work.exchange_seconds = exchanged - started - work.compute_seconds
         work.lr *= self._lr_factor(committed.update)
-        self._report(committed, replica)
-        if replica.leaving:
+        digest = replica.digest_if_due()
+        self._step_log.emit(committed, work, digest)
+        self._step_log.log(committed, work, self.ntokens_seen, replica.heal_seconds)
+        if self._position.leaving:
             raise Leaving
         self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in work.readings)})
+
+    def _heals_instead(self, step: int) -> bool:
+        """Join the job as a group that can load the state after `step`; says whether others are further."""
+        self._join_job(step)
+        return self._behind
 
     def _join_job(self, step: int = 0) -> ReplicaDimension:
         """Meet the other groups, now that this one is ready to train, or to load the state after `step`."""
@@ -296,7 +306,7 @@ class ReplicaTrainer(Trainer):
     def _apply(self, update: Update) -> float:
         """Apply a committed update, live or replayed, and advance what counts commits; returns the gradient norm."""
         self._watchdog.beat()
-        self._links.exchange.write_gradients(update.gradients)
+        self._links.exchange.write_gradients(update.gradients, update.scale)
         grad_norm = self._clip_gradients()
         self.checkpointer.maybe_wait_for_staging()
         with scaled_lr(self.optimizers, self._lr_factor(update)):
@@ -311,10 +321,6 @@ class ReplicaTrainer(Trainer):
         config = self.job_config.fault_tolerance
         return lr_factor(config.lr_policy, len(update.slots) / config.group_size)
 
-    def _report(self, committed: Committed, replica: ReplicaDimension) -> None:
-        self._step_log.emit(committed, self._work, digest=replica.applied())
-        self._step_log.log(committed, self._work, self.ntokens_seen, replica.heal_seconds)
-
     def _count_nominal_tokens(self) -> int:
         """Count the tokens of a step with all groups present and every label valid."""
         training = self.job_config.training
@@ -324,30 +330,39 @@ class ReplicaTrainer(Trainer):
 
     def _build_replica(self) -> ReplicaDimension:
         config = self.job_config.fault_tolerance
-        links = self._links = Links(config, self.launch, self._events, self.model_parts, self.parallel_dims)
+        links = self._links = Links(
+            config, self.launch, self._events, self.model_parts, self.parallel_dims, self._group
+        )
+        shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}
         rounds = Rounds(
             config,
             links.membership,
             links.exchange,
-            self._state,
-            links.server,
-            self._events,
-            self._nominal_tokens,
-            self._drain,
-            self._watchdog,
+            state=self._state,
+            donor=Donor(self._state, links.server),
+            drain=self._drain,
+            watchdog=self._watchdog,
+            **shared,
+        )
+        heal = Heal(
+            config,
+            rounds=rounds,
+            exchange=links.exchange,
+            state=self._state,
+            ledger=self._ledger,
+            nominal_tokens=self._nominal_tokens,
+            token=self.launch.token,
+            apply=self._apply,
+            **shared,
         )
         return ReplicaDimension(
             config,
             rounds=rounds,
-            heal=Heal(
-                config, rounds, self._state, self._ledger, self._group, self._events, self.launch.token, self._apply
-            ),
-            state=self._state,
+            heal=heal,
             ledger=self._ledger,
-            group=self._group,
-            events=self._events,
             nominal_tokens=self._nominal_tokens,
             pauses_after=self._pauses_after,
+            **shared,
         )
 
     def _build_chaos_agent(self) -> ChaosAgent:

@@ -145,6 +145,45 @@ def test_a_group_with_another_config(make_job: Callable[..., Job]) -> None:
     assert "left aside at the lighthouse" in job.output(right)
 
 
+def test_a_group_with_another_number_of_ranks(make_job: Callable[..., Job]) -> None:
+    """It is refused with one line before it exchanges anything; the groups that were there lose no step over it.
+
+    Its TOML and flags are the same: the degree of -1 means all ranks.
+    """
+    job = make_job(
+        groups=3,
+        replica_ranks={2: 2},
+        steps=30,
+        flags=[
+            "--parallelism.data_parallel_shard_degree=-1",
+            "--fault_tolerance.min_replica_size=2",
+            "--fault_tolerance.start_timeout_seconds=0.5",
+            "--fault_tolerance.finish_timeout_seconds=0.5",
+        ],
+        # Every step takes long enough for the newcomer to ask for a quorum meanwhile.
+        hooks={
+            "gates": [{"name": "go", "replica": 0, "rank": 0, "step": 4}],
+            "delays": [{"replica": 1, "rank": 0, "seconds": 0.05}],
+        },
+    )
+    job.start(absent=[2])
+    job.wait_for_gate("go", 0)
+    job.start_again(2)
+    job.wait_until(lambda: (job.markers / "ready-2-0").exists(), 60, "the newcomer has come")
+    job.mark("go")
+    job.finish()
+    newcomer = job.groups.pop()  # what follows is about the others
+    assert 3 in [worker.code for worker in newcomer.workers], job.output(2) + job.output(2, 1)
+    check_ended(job, 2, ["this group has 2 ranks (dp_shard 2)", "the job's groups [0, 1] have 1 rank:"])
+    assert not any(event["replica"] == 2 for event in job.events("joined", "step_committed"))
+    events = check(job, survivors=[0, 1])
+    committed = named(events, "step_committed")
+    assert {(tuple(event["participants"]), event["exchanges"]) for event in committed} == {((0, 1), 1)}
+    assert not named(events, "exchange_failed", "heal_started", "digest_mismatch")
+    (name,) = {event["member"] for event in named(events, "foreign_member")}
+    check_named(job, name, "it has 2 ranks (dp_shard 2), this group 1 rank", {0, 1})
+
+
 @pytest.mark.slow
 def test_two_jobs_at_one_lighthouse(make_job: Callable[..., Job]) -> None:
     """The job that comes later ends with one line that names both; the first one names it and loses nothing."""

@@ -111,6 +111,10 @@ def test_lines_of_single_events() -> None:
         ),
         (event("straggler", 1, slot=2, factor=2.25, step=7), "replica 2 is slow: 2.2 times the others' step time"),
         (event("straggler_recovered", 1, slot=2, factor=1.0), "replica 2 is as fast as the others again"),
+        (
+            event("rank_silent", 2, rank=0, ranks=[1, 3]),
+            "replica 2: ranks 1, 3 are silent, so that the group ends",
+        ),
         (event("hung", 2, rank=3), "replica 2 hangs: rank 3 made no progress"),
         (event("foreign_member", 1, member="j/4", reason="another job"), "replica 1 leaves j/4 aside (another job)"),
         (event("refused", 1, member="1:5", reason="wrong token"), "replica 1 refused 1:5 (wrong token)"),

@@ -188,6 +188,19 @@ def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
     assert all(event["stopped"] for event in run.events("worker_exited"))
 
 
+def test_a_stopped_rank_does_not_sit_out_the_grace_time(run: Any) -> None:
+    """A stopped process takes no SIGTERM: it is continued, so that the group starts again at once."""
+    with Supervised(run, 2, grace_seconds=600.0, standby=False) as supervised:
+        workers = [run.worker(0, rank, 0) for rank in (0, 1)]
+        os.kill(workers[0]["pid"], signal.SIGSTOP)
+        os.kill(workers[1]["pid"], signal.SIGKILL)
+        run.worker(0, 0, 1)  # of the next attempt, within the deadline
+        supervised.stop()
+        supervised.stop()
+    first = [event for event in run.events("worker_exited") if event["attempt"] == 0]
+    assert [(event["rank"], event["signal"]) for event in first] == [(1, "SIGKILL"), (0, "SIGTERM")]
+
+
 def finish_elsewhere(run: Any) -> Path:
     """Let another group have finished; returns the file that says so."""
     path = run.paths.events_file("replica-1-x")

@@ -307,8 +307,8 @@ def start_lighthouse() -> Iterator[Callable[..., str]]:
 
     servers = []
 
-    def start(min_replicas: int = 1) -> str:
-        servers.append(LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas, **LIGHTHOUSE))
+    def start(min_replicas: int = 1, **changes: int) -> str:
+        servers.append(LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas, **LIGHTHOUSE | changes))
         return f"http://127.0.0.1:{servers[-1].address().rsplit(':', 1)[1]}"
 
     yield start

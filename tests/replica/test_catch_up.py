@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from titan_ft.replica.catch_up import CatchUp, Fetched, Update
+from titan_ft.replica.catch_up import CatchUp, Fetched
+from titan_ft.replica.decision import Update
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import TransferError
 
@@ -45,12 +46,12 @@ def held() -> Iterator[HeldFetch]:
 @pytest.fixture
 def attempt(held: HeldFetch) -> CatchUp:
     """Provide an attempt from donor 3 at step 5, of lineage 100."""
-    return CatchUp(3, FROM_STEP, held)
+    return CatchUp(3, FROM_STEP, 100, 9, held)
 
 
 def update(step: int, lineage: int) -> Update:
     """Return a committed update that made a state of `lineage`."""
-    return Update(step=step, tokens=1, lineage=lineage, entries=[], readers=[], gradients=[])
+    return Update(step=step, tokens=1, lineage=lineage, scale=1.0, entries=[], readers=[], gradients=[])
 
 
 def end(held: HeldFetch, attempt: CatchUp) -> None:
@@ -114,28 +115,28 @@ def test_an_update_on_another_state_voids_the_attempt(attempt: CatchUp) -> None:
     assert not attempt.queue(update(7, 302), base=301)
 
 
-def test_the_fetched_state_must_be_the_base_of_the_updates(held: HeldFetch, attempt: CatchUp) -> None:
-    """Updates made on another state of the same step do not fit the fetched one."""
-    assert attempt.queue(update(6, 101), base=99)
+def test_an_update_on_another_state_than_the_donors_voids_the_attempt(attempt: CatchUp) -> None:
+    """The first update must be made on the state that is fetched, also when that is there and the queue is empty."""
+    assert not attempt.queue(update(6, 101), base=99)
+    assert attempt.queue(update(6, 101), base=100)
+
+
+@pytest.mark.parametrize("other", [(FROM_STEP, 99), (FROM_STEP + 1, 100)])
+def test_the_fetched_state_must_be_the_one_that_was_named(
+    held: HeldFetch, attempt: CatchUp, other: tuple[int, int]
+) -> None:
+    """A donor that serves another step or another history by now does not fit."""
+    held.result = Snapshot(*other, b"{}", torch.empty(0, dtype=torch.uint8))
     end(held, attempt)
     assert attempt.fetched() is Fetched.DONE
     assert not attempt.fits
 
 
-def test_updates_on_the_fetched_state_fit(held: HeldFetch, attempt: CatchUp) -> None:
-    """Updates made on the fetched state fit; a repeated first update brings its own base."""
-    assert attempt.queue(update(6, 901), base=99)
-    assert attempt.queue(update(6, 101), base=100)
-    assert attempt.queue(update(7, 102), base=101)
+def test_the_state_that_was_named_fits(held: HeldFetch, attempt: CatchUp) -> None:
+    """What came is what the round told of."""
     end(held, attempt)
     assert attempt.fits
     assert attempt.snapshot() is held.result
-
-
-def test_without_updates_every_state_fits(held: HeldFetch, attempt: CatchUp) -> None:
-    """Nothing contradicts a state on which nothing was made yet."""
-    end(held, attempt)
-    assert attempt.fits
 
 
 def test_the_fetch_does_not_block(held: HeldFetch, attempt: CatchUp) -> None:

@@ -92,11 +92,9 @@ class Rank:
         """Copy the local gradients, in the order of the model."""
         return [None if p.grad is None else p.grad.clone() for p in self.model.parameters() if p.requires_grad]
 
-    def finish(self, contributes: bool = True) -> Reduced:
+    def finish(self, gives: bool = True) -> Reduced:
         """Complete the exchange; the row tells rank and a number, the message is one byte longer for each rank."""
-        return self.exchange.finish(
-            lambda _: contributes, lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank])
-        )
+        return self.exchange.finish(gives, lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank]))
 
 
 class Ring:
@@ -186,7 +184,7 @@ def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> 
         before = rank.gradients()
         reduced = rank.finish()
         check_gradients(rank, before)  # untouched until they are written
-        rank.exchange.write_gradients()
+        rank.exchange.write_gradients(None, 1.0)
         return before, reduced
 
     (first, reduced), (second, _) = ring.together(lambda: step(0), lambda: step(1))
@@ -208,7 +206,7 @@ def test_all_ranks_get_the_same_bits(ring: Ring) -> None:
         assert reduced.rows.tolist() == [[float(n), 2.0**-40] for n in range(3)]
         assert reduced.messages == [b"", b"\0", b"\0\xff"]
     for rank in ranks:
-        rank.exchange.write_gradients()
+        rank.exchange.write_gradients(None, 1.0)
         for gradient, wanted in zip(rank.gradients(), expected, strict=True):
             if wanted is not None:
                 torch.testing.assert_close(gradient, wanted)
@@ -223,7 +221,7 @@ def test_a_rank_alone_keeps_its_gradients(ring: Ring) -> None:
     rank.backward(seed=1)
     before = rank.gradients()
     assert rank.finish().rows.tolist() == [[0.0, 2.0**-40]]
-    rank.exchange.write_gradients()
+    rank.exchange.write_gradients(None, 1.0)
     check_gradients(rank, before)
 
 
@@ -234,9 +232,9 @@ def test_a_rank_that_does_not_contribute_sends_zeros(ring: Ring) -> None:
     for number, rank in enumerate((giver, taker)):
         rank.backward(seed=number, sometimes=rank is taker)
     expected = giver.gradients()
-    ring.together(giver.finish, lambda: taker.finish(contributes=False))
+    ring.together(giver.finish, lambda: taker.finish(gives=False))
     for rank in (giver, taker):
-        rank.exchange.write_gradients()
+        rank.exchange.write_gradients(None, 1.0)
         check_gradients(rank, expected)
 
 
@@ -246,14 +244,35 @@ def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
     ring.meet(giver, taker)
     giver.backward(seed=1)
     earlier = [torch.full_like(bucket.flat, 2.0) for bucket in taker.exchange._buckets]
-    taker.exchange.offer_nothing()
-    taker.exchange.write_gradients(earlier)
+    taker.exchange.launch_empty()
+    taker.exchange.write_gradients(earlier, 1.0)
     assert all(gradient is not None and bool((gradient == 2.0).all()) for gradient in taker.gradients())
     expected = giver.gradients()
-    ring.together(giver.finish, lambda: taker.finish(contributes=False))
+    ring.together(giver.finish, lambda: taker.finish(gives=False))
     for rank in (giver, taker):
-        rank.exchange.write_gradients()
+        rank.exchange.write_gradients(None, 1.0)
         check_gradients(rank, expected)
+
+
+def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
+    """While nobody gives gradients no bucket is exchanged: a waiting job must not compete with a transfer."""
+    ranks = [ring.rank(), ring.rank()]
+    ring.meet(*ranks)
+    sizes: list[int] = []
+    for rank in ranks:
+        rank.backward(seed=1)
+        rank.exchange._buckets[0].flat.fill_(7.0)
+        reduce = rank.seat.process_group.allreduce
+
+        def count(tensors: list[torch.Tensor], options: Any, reduce: Any = reduce) -> Any:
+            sizes.append(tensors[0].numel())
+            return reduce(tensors, options)
+
+        rank.seat.process_group.allreduce = count
+    told = ring.together(*[lambda rank=rank: rank.finish(gives=False) for rank in ranks])
+    assert all(reduced.rows[:, 0].tolist() == [0.0, 1.0] for reduced in told)
+    assert all(bool((rank.exchange._buckets[0].flat == 7.0).all()) for rank in ranks)
+    assert max(sizes) <= 6, "the number of givers, the rows, the messages"
 
 
 def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
@@ -262,7 +281,7 @@ def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
     ring.meet(giver, taker)
     giver.backward(seed=1)
     ring.together(giver.finish, taker.finish)
-    taker.exchange.write_gradients()
+    taker.exchange.write_gradients(None, 1.0)
     check_gradients(taker, giver.gradients())
 
 
@@ -277,7 +296,7 @@ def test_a_parameter_that_one_rank_uses(ring: Ring) -> None:
     before = [rank.gradients() for rank in ranks]
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        rank.exchange.write_gradients()
+        rank.exchange.write_gradients(None, 1.0)
         check_gradients(rank, sums(*before))
         assert rank.model.sometimes.weight.grad is not None
 
@@ -289,10 +308,9 @@ def test_a_parameter_that_no_rank_uses_has_no_gradient(ring: Ring) -> None:
     for rank in ranks:
         rank.backward(seed=1)
     ring.together(*[rank.finish for rank in ranks])
-    ranks[0].exchange.scale(0.125)
     ranks[0].model.sometimes.weight.grad = torch.ones_like(ranks[0].model.sometimes.weight)
     for rank in ranks:
-        rank.exchange.write_gradients()
+        rank.exchange.write_gradients(None, 0.125)
         assert rank.model.sometimes.weight.grad is None
         assert rank.model.frozen.weight.grad is None
         assert rank.model.first.weight.grad is not None
@@ -308,25 +326,25 @@ def test_low_precision_gradients_are_added_in_float32(ring: Ring) -> None:
             parameter.grad = torch.full_like(parameter, 256.0 if number == 0 else 1.0)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
-        rank.exchange.write_gradients()
+        rank.exchange.write_gradients(None, 1.0)
         assert rank.model.last.weight.grad is not None
         assert rank.model.last.weight.grad.dtype == torch.bfloat16
         assert rank.model.last.weight.grad.unique().tolist() == [260.0]
 
 
 def test_scaling_and_keeping(ring: Ring) -> None:
-    """A scaled result can be kept, outlives the next exchange, and gives the same gradients when written later."""
+    """A result can be kept, outlives the next exchange, and is scaled when it is written, however often that is."""
     rank = ring.rank()
     ring.meet(rank)
     rank.backward(seed=1)
     before = rank.gradients()
     rank.finish()
-    rank.exchange.scale(2.0)
     kept = rank.exchange.reduced()
     rank.model.zero_grad()
     rank.backward(seed=2)
     rank.finish()
-    rank.exchange.write_gradients(kept)
+    rank.exchange.write_gradients(kept, 2.0)
+    rank.exchange.write_gradients(kept, 2.0)
     check_gradients(rank, [None if gradient is None else gradient * 2.0 for gradient in before])
 
 
@@ -348,9 +366,8 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
     model(torch.ones(2, 4)).sum().backward()
     assert [bucket.missing for bucket in exchange._buckets] == [set()] * 4
     before = [local(parameter.grad).clone() for parameter in model.parameters()]
-    exchange.finish(lambda _: True, lambda _: ([0.0], b""))
-    exchange.scale(3.0)
-    exchange.write_gradients()
+    exchange.finish(True, lambda _: ([0.0], b""))
+    exchange.write_gradients(None, 3.0)
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         assert isinstance(parameter.grad, DTensor)
         assert torch.equal(local(parameter.grad), gradient * 3.0)
@@ -398,10 +415,10 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
         for bucket in order:
             rank.exchange._fill(bucket, [0])
     ring.together(*[rank.finish for rank in ranks])
-    # Each bucket carries a flag per parameter besides the gradients; the rows, with the messages' sizes, and the
-    # messages come last.
-    assert launched[0] == launched[1] == [41, 121, 4, 10, 4, 13, 6, 2]
-    ranks[0].exchange.write_gradients()
+    # The number of givers comes first. Each bucket carries a flag per parameter besides the gradients; the rows, with
+    # the messages' sizes, and the messages come last.
+    assert launched[0] == launched[1] == [1, 41, 121, 4, 10, 4, 13, 6, 2]
+    ranks[0].exchange.write_gradients(None, 1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].exchange.parameters)
 
 
@@ -457,7 +474,7 @@ def test_only_the_armed_backward_launches(ring: Ring) -> None:
     assert [bucket.missing for bucket in used] == [set()] * 4
     before = rank.gradients()
     ring.together(rank.finish, peer.finish)
-    peer.exchange.write_gradients()
+    peer.exchange.write_gradients(None, 1.0)
     check_gradients(peer, before)
     rank.model.zero_grad()
     rank.backward(seed=4)
@@ -489,7 +506,7 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
     ring.meet(*survivors)
     ring.together(*[rank.finish for rank in survivors])
     for rank in survivors:
-        rank.exchange.write_gradients()
+        rank.exchange.write_gradients(None, 1.0)
         check_gradients(rank, sums(*before))
 
 
@@ -509,7 +526,7 @@ def test_a_peer_that_hangs_costs_the_timeout(ring: Ring) -> None:
     late = torch.ones(41)
     with pytest.raises(RuntimeError):  # what the peer sends now reaches nobody
         peer.seat.process_group.allreduce([late], dist.AllreduceOptions()).wait()
-    rank.exchange.write_gradients()
+    rank.exchange.write_gradients(None, 1.0)
     check_gradients(rank, expected)
 
 
@@ -538,7 +555,7 @@ def test_a_quorum_without_process_group_is_a_broken_exchange(ring: Ring) -> None
     rank.seat.quorum = Future()
     ring.meet(rank)
     rank.finish()
-    rank.exchange.write_gradients()
+    rank.exchange.write_gradients(None, 1.0)
     check_gradients(rank, before)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, ReplacedError, ReplicaError
 from titan_ft.replica.member import Admission, Member, admit
+from titan_ft.replica.shape import describe_shape
 
 
 def member(slot: int, started: float = 0.0, **more: Any) -> Member:
@@ -23,6 +24,13 @@ def names(*members: Member) -> list[str]:
     return [member.replica_id for member in members]
 
 
+VERSIONS = {"torch": "2.13.0+cpu", "torchtitan": "0.2.2", "titan_ft": "0.1.0"}
+
+
+def shape(num_ranks: int = 1, layout: int = 0xAB, *, torch: str = VERSIONS["torch"], **degrees: int) -> str:
+    return describe_shape(num_ranks, {"dp_replicate": 1, **degrees}, {**VERSIONS, "torch": torch}, layout)
+
+
 # Names
 
 
@@ -30,8 +38,9 @@ def names(*members: Member) -> list[str]:
 @pytest.mark.parametrize("store", ["10.0.0.1:29500", "[fd00::1]:29500"])
 def test_a_member_survives_its_name(job: str, store: str) -> None:
     """Everything of a member comes back from the replica id; a microsecond of its start is kept."""
-    one = Member(12, 1_700_000_000.123457, "abc", "c0ffee", job, store)
+    one = Member(12, 1_700_000_000.123457, "abc", "c0ffee", job, store, shape(4, dp_shard=2, tp=2))
     assert Member.parse(one.replica_id) == one
+    assert not any(char.isspace() for char in one.replica_id), "the lighthouse's page is read by words"
 
 
 def test_ids_sort_by_slot() -> None:
@@ -45,14 +54,15 @@ FOREIGN = [
     "train_llama_0",
     "train_llama_0:7f3a",
     "titan_ft/000001/1.000000/u/c",  # without job and store
-    "titan_ft/x/1.000000/u/c/j/h:1",
-    "titan_ft/000001/soon/u/c/j/h:1",
-    "titan_ft/000001/nan/u/c/j/h:1",
-    "titan_ft/000001/-inf/u/c/j/h:1",
-    "titan_ft/1/1.000000/u/c/j/h:1",  # would not sort by slot
-    "titan_ft/000001/1.0/u/c/j/h:1",
-    "other/000001/1.000000/u/c/j/h:1",
-    "titan_ft/000001/1.000000/u/c/j/h:1/more",
+    "titan_ft/000001/1.000000/u/c/j/h:1",  # without shape
+    "titan_ft/x/1.000000/u/c/j/h:1/s",
+    "titan_ft/000001/soon/u/c/j/h:1/s",
+    "titan_ft/000001/nan/u/c/j/h:1/s",
+    "titan_ft/000001/-inf/u/c/j/h:1/s",
+    "titan_ft/1/1.000000/u/c/j/h:1/s",  # would not sort by slot
+    "titan_ft/000001/1.0/u/c/j/h:1/s",
+    "other/000001/1.000000/u/c/j/h:1/s",
+    "titan_ft/000001/1.000000/u/c/j/h:1/s/more",
 ]
 
 
@@ -132,6 +142,78 @@ def test_a_group_with_another_config_ends() -> None:
             admit(own, names(*right, *wrong))
         assert "digest d" in str(caught.value)
         assert "groups [2, 3] (c)" in str(caught.value)
+
+
+SHAPES = [
+    (
+        shape(4, dp_shard=4),
+        shape(2, dp_shard=2),
+        "4 ranks (dp_shard 4)",
+        "2 ranks (dp_shard 2)",
+        "as many ranks and the same [parallelism] degrees",
+    ),
+    # As many ranks, cut in another way; what the parameters look like follows from it and is not told.
+    (
+        shape(4, 0xCD, dp_shard=2, tp=2),
+        shape(4, 0xAB, dp_shard=4),
+        "4 ranks (dp_shard 2, tp 2)",
+        "4 ranks (dp_shard 4)",
+        "as many ranks and the same [parallelism] degrees",
+    ),
+    (shape(), shape(torch="2.12.0"), "torch 2.13.0+cpu", "torch 2.12.0", "the same version of torch"),
+    (
+        shape(layout=0xCD),
+        shape(layout=0xAB),
+        "parameters of layout 0000000000cd (names, sizes, dtypes and order on all ranks)",
+        "parameters of layout 0000000000ab",
+        "the same code of the model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("own", "theirs", "said", "said_of_theirs", "remedy"), SHAPES)
+def test_a_group_of_another_shape_ends(own: str, theirs: str, said: str, said_of_theirs: str, remedy: str) -> None:
+    """It is told in what it differs from the groups that were there first, and what to do; they name it and go on."""
+    right, wrong = (member(0, 1.0, shape=theirs), member(1, 2.0, shape=theirs)), member(2, 3.0, shape=own)
+    with pytest.raises(ConfigMismatchError) as caught:
+        admit(wrong, names(*right, wrong))
+    told = f"this group has {said}; the job's groups [0, 1] have {said_of_theirs}: start it with {remedy}, or, if"
+    assert str(caught.value).startswith(told)
+    for own_member in right:
+        admission = admit(own_member, names(*right, wrong))
+        assert admission.members == right
+        (reason,) = admission.strangers.values()
+        assert reason.startswith(f"it has {said.partition(' (names')[0]}")
+        assert said_of_theirs in reason
+
+
+def test_several_differences_are_told_at_once() -> None:
+    """Nobody has to start a group twice to learn of both."""
+    right, wrong = member(0, 1.0, shape=shape()), member(1, 2.0, shape=shape(2, torch="2.12.0", dp_shard=2))
+    with pytest.raises(ConfigMismatchError) as caught:
+        admit(wrong, names(right, wrong))
+    assert "has 2 ranks (dp_shard 2), torch 2.12.0; the job's groups [0] have 1 rank, torch 2.13.0+cpu" in str(
+        caught.value
+    )
+
+
+def test_another_config_makes_another_layout() -> None:
+    """A model of another flavor has other parameters; it is the config that must be mended."""
+    right = member(0, 1.0, shape=shape(layout=1))
+    wrong = member(1, 2.0, shape=shape(layout=2), config="d")
+    with pytest.raises(ConfigMismatchError, match="TOML and flags"):
+        admit(wrong, names(right, wrong))
+    (reason,) = admit(right, names(right, wrong)).strangers.values()
+    assert "digest d; ours is c" in reason
+
+
+def test_a_newer_process_of_another_shape_replaces_nobody() -> None:
+    """A group that was started again with another number of ranks does not end the one that runs."""
+    old, other, new = member(0, 1.0, shape=shape()), member(1, 2.0, shape=shape()), member(0, 3.0, shape=shape(2))
+    for own in (old, other):
+        assert admit(own, names(old, other, new)).members == (old, other)
+    with pytest.raises(ConfigMismatchError):
+        admit(new, names(old, other, new))
 
 
 def test_the_config_of_another_job_says_nothing() -> None:

@@ -348,18 +348,22 @@ def test_a_bystander_takes_the_newer_process(seats: Any) -> None:
     ("kind", "error", "told", "named"),
     [
         ({"config_digest": "deadbeef"}, ConfigMismatchError, ["digest deadbeef", "groups [0] (c0ffee)"], "deadbeef"),
+        ({"shape": "2r"}, ConfigMismatchError, ["has 2 ranks; the job's groups [0] have 1 rank:"], "it has 2 ranks"),
         ({"job": "theirs"}, ForeignMemberError, ["job 'theirs'", "job 'ours' (groups [0])"], "job 'theirs'"),
     ],
 )
 def test_a_newcomer_of_another_kind_ends(
     seats: Any, kind: dict[str, str], error: type[Exception], told: list[str], named: str
 ) -> None:
-    """A newcomer of another config or job is told with whom it disagrees; the first group names it and goes on."""
-    old = seats.take(0, config=seats.config(0, job_id="ours"))
+    """A newcomer of another config, shape or job is told with whom it disagrees, and exchanges nothing.
+
+    The first group names it and goes on.
+    """
+    old = seats.take(0, config=seats.config(0, job_id="ours"), shape="1r")
     seats.meet(old)
     old.vote(0, True)
-    digest = kind.get("config_digest", "c0ffee")
-    new = seats.take(1, config=seats.config(1, job_id=kind.get("job", "ours")), config_digest=digest)
+    config = seats.config(1, job_id=kind.get("job", "ours"))
+    new = seats.take(1, config=config, **{"shape": "1r", **{name: kind[name] for name in kind if name != "job"}})
     end, _ = seats.together(lambda: fate(new), lambda: stay(old, [0], stranger=True))
     assert isinstance(end, error)
     for part in told:
@@ -367,6 +371,7 @@ def test_a_newcomer_of_another_kind_ends(
     (event,) = old._events.named("foreign_member")
     assert event["member"] == new.member.replica_id
     assert named in event["reason"]
+    assert not new._events.named("joined")
     assert seats.meet(old)[0].error is None
 
 

@@ -9,14 +9,16 @@ import dataclasses
 import pytest
 import torch
 
-from titan_ft.replica.row import Row, Standing, descend, fold48, judge
+from titan_ft.replica.decision import judge
+from titan_ft.replica.row import Row, Standing, descend, fold48
 
 LARGEST = 2**48 - 1
 
 
 def ready(slot: int, step: int = 7, **facts: float) -> Row:
-    """Return the row of a training member; it weighs 10 valid tokens unless told otherwise."""
-    return Row(**{"slot": slot, "standing": Standing.READY, "step": step, "valid_tokens": 10, "tokens": 12, **facts})
+    """Return the row of a training member; it weighs 10 valid tokens and shows its bytes unless told otherwise."""
+    usual = {"standing": Standing.READY, "valid_tokens": 10, "tokens": 12, "digest": 9}
+    return Row(**{"slot": slot, "step": step, **usual, **facts})
 
 
 def behind(slot: int, step: int = 0, **facts: float) -> Row:
@@ -45,8 +47,9 @@ def test_row_survives_the_exchange() -> None:
         saved=1000,
         leaving=1,
         nonfinite=1,
+        forced=1,
         excluded=1,
-        insists=1,
+        resting=1,
     )
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"
@@ -156,12 +159,53 @@ def test_the_majority_wins_wherever_it_stands() -> None:
         assert judge([ready(0, **{field: 6}), ready(1, **{field: 5}), ready(2, **{field: 5})]).strays == (0,)
 
 
-def test_a_claim_of_an_older_step_is_a_stray() -> None:
-    """Who claims the state but is a step behind holds nothing, however many they are."""
-    verdict = judge([ready(0, step=6), ready(1, step=7), ready(2, step=6)])
+@pytest.mark.parametrize("older", [5, 6])
+def test_a_claim_of_an_older_step_is_a_stray(older: int) -> None:
+    """Who claims the state but has fewer updates holds nothing."""
+    verdict = judge([ready(0, step=older), ready(1, step=7)])
     assert verdict.step == 7
     assert verdict.holders == (1,)
-    assert verdict.strays == (0, 2)
+    assert verdict.strays == (0,)
+
+
+def test_one_that_is_ahead_of_most_goes_back() -> None:
+    """The exchange was complete for one group and broke for two: they keep their gradients, and it heals."""
+    verdict = judge([ready(0, step=6), ready(1, step=7), ready(2, step=6)])
+    assert verdict.step == 6
+    assert verdict.holders == verdict.contributors == (0, 2)
+    assert verdict.strays == (1,)
+    assert verdict.corrupt == ()
+
+
+@pytest.mark.parametrize("standing", [Standing.BEHIND, Standing.CATCHING_UP, Standing.FINISHED])
+def test_only_groups_that_train_outvote_one_that_is_ahead(standing: Standing) -> None:
+    """Joiners hold no gradients that would be lost, and two updates are no broken exchange."""
+    rear = [Row(slot=slot, standing=standing, step=6, digest=9) for slot in (0, 2, 3)]
+    assert judge([rear[0], ready(1, step=7), *rear[1:]]).step == 7
+    assert judge([ready(0, step=5), ready(1, step=7), ready(2, step=5)]).step == 7
+
+
+def test_who_has_not_looked_at_its_bytes_is_not_found_to_differ() -> None:
+    """A digest that was not taken is no claim: such a member trains on, and is no donor."""
+    verdict = judge([ready(0, digest=0), ready(1, digest=5), ready(2, digest=5), behind(3)])
+    assert verdict.holders == verdict.contributors == (0, 1, 2)
+    assert verdict.digest == 5
+    assert not verdict.verified
+    assert verdict.donors == {3: 1}
+    assert judge([ready(0, digest=0), ready(1, digest=5)]).strays == ()
+
+
+def test_without_a_digest_nobody_is_named_donor() -> None:
+    """A corrupt donor's joiners would outvote the sound groups at the next comparison."""
+    assert judge([ready(0, digest=0), ready(1, digest=0), behind(2)]).donors == {}
+
+
+def test_a_corrupt_group_is_no_donor() -> None:
+    """Of the same history and with other bytes than the majority: named, and never the one that serves."""
+    verdict = judge([ready(0, digest=6), ready(1, digest=5), ready(2, digest=5), behind(3)])
+    assert verdict.corrupt == verdict.strays == (0,)
+    assert verdict.donors == {3: 1}
+    assert judge([ready(0, lineage=6), ready(1, lineage=5), ready(2, lineage=5)]).corrupt == ()
 
 
 def test_two_against_two_is_a_tie_without_holders() -> None:
@@ -242,7 +286,7 @@ def test_nobody_has_a_valid_token() -> None:
 
 def test_a_finished_member_serves_but_does_not_contribute() -> None:
     """A finished member holds the final state and is a donor; it adds nothing to an update."""
-    verdict = judge([Row(slot=0, standing=Standing.FINISHED, step=7, valid_tokens=10), behind(1)])
+    verdict = judge([Row(slot=0, standing=Standing.FINISHED, step=7, valid_tokens=10, digest=9), behind(1)])
     assert verdict.holders == (0,)
     assert verdict.contributors == ()
     assert verdict.donors == {1: 0}

@@ -132,7 +132,7 @@ class Job:
             self._commit(group, event)
         elif name == "training_finished":
             self._finished.add(group.replica)
-        elif name in ("worker_exited", "drained", "hung", "replica_gave_up"):
+        elif name in ("worker_exited", "drained", "hung", "rank_silent", "replica_gave_up"):
             worker = group.workers.get(event.get("rank", 0))
             if worker is None or event.get("worker_pid", worker.pid) == worker.pid:
                 group.dead, group.contributes = True, False

@@ -26,6 +26,7 @@ NOTABLE: dict[str, tuple[str, ...]] = {
     "gradient_excluded": ("step", "slots"),
     "straggler": ("slot", "factor"),
     "hung": ("step",),
+    "rank_silent": ("ranks", "hosts"),
     "foreign_member": (),
     "rolled_back": ("step", "lost"),
     "started_anew": ("reason",),

@@ -172,6 +172,8 @@ def describe(before: Groups, after: Groups, event: Event) -> str | None:
             return f"{name}: a spare takes its place (attempt {new.attempt})"
         case "hung":
             return f"{name} hangs: rank {event.get('rank')} made no progress and ends itself; its log has the stacks"
+        case "rank_silent":
+            return f"{name}: ranks {_listed(event.get('ranks', ()))} are silent, so that the group ends"
     if event.get("rank", 0) != 0 or event.get("attempt", new.attempt) < new.attempt:
         return None
     if event["event"] == "joined":

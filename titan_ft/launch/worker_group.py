@@ -154,6 +154,7 @@ class WorkerGroup:
         """
         if grace_seconds > 0:
             self._signal_running(signal.SIGTERM)
+            self._signal_running(signal.SIGCONT)  # a worker that is stopped would sit the grace time out
             self._wait(grace_seconds)
         self.kill()
         # A process in uninterruptible sleep (a hung driver) cannot be killed: do not wait for it for ever.

@@ -14,12 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-
-import torch
 
 from titan_ft import device
-from titan_ft.replica.ledger import Entry
+from titan_ft.replica.decision import Update
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import TransferError
 
@@ -32,49 +29,25 @@ class Fetched(enum.IntEnum):
     DONE = 2
 
 
-@dataclass(frozen=True)
-class Update:
-    """A committed update, ready to be applied: scaled reduced gradients and what the trainer counts of it.
-
-    Attributes:
-        step: number of the update, from 1.
-        tokens: trained by it.
-        lineage: of the state after it.
-        entries: the batches that it was made of.
-        readers: slots of the groups that were ready at it (see `Ledger.readers`).
-        gradients: a result of `GradientExchange.reduced`; None = the exchange's own buckets hold them.
-    """
-
-    step: int
-    tokens: int
-    lineage: int
-    entries: list[Entry]
-    readers: list[int]
-    gradients: list[torch.Tensor] | None = None
-
-    @property
-    def slots(self) -> list[int]:
-        """Return the slots whose data it was made of."""
-        return sorted({entry.slot for entry in self.entries})
-
-
 class CatchUp:
     """One attempt to heal from one donor.
 
     Args:
         donor: the donor's slot.
         from_step: committed updates of the state that is fetched.
+        lineage, digest: of that state, as the round told that named the donor.
         fetch: fetches this rank's part until the event it gets is set; runs on a thread of its own.
     """
 
-    def __init__(self, donor: int, from_step: int, fetch: Callable[[threading.Event], Snapshot]) -> None:
+    def __init__(
+        self, donor: int, from_step: int, lineage: int, digest: int, fetch: Callable[[threading.Event], Snapshot]
+    ) -> None:
         self.donor = donor
-        self.from_step = from_step
+        self.from_step, self.lineage, self.digest = from_step, lineage, digest
         self.updates: list[Update] = []
         self.whole = False  # all ranks of the group have their part of the state, as all of them know
         self.loaded = False  # this rank's state is the one fetched, and what was replayed on it
         self.replayed = 0  # updates that are in the loaded state
-        self._base: int | None = None
         self._started = time.monotonic()
         self.fetch_seconds = 0.0  # that the fetch took
         self._cancelled = threading.Event()
@@ -122,8 +95,9 @@ class CatchUp:
 
     @property
     def fits(self) -> bool:
-        """Say whether the queued updates were made on the fetched state."""
-        return self._base is None or self._base == self.snapshot().lineage
+        """Say whether what this rank has fetched is the state that the round told of."""
+        snapshot = self.snapshot()
+        return (snapshot.step, snapshot.lineage) == (self.from_step, self.lineage)
 
     @property
     def remaining(self) -> int:
@@ -144,9 +118,9 @@ class CatchUp:
         nobody committed comes again under the same number and replaces the first, unless that is replayed already.
         """
         place = update.step - self.from_step - 1
-        if not self.replayed <= place <= len(self.updates) or (place > 0 and self.updates[place - 1].lineage != base):
+        if not self.replayed <= place <= len(self.updates):
             return False
-        if place == 0:
-            self._base = base
+        if base != (self.updates[place - 1].lineage if place else self.lineage):
+            return False
         self.updates[place:] = [update]
         return True

@@ -109,8 +109,8 @@ class GradientExchange:
         self._launch(contributes)
         self._armed = True
 
-    def offer_nothing(self) -> None:
-        """Launch an exchange to which this rank adds zeros; returns at once, and `finish` completes it."""
+    def launch_empty(self) -> None:
+        """Launch an exchange to which this rank adds nothing; returns at once, and `finish` completes it."""
         self._launch(lambda quorum: False)
         assert self._flight is not None
         for bucket in self._buckets:
@@ -118,18 +118,21 @@ class GradientExchange:
             bucket.full = None
             self._flight.hand_over(bucket)
 
-    def finish(self, contributes: Callable[[Quorum], bool], tell: Callable[[Quorum], Told]) -> Reduced:
+    def finish(self, gives: bool, tell: Callable[[Quorum], Told]) -> Reduced:
         """Complete the exchange and return what every member tells; the buckets then hold the sums.
 
-        The first call after `arm` completes the launched exchange; any other call makes a whole one from the local
-        gradients, which are only read. `tell` builds this member's row and message once the quorum is known.
+        Completes the exchange that was launched. Without one it makes a whole one from the local gradients, which are
+        only read, or without them unless this rank `gives` them. Gradients travel only if a member gives some. `tell`
+        builds this member's row and message once the quorum is known.
 
         Raises:
             ExchangeError: a member died or hung, or the process group could not be built. The process group has been
                 aborted, so that the other members see it at once.
         """
-        if self._flight is None:
-            self._launch(contributes)
+        if self._flight is None and gives:
+            self._launch(lambda quorum: True)
+        elif self._flight is None:
+            self.launch_empty()
         self._armed = False
         flight = self._flight
         assert flight is not None
@@ -156,19 +159,13 @@ class GradientExchange:
         """Say whether they have neither an inf nor a NaN."""
         return self._flight is None or self._flight.finite
 
-    def scale(self, factor: float) -> None:
-        """Multiply the reduced gradients by `factor`."""
-        if factor != 1.0:
-            for bucket in self._buckets:
-                bucket.flat.mul_(factor)
-
     def reduced(self) -> list[torch.Tensor]:
         """Copy the reduced gradients to host memory, one flat fp32 tensor per bucket."""
         return [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
 
     @torch.no_grad()
-    def write_gradients(self, reduced: list[torch.Tensor] | None = None) -> None:
-        """Make `reduced` (a result of `reduced()`; None = the buckets) the parameters' gradients."""
+    def write_gradients(self, reduced: list[torch.Tensor] | None, scale: float) -> None:
+        """Make `reduced` (a result of `reduced()`; None = the buckets) times `scale` the parameters' gradients."""
         for index, bucket in enumerate(self._buckets):
             # A replay leaves the buckets alone: an exchange may be under way in them.
             views, used = bucket.split(bucket.flat if reduced is None else reduced[index])
@@ -178,7 +175,7 @@ class GradientExchange:
                     continue
                 if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
                     parameter.grad = torch.zeros_like(parameter)
-                local(parameter.grad).copy_(view, non_blocking=True)
+                local(parameter.grad).copy_(view if scale == 1.0 else view * scale, non_blocking=True)
 
     def _launch(self, contributes: Callable[[Quorum], bool]) -> None:
         for bucket in self._buckets:
@@ -259,9 +256,7 @@ class _Flight:
         gathered = torch.zeros((len(self._quorum.members), own.numel()), dtype=own.dtype, device=self._where)
         gathered[self._quorum.rank] = own
         self._all_reduce(gathered)
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        self._await_works()
         device.synchronize()
         if (error := self._membership.process_group.errored()) is not None:
             raise error
@@ -282,7 +277,8 @@ class _Flight:
             full: set[int] = set()
             sums: list[torch.Tensor] = []
             with device.side_stream(self._where):
-                for bucket in self._buckets:
+                # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
+                for bucket in self._buckets if self._count_givers() else ():
                     while id(bucket) not in full:
                         if (handed_over := self._full.get()) is None:
                             return
@@ -299,6 +295,18 @@ class _Flight:
             # Without a quorum it is no broken exchange but the membership's own word.
             known = isinstance(error, ExchangeError) or self._quorum is None
             self._error = error if known else _broken(error)
+
+    def _count_givers(self) -> int:
+        """Count the members whose gradients are in this exchange, all of them alike."""
+        givers = torch.tensor([float(self.contributed)], device=self._where)
+        self._all_reduce(givers)
+        self._await_works()
+        return int(givers.item())
+
+    def _await_works(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         assert self._quorum is not None

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,13 @@ class Group:
         """Gather an integer of every rank of the group, in rank order."""
         own = torch.tensor([value], dtype=torch.int64)
         return [int(v) for v in (own if dist.get_world_size() == 1 else self._gather(own, dist.group.WORLD))]
+
+    def clock(self) -> float:
+        """Return the group's time in seconds: that of rank 0's clock, the same on all ranks.
+
+        What a rank decides by its own clock its siblings may decide otherwise, and the ranks of a group part for good.
+        """
+        return self.gather(int(time.monotonic() * 1e6))[0] / 1e6
 
     def _gather(self, own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         own = own.to(self._where)

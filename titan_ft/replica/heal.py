@@ -1,8 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The heal: a group that has not the job's state gets it from a donor, while the others train on.
+"""The heal: a group that lacks the job's state gets it from a donor, while the others train on.
 
-It takes part in their rounds with zeros and queues the sums until a donor's state has arrived; then it replays them.
+It takes part in their rounds without gradients and queues the sums until a donor's state has arrived; then it replays
+them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,25 @@ from collections.abc import Callable
 
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
-from titan_ft.replica.catch_up import CatchUp, Fetched, Update
-from titan_ft.replica.errors import JobLostError
+from titan_ft.replica.catch_up import CatchUp, Fetched
+from titan_ft.replica.decision import (
+    Broken,
+    Fetch,
+    GiveUp,
+    Leave,
+    RollBack,
+    Round,
+    Update,
+    Wait,
+    decide,
+    gives_next,
+    is_update,
+)
+from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.round import PAUSE_SECONDS, Round, Rounds
+from titan_ft.replica.position import Position
+from titan_ft.replica.round import PAUSE_SECONDS, Leaving, Rounds
 from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_fetch import fetch
@@ -26,13 +41,13 @@ from titan_ft.replica.state_fetch import fetch
 logger = logging.getLogger(__name__)
 
 _MAX_REST = 64  # rounds between two attempts of one heal
-_ALONE_SECONDS = 5.0  # without a holder before older states count
 
 
 class Heal:
     """Brings this rank's group to the job's state; see `run`.
 
     Args:
+        nominal_tokens: tokens of a step with all groups present.
         token: the run's shared secret.
         apply: applies an update as a live step would.
     """
@@ -40,21 +55,26 @@ class Heal:
     def __init__(
         self,
         config: FaultTolerance,
+        *,
+        position: Position,
         rounds: Rounds,
+        exchange: GradientExchange,
         state: TrainState,
         ledger: Ledger,
         group: Group,
         events: EventLog,
+        nominal_tokens: int,
         token: str,
         apply: Callable[[Update], object],
     ) -> None:
-        self._config, self._rounds, self._state, self._group, self._events = config, rounds, state, group, events
-        self._ledger, self._token, self._apply = ledger, token, apply
+        self._config, self._position, self._rounds, self._exchange = config, position, rounds, exchange
+        self._state, self._ledger, self._group, self._events = state, ledger, group, events
+        self._nominal_tokens, self._token, self._apply = nominal_tokens, token, apply
         self._attempt: CatchUp | None = None
         self._rest = 0  # rounds until the next donor is asked
         self._round_seconds = 0.0  # of the last round
         self._replay_seconds = math.inf  # of the last replayed update
-        self._alone_since: float | None = None  # when the last holder was seen to have gone
+        self._alone_since: float | None = None  # by the group's clock: when the last holder was seen to have gone
 
     def run(self) -> float:
         """Heal; this group is READY afterwards and the quorum of its next round is asked for.
@@ -64,71 +84,91 @@ class Heal:
 
         Raises:
             JobLostError: nobody is left who has the state.
+            DivergedError: the groups' states differ without a majority.
+            Leaving: the group was told to leave.
         """
         started = time.monotonic()
-        self._rounds.position.standing = Standing.BEHIND
-        self._rounds.position.heals = self._rest = 0
-        while self._rounds.position.standing is not Standing.READY:
+        self._position.fall_behind()
+        self._rest = 0
+        while self._position.standing is not Standing.READY:
             began = time.monotonic()
-            self._rounds.offer_nothing()
+            self._rounds.launch_empty()
             if self._attempt is not None and self._attempt.whole:
                 self._replay_some(self._attempt)  # while the others compute
-            made = self._rounds.make()
-            if made is not None and made.verdict.holders:
-                self._alone_since = None
-                self._follow(made)
-            if self._attempt is not None and self._conclude(self._attempt):
-                break
-            if made is not None and not made.verdict.holders:
-                self._recall(made)
-            elif made is not None and not self._rounds.commits(made):
-                time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
+            outcome = self._rounds.make()
+            if isinstance(outcome, Round):
+                self._look_for_holders(outcome)
+            self._act(outcome)
+            if self._attempt is not None and not self._is_about_to_miss(outcome):
+                self._conclude(self._attempt)
             self._round_seconds = time.monotonic() - began
+        self._rounds.ask()
         return time.monotonic() - started
 
-    def _follow(self, made: Round) -> None:
-        """Begin to fetch from the donor that the round named, and queue the round's update."""
-        if self._attempt is None and made.quorum.rank in made.verdict.donors:
-            self._attempt = self._begin(made)
-        elif self._attempt is None:
+    def _act(self, outcome: Round | Broken) -> None:
+        """Do what follows from a round.
+
+        Raises:
+            Leaving: see `run`.
+        """
+        match decide(self._position, outcome, self._config):
+            case Fetch(donor) if isinstance(outcome, Round):
+                self._attempt = self._begin(outcome, donor)
+            case RollBack():
+                self._roll_back()
+                return
+            case Wait():
+                time.sleep(PAUSE_SECONDS)
+                return
+            case GiveUp(error):
+                raise error
+            case Leave():
+                raise Leaving
+        if not isinstance(outcome, Round):
+            return
+        if self._attempt is None:
             self._rest -= 1
             if self._rest <= 0:
-                self._rounds.position.standing = Standing.BEHIND
-        if self._attempt is not None and self._rounds.commits(made) and not self._rounds.uncovered(made):
-            update = self._rounds.update(made, keep=True)
-            if not self._attempt.queue(update, made.lineage):
-                self._fail(self._attempt, f"missed an update before step {update.step}")
-            elif not self._attempt.whole and 0 < self._config.catch_up_max_steps <= len(self._attempt.updates):
-                self._let_wait(self._attempt)
+                self._position.end_fetch()
+        if not is_update(outcome, self._config):
+            time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
+        elif self._attempt is not None:
+            self._queue(self._attempt, outcome)
 
-    def _conclude(self, attempt: CatchUp) -> bool:
-        """Go on with the attempt if all ranks of the group have their part of the state; give it up if one failed.
+    def _queue(self, attempt: CatchUp, made: Round) -> None:
+        """Keep the round's update for the replay."""
+        update = made.update(self._nominal_tokens, self._exchange.reduced())
+        if not attempt.queue(update, made.lineage):
+            self._fail(attempt, f"missed an update before step {update.step}")
+        elif attempt.whole:
+            self._position.fetched(attempt.target_step)
+        elif 0 < self._config.catch_up_max_steps <= len(attempt.updates):
+            self._let_wait(attempt)
 
-        Returns:
-            Whether this group now has the state.
-        """
+    def _conclude(self, attempt: CatchUp) -> None:
+        """Go on with the attempt if all ranks of the group have their part of the state; give it up if one failed."""
         if attempt.whole:
-            return self._catch_up(attempt)
+            self._catch_up(attempt)
+            return
         fetched = Fetched(min(self._group.gather(attempt.fetched())))
         if fetched is Fetched.FAILED:
             self._fail(attempt, attempt.error or "the fetch failed on another rank of this group")
-        elif fetched is Fetched.DONE and not attempt.fits:
+        elif fetched is Fetched.DONE and not all(self._group.gather(attempt.fits)):
             self._fail(attempt, "the donor's state is not the one that the others went on from")
         elif fetched is Fetched.DONE:
             attempt.whole = True
-            self._rounds.position.awaited = False  # the next round makes the update that the others hold back
-        return False
+            self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
 
-    def _begin(self, made: Round) -> CatchUp:
-        donor, step, config = made.verdict.donors[made.quorum.rank], made.verdict.step, self._config
-        address, slot = self._rounds.membership.peer_address(donor), made.quorum.slots[donor]
-        position = self._rounds.position
-        position.standing, position.donor, position.heals = Standing.CATCHING_UP, slot, position.heals + 1
-        position.awaited = config.catch_up == "wait"
+    def _begin(self, made: Round, donor: int) -> CatchUp:
+        address, slot, config = self._rounds.peer_address(donor), made.quorum.slots[donor], self._config
+        step = made.verdict.step
+        self._position.fetch(slot, awaited=config.catch_up == "wait")
         self._events.emit("heal_started", donor=slot, from_step=step, step=step)
         return CatchUp(
             slot,
             step,
+            made.lineage,
+            made.verdict.digest,
             lambda cancelled: fetch(
                 address,
                 self._token,
@@ -142,8 +182,8 @@ class Heal:
 
     def _let_wait(self, attempt: CatchUp) -> None:
         """Let the others wait for the transfer's end: the queue is as long as it may be."""
-        if not self._rounds.position.awaited:
-            self._rounds.position.awaited = True
+        if not self._position.awaited:
+            self._position.queue_is_full()
             logger.warning(
                 "the others wait for this group: fault_tolerance.catch_up_max_steps (%d) updates are queued and the "
                 "state is not there yet",
@@ -154,10 +194,9 @@ class Heal:
     def _fail(self, attempt: CatchUp, reason: str) -> None:
         """Give the attempt up. The next donor is asked after a rest that doubles: each one pays with a copy."""
         attempt.cancel()
-        position = self._rounds.position
-        self._attempt, position.donor, position.awaited = None, -1, False
-        self._rest = min(2 ** (position.heals - 1), _MAX_REST) - 1
-        position.standing = Standing.CATCHING_UP if self._rest else Standing.BEHIND
+        self._attempt = None
+        self._rest = min(2 ** (self._position.heals - 1), _MAX_REST) - 1
+        self._position.end_fetch(rest=self._rest > 0)
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
         self._events.emit("heal_failed", donor=attempt.donor, from_step=attempt.from_step, error=reason)
 
@@ -166,32 +205,40 @@ class Heal:
 
         Two updates at least, for they make one meanwhile.
         """
-        position = self._rounds.position
-        if not attempt.loaded:
-            attempt.loaded = True
-            snapshot = attempt.snapshot()
-            self._state.load(snapshot)
-            position.step, position.lineage, position.sound = snapshot.step, snapshot.lineage, True
+        if not attempt.loaded and not self._load(attempt):
+            return
         affordable = max(2, int(self._round_seconds / 2 / self._replay_seconds))
         for _ in range(min(*self._group.gather(affordable), attempt.remaining)):
             self._replay(attempt)
 
+    def _load(self, attempt: CatchUp) -> bool:
+        """Make the fetched state this rank's; False if its bytes are not the ones that the holders agreed on."""
+        attempt.loaded = True
+        self._state.load(attempt.snapshot())
+        self._position.load(attempt.from_step, attempt.lineage)
+        self._rounds.take_digest()
+        if self._position.digest == attempt.digest:
+            return True
+        # Corrupted since the donor took its digest. As a claim to the job's state it would be found out at once, and
+        # healed from the same donor again, without end.
+        self._position.disown()
+        self._fail(attempt, "the state that came is not the one whose digest the holders agreed on")
+        return False
+
     def _replay(self, attempt: CatchUp) -> None:
         began, update = time.monotonic(), attempt.take()
         self._apply(update)
-        self._rounds.advance(update)
+        self._position.advance(update)
         self._replay_seconds = time.monotonic() - began
 
-    def _catch_up(self, attempt: CatchUp) -> bool:
-        """Replay the last queued update while the others apply it; False if more than that is queued."""
+    def _catch_up(self, attempt: CatchUp) -> None:
+        """Replay the last queued update while the others apply it, unless more than that is queued."""
         if attempt.remaining > 1:
-            return False
+            return
         if attempt.remaining:
             self._replay(attempt)
-        position = self._rounds.position
-        position.standing, position.donor = Standing.READY, -1
+        self._position.heal()
         self._attempt = None
-        self._rounds.ask()
         self._events.emit(
             "heal_finished",
             donor=attempt.donor,
@@ -202,29 +249,31 @@ class Heal:
             fetch_seconds=attempt.fetch_seconds,
             replayed=attempt.replayed,
         )
-        return True
 
-    def _recall(self, made: Round) -> None:
-        """No holder of the state is in the quorum: wait a little, then go on from the latest state that is left.
+    def _is_about_to_miss(self, outcome: Round | Broken) -> bool:
+        """Say whether the next round is an update: this group must queue it, for READY it would compute first."""
+        return isinstance(outcome, Round) and gives_next(outcome, self._config)
 
-        Holders may only be late, and a transfer may still end.
-        """
-        now, position = time.monotonic(), self._rounds.position
-        self._alone_since = self._alone_since or now
-        if not any(self._group.gather(int(now >= self._alone_since + _ALONE_SECONDS))):
-            time.sleep(PAUSE_SECONDS)
-            return
-        seen, best = max(row.seen for row in made.rows), max(row.step for row in made.rows)
-        if best == 0 and seen > 0:
-            raise JobLostError(
-                f"every group that held the state after step {seen} is gone; restart the job from a checkpoint"
-            )
-        if position.sound and position.step == best:
-            logger.warning("the state after step %d is lost with its groups; going on from step %d", seen, best)
-            self._events.emit("rolled_back", step=best, lost=seen - best)
-            if self._attempt is not None:
-                self._attempt.cancel()
-            self._attempt, position.standing, position.donor, position.seen = None, Standing.READY, -1, best
-            position.awaited = False
-            # Nobody reads for another group until all have met again: what is missing is dealt out in the round.
-            self._ledger.readers = tuple(range(self._config.group_size))
+    def _look_for_holders(self, made: Round) -> None:
+        """Count the time without a holder of the job's state in the quorum, by the group's clock."""
+        if made.verdict.holders:
+            self._alone_since = None
+            self._position.be_alone(0.0)
+        else:
+            now = self._group.clock()
+            self._alone_since = now if self._alone_since is None else self._alone_since
+            self._position.be_alone(now - self._alone_since)
+
+    def _roll_back(self) -> None:
+        """Go on from this group's own state."""
+        position = self._position
+        logger.warning(
+            "the state after step %d is lost with its groups; going on from step %d", position.seen, position.step
+        )
+        self._events.emit("rolled_back", step=position.step, lost=position.seen - position.step)
+        if self._attempt is not None:
+            self._attempt.cancel()
+        self._attempt = None
+        position.roll_back()
+        # Nobody reads for another group until all have met again: what is missing is dealt out in the round.
+        self._ledger.readers = tuple(range(self._config.group_size))

@@ -3,18 +3,36 @@
 """A replica group's name at the lighthouse, and which of a quorum's names belong together.
 
 A lighthouse takes in whoever asks and believes the steps that they claim. Each group therefore picks its own kind out
-of the reply by what the names say: the same job, the same config, the newest process of each slot.
+of the reply by what the names say: the same job, the same config, the newest process of each slot. A reply is also what
+all members read alike, whoever of them can reach whom: so a name says whom its group cannot reach, and each member
+finds the same largest set of groups that all reach each other by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, ReplacedError
+from titan_ft.replica.shape import Difference, shape_differences
 
 _ID_SEPARATOR = "/"
+_SHORT = 8  # characters of a process's unique name that a report gives
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a group tells in its name after exchanges that broke.
+
+    Attributes:
+        step: committed updates that it holds; 0 = it has to heal.
+        dead: `Member.short` of those that it cannot reach, sorted.
+    """
+
+    step: int
+    dead: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -25,9 +43,12 @@ class Member:
         slot: the group's replica id.
         started: when its process began, in Unix seconds.
         unique: differs for each process.
-        config: hex hash of what must be equal in all groups.
+        config: hex hash of the settings that must be equal in all groups.
         job: the job's name; may be empty.
         store: host:port of the group's TCPStore.
+        shape: what else must be equal (see `titan_ft.replica.shape`).
+        edition: how often this process has changed its name.
+        report: whom the group cannot reach; None = it has nothing to tell.
     """
 
     slot: int
@@ -36,12 +57,18 @@ class Member:
     config: str
     job: str = ""
     store: str = ""
+    shape: str = ""
+    edition: int = 0
+    report: Report | None = None
 
     @property
     def replica_id(self) -> str:
         """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
+        slot, started, said = f"{self.slot:06d}", f"{self.started:.6f}", f"{self.edition}"
+        if self.report is not None:
+            said += f":{self.report.step}:{','.join(self.report.dead)}"
         return _ID_SEPARATOR.join(
-            ("titan_ft", f"{self.slot:06d}", f"{self.started:.6f}", self.unique, self.config, self.job, self.store)
+            ("titan_ft", slot, started, self.unique, self.config, self.job, self.store, self.shape, said)
         )
 
     @staticmethod
@@ -52,18 +79,47 @@ class Member:
             ValueError: it names no titan_ft replica group.
         """
         try:
-            _, slot, started, unique, config, job, store = replica_id.split(_ID_SEPARATOR)
-            member = Member(int(slot), float(started), unique, config, job, store)
-        except ValueError:
+            _, slot, started, unique, config, job, store, shape, said = replica_id.split(_ID_SEPARATOR)
+            edition, *told = said.split(":")
+            report = Report(int(told[0]), tuple(told[1].split(","))) if told else None
+            member = Member(int(slot), float(started), unique, config, job, store, shape, int(edition), report)
+        except (ValueError, IndexError):
             member = None
         if member is None or member.replica_id != replica_id or not math.isfinite(member.started):
             raise ValueError(f"not the name of a titan_ft replica group: {replica_id!r}")
         return member
 
     @property
-    def age(self) -> tuple[float, str]:
-        """Return a key that sorts the oldest process first."""
-        return self.started, self.unique
+    def age(self) -> tuple[float, int, str]:
+        """Return a key that sorts the oldest process first, and of one process the older name."""
+        return self.started, self.edition, self.unique
+
+    @property
+    def short(self) -> str:
+        """Return what reports call this process."""
+        return self.unique[:_SHORT]
+
+    def telling(self, step: int, dead: Iterable[Member]) -> Member:
+        """Return this process's next name, which says whom it cannot reach."""
+        report = Report(step, tuple(sorted({member.short for member in dead})))
+        return replace(self, edition=self.edition + 1, report=report)
+
+    def afresh(self, unique: str) -> Member:
+        """Return this process's next name, which no report meant and which tells nothing."""
+        return replace(self, unique=unique, edition=self.edition + 1, report=None)
+
+    def names(self, other: Member) -> bool:
+        """Say whether this group has told that it cannot reach `other`."""
+        return self.report is not None and other.short in self.report.dead
+
+
+def known_members(replica_ids: Iterable[str]) -> list[Member]:
+    """Return those of `replica_ids` that name titan_ft replica groups."""
+    members = []
+    for replica_id in replica_ids:
+        with contextlib.suppress(ValueError):
+            members.append(Member.parse(replica_id))
+    return members
 
 
 @dataclass(frozen=True)
@@ -98,23 +154,31 @@ class Admission:
     """Who of a lighthouse's quorum makes the exchange.
 
     Attributes:
-        members: the groups of this job, in rank order; all of them come to the same list by themselves.
+        members: the groups of this job, in rank order; all of them come to the same list by themselves. Of groups that
+            cannot all reach each other it is the largest part that can; this group may not be in it.
         strangers: names that are set aside, each with the reason. A process that was replaced is in neither.
+        cut_off: those that this group cannot reach, by its own word or theirs.
+        accusers: those of them that this group has not named itself yet.
+        settled: False: a group that another one cannot reach has yet to tell what it holds. `members` are all then, and
+            make no exchange.
     """
 
     members: tuple[Member, ...]
     strangers: dict[str, str] = field(default_factory=dict)
+    cut_off: tuple[Member, ...] = ()
+    accusers: tuple[Member, ...] = ()
+    settled: bool = True
 
 
 def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     """Pick the members that `own` exchanges with out of a quorum's names.
 
-    The oldest process says which job and which config is right: newcomers do not outvote who has the state. Of two
-    processes of one slot the newer one counts.
+    The oldest process says which job, which config and which shape is right: newcomers do not outvote who has the
+    state. Of two processes of one slot the newer one counts.
 
     Raises:
         ForeignMemberError: the lighthouse serves another job, which was there first.
-        ConfigMismatchError: `own` runs another config than the oldest member of its job.
+        ConfigMismatchError: `own` runs another config than the oldest member of its job, or has another shape.
         ReplacedError: `own` was started again elsewhere.
     """
     groups, strangers = [], {}
@@ -126,11 +190,14 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     assert own in groups, f"{own} is not in its own quorum"
     first = min(groups, key=lambda member: member.age)
     _check_job(own, first, groups)
-    alike = [member for member in groups if (member.job, member.config) == (first.job, first.config)]
-    _check_config(own, alike)
+    alike = [member for member in groups if _kind(member) == _kind(first)]
+    _check_kind(own, first, alike)
     for member in groups:
         if member.job != own.job:
             strangers[member.replica_id] = f"it belongs to job {member.job!r}, this group to {own.job!r}"
+        elif differences := _shape_differences(own, member):
+            theirs, ours = _list(d.other for d in differences), _list(d.own for d in differences)
+            strangers[member.replica_id] = f"it has {theirs}, this group {ours}"
         elif member.config != own.config:
             strangers[member.replica_id] = f"it runs another config (digest {member.config}; ours is {own.config})"
     newest = {member.slot: member for member in sorted(alike, key=lambda member: member.age)}
@@ -139,7 +206,60 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
             f"replica group {own.slot} was started again elsewhere; this older process ends: "
             "fault_tolerance.replica_id must be unique among running groups"
         )
-    return Admission(tuple(newest[slot] for slot in sorted(newest)), strangers)
+    members = tuple(newest[slot] for slot in sorted(newest))
+    dead = dead_links(members)
+    if not dead:
+        return Admission(members, strangers)
+    cut_off = tuple(member for member in members if frozenset((own, member)) in dead)
+    accusers = tuple(member for member in cut_off if not own.names(member))
+    # Each end has to say what it holds before anybody decides who goes on: the silent one may have the only state.
+    settled = all(one.names(other) and other.names(one) for one, other in map(tuple, dead))
+    return Admission(largest_clique(members, dead) if settled else members, strangers, cut_off, accusers, settled)
+
+
+def dead_links(members: Sequence[Member]) -> set[frozenset[Member]]:
+    """Return the pairs of `members` of which one tells that it cannot reach the other."""
+    tellers = [member for member in members if member.report is not None]
+    known = {member.short: member for member in members} if tellers else {}
+    return {
+        frozenset((teller, known[short]))
+        for teller in tellers
+        for short in (teller.report.dead if teller.report is not None else ())
+        if short in known and known[short] != teller
+    }
+
+
+def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> tuple[Member, ...]:
+    """Return those that go on when the links `dead` are: all of them reach each other.
+
+    As many as possible hold the job's state, then as many as possible are there at all, then as many as possible hold
+    the very latest state, then the lower slots. One update less counts as the state as well: a group that has completed
+    an exchange which broke for the others must not bring all of those to a halt.
+
+    Args:
+        members: in the order of their slots.
+        dead: both members of each have a report.
+    """
+    # Here: it takes a tenth of a second, and nearly no run ever needs it.
+    import networkx  # type: ignore[import-untyped]  # it has no types of its own
+
+    cut_off = [member for member in members if any(member in link for link in dead)]
+    steps: Mapping[Member, int] = {member: member.report.step for member in cut_off if member.report is not None}
+    latest, count = max(steps.values()), len(cut_off)
+    links = networkx.Graph()
+    for place, member in enumerate(cut_off):
+        step = steps[member]
+        holds = step >= latest - 1 and (step > 0 or latest == 0)
+        # Digits of one number, each with room for the sum over all members, so that the first that differs decides.
+        weight = ((holds * (count + 1) + 1) * (count + 1) + (step == latest)) << count
+        links.add_node(member, weight=weight + (1 << (count - 1 - place)))
+    links.add_edges_from(tuple(link) for link in dead)
+    chosen: set[Member] = set()
+    for part in networkx.connected_components(links):  # of groups far apart each pair would be looked at
+        reach = networkx.complement(links.subgraph(part))
+        reach.add_nodes_from(links.subgraph(part).nodes(data=True))
+        chosen.update(networkx.max_weight_clique(reach, "weight")[0])
+    return tuple(member for member in members if member in chosen or member not in links)
 
 
 def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
@@ -153,13 +273,32 @@ def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
         )
 
 
-def _check_config(own: Member, alike: Sequence[Member]) -> None:
-    right = alike[0].config
-    if own.config != right:
+def _kind(member: Member) -> tuple[str, str, str]:
+    """Return what members must have in common to make an exchange."""
+    return member.job, member.config, member.shape
+
+
+def _check_kind(own: Member, right: Member, alike: Sequence[Member]) -> None:
+    """A group of another config or shape must not exchange a byte with the others: it would end them, not itself."""
+    if differences := _shape_differences(own, right):
         raise ConfigMismatchError(
-            f"this group's config (digest {own.config}) must equal that of groups {_slots(alike)} ({right}); start it "
-            "with their TOML and flags, or, if it belongs to another job, with another lighthouse"
+            f"this group has {_list(d.own for d in differences)}; the job's groups {_slots(alike)} have "
+            f"{_list(d.other for d in differences)}: start it with {_list(d.remedy for d in differences)}, or, if it "
+            "belongs to another job, with another lighthouse"
         )
+    if own.config != right.config:
+        raise ConfigMismatchError(
+            f"this group's config (digest {own.config}) must equal that of groups {_slots(alike)} ({right.config}); "
+            "start it with their TOML and flags, or, if it belongs to another job, with another lighthouse"
+        )
+
+
+def _shape_differences(own: Member, other: Member) -> list[Difference]:
+    return shape_differences(own.shape, other.shape, same_config=own.config == other.config)
+
+
+def _list(texts: Iterable[str]) -> str:
+    return ", ".join(texts)
 
 
 def _slots(members: Iterable[Member]) -> list[int]:

@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 _HEARTBEAT = re.compile(r"^\s*(\S+): seen ([0-9.eE+-]+)s ago\s*$", re.MULTILINE)
 
@@ -26,36 +27,51 @@ def read_heartbeats(page: str) -> dict[str, float]:
     return {html.unescape(name): float(seconds) for name, seconds in _HEARTBEAT.findall(page)}
 
 
-class Pulse:
-    """Watches over the exchanges of one group. Costs nothing while they take less than `interval` seconds to finish.
+class StatusPage:
+    """The lighthouse's page, where it tells who was heard of and when.
 
     Args:
         lighthouse: its address, http://host:port.
-        interval: seconds until the first look and between two.
-        patience: seconds of silence after which a member counts as gone.
-        own: replica id of this group.
-        members: returns the replica ids of the others in the exchange under way; none as long as they are not known.
-        on_silence: called with the silent ones and their seconds, to break the exchange off.
+    """
+
+    def __init__(self, lighthouse: str) -> None:
+        self._url = f"{lighthouse}/status"
+        # Whatever proxy the environment names is not on the way to the lighthouse.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def read(self, timeout: float) -> dict[str, float] | None:
+        """Return the seconds since each member's last heartbeat, by replica id; None if there is no answer."""
+        try:
+            with self._opener.open(self._url, timeout=timeout) as answer:
+                return read_heartbeats(answer.read().decode(errors="replace"))
+        except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
+            return None
+
+
+class Watch:
+    """Looks at something while an exchange is waited for. Costs nothing while one takes less than `interval` seconds.
+
+    Args:
+        name: of its thread.
+        interval: returns the seconds until the first look.
+        growth: how many times longer each pause between two looks at the same exchange is.
+        look: returns what is wrong, if anything is.
+        act: called with it, once in an exchange.
     """
 
     def __init__(
         self,
-        lighthouse: str,
-        interval: float,
-        patience: float,
-        own: str,
-        members: Callable[[], Collection[str]],
-        on_silence: Callable[[dict[str, float]], None],
+        name: str,
+        interval: Callable[[], float],
+        growth: float,
+        look: Callable[[], dict[str, Any]],
+        act: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._page = f"{lighthouse}/status"
-        self._interval, self._patience = interval, patience
-        self._own, self._members, self._on_silence = own, members, on_silence
-        # Whatever proxy the environment names is not on the way to the lighthouse.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._interval, self._growth, self._look, self._act = interval, growth, look, act
         self._changed = threading.Condition()
         self._exchange: object | None = None  # the one under way
         self._closed = False
-        threading.Thread(target=self._run, name="titan_ft_pulse", daemon=True).start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -78,32 +94,58 @@ class Pulse:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        former, pause = None, 0.0
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._exchange is not None)
-                exchange, ends = self._exchange, time.monotonic() + self._interval
+                exchange = self._exchange
+                pause = self._growth * pause if exchange is former else self._interval()
+                former, ends = exchange, time.monotonic() + pause
                 while not self._closed and self._exchange is exchange and (rest := ends - time.monotonic()) > 0:
                     self._changed.wait(rest)
                 if self._closed:
                     return
                 if self._exchange is not exchange:
                     continue
-            silent = self._find_silent()
-            if silent and self._exchange is exchange:
-                self._on_silence(silent)
+            wrong = self._look()
+            if wrong and self._exchange is exchange:
+                self._act(wrong)
                 with self._changed:  # once is enough
                     self._changed.wait_for(lambda over=exchange: self._closed or self._exchange is not over)  # type: ignore[misc]  # bound by default
+
+
+class Pulse(Watch):
+    """Watches the heartbeats of an exchange's members.
+
+    Args:
+        lighthouse: its address, http://host:port.
+        interval: seconds until the first look and between two.
+        patience: seconds of silence after which a member counts as gone.
+        own: replica id of this group.
+        members: returns the replica ids of the others in the exchange under way; none as long as they are not known.
+        on_silence: called with the silent ones and their seconds, to break the exchange off.
+    """
+
+    def __init__(
+        self,
+        lighthouse: str,
+        interval: float,
+        patience: float,
+        own: str,
+        members: Callable[[], Collection[str]],
+        on_silence: Callable[[dict[str, float]], None],
+    ) -> None:
+        self._page, self._patience, self.own, self._members = StatusPage(lighthouse), patience, own, members
+        super().__init__("titan_ft_pulse", lambda: interval, 1.0, self._find_silent, on_silence)
 
     def _find_silent(self) -> dict[str, float]:
         members = self._members()
         if not members:
             return {}
-        try:
-            with self._opener.open(self._page, timeout=self._patience) as answer:
-                heartbeats = read_heartbeats(answer.read().decode(errors="replace"))
-        except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
+        heartbeats = self._page.read(self._patience)
+        if heartbeats is None:
             return {}  # nothing is known, the exchange has its timeout
-        if heartbeats.get(self._own, 0.0) > self._patience / 2:
+        if heartbeats.get(self.own, 0.0) > self._patience / 2:
             return {}  # this group lives: it is the lighthouse that hears late, or the way there
         # One that is not listed has not been heard of since the lighthouse was started: it is given time.
         return {name: heartbeats[name] for name in members if heartbeats.get(name, 0.0) > self._patience}

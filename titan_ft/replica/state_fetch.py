@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -23,7 +22,7 @@ import torch
 from titan_ft import device
 from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.wire import TOKEN_REMEDY, TransferError, octets, proof, read_line, same, write_line
+from titan_ft.replica.wire import TransferError, octets, prove, read_line, write_line
 
 logger = logging.getLogger(__name__)
 
@@ -174,17 +173,10 @@ class _Connection:
         self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout)
         self._stream = BufferedRWPair(_Incoming(self._socket, patience), self._socket.makefile("wb", buffering=0))
         try:
-            self._prove(address, token)
+            prove(self._stream, address, token)
         except BaseException:
             self.__exit__()
             raise
-
-    def _prove(self, address: str, token: str) -> None:
-        """Show that this end knows the token, and make sure that the other one does."""
-        nonce, their_nonce = secrets.token_hex(16), str(self._answer()["nonce"])
-        write_line(self._stream, {"nonce": nonce, "proof": proof(token, "joiner", their_nonce, nonce)})
-        if not same(proof(token, "donor", their_nonce, nonce), self._answer().get("proof")):
-            raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
 
     def request(self, request: dict[str, Any], into: memoryview | None = None) -> memoryview:
         """Send `request` and return the bytes of the answer (written to `into` if given)."""

@@ -16,6 +16,7 @@ from io import BufferedRWPair
 from typing import Any, Protocol
 
 from titan_ft.replica.pace import Pace
+from titan_ft.replica.reach import answer_probe
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import TOKEN_REMEDY, octets, proof, read_line, same, write_line
 
@@ -104,9 +105,11 @@ class StateServer:
             write_line(stream, {"refused": f"the donor does not accept this group's token; {TOKEN_REMEDY}"})
             return
         write_line(stream, {"proof": proof(self._token, "donor", nonce, str(hello["nonce"]))})
-        connection.settimeout(None)
         started = time.monotonic()
-        while request := read_line(stream):
+        while request := self._next_request(connection, stream):
+            if "probe" in request:
+                answer_probe(stream, request, self._token)
+                continue
             snapshot = self._acquire(stream, request)
             if isinstance(snapshot, str):
                 write_line(stream, {"error": snapshot})
@@ -119,6 +122,15 @@ class StateServer:
                     self._readers -= 1
             if request.get("done"):
                 self._served(str(request["done"]), snapshot, self._copy_seconds, time.monotonic() - started)
+
+    @staticmethod
+    def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> dict[str, Any]:
+        """Wait for a request for as long as it takes; what belongs to it follows at once."""
+        connection.settimeout(None)
+        request = read_line(stream)
+        if "probe" in request:
+            connection.settimeout(_HANDSHAKE_SECONDS)
+        return request
 
     def _acquire(self, stream: BufferedRWPair[Any, Any], request: dict[str, Any]) -> Snapshot | str:
         """Wait for the snapshot of `request` and become one of its readers; the reason if there is none."""

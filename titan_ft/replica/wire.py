@@ -11,6 +11,9 @@ A connection carries one request line after another: {"step", "lineage", "offset
 "header" in place of "offset" for the header, "done" when the joiner has everything. Each answer is a JSON line
 {"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes; while the donor has yet to take the snapshot, a
 line {"waiting": step} now and then comes before it, so that silence always means that something is wrong.
+
+A request {"probe": n, "back": address} is followed by n bytes, which come back behind {"bytes": n}: whether two ranks
+reach each other at all (`reach.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import secrets
 from io import BufferedRWPair
 from typing import Any
 
 import torch
+
+from titan_ft.replica.errors import RefusedError
 
 TOKEN_REMEDY = "all groups of a run must have the same TITAN_FT_TOKEN in their environment"
 
@@ -60,3 +66,25 @@ def read_line(stream: BufferedRWPair[Any, Any]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("not a request")
     return message
+
+
+def prove(stream: BufferedRWPair[Any, Any], address: str, token: str) -> None:
+    """Show the state server at `address` that this end knows the token, and make sure that the server does.
+
+    Raises:
+        ConnectionError: it closed the connection.
+        RefusedError: one end does not know the other's token.
+    """
+    nonce, their_nonce = secrets.token_hex(16), str(_said(stream, address)["nonce"])
+    write_line(stream, {"nonce": nonce, "proof": proof(token, "joiner", their_nonce, nonce)})
+    if not same(proof(token, "donor", their_nonce, nonce), _said(stream, address).get("proof")):
+        raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
+
+
+def _said(stream: BufferedRWPair[Any, Any], address: str) -> dict[str, Any]:
+    line = read_line(stream)
+    if not line:
+        raise ConnectionError("the donor closed the connection")
+    if "refused" in line:
+        raise RefusedError(f"{address}: {line['refused']}")
+    return line

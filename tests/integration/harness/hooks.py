@@ -16,7 +16,8 @@ environment variable TITAN_FT_TEST_HOOKS:
              pieces, once it has queued so many updates and all marks of `after` are there
     breaks   [{"replica", "rank", "attempt", "answer"}]: a donor's connection breaks in the middle of that piece of the
              state (from 1)
-    delays   [{"replica", "rank", "attempt", "step", "seconds"}]: sleep in the forward of that step (none: of each)
+    delays   [{"replica", "rank", "attempt", "step", "seconds", "gil"}]: sleep in the forward of that step (none: of
+             each); with `gil` no other Python thread of the worker runs meanwhile
     pin      whether each group has a core of its own, as far as there are cores
     gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
              the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME
@@ -31,6 +32,7 @@ environment variable TITAN_FT_TEST_HOOKS:
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -57,13 +59,14 @@ from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 from harness.mask import mask_labels
 from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
-from titan_ft.replica.dimension import ReplicaDimension
 from titan_ft.replica.exchange import GradientExchange, _Bucket, _Flight, local
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.pace import Pace
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_server import StateServer
+from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.wire import TransferError
+from titan_ft.step_log import StepLog
 from titan_ft.trainer import ReplicaTrainer
 
 SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
@@ -214,12 +217,15 @@ def install_progress() -> None:
             WORKER.hold()
         for delay in SETTINGS.get("delays", ()):
             if WORKER.is_target(delay) and delay.get("step") in (None, WORKER.step):
-                time.sleep(delay["seconds"])
+                if delay.get("gil"):
+                    ctypes.PyDLL(None).usleep(int(delay["seconds"] * 1e6))
+                else:
+                    time.sleep(delay["seconds"])
 
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
 
-    def report(trainer: ReplicaTrainer, committed: Any, *_: Any, **__: Any) -> None:
+    def report(_: StepLog, committed: Any, *__: Any) -> None:
         WORKER.events.emit(
             "computed",
             step=committed.update.step,
@@ -254,12 +260,12 @@ def install_progress() -> None:
     wrap(heal, "fetch", fetch)
     wrap(ReplicaTrainer, "_apply", apply)
     after(CatchUp, "queue", queue)
-    after(ReplicaDimension, "_wait_for_more", lambda *_: WORKER.mark("awaits"))
+    after(ReplicaDimension, "_wait", lambda *_: WORKER.mark("awaits"))
     before(HuggingFaceTokenizer, "encode", encode)
     before(OptimizersContainer, "step", optimize)
     before(ReplicaTrainer, "train_step", step)
-    before(ReplicaTrainer, "_report", report)
-    after(ReplicaTrainer, "_report", lambda *_, **__: WORKER.mark("trained"))
+    before(StepLog, "emit", report)
+    after(StepLog, "log", lambda *_: WORKER.mark("trained"))
     before(ReplicaDimension, "finish", lambda *_: WORKER.mark("finishing"))
     before(ReplicaDimension, "join", lambda *_: WORKER.mark("ready"))
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))
@@ -281,9 +287,9 @@ def install_faults() -> None:
     def all_reduce(flight: _Flight, *_: Any) -> None:
         WORKER.reductions += 1
         WORKER.all_reductions += 1
-        if WORKER.reductions == 1:
+        if WORKER.reductions == 2:  # the first bucket, after the count of those that give gradients
             WORKER.at("exchange_first")
-        elif WORKER.reductions == len(flight._buckets) + 2:  # the rows, then the messages
+        elif WORKER.reductions == len(flight._buckets) + 3:  # the rows, then the messages
             WORKER.at("exchange_last")
 
     def request(_: Any, request: dict[str, Any], *__: Any) -> None:
@@ -305,7 +311,7 @@ def install_faults() -> None:
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
     before(ReplicaTrainer, "_apply", lambda _, update: WORKER.at("commit" if update.gradients is None else "replay"))
-    before(ReplicaTrainer, "_report", lambda *_, **__: WORKER.at("optimizer"))
+    after(ReplicaTrainer, "_apply", lambda _, update: None if update.gradients else WORKER.at("optimizer"))
     after(state_fetch._Connection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ class Job:
     Args:
         folder: for all of its files.
         groups, ranks: number of replica groups and of ranks in each.
+        replica_ranks: another number of ranks for single groups.
         flags: torchtitan flags on top of `CONFIG`; with `TINY` if `tiny`.
-        replica_flags: further flags of single groups.
+        replica_flags: further flags of single groups; `{rank}` in them stands for the rank's number.
         hooks: settings of `harness.hooks` in every worker.
         max_restarts: how often each group may be started again after a failure.
         late: whether that waits until the others have gone on without it for `hold` steps (see `harness.hooks`) or have
@@ -79,6 +80,7 @@ class Job:
         steps: int = 16,
         flags: Sequence[str] = (),
         replica_flags: Mapping[int, Sequence[str]] | None = None,
+        replica_ranks: Mapping[int, int] | None = None,
         tiny: bool = True,
         hooks: Mapping[str, Any] | None = None,
         max_restarts: int = 3,
@@ -87,7 +89,7 @@ class Job:
         self.paths = RunPaths(folder / "run")
         self.markers = folder / "markers"
         self.markers.mkdir(parents=True)
-        self.groups = [Group(replica, ranks) for replica in range(groups)]
+        self.groups = [Group(replica, (replica_ranks or {}).get(replica, ranks)) for replica in range(groups)]
         self.steps = steps
         self._max_restarts, self._late = max_restarts, late
         self._zygote = zygote
@@ -118,11 +120,12 @@ class Job:
         """Wait until every group has ended for good."""
         self.wait_until(lambda: all(map(self._is_over, self.groups)), seconds, "every group has ended")
 
-    def start(self) -> None:
-        """Start lighthouse and groups."""
+    def start(self, absent: Collection[int] = ()) -> None:
+        """Start lighthouse and groups, except those that come later (see `start_again`)."""
         self._start_lighthouse("127.0.0.1:0")
         for group in self.groups:
-            self._start_group(group)
+            if group.replica not in absent:
+                self._start_group(group)
 
     def restart_lighthouse(self) -> None:
         """Kill the lighthouse and start another one at the same address."""
@@ -154,7 +157,7 @@ class Job:
         return [worker.code for worker in group.workers]
 
     def start_again(self, replica: int) -> None:
-        """Start a group again that has left, or that is out of restarts."""
+        """Start a group again that has left, or that is out of restarts; or one that was absent from the start."""
         assert self.groups[replica].gone
         self._end_attempt(self.groups[replica])
         self._start_group(self.groups[replica])
@@ -224,7 +227,7 @@ class Job:
                 "TORCHFT_LIGHTHOUSE": self._address,
                 "TITAN_FT_TEST_HOOKS": json.dumps(hooks),
             }
-            flags = self._replica_flags.get(group.replica, ())
+            flags = [flag.replace("{rank}", str(rank)) for flag in self._replica_flags.get(group.replica, ())]
             argv = [*self.flags, *flags, f"--fault_tolerance.replica_id={group.replica}"]
             log = self.paths.logs(group.replica, group.attempt, rank)
             group.workers.append(self._zygote.start("titan_ft.train:main", log, argv, env))

@@ -16,6 +16,7 @@ from titan_ft.history.failures import integer, number, targets
 NOTED = (
     "digest_mismatch",
     "hung",
+    "rank_silent",
     "rolled_back",
     "started_anew",
     "data_reset",

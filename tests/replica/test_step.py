@@ -16,16 +16,17 @@ import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
-from titan_ft.replica import dimension, heal
-from titan_ft.replica.dimension import Committed, ReplicaDimension
+from titan_ft.replica import heal, step
 from titan_ft.replica.errors import NonFiniteError
 from titan_ft.replica.exchange import Reduced, Told
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, Contribution, Rounds
-from titan_ft.replica.row import Standing
+from titan_ft.replica.row import fold48
 from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.step import Committed, ReplicaDimension
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TOKENS = 100  # of a batch
@@ -35,7 +36,7 @@ NAN = float("nan")
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody pause: a round ends when all of its members are in it."""
-    monkeypatch.setattr(dimension, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(step, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(heal, "PAUSE_SECONDS", 0.0)
 
 
@@ -65,6 +66,8 @@ class Hub:
 class Seat:
     """Stands in for a Membership of a group of one rank."""
 
+    max_step = 0  # that the others report
+
     def __init__(self, hub: Hub, slot: int) -> None:
         self.hub, self.slot, self.number, self.asked = hub, slot, -1, False
 
@@ -79,7 +82,7 @@ class Seat:
         """Return it."""
         slots = self.hub.slots(self.number)
         members = tuple(Member(slot, 0.0, str(slot), "c0ffee") for slot in slots)
-        return Quorum(f"quorum {self.number}", slots.index(self.slot), members, 0, False)
+        return Quorum(f"quorum {self.number}", slots.index(self.slot), members, self.max_step, False)
 
     def vote(self, step: int, ok: bool) -> bool:
         """Be the only voter."""
@@ -103,14 +106,14 @@ class Exchange:
         """Decide now, as the flight does when its quorum comes."""
         self._armed = contributes(self._seat.wait())
 
-    def offer_nothing(self) -> None:
-        """Launch zeros."""
+    def launch_empty(self) -> None:
+        """Launch an exchange without gradients."""
         self._armed = False
 
-    def finish(self, contributes: Callable[[Quorum], bool], tell: Callable[[Quorum], Told]) -> Reduced:
+    def finish(self, gives: bool, tell: Callable[[Quorum], Told]) -> Reduced:
         """Sum over the quorum."""
         quorum = self._seat.wait()
-        self.contributed = contributes(quorum) if self._armed is None else self._armed
+        self.contributed = gives if self._armed is None else self._armed
         self._armed = None
         gradient = self._gradient() if self.contributed else 0.0
         self.finite = math.isfinite(gradient)
@@ -119,10 +122,6 @@ class Exchange:
         gradients, rows, messages = zip(*told, strict=True)
         self.sum = sum(gradients)
         return Reduced(quorum, torch.tensor(rows, dtype=torch.float64), list(messages))
-
-    def scale(self, factor: float) -> None:
-        """Multiply the sum."""
-        self.sum *= factor
 
     def reduced(self) -> list[torch.Tensor]:
         """Copy the sum."""
@@ -146,8 +145,24 @@ class Idle:
         return contextlib.nullcontext()
 
 
+class State(Idle):
+    """Stands in for a TrainState, whose bytes are a text."""
+
+    bytes = "good"
+    digests = 0  # taken
+
+    def digest(self) -> str:
+        """Return the bytes."""
+        self.digests += 1
+        return self.bytes
+
+
 class Alone:
     """Stands in for a Group of one rank."""
+
+    def clock(self) -> float:
+        """Return a clock that stands."""
+        return 0.0
 
     def gather(self, value: int) -> list[int]:
         """Return the own value."""
@@ -211,21 +226,25 @@ class OneGroup:
         self.applied: list[float] = []
         self._share = 1 / size  # of a batch in the nominal tokens
         self.config = FaultTolerance(enable=True, group_size=size, replica_id=slot, **config)
-        seat, idle = Seat(hub, slot), Idle()
+        self.seat, idle = Seat(hub, slot), Idle()
+        seat = self.seat
         self.exchange = Exchange(seat, lambda: gradient(self, sum(each + 1 for each in self.read)) * self._share)
         self.ledger = Ledger(size)
         self.ledger.readers = tuple(range(size))
-        parts: list[Any] = [self.config, seat, self.exchange, idle, idle, self.events, TOKENS * size, idle, idle]
-        self.rounds = Rounds(*parts)
-        group, healer, state = Alone(), object(), idle
-        others: dict[str, Any] = {"heal": healer, "state": state, "ledger": self.ledger, "group": group}
+        self.position, self.state = Position(training=True), State()
+        self.shared: dict[str, Any] = {"position": self.position, "group": Alone(), "events": self.events}
+        stand_ins: dict[str, Any] = {"membership": seat, "exchange": self.exchange}
+        idle_ones: dict[str, Any] = {"donor": idle, "drain": idle, "watchdog": idle, "state": self.state}
+        self.rounds = Rounds(self.config, **stand_ins, **idle_ones, **self.shared)
+        nobody: Any = None
         self.dimension = ReplicaDimension(
             self.config,
             rounds=self.rounds,
-            events=self.events,
+            heal=nobody,
+            ledger=self.ledger,
             nominal_tokens=TOKENS * size,
             pauses_after=lambda step: True,
-            **others,
+            **self.shared,
         )
 
     def train(self, slots: list[int]) -> Contribution:
@@ -243,7 +262,7 @@ class OneGroup:
             self.dimension.arm()
         committed = self.dimension.commit(contribution, self.train)
         if committed is not None:
-            self.applied.append(self.exchange.sum)
+            self.applied.append(self.exchange.sum * committed.update.scale)
             self.ledger.advance(committed.update.entries, committed.update.readers)
         return committed
 
@@ -256,11 +275,21 @@ class OneGroup:
         """Heal, replaying updates as the trainer does."""
 
         def apply(update: Any) -> None:
-            self.applied.append(update.gradients[0].item())
+            self.applied.append(update.gradients[0].item() * update.scale)
             self.ledger.advance(update.entries, update.readers)
 
-        parts: list[Any] = [self.config, self.rounds, Idle(), self.ledger, Alone(), self.events, "token", apply]
-        Heal(*parts).run()
+        idle: Any = self.state
+        Heal(
+            self.config,
+            rounds=self.rounds,
+            exchange=self.exchange,  # type: ignore[arg-type]  # stands in for it
+            state=idle,
+            ledger=self.ledger,
+            nominal_tokens=TOKENS * self.config.group_size,
+            token="token",
+            apply=apply,
+            **self.shared,
+        ).run()
 
 
 def told(committed: Committed) -> tuple[list[int], list[int]]:
@@ -308,14 +337,15 @@ def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
         min_replica_size=3,
     )
     for group in groups.all:
-        position = group.rounds.position
-        position.step, position.lineage, position.digest = 10, 5, 9 if group.slot == 0 else 7
+        group.position.load(10, 5)
+        group.state.bytes = "corrupt" if group.slot == 0 else "good"
 
     def stray(group: OneGroup) -> Committed | None:
         assert group.step() is None
         healed.set()
-        position = group.rounds.position
-        position.digest, position.sound, position.standing = 7, True, Standing.READY  # as `Heal` leaves it
+        group.position.load(10, 5)  # as `Heal` leaves it
+        group.position.take_digest(fold48(str([fold48("good")])))
+        group.position.heal()
         return group.step(arm=True)
 
     for committed in groups.run(stray, OneGroup.step):
@@ -348,7 +378,7 @@ def test_three_exclusions_in_a_row_end_the_group() -> None:
     groups = Groups(
         2,
         Hub([0, 1]),
-        lambda group, usual: NAN if group.slot == 0 and group.dimension.step in steps_with_nan else usual,
+        lambda group, usual: NAN if group.slot == 0 and group.position.step in steps_with_nan else usual,
     )
 
     def suffer(group: OneGroup) -> list[Committed]:
@@ -372,8 +402,8 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(heal, "fetch", lambda *_: donated)
     begin = Heal._begin
 
-    def begin_and_fetch(self: Heal, made: Any) -> Any:
-        attempt = begin(self, made)
+    def begin_and_fetch(self: Heal, made: Any, donor: int) -> Any:
+        attempt = begin(self, made, donor)
         assert attempt._fetch.result(DEADLINE) is donated
         return attempt
 
@@ -386,7 +416,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
 
     def join(group: OneGroup) -> list[Committed]:
         group.heal()
-        assert group.dimension.step == 1
+        assert group.position.step == 1
         return group.steps(2)
 
     first, second, joined = groups.run(go_on, go_on, join)
@@ -397,3 +427,98 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
     assert [committed.update.lineage for committed in joined] == [committed.update.lineage for committed in first[1:]]
     assert joiner.applied == groups.all[0].applied == [2.0, 2.0, 2.0]
     assert not any(group.events.named("digest_mismatch") for group in groups.all)
+
+
+def test_a_group_that_is_behind_adds_nothing() -> None:
+    """What it computed on an old state is not in anybody's sum, whether it was launched in backward or not."""
+    for arm in (False, True):
+        groups = Groups(2, Hub([0, 1]))
+        late, other = groups.all
+        other.position.load(5, 50)
+        late.position.load(3, 30)
+        late.seat.max_step = 5
+
+        def step(group: OneGroup, arm: bool = arm) -> Committed | None:
+            return group.step(arm=arm)
+
+        missed, committed = groups.run(step)
+        assert missed is None
+        assert told(committed) == ([1], [1])
+        assert other.applied == [2.0], "the gradient of slot 1 alone"
+
+
+def test_one_update_behind_may_be_the_right_state() -> None:
+    """The one that is ahead goes back, and its gradient is in nobody's sum; the others keep theirs."""
+    groups = Groups(3, Hub([0, 1, 2]))
+    for group in groups.all:
+        group.position.load(6 if group.slot == 0 else 5, 60 if group.slot == 0 else 50)
+        group.seat.max_step = 6
+    ahead, second, third = _run_ahead(groups)
+    assert ahead is None
+    assert [told(committed) for committed in (second, third)] == [([1, 2], [1, 2])] * 2
+    assert [group.applied for group in groups.all[1:]] == [[2.5], [2.5]]
+    assert [committed.exchanges for committed in (second, third)] == [2, 2]
+
+
+def _run_ahead(groups: Groups) -> list[Any]:
+    """Let the group that is ahead make one more round without a state, as its heal does."""
+
+    def live(group: OneGroup) -> Committed | None:
+        committed = group.step()
+        if committed is None:
+            group.position.fall_behind()
+            group.rounds.make()
+        return committed
+
+    return groups.run(live)
+
+
+def test_a_stray_s_gradient_is_in_no_update() -> None:
+    """The round in which it turns out to be one is made again without it."""
+    groups = Groups(3, Hub([0, 1, 2]))
+    for group in groups.all:
+        group.position.load(5, 99 if group.slot == 2 else 50)
+        group.seat.max_step = 5
+    first, second, stray = _run_ahead(groups)
+    assert stray is None
+    assert [told(committed) for committed in (first, second)] == [([0, 1], [0, 1])] * 2
+    assert [group.applied for group in groups.all[:2]] == [[1.5], [1.5]]
+
+
+def test_bytes_are_shown_when_somebody_comes() -> None:
+    """In the first round with a newcomer, and not in the ones that follow: a digest of a large state takes a while."""
+    groups = Groups(2, Hub([0], [0], [0, 1], [0, 1], [0, 1]))
+    second = groups.all[1]
+    digests = []
+
+    def go_on(group: OneGroup) -> None:
+        for _ in range(4):
+            group.step()
+            digests.append(group.state.digests)
+
+    def come(group: OneGroup) -> None:
+        group.position.fall_behind()
+        for _ in range(2):
+            group.position.end_fetch(rest=True)  # asks for nothing
+            group.rounds.make()
+
+    groups.run(go_on, come)
+    assert digests == [1, 1, 2, 2]
+    assert second.state.digests == 0, "it has no state to show"
+
+
+def test_a_quorum_asked_for_at_the_commit_tells_the_new_step() -> None:
+    """The lighthouse must not be told the step before: the others would seem to be ahead of this group."""
+    groups = Groups(1, Hub([0]))
+    (group,) = groups.all
+    group.dimension._pauses_after = lambda step: False
+    claims: list[int] = []
+    begin = group.seat.begin
+
+    def note(step: int) -> None:
+        claims.append(step)
+        begin(step)
+
+    group.seat.begin = note  # type: ignore[method-assign]
+    groups.run(lambda group: group.steps(2))
+    assert claims == [0, 1, 2]

@@ -1,0 +1,144 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which of the groups that cannot all reach each other go on, against trying every subset."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_ft.replica.member import Admission, Member, Report, admit, dead_links, largest_clique
+
+Link = tuple[int, int]
+
+
+def members_with(steps: list[int], dead: set[Link]) -> list[Member]:
+    """Make groups of which both ends of each dead link tell of it, holding `steps`."""
+    plain = [Member(slot, 1.0, f"{slot:08x}-process", "c", "j", f"10.0.0.{slot}:7") for slot in range(len(steps))]
+    named: dict[int, set[int]] = {slot: set() for slot in range(len(steps))}
+    for one, other in dead:
+        named[one].add(other)
+        named[other].add(one)
+    return [
+        member.telling(steps[member.slot], [plain[slot] for slot in named[member.slot]])
+        if named[member.slot]
+        else member
+        for member in plain
+    ]
+
+
+def brute_force(steps: list[int], dead: set[Link]) -> list[int]:
+    """Return the best subset of slots, by trying all of them."""
+    links = {frozenset(link) for link in dead}
+    cut_off = sorted({slot for link in dead for slot in link})
+    latest = max((steps[slot] for slot in cut_off), default=0)
+
+    def worth(slots: tuple[int, ...]) -> tuple[int, int, int, list[int]]:
+        holders = [slot for slot in slots if steps[slot] >= latest - 1 and (steps[slot] > 0 or latest == 0)]
+        return len(holders), len(slots), sum(steps[slot] == latest for slot in slots), [-slot for slot in slots]
+
+    subsets = (s for size in range(len(cut_off) + 1) for s in itertools.combinations(cut_off, size))
+    cliques = [s for s in subsets if not any(frozenset(pair) in links for pair in itertools.combinations(s, 2))]
+    return sorted({*range(len(steps))} - {*cut_off} | {*max(cliques, key=worth)})
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[list[int], set[Link]]:
+    """Draw the steps of up to 7 groups and the links between them that are dead."""
+    steps = draw(st.lists(st.sampled_from([0, 1, 6, 7, 8]), min_size=1, max_size=7))
+    pairs = list(itertools.combinations(range(len(steps)), 2))
+    return steps, draw(st.sets(st.sampled_from(pairs))) if pairs else set()
+
+
+@given(networks())
+def test_the_best_subset_goes_on(network: tuple[list[int], set[Link]]) -> None:
+    """Most holders of the state, then most groups, then most of the latest state, then the lower slots."""
+    steps, dead = network
+    members = members_with(steps, dead)
+    admission = admit(members[0], [member.replica_id for member in members])
+    assert [member.slot for member in admission.members] == brute_force(steps, dead)
+    assert admission.settled
+
+
+@given(networks(), st.randoms(use_true_random=False))
+def test_everybody_finds_the_same(network: tuple[list[int], set[Link]], random: object) -> None:
+    """In whatever order the reply names them, all of them come to the same members, and know whom they cannot reach."""
+    steps, dead = network
+    members = members_with(steps, dead)
+    names = [member.replica_id for member in members]
+    expected = admit(members[0], names).members
+    for own in members:
+        random.shuffle(names)  # type: ignore[attr-defined]
+        admission = admit(own, names)
+        assert admission.members == expected
+        assert {member.slot for member in admission.cut_off} == {
+            slot for link in dead for slot in link if own.slot in link
+        } - {own.slot}
+        assert own in expected or admission.cut_off, "who is outside knows why"
+
+
+@given(networks(), st.data())
+def test_nobody_decides_before_both_ends_have_told(network: tuple[list[int], set[Link]], data: st.DataObject) -> None:
+    """As long as one that is said to be cut off has not told what it holds, all are members and no exchange is made."""
+    steps, dead = network
+    if not dead:
+        return
+    members = members_with(steps, dead)
+    silent = data.draw(st.sampled_from(sorted({slot for link in dead for slot in link})))
+    accusers = tuple(members[slot] for slot in range(len(steps)) if {(slot, silent), (silent, slot)} & dead)
+    members[silent] = replace(members[silent], report=None)
+    names = [member.replica_id for member in members]
+    for own in members:
+        assert admit(own, names).members == tuple(members)
+        assert not admit(own, names).settled
+    assert admit(members[silent], names).accusers == accusers
+
+
+def test_one_step_ahead_does_not_halt_the_others() -> None:
+    """Group 0 alone has completed the exchange that broke for 1 and 2: these two go on; but the only two go by it."""
+    assert brute_force([100, 99, 99], {(0, 1), (0, 2)}) == [1, 2]
+    assert brute_force([99, 100], {(0, 1)}) == [1]
+    for steps, dead in (([100, 99, 99], {(0, 1), (0, 2)}), ([99, 100], {(0, 1)})):
+        members = members_with(steps, dead)
+        assert [m.slot for m in largest_clique(members, dead_links(members))] == brute_force(steps, dead)
+
+
+def test_a_group_that_comes_back_is_not_meant_by_old_reports() -> None:
+    """Under its fresh name nobody's report counts against it, and its own is forgotten."""
+    members = members_with([5, 5], {(0, 1)})
+    back = members[1].afresh("ffffffff-process")
+    both = (members[0], back)
+    assert admit(back, [member.replica_id for member in both]) == Admission(both)
+    assert back.age > members[1].age
+
+
+def test_a_report_survives_its_name() -> None:
+    """Step and processes come back from the replica id, and sort with it by slot."""
+    member = members_with([5, 6, 7], {(0, 1), (0, 2)})[0]
+    assert member.report == Report(5, ("00000001", "00000002"))
+    assert Member.parse(member.replica_id) == member
+    assert Member.parse(member.telling(8, [member]).replica_id).edition == 2
+
+
+@pytest.mark.parametrize("said", ["x", "1:", "1:5", "1:x:a", "1:5:a:b", "01", "-1:"])
+def test_a_report_that_is_none(said: str) -> None:
+    """What is no report makes a foreign name, never a crash."""
+    name = Member(3, 1.0, "u", "c", "j", "h:1").replica_id
+    assert name.endswith("/0")
+    with pytest.raises(ValueError, match="titan_ft replica group"):
+        Member.parse(name[:-1] + said)
+
+
+def test_networkx_costs_nothing_until_a_link_is_dead() -> None:
+    """Its import takes a tenth of a second of each start, for what nearly no run ever needs."""
+    code = (
+        "import sys; from titan_ft.replica.member import Member, admit; own = Member(0, 1.0, 'u', 'c');"
+        "admit(own, [own.replica_id]); assert 'networkx' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,429 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a group does after a round: the whole policy, without a process, a thread or a clock."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import titan_ft.replica.decision as decisions
+from titan_ft.config import FaultTolerance
+from titan_ft.replica.decision import (
+    ALONE_SECONDS,
+    Begin,
+    Broken,
+    Commit,
+    Done,
+    Fetch,
+    Force,
+    GiveUp,
+    Heal,
+    Leave,
+    LeaveOut,
+    Repeat,
+    RollBack,
+    Round,
+    TakeOver,
+    Wait,
+    decide,
+    is_update,
+    judge,
+    uncovered,
+)
+from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
+from titan_ft.replica.ledger import Entry
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.position import Position
+from titan_ft.replica.row import Row, Standing
+
+STEP = 7
+REPLICA = Path(decisions.__file__).parent
+
+
+def ready(slot: int, **facts: Any) -> Row:
+    """Return the row of a group that trains, with the gradients of one batch, and that has shown its bytes."""
+    usual = {"standing": Standing.READY, "step": STEP, "valid_tokens": 10, "tokens": 10, "digest": 9}
+    return Row(**{"slot": slot, **usual, **facts})
+
+
+def behind(slot: int, **facts: Any) -> Row:
+    """Return the row of a group that asks for a donor."""
+    return Row(**{"slot": slot, "standing": Standing.BEHIND, "step": 0, **facts})
+
+
+def made_of(rows: Sequence[Row], rank: int = 0, read: dict[int, Sequence[int]] | None = None) -> Round:
+    """Return the round of these rows, as the member `rank` sees it.
+
+    Args:
+        read: slots whose data each member's gradients are made of; None = each its own, if it has any.
+    """
+    members = tuple(Member(row.slot, 0.0, f"u{row.slot}", "c") for row in rows)
+    if read is None:
+        read = {row.slot: [row.slot] for row in rows if row.valid_tokens}
+    slots = [list(read.get(row.slot, ())) for row in rows]
+    verdict = judge(rows, slots)
+    entries = [Entry(slot, 0, 1, b"") for place in verdict.ready for slot in slots[place]]
+    return Round(Quorum("1/q", rank, members, STEP, False), rows, verdict, entries)
+
+
+def config(slot: int = 0, size: int = 3, **changes: Any) -> FaultTolerance:
+    """Return the config of a group."""
+    return FaultTolerance(enable=True, replica_id=slot, group_size=size, **changes)
+
+
+def trains(**changes: Any) -> Position:
+    """Return the position of a group that trains."""
+    return Position(step=STEP, training=True, **changes)
+
+
+# A group that trains
+
+
+def test_a_round_of_all_groups_is_an_update() -> None:
+    """With everybody's gradients there is nothing to wait for."""
+    assert decide(trains(), made_of([ready(0), ready(1), ready(2)]), config()) == Commit()
+
+
+def test_strays_are_left_behind_at_once() -> None:
+    """What a stray sent is in the sum: the round is no update, and is made again without it."""
+    made = made_of([ready(0), ready(1), ready(2, lineage=5)])
+    assert decide(trains(), made, config()) == Repeat()
+    assert not is_update(made, config())
+    assert decide(trains(), made_of(made.rows, rank=2), config(2)) == Heal()
+
+
+def test_the_group_that_is_ahead_of_most_heals() -> None:
+    """Five keep their gradients and repeat; the one whose exchange was complete goes back."""
+    rows = [ready(0, step=STEP + 1), *[ready(slot) for slot in range(1, 6)]]
+    for rank in range(6):
+        expected = Heal() if rank == 0 else Repeat()
+        position = Position(step=rows[rank].step, training=True)
+        assert decide(position, made_of(rows, rank), config(rank, size=6)) == expected
+
+
+def test_too_few_groups_wait() -> None:
+    """Below min_replica_size nothing is committed; groups without gradients of their own count as well."""
+    least = config(size=3, min_replica_size=2)
+    assert isinstance(decide(trains(), made_of([ready(0)]), least), Wait)
+    assert decide(trains(), made_of([ready(0), ready(1, valid_tokens=0)]), least) == Commit()
+
+
+def test_gradients_that_were_kept_back_are_sent_when_nothing_hinders() -> None:
+    """They are not in the round's sum: it is no update, and the next one is."""
+    rows = [ready(0, resting=1), ready(1, resting=1), ready(2)]
+    assert decide(trains(), made_of(rows), config()) == Repeat()
+    assert not is_update(made_of(rows), config())
+    assert isinstance(decide(trains(), made_of(rows[:1]), config(min_replica_size=2)), Wait)
+
+
+def test_a_joiner_that_is_awaited_is_waited_for() -> None:
+    """As long as it fetches; a joiner that is not awaited costs nothing."""
+    joiner = Row(slot=1, standing=Standing.CATCHING_UP, step=0, donor=0, awaited=1)
+    assert isinstance(decide(trains(), made_of([ready(0), joiner]), config()), Wait)
+    assert decide(trains(), made_of([ready(0), dataclasses.replace(joiner, awaited=0)]), config()) == Commit()
+
+
+def test_a_missing_share_is_taken_over() -> None:
+    """With batch_policy "constant" the groups that are left train the batches of one that went within the step."""
+    rows = [ready(0), ready(1)]
+    for rank, share in enumerate(([2], [])):
+        assert decide(trains(), made_of(rows, rank), config(rank, batch_policy="constant")) == TakeOver(share)
+    assert decide(trains(), made_of(rows), config(batch_policy="shrink")) == Commit()
+
+
+def test_a_group_that_is_back_takes_its_own_slot_over() -> None:
+    """Group 2 reads nothing in its first step, for groups 0 and 1 are the readers; then group 0 dies.
+
+    Two groups are needed, and hold the state: they take over what is missing and commit, instead of waiting for ever
+    for a second group with gradients.
+    """
+    rows = [ready(1), ready(2, valid_tokens=0)]
+    shares = {}
+    for rank, slot in enumerate((1, 2)):
+        act = decide(trains(), made_of(rows, rank), config(slot, batch_policy="constant", min_replica_size=2))
+        assert isinstance(act, TakeOver)
+        shares[slot] = act.slots
+    assert 2 in shares[2]
+    assert sorted(shares[1] + shares[2]) == [0, 2]
+
+
+def test_groups_without_any_gradient_take_over() -> None:
+    """Also if nobody is left who has read for this step."""
+    made = made_of([ready(2, valid_tokens=0)])
+    assert decide(trains(), made, config(2, batch_policy="constant")) == TakeOver([2, 0, 1])
+
+
+def test_a_gradient_that_is_not_finite_is_left_out() -> None:
+    """The group's own ranks agree on it when the round broke; alone with such, it is forced."""
+    assert decide(trains(), Broken("nan", spoiled=True), config()) == LeaveOut()
+    assert decide(trains(), Broken("closed"), config()) == Repeat()
+    nobody = [ready(0, valid_tokens=0, excluded=1), ready(1, valid_tokens=0, excluded=1)]
+    assert decide(trains(), made_of(nobody), config()) == Force()
+    one = [ready(0, valid_tokens=0, excluded=1), ready(1)]
+    assert decide(trains(), made_of(one), config()) == Commit()
+
+
+def test_exclusions_in_a_row_end_the_group() -> None:
+    """Its state is the others' then; the ones before are forgiven, and the other groups commit."""
+    made = made_of([ready(0, valid_tokens=0, excluded=1), ready(1)])
+    assert decide(trains(exclusions=1), made, config()) == Commit()
+    act = decide(trains(exclusions=2), made, config())
+    assert isinstance(act, GiveUp)
+    assert isinstance(act.error, NonFiniteError)
+    assert decide(trains(exclusions=2), made_of(made.rows, 1), config(1)) == Commit()
+
+
+def test_groups_give_up_one_after_the_other() -> None:
+    """The highest slot first, the lowest never: all at once would take the job's state with them."""
+    peers = (0, 1, 2)
+    for slot, failures in ((2, 4), (1, 7)):
+        few, many = [trains(peers=peers, failures=failures + more) for more in (-1, 0)]
+        broken, own = Broken("closed"), config(slot, max_exchange_retries=3)
+        assert decide(few, broken, own) == Repeat()
+        act = decide(many, broken, own)
+        assert isinstance(act, GiveUp)
+        assert isinstance(act.error, GaveUpError)
+    assert decide(trains(peers=peers, failures=10**6), broken, config(0, max_exchange_retries=3)) == Repeat()
+    assert decide(trains(peers=peers, failures=10**6), broken, config(2, max_exchange_retries=0)) == Repeat()
+    assert decide(trains(peers=(2,), failures=10**6), broken, config(2, max_exchange_retries=3)) == Repeat()
+
+
+def test_bytes_that_differ_without_a_majority_end_the_run() -> None:
+    """Nobody can tell who is right; joiners end as well."""
+    rows = [ready(0, digest=1), ready(1, digest=2), behind(2)]
+    for rank, position in enumerate((trains(), trains(), Position(standing=Standing.BEHIND))):
+        act = decide(position, made_of(rows, rank), config(rank))
+        assert isinstance(act, GiveUp)
+        assert isinstance(act.error, DivergedError)
+
+
+def test_a_group_that_was_told_to_leave_finishes_its_step() -> None:
+    """An update is committed; whatever else would come is not waited for."""
+    assert decide(trains(leaving=True), made_of([ready(0), ready(1)]), config()) == Commit()
+    assert decide(trains(leaving=True), made_of([ready(0)]), config(min_replica_size=2)) == Leave()
+    assert decide(trains(leaving=True), Broken("closed"), config()) == Leave()
+
+
+def test_of_two_that_read_one_slot_the_lower_counts() -> None:
+    """A batch that is trained twice would be lost on another group: the second reader is a stray, and heals."""
+    rows = [ready(0), ready(1), ready(2)]
+    made = made_of(rows, 1, {0: [0], 1: [0, 1], 2: [2]})
+    assert (made.verdict.holders, made.verdict.strays, made.verdict.corrupt) == ((0, 2), (1,), ())
+    assert decide(trains(), made, config(1)) == Heal()
+    assert decide(trains(), made_of(rows, 0, {0: [0], 1: [0, 1], 2: [2]}), config()) == Repeat()
+
+
+# Start and end
+
+
+def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
+    """All ranks of all groups read the same waits, so that they end it in the same round."""
+    rows = [ready(0, step=0, valid_tokens=0, waited=4.0), ready(1, step=0, valid_tokens=0, waited=5.5)]
+    for rank in (0, 1):
+        made = made_of(rows, rank)
+        assert isinstance(decide(Position(), made, config(rank, start_timeout_seconds=6.0)), Wait)
+        assert decide(Position(), made, config(rank, start_timeout_seconds=5.0)) == Begin(missing=1)
+        assert decide(Position(), made, config(rank, size=2)) == Begin(missing=0)
+        act = decide(Position(), made, config(rank, start_timeout_seconds=5.0, min_replica_size=3))
+        assert isinstance(act, GiveUp)
+        assert "min_replica_size" in str(act.error)
+
+
+def test_who_comes_to_a_step_that_the_others_make_heals() -> None:
+    """The round is the others' update: a group that waits for the start has no part in it."""
+    rows = [ready(0, step=0), ready(1, step=0), ready(2, step=0, valid_tokens=0)]
+    assert decide(Position(), made_of(rows, 2), config(2)) == Heal()
+    assert decide(Position(training=True), made_of(rows), config()) == Commit()
+
+
+def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
+    """Until all hold the final state and nobody is missing, but those that left in order."""
+    done = Row(slot=0, standing=Standing.FINISHED, step=STEP, digest=9)
+    other = dataclasses.replace(done, slot=1)
+    position = Position(standing=Standing.FINISHED, step=STEP, training=True)
+    assert decide(position, made_of([done, other]), config(size=2)) == Done()
+    assert isinstance(decide(position, made_of([done, other]), config(size=3)), Wait)
+    assert decide(dataclasses.replace(position, left={2}), made_of([done, other]), config(size=3)) == Done()
+    assert isinstance(decide(position, made_of([done, behind(1)]), config(size=2)), Wait)
+    others = [dataclasses.replace(done, slot=slot, lineage=5) for slot in (1, 2)]
+    assert decide(position, made_of([done, *others]), config(size=3)) == Heal()
+
+
+# A group that heals
+
+
+def test_a_joiner_fetches_from_the_donor_that_it_is_sent_to() -> None:
+    """Unless it fetches already."""
+    position = Position(standing=Standing.BEHIND)
+    assert decide(position, made_of([behind(0), ready(1), ready(2)]), config()) == Fetch(donor=1)
+    fetching = Position(standing=Standing.CATCHING_UP, donor=2)
+    rows = [Row(slot=0, standing=Standing.CATCHING_UP, step=0, donor=2), ready(1), ready(2)]
+    assert decide(fetching, made_of(rows), config()) == Repeat()
+
+
+def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:
+    """After a while, for holders may only be late; who has a later one to come is waited for."""
+    rows = [behind(0, step=5, seen=9), behind(1, step=4, seen=9)]
+    alone = {"standing": Standing.BEHIND, "alone": ALONE_SECONDS}
+    assert isinstance(decide(Position(standing=Standing.BEHIND, step=5), made_of(rows), config()), Wait)
+    assert decide(Position(**alone, step=5), made_of(rows), config()) == RollBack()
+    assert isinstance(decide(Position(**alone, step=4), made_of(rows, 1), config(1)), Wait)
+    assert isinstance(decide(Position(**alone, step=5, corrupt=True), made_of(rows), config()), Wait)
+    lost = [behind(0, seen=9), behind(1, seen=9)]
+    act = decide(Position(**alone), made_of(lost), config())
+    assert isinstance(act, GiveUp)
+    assert isinstance(act.error, JobLostError)
+    assert decide(Position(**alone), made_of([behind(0), behind(1)]), config()) == RollBack()
+
+
+def test_a_replay_is_finished_before_an_older_state_counts() -> None:
+    """A joiner answers for what comes out of its queue: neither it nor another group goes back to less."""
+    joiner = Position(standing=Standing.CATCHING_UP, step=20, target=35, alone=ALONE_SECONDS)
+    assert joiner.claim == 35
+    rows = [Row(slot=0, standing=Standing.CATCHING_UP, step=joiner.claim, seen=35), behind(1, step=30, seen=35)]
+    assert isinstance(decide(joiner, made_of(rows), config()), Wait)
+    other = Position(standing=Standing.BEHIND, step=30, alone=ALONE_SECONDS)
+    assert isinstance(decide(other, made_of(rows, 1), config(1)), Wait)
+
+
+# What holds for all rows
+
+
+def rows_of_a_job() -> st.SearchStrategy[list[Row]]:
+    """Draw the rows of a quorum: any mixture of standings, steps, histories and bytes."""
+
+    def build(drawn: list[tuple[Any, ...]]) -> list[Row]:
+        rows = []
+        for slot, (standing, back, lineage, digest, tokens, extra) in enumerate(drawn):
+            facts: dict[str, Any] = {"valid_tokens": tokens if standing is Standing.READY else 0}
+            if standing is Standing.READY and extra in ("excluded", "resting"):
+                facts[extra] = 1
+                facts["valid_tokens"] = 0 if extra == "excluded" else tokens
+            if standing is Standing.CATCHING_UP:
+                facts["donor"] = (slot + 1) % len(drawn) if extra == "fetches" else -1
+                facts["awaited"] = int(back == 1)
+            rows.append(
+                Row(slot=slot, standing=standing, step=STEP - back, lineage=lineage, digest=digest, seen=STEP, **facts)
+            )
+        return rows
+
+    row = st.tuples(
+        st.sampled_from(Standing),
+        st.sampled_from([0, 0, 0, 1, 3]),
+        st.sampled_from([1, 1, 1, 2]),
+        st.sampled_from([0, 5, 5, 6]),
+        st.sampled_from([0, 10]),
+        st.sampled_from(["", "", "excluded", "resting", "fetches"]),
+    )
+    return st.lists(row, min_size=1, max_size=6).map(build)
+
+
+def configs(size: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw what all groups of a job configure alike."""
+    return st.fixed_dictionaries(
+        {
+            "size": st.just(size),
+            "batch_policy": st.sampled_from(["shrink", "constant"]),
+            "min_replica_size": st.integers(1, size),
+        }
+    )
+
+
+def position_of(row: Row) -> Position:
+    """Return the position of the group that told `row`."""
+    return Position(step=row.step, standing=row.standing, training=True, donor=row.donor)
+
+
+@settings(max_examples=400, deadline=None)
+@given(rows_of_a_job())
+def test_the_verdict_is_about_one_state(rows: list[Row]) -> None:
+    """Holders share step, history and bytes; all other claims are strays; donors have shown those bytes."""
+    verdict = judge(rows, [[row.slot] if row.valid_tokens else [] for row in rows])
+    claims = {rank for rank, row in enumerate(rows) if row.has_state}
+    assert set(verdict.holders) | set(verdict.strays) == claims
+    assert not set(verdict.holders) & set(verdict.strays)
+    assert len({(rows[rank].step, rows[rank].lineage) for rank in verdict.holders}) <= 1
+    assert {rows[rank].digest for rank in verdict.holders} <= {0, verdict.digest}
+    assert set(verdict.contributors) <= set(verdict.ready) <= set(verdict.holders)
+    assert all(rows[donor].digest == verdict.digest != 0 for donor in verdict.donors.values())
+    assert set(verdict.donors.values()) <= set(verdict.holders)
+    assert set(verdict.corrupt) <= set(verdict.strays)
+    assert bool(verdict.holders) or verdict.tie or not claims
+    assert verdict.valid_tokens == sum(rows[rank].valid_tokens for rank in verdict.contributors)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data(), rows_of_a_job())
+def test_all_groups_decide_alike(data: st.DataObject, rows: list[Row]) -> None:
+    """Either all that train commit a round or none does; those that catch up queue it in the same case.
+
+    Calling it twice changes nothing: decisions are functions.
+    """
+    shared = data.draw(configs(len(rows) + data.draw(st.integers(0, 2))))
+    acts = []
+    for rank, row in enumerate(rows):
+        made, own = made_of(rows, rank), config(row.slot, **shared)
+        acts.append(decide(position_of(row), made, own))
+        assert decide(position_of(row), made, own) == acts[-1] or isinstance(acts[-1], GiveUp)
+    made = made_of(rows)
+    update = is_update(made, config(0, **shared))
+    for rank, row in enumerate(rows):
+        trains_on = rank in made.verdict.ready
+        assert (acts[rank] == Commit()) == (update and trains_on)
+        assert isinstance(acts[rank], Heal) == (
+            row.has_state and rank not in made.verdict.holders and not made.verdict.tie
+        )
+        assert isinstance(acts[rank], GiveUp) == made.verdict.tie
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), rows_of_a_job())
+def test_what_is_missing_is_taken_over_once(data: st.DataObject, rows: list[Row]) -> None:
+    """The shares of all groups together are the missing slots, none of them twice."""
+    shared = {**data.draw(configs(len(rows) + data.draw(st.integers(0, 2)))), "batch_policy": "constant"}
+    acts = [decide(position_of(row), made_of(rows, rank), config(row.slot, **shared)) for rank, row in enumerate(rows)]
+    shares = [slot for act in acts if isinstance(act, TakeOver) for slot in act.slots]
+    if any(isinstance(act, TakeOver) for act in acts):
+        assert sorted(shares) == uncovered(made_of(rows), config(0, **shared))
+        ranks = {rank for rank, act in enumerate(acts) if isinstance(act, TakeOver)}
+        assert ranks == set(made_of(rows).verdict.ready)
+
+
+# How it is kept so
+
+
+def test_only_its_own_methods_write_a_position() -> None:
+    """One writer for each value: nobody else assigns to a field of the position."""
+    fields = {field.name for field in dataclasses.fields(Position)}
+    for path in [*REPLICA.rglob("*.py"), *REPLICA.parent.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]:
+                if isinstance(target, ast.Attribute) and target.attr in fields:
+                    owner = ast.unparse(target.value)
+                    assert not owner.endswith("position"), f"{path.name}:{target.lineno} writes {ast.unparse(target)}"
+
+
+@pytest.mark.parametrize("name", ["decision.py", "position.py", "row.py", "round.py", "step.py"])
+def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
+    """What a rank decides by its own clock its siblings may decide otherwise: `Group.clock` is the one to ask.
+
+    Seconds that are only told (how long a round took) may be measured.
+    """
+    allowed = {"round.py": {"started = time.monotonic()", "time.monotonic() - started"}}.get(name, set())
+    source = (REPLICA / name).read_text()
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    clocks = {"time.monotonic", "time.time", "time.perf_counter"}
+    lines = source.splitlines()
+    for call in calls:
+        if ast.unparse(call.func) in clocks:
+            line = lines[call.lineno - 1]
+            assert any(text in line for text in allowed), f"{name}:{call.lineno}: {line.strip()}"

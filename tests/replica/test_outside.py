@@ -1,0 +1,410 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Groups that cannot reach each other: who goes on, who waits outside and comes back, with a real lighthouse."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from titan_ft.replica import membership as membership_module
+from titan_ft.replica.member import Quorum
+from titan_ft.replica.membership import Membership
+from titan_ft.replica.reach import Peer
+
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+
+
+class Network:
+    """The links between the ranks of groups: a dead one breaks each exchange that both of its ends are in."""
+
+    def __init__(self, seats: Any) -> None:
+        self._seats = seats
+        self._dead: set[tuple[int, int, int]] = set()  # (slot, slot of the other, group rank); one direction each
+        self.slow = threading.Event()  # the next exchange takes long, and works
+        self.silent = False  # an exchange over a dead link waits until somebody breaks it off
+        self.groups: list[NoProcessGroup] = []
+        self._lock = threading.Lock()
+        self._made: Counter[tuple[Membership, str]] = Counter()  # exchanges of a seat in a quorum
+        self._worked: dict[tuple[str, int, int], bool] = {}
+
+    def cut(self, one: int, other: int, rank: int = 0) -> None:
+        """Lose what rank `rank` of group `one` sends to its counterpart in group `other`, and the other way round."""
+        self._dead |= {(one, other, rank), (other, one, rank)}
+
+    def mend(self) -> None:
+        """Let everything through again."""
+        self._dead.clear()
+
+    def hide(self, one: int, other: int) -> None:
+        """Let the probes of group `one` reach group `other`, which it cannot exchange with, and not the other way."""
+        self._dead.discard((one, other, 0))
+
+    def works(self, slots: Sequence[int], rank: int) -> bool:
+        """Say whether the ranks `rank` of these groups can exchange."""
+        return not any(one in slots and other in slots and rank == where for one, other, where in self._dead)
+
+    def exchange(self, seat: Membership, quorum: Quorum, rank: int) -> bool:
+        """Make an exchange with the quorum's members; says whether it worked, which is the same for all of them."""
+        with self._lock:
+            self._made[seat, quorum.key] += 1
+            exchange = quorum.key, rank, self._made[seat, quorum.key]
+            worked = self._worked.setdefault(exchange, self.works(quorum.slots, rank))
+        if self.slow.is_set():
+            with seat.waiting():
+                assert not seat.process_group.aborted.wait(1.0), "an exchange that is only slow is broken off"
+            self.slow.clear()
+        if worked:
+            return True
+        if self.silent:
+            with seat.waiting():
+                assert seat.process_group.aborted.wait(DEADLINE), "an exchange hangs"
+        return False
+
+    def probe(self, slot: int, rank: int) -> Callable[[Sequence[Peer]], dict[str, str]]:
+        """Return what `Membership` of a rank asks about its peers."""
+
+        def ask(peers: Sequence[Peer]) -> dict[str, str]:
+            slots = {f"127.0.0.1:{store.port}": number for number, store in self._seats.stores.items()}
+            lost = [peer for peer in peers if (slot, slots[peer.store], rank) in self._dead]
+            return {peer.unique: "no answer" for peer in lost}
+
+        return ask
+
+
+class NoProcessGroup:
+    """Stands in for a process group; `Network.exchange` says what becomes of its exchanges."""
+
+    def __init__(self, network: Network) -> None:
+        self._groups = network.groups
+        self._groups.append(self)
+        self.aborted = threading.Event()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def configure(self, *_: object) -> None:
+        self.aborted.clear()
+
+    def abort(self, errored: bool = True) -> None:
+        """Break off: the others see closed connections."""
+        for group in self._groups if errored else ():
+            group.aborted.set()
+
+
+class Group:
+    """A group that trains: one thread for each rank. A step is its number, a heal takes no time.
+
+    Attributes:
+        commits: (step, members' slots) of each step that it committed.
+    """
+
+    def __init__(
+        self, seats: Any, network: Network, slot: int, world_size: int = 1, step: int = 0, **config: Any
+    ) -> None:
+        self._network = network
+        self.slot, self.step = slot, step
+        self.commits: list[tuple[int, list[int]]] = []
+        self.broken = 0
+        self._told = threading.Condition()
+        self._stop = False
+        self.ranks: list[Membership] = [
+            seats.take(
+                slot,
+                rank=rank,
+                world_size=world_size,
+                process_group=NoProcessGroup(network),
+                probe=network.probe(slot, rank),
+                config=seats.config(slot, group_size=3, max_exchange_retries=0, **config),
+            )
+            for rank in range(world_size)
+        ]
+        self.threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in self.threads:
+            thread.start()
+
+    def _train(self, rank: int) -> None:
+        try:
+            self._make_steps(rank)
+        except Exception:
+            if not self._stop:
+                raise
+
+    def _make_steps(self, rank: int) -> None:
+        seat, step = self.ranks[rank], self.step
+        while not self._stop:
+            seat.begin(step)
+            quorum = seat.wait()
+            if seat.vote(step, quorum.error is None and self._network.exchange(seat, quorum, rank)):
+                step = max(step, quorum.max_step) + 1
+            if rank == 0:
+                self._note(step, quorum, seat)
+            time.sleep(0.005)
+
+    def _note(self, step: int, quorum: Quorum, seat: Membership) -> None:
+        with self._told:
+            if seat._failures:
+                self.broken += 1
+            else:
+                self.commits.append((step, quorum.slots))
+            self._told.notify_all()
+
+    def wait_for(self, slots: list[int], steps: int = 3) -> None:
+        """Wait until it commits so many further steps, with just these groups."""
+        with self._told:
+            begun = len(self.commits)
+            met = self._told.wait_for(
+                lambda: [made for _, made in self.commits[begun:]].count(slots) >= steps, DEADLINE
+            )
+            assert met, f"group {self.slot} committed with {[made for _, made in self.commits[begun:]][-5:]}"
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [told for rank in self.ranks for told in rank._events.named(event)]
+
+    def wait_for_event(self, event: str, count: int = 1) -> None:
+        self.ranks[0]._events.wait_for(event, count)
+
+    def die(self) -> None:
+        """End as a killed process does: no more heartbeats."""
+        self._stop = True
+        for seat in self.ranks:
+            seat.close()
+
+
+@pytest.fixture
+def network(seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Network:
+    # The lighthouse waits for a group that is still looking at its links, as it does with the default.
+    seats.lighthouse = start_lighthouse(join_timeout_ms=10_000)
+    monkeypatch.setattr(membership_module, "_PROBE_PAUSE_SECONDS", 0.05)
+    return Network(seats)
+
+
+@pytest.fixture
+def start(seats: Any, network: Network) -> Iterator[Callable[..., Group]]:
+    groups: list[Group] = []
+
+    def start_group(slot: int, **options: Any) -> Group:
+        groups.append(Group(seats, network, slot, **options))
+        return groups[-1]
+
+    yield start_group
+    for group in groups:
+        group.die()
+
+
+def test_the_largest_clique_goes_on_and_the_others_come_back(network: Network, start: Callable[..., Group]) -> None:
+    """Groups 0 and 2 lose each other: 0 and 1 go on, 2 waits outside with its state, and is back when the link is."""
+    groups = [start(slot) for slot in range(3)]
+    for group in groups:
+        group.wait_for([0, 1, 2])
+    network.cut(0, 2)
+    for group in groups[:2]:
+        group.wait_for([0, 1], steps=20)
+    groups[2].wait_for_event("outside")
+    assert [group.named("link_dead") for group in groups] == [
+        [{"event": "link_dead", "slots": [2]}],
+        [],
+        [{"event": "link_dead", "slots": [0]}],
+    ]
+    assert groups[2].named("outside") == [{"event": "outside", "members": [0, 1], "unreached": [0]}]
+    assert groups[2].named("link_back") == []
+    assert [made for _, made in groups[2].commits if made != [0, 1, 2]] == []
+    assert all(group.broken <= 3 for group in groups)
+    network.mend()
+    for group in groups:
+        group.wait_for([0, 1, 2], steps=10)
+    assert groups[2].named("link_back") == [{"event": "link_back", "slots": [0]}]
+    assert [group.named("outside") for group in groups[:2]] == [[], []]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_exchange_over_a_silent_link_is_broken_off(
+    network: Network, start: Callable[..., Group], world_size: int
+) -> None:
+    """Nobody closes a connection: the ends look at their links while they wait, and tell after one failed vote."""
+    groups = [start(slot, world_size=world_size) for slot in range(3)]
+    for group in groups:
+        group.wait_for([0, 1, 2])
+    network.silent = True
+    network.cut(0, 2, rank=world_size - 1)
+    for group in groups[:2]:
+        group.wait_for([0, 1], steps=20)
+        assert group.broken <= 2  # the other end may be quicker: then this one tells after the next
+    groups[2].wait_for_event("outside")
+    network.mend()
+    for group in groups:
+        group.wait_for([0, 1, 2], steps=10)
+
+
+def test_two_groups_without_a_link(network: Network, start: Callable[..., Group]) -> None:
+    """Both hold the state: the lower slot goes on alone; when it is gone, the other one goes on from where it was."""
+    first, second = start(0), start(1)
+    first.wait_for([0, 1])
+    network.cut(0, 1)
+    first.wait_for([0], steps=20)
+    second.wait_for_event("outside")
+    step = second.commits[-1][0]
+    first.die()
+    second.wait_for([1])
+    assert next(made for made in second.commits if made[1] == [1])[0] == step + 1
+
+
+def test_the_group_that_holds_the_state_goes_on(network: Network, start: Callable[..., Group]) -> None:
+    """A newcomer that the only group with the state cannot reach waits, although its slot is the lower one."""
+    holder = start(1, step=100)
+    holder.wait_for([1])
+    network.cut(0, 1)
+    newcomer = start(0)
+    newcomer.wait_for_event("outside")
+    holder.wait_for([1], steps=10)
+    assert newcomer.commits == []
+    network.mend()
+    newcomer.wait_for([0, 1])
+    assert newcomer.commits[0][0] > 100
+
+
+@pytest.mark.parametrize("hidden", [(0, 2), (2, 0)])
+def test_one_end_alone_finds_the_link_dead(
+    network: Network, start: Callable[..., Group], hidden: tuple[int, int]
+) -> None:
+    """The word of one end is enough; the other one, told so, says what it holds before anybody decides."""
+    groups = [start(slot) for slot in range(3)]
+    for group in groups:
+        group.wait_for([0, 1, 2])
+    network.cut(0, 2)
+    network.works = lambda slots, rank: not {0, 2} <= set(slots)  # type: ignore[method-assign]
+    network.hide(*hidden)
+    for group in groups[:2]:
+        group.wait_for([0, 1], steps=5)
+    groups[2].wait_for_event("outside")
+
+
+def test_one_ranks_link_is_its_groups(network: Network, start: Callable[..., Group]) -> None:
+    """Of groups of two ranks only the ranks 1 lose each other: both ranks of a group go on, or wait, all the same."""
+    groups = [start(slot, world_size=2) for slot in range(3)]
+    for group in groups:
+        group.wait_for([0, 1, 2])
+    network.cut(0, 2, rank=1)
+    for group in groups[:2]:
+        group.wait_for([0, 1], steps=20)
+    groups[2].wait_for_event("outside")
+    network.mend()
+    for group in groups:
+        group.wait_for([0, 1, 2], steps=10)
+    assert len(groups[2].named("outside")) == len(groups[2].named("link_back")) == 1
+    assert [rank.member for rank in groups[2].ranks] == [groups[2].ranks[0].member] * 2
+
+
+def test_a_group_that_reaches_nobody(network: Network, start: Callable[..., Group]) -> None:
+    """Group 0 is cut off from both others: they go on, although its slot is the lowest."""
+    groups = [start(slot) for slot in range(3)]
+    for group in groups:
+        group.wait_for([0, 1, 2])
+    network.cut(0, 1)
+    network.cut(0, 2)
+    for group in groups[1:]:
+        group.wait_for([1, 2], steps=20)
+    groups[0].wait_for_event("outside")
+    assert groups[0].named("outside")[0]["unreached"] == [1, 2]
+
+
+def test_a_link_that_flickers(network: Network, start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group whose link passes each look and fails each exchange comes back more and more seldom."""
+    groups = [start(slot) for slot in range(3)]
+    for group in groups:
+        group.wait_for([0, 1, 2])
+    network.cut(0, 2)
+    groups[2].wait_for_event("outside")
+    looks = []
+    for times in range(2, 5):
+        groups[2].wait_for_event("outside", times - 1)
+        looks.append(groups[2].ranks[0]._good_looks)
+        network.mend()
+        groups[2].wait_for_event("link_back", times - 1)
+        network.cut(0, 2)
+        groups[2].wait_for_event("outside", times)
+    assert looks == [2, 4, 8]
+    groups[0].wait_for([0, 1])
+
+
+def test_a_process_that_ended_is_no_dead_link(network: Network, start: Callable[..., Group]) -> None:
+    """Who cannot be reached and sends no heartbeats is gone; nobody tells of a dead link, the others go on."""
+    groups = [start(slot) for slot in range(3)]
+    for group in groups:
+        group.wait_for([0, 1, 2])
+    network.cut(0, 2)
+    network.cut(1, 2)
+    groups[2].die()
+    for group in groups[:2]:
+        group.wait_for([0, 1], steps=10)
+        assert group.named("link_dead") == []
+
+
+def test_a_slow_exchange_is_not_broken_off(network: Network, start: Callable[..., Group]) -> None:
+    """Peers that answer may take as long as they need."""
+    groups = [start(slot, heartbeat_timeout_ms=200) for slot in range(2)]
+    asked = 0
+    ask = network.probe(0, 0)
+
+    def count(peers: Sequence[Peer]) -> dict[str, str]:
+        nonlocal asked
+        asked += 1
+        return ask(peers)
+
+    groups[0].ranks[0]._probe = count
+    for group in groups:
+        group.wait_for([0, 1])
+    network.slow.set()
+    for group in groups:
+        group.wait_for([0, 1])
+    assert asked > 0, "nobody looked: nothing was tested"
+    assert [group.broken for group in groups] == [0, 0]
+
+
+def test_the_lighthouse_goes_while_a_group_is_outside(
+    network: Network, seats: Any, mortal_lighthouse: Any, start: Callable[..., Group]
+) -> None:
+    """The group waits for it too, for as long as it takes, and comes back when both are there again."""
+    seats.lighthouse = mortal_lighthouse.address
+    stays, leaves = (start(slot, quorum_timeout_seconds=60.0, connect_timeout_seconds=0.2) for slot in range(2))
+    stays.wait_for([0, 1])
+    network.cut(0, 1)
+    leaves.wait_for_event("outside")
+    mortal_lighthouse.kill()
+    network.mend()
+    for _ in range(3):  # looks that find the link good, and no lighthouse to tell it to
+        wait_for_a_look(leaves)
+    mortal_lighthouse.start()
+    for group in (stays, leaves):
+        group.wait_for([0, 1])
+    assert len(leaves.named("link_back")) == 1
+
+
+def wait_for_a_look(group: Group) -> None:
+    """Wait until a group that is outside has agreed once more on what it reaches."""
+    seat, deadline = group.ranks[0], time.monotonic() + DEADLINE
+    looks = seat._agreements
+    while seat._agreements == looks:
+        assert time.monotonic() < deadline, "it looks no more"
+        time.sleep(0.005)
+
+
+def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]) -> None:
+    """It does so at once, and nothing of it is heard of afterwards."""
+    stays, leaves = start(0), start(1)
+    stays.wait_for([0, 1])
+    network.cut(0, 1)
+    leaves.wait_for_event("outside")
+    began = time.monotonic()
+    leaves.die()
+    for thread in leaves.threads:
+        thread.join(DEADLINE)
+    assert time.monotonic() - began < 5.0
+    network.mend()
+    stays.wait_for([0], steps=20)

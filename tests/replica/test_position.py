@@ -1,0 +1,131 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a group holds and has heard, and how each event of its life changes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titan_ft.replica.decision import Round, Update, judge
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.position import Position
+from titan_ft.replica.row import Row, Standing
+
+
+def made_of(*rows: Row, rank: int = 0) -> Round:
+    """Return the round of these rows as the member `rank` sees it."""
+    members = tuple(Member(row.slot, 0.0, f"u{row.slot}", "c") for row in rows)
+    return Round(Quorum("1/q", rank, members, 0, False), rows, judge(rows), [])
+
+
+def ready(slot: int, **facts: Any) -> Row:
+    """Return the row of a group that trains and has shown its bytes."""
+    return Row(**{"slot": slot, "standing": Standing.READY, "step": 7, "digest": 9, **facts})
+
+
+def update(step: int) -> Update:
+    """Return a committed update."""
+    return Update(step=step, tokens=1, lineage=100 + step, scale=1.0, entries=[], readers=[])
+
+
+def test_an_update_makes_another_state() -> None:
+    """Step and lineage are its own; a digest is of the state before, and must be taken again."""
+    position = Position(step=7, lineage=5, seen=7)
+    position.take_digest(9)
+    position.advance(update(8))
+    assert (position.step, position.lineage, position.digest, position.seen) == (8, 108, 0, 8)
+    assert position.training
+    position.take_digest(9)
+    position.load(3, 50)
+    assert (position.step, position.lineage, position.digest, position.seen) == (3, 50, 0, 8)
+
+
+def test_a_group_answers_for_what_it_holds_or_will() -> None:
+    """A corrupt state counts for nothing; a fetched one with its queue counts before it is replayed."""
+    position = Position(step=7)
+    assert position.claim == 7
+    position.disown()
+    assert position.claim == 0
+    position.fall_behind()
+    position.fetch(donor=1, awaited=False)
+    assert position.claim == 0
+    position.fetched(9)
+    assert position.claim == 9
+    position.load(8, 1)
+    position.advance(update(9))
+    position.heal()
+    assert (position.claim, position.standing, position.donor) == (9, Standing.READY, -1)
+
+
+def test_a_round_tells_of_steps_checkpoints_and_those_that_leave() -> None:
+    """The largest of all that is told; who is there again has not left."""
+    position = Position(step=7, seen=7, left={2}, failures=4)
+    position.hear(made_of(ready(0, seen=7, saved=5), ready(1, seen=9, saved=6, leaving=1), ready(2)))
+    assert (position.seen, position.saved, position.left, position.failures) == (9, 6, {1}, 0)
+    assert position.peers == (0, 1, 2)
+
+
+def test_bytes_that_all_have_shown_are_agreed_on() -> None:
+    """Not if one has not looked at its own, and not at a tie."""
+    position = Position(agreed=3)
+    position.hear(made_of(ready(0), ready(1, digest=0)))
+    assert position.agreed == 3
+    position.hear(made_of(ready(0), ready(1, digest=8)))
+    assert position.agreed == 3
+    position.hear(made_of(ready(0), ready(1)))
+    assert position.agreed == 7
+
+
+def test_a_corrupt_group_distrusts_what_it_saved() -> None:
+    """Everybody counts checkpoints from the last agreement on anew; only the corrupt one withdraws its own."""
+    rows = (ready(0, digest=8, saved=6), ready(1, saved=6), ready(2, saved=6))
+    for rank in (0, 1):
+        position = Position(step=7, agreed=5)
+        position.hear(made_of(*rows, rank=rank))
+        assert position.saved == 5
+        assert (position.corrupt, position.saved_corrupt) == (rank == 0, rank == 0)
+    corrupt = Position(step=7, agreed=5, corrupt=True, saved_corrupt=True, saved=6)
+    corrupt.withdraw_saved()
+    assert (corrupt.saved, corrupt.saved_corrupt, corrupt.claim) == (5, False, 0)
+
+
+def test_a_group_of_another_history_is_not_corrupt() -> None:
+    """Its state is one that the job went through: if everybody else is lost it counts."""
+    position = Position(step=7)
+    position.hear(made_of(ready(0, lineage=6), ready(1, lineage=5), ready(2, lineage=5)))
+    assert not position.corrupt
+    assert position.claim == 7
+
+
+def test_an_attempt_that_failed_asks_again_or_rests() -> None:
+    """Attempts are counted over the whole heal: each asks the next donor."""
+    position = Position(step=7)
+    position.fall_behind()
+    position.fetch(donor=1, awaited=True)
+    assert (position.standing, position.donor, position.awaited, position.heals) == (Standing.CATCHING_UP, 1, True, 1)
+    position.end_fetch(rest=True)
+    assert (position.standing, position.donor, position.awaited, position.heals) == (Standing.CATCHING_UP, -1, False, 1)
+    position.end_fetch()
+    assert position.standing is Standing.BEHIND
+    position.fetch(donor=2, awaited=False)
+    position.queue_is_full()
+    assert (position.awaited, position.heals) == (True, 2)
+    position.fetched(12)
+    assert not position.awaited
+    position.fall_behind()
+    assert (position.heals, position.target, position.donor) == (0, 0, -1)
+
+
+def test_going_back_forgets_what_was_lost() -> None:
+    """Else the group would go on to look for the later state that nobody has."""
+    position = Position(step=5, seen=9, standing=Standing.BEHIND)
+    position.roll_back()
+    assert (position.seen, position.standing) == (5, Standing.READY)
+
+
+def test_exclusions_are_counted_in_a_row() -> None:
+    """A step with the group's gradients begins the count anew."""
+    position = Position()
+    for slots, count in (([1], 1), ([0, 1], 2), ([0], 0), ([1], 1)):
+        position.exclude(slots, own=1)
+        assert position.exclusions == count

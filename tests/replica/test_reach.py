@@ -1,0 +1,163 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which peers a rank can exchange bytes with, through real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from titan_ft.replica import reach
+from titan_ft.replica.reach import Peer, Probe, address_key, within
+from titan_ft.replica.state_server import StateServer
+
+TOKEN = "a shared secret"
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Provide the start of state servers; it returns their address."""
+    servers = []
+
+    def start(token: str = TOKEN) -> str:
+        servers.append(StateServer("127.0.0.1", token, 1.0, lambda *_: None))
+        return f"127.0.0.1:{servers[-1].port}"
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+class Path:
+    """A way to an address that passes so many bytes in each direction and then loses everything."""
+
+    def __init__(self, target: str, passes: int = 1 << 30) -> None:
+        self._target, self._passes = target, passes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            host, port = self._target.split(":")
+            far = socket.create_connection((host, int(port)))
+            self._open += [near, far]
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        left = self._passes
+        try:
+            while data := source.recv(1024):
+                left -= len(data)
+                if left >= 0:
+                    sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        for connection in self._open:
+            connection.close()
+
+
+@pytest.fixture
+def lay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Provide paths; what is lost counts as lost soon."""
+    monkeypatch.setattr(reach, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(reach, "_BACK_SECONDS", 0.2)
+    paths = []
+
+    def make(target: str, **options: int) -> Path:
+        paths.append(Path(target, **options))
+        return paths[-1]
+
+    yield make
+    for path in paths:
+        path.close()
+
+
+def ask(own: str, *addresses: str, token: str = TOKEN) -> dict[str, str]:
+    return Probe(token, own, 0)([Peer(f"u{place}", "", address) for place, address in enumerate(addresses)])
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_peers_that_can_be_reached(serve: Callable[..., str]) -> None:
+    """Nothing is said of those, however many there are."""
+    own = serve()
+    assert ask(own) == {}
+    assert ask(own, *[serve() for _ in range(40)]) == {}
+
+
+def test_a_peer_that_is_not_there(serve: Callable[..., str]) -> None:
+    """It is named with the reason, the others are not."""
+    reasons = ask(serve(), serve(), closed_port(), serve())
+    assert reasons.keys() == {"u1"}
+    assert "refused" in reasons["u1"]
+
+
+@pytest.mark.parametrize("passes", [0, 5_000])
+def test_a_path_that_loses_packets(serve: Callable[..., str], lay: Callable[..., Path], passes: int) -> None:
+    """Silence is found out within seconds, from the first byte on and when only the large packets are lost."""
+    own, path = serve(), lay(serve(), passes=passes)
+    began = time.monotonic()
+    assert ask(own, path.address, serve()).keys() == {"u0"}
+    assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("passes", [-1, 0, 5_000])
+def test_a_path_of_one_direction(serve: Callable[..., str], lay: Callable[..., Path], passes: int) -> None:
+    """The peer is reached, but cannot reach this rank by itself: such a link is dead, and the reason says so."""
+    back = closed_port() if passes < 0 else lay(serve(), passes=passes).address
+    reasons = ask(back, serve())
+    assert "not from there" in reasons["u0"]
+
+
+def test_a_peer_with_another_token_can_be_reached(serve: Callable[..., str]) -> None:
+    """Whoever refuses this rank has heard it: that is no matter of the network."""
+    own = serve()
+    assert ask(own, serve(token="another")) == {}
+    assert ask(own, serve(), token="another") == {}
+
+
+def test_an_address_comes_from_the_groups_store(serve: Callable[..., str], lay: Callable[..., Path]) -> None:
+    """A rank that has never exchanged with a peer looks its address up; a store without it, or none, is a dead link."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where, own = f"127.0.0.1:{store.port}", serve()
+    store.set(address_key("there", 1), serve())
+    silent = lay(where, passes=0).address
+    peers = [Peer("there", where), Peer("unknown", where), Peer("gone", closed_port()), Peer("silent", silent)]
+    began = time.monotonic()
+    assert Probe(TOKEN, own, 1)(peers).keys() == {"unknown", "gone", "silent"}
+    assert time.monotonic() - began < 5.0
+
+
+def test_ranks_meet_at_the_peers_store(serve: Callable[..., str]) -> None:
+    """A rank other than 0 must reach the peer's store, which is on another host than the peer; rank 0's is not."""
+    peer = Peer("u", closed_port(), serve())
+    assert Probe(TOKEN, serve(), 0)([peer]) == {}
+    assert Probe(TOKEN, serve(), 1)([peer]).keys() == {"u"}
+
+
+def test_what_takes_too_long_is_left_alone() -> None:
+    """Results and errors come through; silence is an error after the time."""
+    assert within(DEADLINE, lambda: 7) == 7
+    with pytest.raises(KeyError):
+        within(DEADLINE, lambda: {}["nothing"])
+    with pytest.raises(TimeoutError, match=r"0\.05 s"):
+        within(0.05, threading.Event().wait)

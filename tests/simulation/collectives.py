@@ -1,0 +1,320 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Simulated collectives: the process group between the groups, which breaks as Gloo's or NCCL's does, and the group's.
+
+Gloo's ring: a rank notices that a neighbour has closed its connections, not that somebody farther away has; a neighbour
+that is frozen or cannot be reached is waited for. NCCL tells nothing: an operation hangs until its timeout or an abort,
+and returns garbage; `errored` says so. In both, when a member goes in the middle of an operation, some of the others
+have its result already and others do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.simulation.kernel import Kernel, Process, Task
+from tests.simulation.network import Network, Node
+
+
+class _Operation:
+    """One all-reduce: what its members have put in, and when each of them has the result."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, np.ndarray] = {}
+        self.total: np.ndarray | None = None
+        self.done_at: dict[int, float] = {}
+        self.lost: set[int] = set()  # members that a neighbour's end has cost the result
+
+    def sum(self) -> np.ndarray:
+        if self.total is None:
+            ranks = sorted(self.inputs)
+            self.total = self.inputs[ranks[0]].copy()
+            for rank in ranks[1:]:
+                self.total += self.inputs[rank]
+        return self.total
+
+
+class Ring:
+    """One process group that was configured: its members' ends and operations."""
+
+    def __init__(self, kernel: Kernel, network: Network, size: int) -> None:
+        self.kernel, self.network, self.size = kernel, network, size
+        self.ends: dict[int, ProcessGroup] = {}
+        self.closed: set[int] = set()
+        self.operations: dict[int, _Operation] = {}
+        self.waiting: list[tuple[Task, int]] = []
+        network.on_change[self] = self.tell
+
+    def tell(self) -> None:
+        """Wake all members: there is news."""
+        for task, _ in self.waiting:
+            self.kernel.wake(task)
+
+    def wait(self, timeout: float, rank: int) -> None:
+        """Block the member `rank` until there is news."""
+        entry = (self.kernel.current, rank)
+        self.waiting.append(entry)
+        self.kernel.block(timeout)
+        self.waiting.remove(entry)
+
+    def neighbours(self, rank: int) -> set[int]:
+        """Return whose connections a rank's operations go over."""
+        return {(rank - 1) % self.size, (rank + 1) % self.size} - {rank}
+
+    def flows(self) -> bool:
+        """Say whether all links of the ring work."""
+        ends = self.ends
+        return all(
+            self.network.usable(ends[rank].node, ends[(rank + 1) % self.size].node)
+            for rank in range(self.size)
+            if rank in ends and (rank + 1) % self.size in ends
+        )
+
+    def close(self, rank: int) -> None:
+        """Close a member's connections; operations under way may have reached some of the others."""
+        if rank in self.closed:
+            return
+        self.closed.add(rank)
+        now = self.kernel.now
+        for operation in self.operations.values():
+            if operation.done_at.get(rank, 0.0) <= now:
+                continue  # it had sent all of its part
+            for other in sorted(self.neighbours(rank)):
+                if operation.done_at[other] > now and self.kernel.rng.random() < 0.5:
+                    operation.lost.add(other)
+        # Its peers read the end of the stream a moment later.
+        self.kernel.after(0.0005, self.tell)
+
+
+class Work:
+    """torch.distributed.Work."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._wait()
+        return True
+
+
+class ProcessGroup:
+    """torchft's reconfigurable process group of one rank.
+
+    Args:
+        rings: those of the world, by the address that their members meet at.
+        silent: whether it fails as NCCL does.
+        jitter: seconds by which members see an operation complete apart, at most; mostly it is far less.
+        on_mismatch: called when members make different operations: real ones end the process.
+        on_moment: told when it is built and when an operation is about to complete.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        network: Network,
+        process: Process,
+        node: Node,
+        rings: dict[str, Ring],
+        *,
+        silent: bool,
+        jitter: float,
+        on_mismatch: Callable[[str], None],
+        on_moment: Callable[[str, Node], None],
+    ) -> None:
+        self._kernel, self._network, self._process, self.node = kernel, network, process, node
+        self._rings, self._silent, self._on_mismatch = rings, silent, on_mismatch
+        self._jitter, self._on_moment = jitter, on_moment
+        self._timeout = 10.0
+        self._ring: Ring | None = None
+        self._rank = self._number = 0
+        self._error: Exception | None = None
+        process.on_end.append(self._close)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of `configure`, and of operations without one."""
+        self._timeout = timeout.total_seconds()
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Connect to all members; each pair needs both ends."""
+        kernel, network = self._kernel, self._network
+        self._close()
+        self._error, self._number, self._rank = None, 0, rank
+        ring = self._rings.get(store_addr)
+        if ring is None:
+            ring = self._rings[store_addr] = Ring(kernel, network, world_size)
+        if ring.size != world_size:
+            self._on_mismatch(f"{store_addr}: {world_size} members here, {ring.size} elsewhere")
+        self._ring = ring
+        end = kernel.now + self._timeout
+        kernel.sleep(0.001 + 0.004 * kernel.rng.random())
+        ring.ends[rank] = self
+        ring.tell()
+        self._on_moment("rendezvous", self.node)
+        while True:
+            if self._ring is not ring:
+                raise RuntimeError("aborted while it was being built")
+            others = [ring.ends.get(other) for other in range(world_size) if other != rank]
+            if all(other is not None and network.usable(self.node, other.node) for other in others):
+                return
+            if ring.closed and kernel.rng.random() < 0.5:
+                self._close()
+                raise RuntimeError("Gloo connectFullMesh failed: connection refused")
+            if kernel.now >= end:
+                self._close()
+                raise RuntimeError("Gloo connectFullMesh failed: timed out")
+            ring.wait(end - kernel.now, rank)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
+        """Begin to sum a tensor over the members."""
+        self._kernel.pause()
+        if self._ring is None:
+            raise AssertionError("the process group was aborted")
+        number, self._number = self._number, self._number + 1
+        ring, tensor = self._ring, tensors[0].numpy()
+        operation = ring.operations.get(number)
+        if operation is None:
+            operation = ring.operations[number] = _Operation()
+            ring.operations.pop(number - 4, None)
+        elif any(other.shape != tensor.shape or other.dtype != tensor.dtype for other in operation.inputs.values()):
+            other = next(iter(operation.inputs.values()))
+            self._on_mismatch(
+                f"all-reduce {number} of a ring: {tensor.shape} {tensor.dtype} here, {other.shape} {other.dtype} there"
+            )
+        operation.inputs[self._rank] = tensor.copy()
+        timeout = options.timeout.total_seconds()
+        return Work(lambda: self._finish(ring, operation, tensor, self._kernel.now + timeout))
+
+    def abort(self, errored: bool = True) -> None:
+        """Break off everything; not `errored`: nothing is under way."""
+        self._kernel.pause()
+        if errored and self._silent and self._ring is not None:
+            self._error = RuntimeError("aborted")
+        self._close()
+
+    def errored(self) -> Exception | None:
+        """Tell what NCCL has not raised."""
+        return self._error
+
+    def _close(self) -> None:
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.network.on_change.pop(ring, None) if len(ring.closed) >= ring.size - 1 else None
+            ring.close(self._rank)
+            ring.tell()
+
+    def _finish(self, ring: Ring, operation: _Operation, tensor: np.ndarray, end: float) -> None:
+        try:
+            self._wait(ring, operation, end)
+        except RuntimeError as error:
+            tensor += tensor.dtype.type(3)  # what a broken operation leaves in its buffer
+            if not self._silent:
+                raise
+            self._error = error
+        else:
+            np.copyto(tensor, operation.sum())
+
+    def _wait(self, ring: Ring, operation: _Operation, end: float) -> None:
+        kernel, rank = self._kernel, self._rank
+        if ring.size == 1:
+            return
+        while True:
+            now = kernel.now
+            if self._ring is not ring:
+                raise RuntimeError("Application timeout caused pair closure")
+            if not operation.done_at and len(operation.inputs) == ring.size and ring.flows():
+                self._complete(ring, operation)
+            done_at = operation.done_at.get(rank)
+            if done_at is not None and rank not in operation.lost:
+                if now >= done_at:
+                    return
+                ring.wait(done_at - now, rank)
+                continue
+            if not self._silent and (rank in operation.lost or ring.closed & ring.neighbours(rank)):
+                raise RuntimeError("Connection closed by peer")
+            if now >= end:
+                raise RuntimeError("Timed out waiting for an operation to complete")
+            ring.wait(end - now, rank)
+
+    def _complete(self, ring: Ring, operation: _Operation) -> None:
+        """Let each member have the result in a moment, not all at the same one."""
+        kernel, rank = self._kernel, self._rank
+        for member in range(ring.size):
+            operation.done_at[member] = kernel.now + 0.0004 + self._jitter * kernel.rng.random() ** 6
+        for task, place in ring.waiting:
+            if place != rank:
+                kernel.after(operation.done_at[place] - kernel.now, functools.partial(kernel.wake, task))
+        for member in range(ring.size):
+            self._on_moment("exchange", ring.ends[member].node)
+
+
+class GroupLink:
+    """The group's own process group: collectives among the ranks of one attempt of a group."""
+
+    def __init__(self, kernel: Kernel, size: int) -> None:
+        self.kernel, self.size = kernel, size
+        self._operations: dict[int, dict[int, np.ndarray]] = {}
+        self._waiting: list[Task] = []
+
+    def gather(self, number: int, rank: int, own: np.ndarray, timeout: float) -> list[np.ndarray]:
+        """Return what every rank put into operation `number`.
+
+        Raises:
+            RuntimeError: a rank did not come in time.
+        """
+        kernel = self.kernel
+        kernel.pause()
+        operation = self._operations.setdefault(number, {})
+        operation[rank] = own.copy()
+        if len(operation) == self.size:
+            self._operations.pop(number - 2, None)
+            for task in self._waiting:
+                kernel.wake(task)
+            self._waiting.clear()
+        end = kernel.now + timeout
+        while len(operation) < self.size:
+            if kernel.now >= end:
+                raise RuntimeError("a collective of the group timed out")
+            self._waiting.append(kernel.current)
+            kernel.block(end - kernel.now)
+        return [operation[place] for place in range(self.size)]
+
+
+class GroupCollective:
+    """One rank's end of its group's collectives.
+
+    Args:
+        enter: told of each collective before it is made.
+    """
+
+    def __init__(self, link: GroupLink, rank: int, enter: Callable[[], None]) -> None:
+        self._link, self.rank, self._enter = link, rank, enter
+        self._number = 0
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._link.size
+
+    def gather(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        """Make an all_gather_into_tensor."""
+        self._enter()
+        self._number += 1
+        parts = self._link.gather(self._number, self.rank, own.numpy(), 100.0)
+        target = output.numpy()
+        np.concatenate(parts, out=target) if own.ndim else np.stack(parts, out=target)

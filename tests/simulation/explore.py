@@ -1,0 +1,179 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Explore schedules of faults: `bash scripts/explore.sh --schedules N --seed S`."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from titan_ft import device
+
+device.prepare()
+
+from tests.simulation import standins  # noqa: E402
+from tests.simulation.schedule import KINDS, Schedule, draw, drawn_kinds, shrink  # noqa: E402
+from tests.simulation.world import Problem, World  # noqa: E402
+
+_CHUNK = 25  # schedules that a process takes at once
+
+
+@dataclass
+class Findings:
+    """What a number of schedules came to."""
+
+    schedules: int = 0
+    virtual_seconds: float = 0.0
+    commits: int = 0
+    faults: Counter[str] = field(default_factory=collections.Counter)
+    problems: Counter[str] = field(default_factory=collections.Counter)
+    first: dict[str, tuple[int, str]] = field(default_factory=dict)  # by kind of problem: seed and text
+
+    def add(self, other: Findings) -> None:
+        """Take others in."""
+        self.schedules += other.schedules
+        self.virtual_seconds += other.virtual_seconds
+        self.commits += other.commits
+        self.faults.update(other.faults)
+        self.problems.update(other.problems)
+        for kind, found in other.first.items():
+            self.first[kind] = min(self.first.get(kind, found), found)
+
+
+def kind_of(problem: Problem) -> str:
+    """Return a problem without what differs from seed to seed."""
+    text = problem.text.split(":")[0] if problem.promise == "liveness" else problem.text
+    text = re.sub(r"\b[0-9a-f]{12}\b|-?\d+(\.\d+)?(e-?\d+)?|\bnan\b", "#", text)
+    return f"{problem.promise}: {re.sub(r'[#, ]*#', '#', text)[:90]}"
+
+
+def explore(seeds: Sequence[int], kinds: Sequence[str] = KINDS) -> Findings:
+    """Run the schedules of these seeds; the stand-ins must be installed."""
+    findings = Findings()
+    gc.disable()  # most of the garbage is a world, which goes as a whole
+    for number, seed in enumerate(seeds):
+        schedule = draw(seed, kinds)
+        world = schedule.run()
+        findings.schedules += 1
+        findings.virtual_seconds += world.kernel.now
+        findings.commits += world.commits
+        findings.faults.update(type(fault).__name__ for fault in schedule.faults)
+        for problem in world.problems[:1]:
+            kind = kind_of(problem)
+            findings.problems[kind] += 1
+            findings.first.setdefault(kind, (seed, problem.text))
+        if number % 20 == 19:
+            gc.collect()
+    gc.enable()
+    return findings
+
+
+def _explore_apart(work: tuple[Sequence[int], Sequence[str]]) -> Findings:
+    with standins.installed():
+        return explore(*work)
+
+
+def run_all(first: int, count: int, kinds: Sequence[str], jobs: int) -> Iterator[Findings]:
+    """Explore in several processes; yields what each chunk of seeds came to."""
+    chunks = [
+        (range(start, min(start + _CHUNK, first + count)), kinds) for start in range(first, first + count, _CHUNK)
+    ]
+    if jobs <= 1:
+        yield from map(_explore_apart, chunks)
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_explore_apart, chunks)
+
+
+def show(world: World, schedule: Schedule) -> None:
+    """Print a schedule's trace and what it came to."""
+    options = schedule.options
+    print(f"{options.groups} groups x {options.ranks} ranks, {options.steps} steps; {options.fault_tolerance}")
+    for fault in schedule.faults:
+        print(f"  {fault}")
+    for at, who, text in world.trace:
+        print(f"{at:10.4f}  {who:9} {text}")
+    for problem in world.problems:
+        print(f"{problem.at:10.4f}  BROKEN: {problem.promise}: {problem.text}")
+
+
+def _print_findings(findings: Findings, seconds: float, kinds: Sequence[str]) -> None:
+    hours = findings.virtual_seconds / 3600
+    print(
+        f"{findings.schedules} schedules, {hours:.2f} virtual hours, {findings.commits} commits in {seconds:.0f} s "
+        f"({findings.schedules / max(seconds, 1e-9):.0f} a second)"
+    )
+    for name, number in findings.faults.most_common():
+        print(f"  {number:8} {name}")
+    if not findings.problems:
+        print("every promise held")
+    for kind, number in findings.problems.most_common():
+        seed, text = findings.first[kind]
+        print(f"{number:6} x {kind}")
+        print(f"         first: seed {seed}: {text[:200]}")
+        chosen = "" if tuple(kinds) == KINDS else f" --kinds {','.join(kinds)}"
+        print(f"         bash scripts/explore.sh --schedules 1 --seed {seed}{chosen} --trace")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Explore; 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(prog="explore.sh", description="Simulate the protocol under schedules of faults.")
+    parser.add_argument("--schedules", type=int, default=1000, help="how many (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one (0); the next ones follow")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help=f"faults to draw from ({','.join(KINDS)}); also: least"
+    )
+    parser.add_argument("--trace", action="store_true", help="print the trace of the first schedule that fails")
+    parser.add_argument("--shrink", action="store_true", help="make that schedule small before")
+    parser.add_argument(
+        "--replay", metavar="JSON", help="run this schedule, which --shrink has printed, with its trace"
+    )
+    options = parser.parse_args(arguments)
+    kinds = tuple(options.kinds.split(","))
+    if unknown := set(kinds) - {*KINDS, "least"}:
+        parser.error(f"--kinds must be of {','.join(KINDS)}, got {','.join(sorted(unknown))}")
+    if options.replay:
+        with standins.installed():
+            schedule = Schedule.decode(options.replay)
+            world = schedule.run(traces=True)
+        show(world, schedule)
+        return 1 if world.problems else 0
+    began, findings, told = time.monotonic(), Findings(), time.monotonic()
+    for found in run_all(options.seed, options.schedules, kinds, options.jobs):
+        findings.add(found)
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            rate = findings.schedules / (told - began)
+            print(
+                f"... {findings.schedules} of {options.schedules} schedules, {rate:.0f} a second, "
+                f"{sum(findings.problems.values())} with a broken promise",
+                flush=True,
+            )
+    if findings.problems and (options.trace or options.shrink):
+        seed = min(seed for seed, _ in findings.first.values())
+        with standins.installed():
+            schedule = draw(seed, kinds)
+            world = schedule.run()
+            if options.shrink:
+                schedule = shrink(schedule, world.problems[0])
+            world = schedule.run(traces=True)
+        print(f"seed {seed}, kinds {', '.join(drawn_kinds(seed, kinds))}:")
+        show(world, schedule)
+        if options.shrink:
+            print(f"bash scripts/explore.sh --replay '{schedule.encode()}'")
+    _print_findings(findings, time.monotonic() - began, kinds)
+    return 1 if findings.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,379 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What happens to the simulated world: each fault is a value with a line of text, to be shown and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tests.simulation.network import LIGHTHOUSE, Node
+
+if TYPE_CHECKING:
+    from tests.simulation.rank import Rank
+    from tests.simulation.world import World
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens at a time.
+
+    Attributes:
+        at: virtual seconds.
+    """
+
+    at: float
+    spoils: ClassVar[bool] = False  # whether it makes gradients that are not finite
+    kinds: ClassVar[dict[str, type[Fault]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Fault.kinds[cls.__name__] = cls
+
+    @property
+    def ends(self) -> float:
+        """Return when the world is as before again; what a fault has killed comes back by itself."""
+        return self.at + float(getattr(self, "seconds", 0.0))
+
+    def inject(self, world: World) -> None:
+        """Let it happen. On the scheduler's side: it must not block."""
+        raise NotImplementedError
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        """Say whether a rank may end by this error because of it."""
+        return False
+
+    def __str__(self) -> str:
+        words = [f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self) if field.name != "at"]
+        return f"{type(self).__name__} at {self.at:.3f} s: {' '.join(words)}"
+
+    def shorter(self) -> list[Fault]:
+        """Return simpler versions of it, for shrinking."""
+        return []
+
+
+def _text(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _at_moment(world: World, moment: str, slot: int, act: Callable[[Node], None], node: Node) -> None:
+    """Act now, or at the group's next moment of this kind."""
+    if moment:
+        world.when(moment, slot, act)
+    else:
+        act(node)
+
+
+@dataclass(frozen=True)
+class Kill(Fault):
+    """SIGKILL of one rank, at the group's next `moment` ("exchange", "vote", "rendezvous", "serving", "fetching")."""
+
+    slot: int  # -1 = the first group that comes to that moment
+    rank: int
+    moment: str = ""
+
+    def inject(self, world: World) -> None:
+        def act(node: Node) -> None:
+            group = world.groups.get(node[0])
+            if group is not None:
+                world.say("fault", f"kills g{node[0]}r{self.rank}")
+                group.ranks[self.rank].process.end()
+
+        _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
+
+    def shorter(self) -> list[Fault]:
+        return [Kill(self.at, self.slot, self.rank)] if self.moment and self.slot >= 0 else []
+
+
+@dataclass(frozen=True)
+class KillGroups(Fault):
+    """SIGKILL of all ranks of several groups at once, at the next `moment` of the group `of` (-1 = of the first one).
+
+    `for_good`: they do not come back.
+    """
+
+    slots: tuple[int, ...]
+    moment: str = ""
+    of: int = -1
+    for_good: bool = False
+
+    def inject(self, world: World) -> None:
+        def act(node: Node) -> None:
+            for slot in self.slots:
+                group = world.groups.get(slot)
+                if self.for_good:
+                    world.gone[slot] = "lost"
+                for rank in group.ranks if group is not None else ():
+                    rank.process.end()
+
+        _at_moment(world, self.moment, self.slots[0] if self.of < 0 else self.of, act, (self.slots[0], 0))
+
+
+@dataclass(frozen=True)
+class Freeze(Fault):
+    """SIGSTOP of one rank (-1 = of all), SIGCONT after `seconds`."""
+
+    slot: int
+    rank: int
+    seconds: float
+    moment: str = ""
+
+    def inject(self, world: World) -> None:
+        def act(node: Node) -> None:
+            group = world.groups.get(self.slot)
+            if group is None:
+                return
+            chosen = group.ranks if self.rank < 0 else [group.ranks[self.rank]]
+            processes = [rank.process for rank in chosen if not rank.process.frozen]
+            for process in processes:
+                process.freeze()
+
+            def thaw() -> None:
+                world.say("fault", f"thaws g{self.slot}r{self.rank}")
+                world.disturbed = world.kernel.now
+                for process in processes:
+                    process.thaw()
+
+            world.kernel.after(self.seconds, thaw)
+
+        _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
+
+    def shorter(self) -> list[Fault]:
+        return [Freeze(self.at, self.slot, self.rank, self.seconds, "")] if self.moment else []
+
+
+@dataclass(frozen=True)
+class Hang(Fault):
+    """The training thread of one rank stops for good, while heartbeats go on."""
+
+    slot: int
+    rank: int
+
+    def inject(self, world: World) -> None:
+        group = world.groups.get(self.slot)
+        if group is not None:
+            group.ranks[self.rank].hangs = True
+
+
+@dataclass(frozen=True)
+class Slow(Fault):
+    """The backward of one rank takes longer for a while."""
+
+    slot: int
+    rank: int
+    delay: float
+    seconds: float
+
+    def inject(self, world: World) -> None:
+        group = world.groups.get(self.slot)
+        if group is None:
+            return
+        rank = group.ranks[self.rank]
+        rank.slowness = self.delay
+
+        def end() -> None:
+            rank.slowness = 0.0
+
+        world.kernel.after(self.seconds, end)
+
+
+@dataclass(frozen=True)
+class Cut(Fault):
+    """The network between two groups is dead: between two ranks (`rank` < 0: between all), in one way or in both.
+
+    Attributes:
+        flaps: seconds that the link works and does not work in turn; 0 = it stays dead.
+    """
+
+    a: int
+    b: int
+    rank: int
+    one_way: bool
+    seconds: float
+    flaps: float = 0.0
+
+    def inject(self, world: World) -> None:
+        ranks = range(world.options.ranks)
+        pairs: list[tuple[Node, Node]] = []
+        for i in ranks:
+            for j in ranks:
+                if self.rank < 0 or i == j == self.rank:
+                    pairs.append(((self.a, i), (self.b, j)))
+                    if not self.one_way:
+                        pairs.append(((self.b, j), (self.a, i)))
+        _cut_for(world, pairs, self.seconds, self.flaps)
+
+    def shorter(self) -> list[Fault]:
+        found: list[Fault] = []
+        if self.flaps:
+            found.append(Cut(self.at, self.a, self.b, self.rank, self.one_way, self.seconds))
+        if self.one_way:
+            found.append(Cut(self.at, self.a, self.b, self.rank, False, self.seconds, self.flaps))
+        return found
+
+
+@dataclass(frozen=True)
+class CutLighthouse(Fault):
+    """The network between one group and the lighthouse is dead, in one way or in both."""
+
+    slot: int
+    way: str  # "to", "from" or "both"
+    seconds: float
+
+    def inject(self, world: World) -> None:
+        node = (self.slot, 0)
+        pairs = [(node, LIGHTHOUSE)] if self.way != "from" else []
+        pairs += [(LIGHTHOUSE, node)] if self.way != "to" else []
+        _cut_for(world, pairs, self.seconds, 0.0)
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        return error == "LighthouseError" and rank.slot == self.slot
+
+
+def _cut_for(world: World, pairs: list[tuple[Node, Node]], seconds: float, flaps: float) -> None:
+    ends = world.kernel.now + seconds
+
+    def cut() -> None:
+        for source, target in pairs:
+            world.network.cut(source, target)
+        world.kernel.after(min(flaps, ends - world.kernel.now) if flaps else seconds, mend)
+
+    def mend() -> None:
+        for source, target in pairs:
+            world.network.mend(source, target)
+        world.disturbed = world.kernel.now
+        if flaps and world.kernel.now + flaps < ends:
+            world.kernel.after(flaps, cut)
+        else:
+            world.say("fault", f"mends {pairs[0][0]}-{pairs[0][1]}")
+
+    cut()
+
+
+@dataclass(frozen=True)
+class SlowLink(Fault):
+    """Each message between two groups takes longer, as when packets are lost."""
+
+    a: int
+    b: int
+    delay: float
+    seconds: float
+
+    def inject(self, world: World) -> None:
+        pairs = [
+            pair
+            for i in range(world.options.ranks)
+            for j in range(world.options.ranks)
+            for pair in (((self.a, i), (self.b, j)), ((self.b, j), (self.a, i)))
+        ]
+        for source, target in pairs:
+            world.network.slow(source, target, self.delay)
+
+        def end() -> None:
+            for source, target in pairs:
+                world.network.slow(source, target, 0.0)
+
+        world.kernel.after(self.seconds, end)
+
+
+@dataclass(frozen=True)
+class LighthouseDies(Fault):
+    """The lighthouse dies, and another one listens at its address after `seconds`."""
+
+    seconds: float
+
+    def inject(self, world: World) -> None:
+        world.lighthouse.die()
+
+        def start() -> None:
+            world.say("fault", "the lighthouse is back")
+            world.disturbed = world.kernel.now
+            world.lighthouse.start()
+
+        world.kernel.after(self.seconds, start)
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        return error == "LighthouseError" and self.seconds >= world.config["connect_timeout_seconds"] / 2
+
+
+@dataclass(frozen=True)
+class DrainGroup(Fault):
+    """SIGTERM to all ranks of a group, some milliseconds apart; it comes back later or not."""
+
+    slot: int
+    comes_back: bool
+
+    def inject(self, world: World) -> None:
+        group = world.groups.get(self.slot)
+        if group is None or group.over:
+            return
+        world.drained[self.slot] = self.comes_back
+        for rank in group.ranks:
+            world.kernel.after(0.05 * world.kernel.rng.random(), partial(_request, world, rank))
+
+
+def _request(world: World, rank: Any) -> None:
+    if rank.drain is not None and not rank.process.dead:
+        world.kernel.spawn(rank.drain.request, "signals", rank.process)
+
+
+@dataclass(frozen=True)
+class Flip(Fault):
+    """A bit flips in one number of a rank's weights or momentum."""
+
+    slot: int
+    rank: int
+    momentum: bool
+    place: int
+    bit: int
+
+    def inject(self, world: World) -> None:
+        group = world.groups.get(self.slot)
+        # Before the first step any state is as good as another; behind the last digest nobody looks any more.
+        if group is None or not group.ready or not 0 < world.furthest < world.options.steps:
+            return
+        if group.ranks[self.rank].held[0] == 0:
+            return
+        state = group.ranks[self.rank].state
+        octets = state.array[int(self.momentum)].view("uint32")
+        octets[self.place] ^= 1 << self.bit
+        state.tainted = True
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        """With as many corrupt holders as sound ones nobody can tell which are right."""
+        return error == "DivergedError" and (world.tied or bool(world.gone))
+
+
+@dataclass(frozen=True)
+class NotFinite(Fault):
+    """The next gradients of one rank have a NaN."""
+
+    slot: int
+    rank: int
+    times: int
+    spoils: ClassVar[bool] = True
+
+    def inject(self, world: World) -> None:
+        group = world.groups.get(self.slot)
+        if group is not None:
+            group.ranks[self.rank].spoiled = self.times
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        return error == "NonFiniteError" and rank.slot == self.slot and self.times >= 3
+
+    def shorter(self) -> list[Fault]:
+        return [NotFinite(self.at, self.slot, self.rank, 1)] if self.times > 1 else []
+
+
+def as_json(fault: Fault) -> dict[str, Any]:
+    """Return a fault as JSON values."""
+    return {"kind": type(fault).__name__} | {field.name: getattr(fault, field.name) for field in fields(fault)}
+
+
+def from_json(values: dict[str, Any]) -> Fault:
+    """Return the fault that `as_json` was given."""
+    values = dict(values)
+    kind: Any = Fault.kinds[values.pop("kind")]
+    fault: Fault = kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    return fault

@@ -1,0 +1,309 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A virtual clock, and a seeded scheduler for code that blocks in threads.
+
+A thread becomes a *task*: a greenlet, of which one runs at a time. Tasks give way where they block and, at the whim of
+the seed, at every pause point: wherever a real thread could be interrupted with an effect that others see. When no task
+can run, the clock jumps to the next timer, so that an hour of waiting costs nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import greenlet  # type: ignore[import-untyped]  # it has no types of its own
+
+STEP_SECONDS = 1e-6
+"""Virtual time that a task takes from one switch to the next: a loop that never blocks cannot stop the clock."""
+
+
+class Killed(BaseException):  # no error: the end of a process, which no `except Exception` may catch
+    """Unwinds a task whose process has ended."""
+
+
+class NotSimulatedError(RuntimeError):
+    """Something of the real world was asked for that has no stand-in."""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A task that ended by an exception."""
+
+    at: float
+    task: Task
+    error: Exception
+    stack: str
+
+
+class Process:
+    """What dies, freezes and has clocks of its own. Its tasks are its threads.
+
+    Attributes:
+        lag: largest delay in seconds that a pause point of its tasks may take.
+        clock, wall: what its monotonic and its wall clock add to the virtual time.
+    """
+
+    def __init__(self, kernel: Kernel, name: str, *, pid: int = 0) -> None:
+        self.kernel, self.name, self.pid = kernel, name, pid
+        self.dead = self.frozen = False
+        self.exited = False  # ended itself, in the midst of things
+        self.lag = self.clock = self.wall = 0.0
+        self.on_end: list[Callable[[], None]] = []
+        self.on_change: list[Callable[[], None]] = []
+        self.held: list[Task] = []
+
+    @property
+    def runs(self) -> bool:
+        """Say whether its threads run."""
+        return not (self.dead or self.frozen)
+
+    def end(self) -> None:
+        """End at once: no task of it runs again."""
+        if not self.dead:
+            self.dead = True
+            self.held.clear()
+            for act in self.on_end:
+                act()
+            for act in self.on_change:
+                act()
+
+    def freeze(self) -> None:
+        """Stop all its tasks where they are, as SIGSTOP does."""
+        if not self.dead and not self.frozen:
+            self.frozen = True
+            for act in self.on_change:
+                act()
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        if not self.dead and self.frozen:
+            self.frozen = False
+            self.kernel.ready.extend(self.held)
+            self.held.clear()
+            for act in self.on_change:
+                act()
+
+
+class Task:
+    """A thread of a simulated process."""
+
+    __slots__ = ("done", "fn", "green", "joiners", "name", "process", "queued", "ticket", "timed_out")
+
+    def __init__(self, kernel: Kernel, fn: Callable[[], object], name: str, process: Process) -> None:
+        self.fn, self.name, self.process = fn, name, process
+        self.green = greenlet.greenlet(kernel._run_task, kernel.hub)
+        self.done = self.queued = self.timed_out = False
+        self.ticket = 0  # of the wait under way: timers of earlier ones are void
+        self.joiners: list[Task] = []
+
+    def __repr__(self) -> str:
+        return f"{self.process.name}:{self.name}"
+
+
+class Kernel:
+    """Runs tasks on a virtual clock. One at a time exists in a process; see `current`.
+
+    Args:
+        seed: what every choice follows from.
+        switch: chance that a pause point lets another task run.
+    """
+
+    def __init__(self, seed: int, switch: float = 0.3) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.switch = switch
+        self.ready: list[Task] = []
+        self.task: Task | None = None  # the one that runs
+        self.hub = greenlet.getcurrent()
+        self.crashes: list[Crash] = []
+        self.on_crash: Callable[[Crash], None] = lambda crash: None
+        self.missing: list[str] = []  # what was asked for and has no stand-in
+        self.switches = 0
+        self.closed = False
+        self.stopped = False
+        self._timers: list[tuple[float, int, Callable[[], None] | Task, int]] = []
+        self._order = 0
+        self._tasks: list[Task] = []
+
+    # What tasks call
+
+    @property
+    def current(self) -> Task:
+        """Return the task that runs."""
+        if self.task is None:
+            raise NotSimulatedError("a task of the simulation is needed here")
+        return self.task
+
+    @property
+    def process(self) -> Process:
+        """Return the process of the task that runs."""
+        return self.current.process
+
+    def spawn(self, fn: Callable[[], object], name: str, process: Process | None = None) -> Task:
+        """Make a task that runs `fn`; of the process of the caller unless another is given."""
+        task = Task(self, fn, name, process or self.process)
+        self._tasks.append(task)
+        self.wake(task)
+        return task
+
+    def wake(self, task: Task) -> None:
+        """Let a task that blocks go on."""
+        if not task.queued and not task.done:
+            task.queued = True
+            task.ticket += 1
+            self.ready.append(task)
+
+    def block(self, timeout: float | None = None) -> bool:
+        """Wait until woken; False if `timeout` seconds were over first."""
+        if self.closed:
+            raise Killed
+        task = self.task
+        assert task is not None, "only tasks block"
+        task.timed_out = False
+        if timeout is not None:
+            self._push(timeout if timeout > 0 else 0.0, task, task.ticket)
+        self.hub.switch()
+        return not task.timed_out
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for `seconds`; whoever wakes the task for another reason does not end it."""
+        end = self.now + seconds
+        while self.now < end:
+            self.block(end - self.now)
+
+    def pause(self) -> None:
+        """Mark a point where another thread could run; now and then one does, or time passes."""
+        if self.closed:
+            raise Killed
+        task = self.task
+        if task is None:
+            return
+        draw = self.rng.random()
+        if draw < 0.02 and task.process.lag:
+            self.block(draw * 50 * task.process.lag)
+        elif draw < self.switch and self.ready:
+            self.wake(task)
+            self.hub.switch()
+
+    # What the world calls
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        """Call `act` in `seconds`; it must not block."""
+        self._push(seconds, act, 0)
+
+    def stop(self) -> None:
+        """End `run` after the task that runs."""
+        self.stopped = True
+
+    def run(self, until: float, max_switches: int = 3_000_000) -> bool:
+        """Run tasks until the clock says `until` or `stop` is called; False if nothing can ever happen any more."""
+        ready, timers, rng = self.ready, self._timers, self.rng
+        while not self.stopped:
+            if timers and (not ready or timers[0][0] <= self.now):
+                at, _, what, ticket = heapq.heappop(timers)
+                if at > until:
+                    self.now = until
+                    return True
+                if type(what) is Task:
+                    if what.ticket != ticket or what.done:
+                        continue
+                    self.now = max(self.now, at)
+                    self.wake(what)
+                    what.timed_out = True
+                else:
+                    self.now = max(self.now, at)
+                    what()  # type: ignore[operator]  # it is no task
+                continue
+            if not ready:
+                return False
+            place = int(rng.random() * len(ready))
+            task, ready[place] = ready[place], ready[-1]
+            ready.pop()
+            process = task.process
+            if process.dead:
+                continue
+            if process.frozen:
+                process.held.append(task)
+                continue
+            task.queued = False
+            self.now += STEP_SECONDS
+            self.switches += 1
+            if self.switches > max_switches:
+                raise RuntimeError(f"no end after {max_switches} switches at {self.now:.3f} s: {task} runs in circles")
+            self.task = task
+            task.green.switch()
+            self.task = None
+        return True
+
+    def waits(self) -> list[tuple[str, str]]:
+        """Return what each task of a live process waits for: its name, and where in the engine it is."""
+        found = []
+        for task in self._tasks:
+            frame = None if task.done or task.process.dead else task.green.gr_frame
+            places = []
+            while frame is not None:
+                file = frame.f_code.co_filename
+                if "titan_ft" in file:
+                    places.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
+                frame = frame.f_back
+            if places:
+                found.append((repr(task), " < ".join(places[:5])))
+        return found
+
+    def close(self) -> None:
+        """Unwind what is left, so that nothing of it runs when it is collected."""
+        self.closed = True
+        for task in self._tasks:
+            if not task.done and task.green:
+                self.task = task
+                task.green.throw(Killed)
+            self.task = None
+        self._tasks.clear()
+
+    def _push(self, seconds: float, what: Callable[[], None] | Task, ticket: int) -> None:
+        self._order += 1
+        heapq.heappush(self._timers, (self.now + seconds, self._order, what, ticket))
+
+    def _run_task(self) -> None:
+        task = self.current
+        try:
+            task.fn()
+        except Killed:
+            pass
+        except Exception as error:  # noqa: BLE001  # a thread's edge: the world judges it
+            if not self.closed:
+                crash = Crash(self.now, task, error, traceback.format_exc())
+                self.crashes.append(crash)
+                self.on_crash(crash)
+        task.done = True
+        for joiner in task.joiners:
+            self.wake(joiner)
+
+
+_kernel: Kernel | None = None
+
+
+def current() -> Kernel:
+    """Return the kernel of the simulation under way."""
+    if _kernel is None:
+        raise NotSimulatedError("no simulation is under way")
+    return _kernel
+
+
+def use(kernel: Kernel | None) -> None:
+    """Make `kernel` the one that stand-ins work with."""
+    global _kernel
+    _kernel = kernel
+
+
+def missing(what: str) -> NotSimulatedError:
+    """Return the error for something without a stand-in; it counts even if the engine swallows it."""
+    text = f"{what} has no stand-in in tests/simulation/standins.py"
+    if _kernel is not None:
+        _kernel.missing.append(text)
+        _kernel.stop()
+    return NotSimulatedError(text)

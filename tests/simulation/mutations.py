@@ -1,0 +1,335 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+# lines of the engine are quoted as they are
+"""Defects that the engine had, or could have, as changes of its source: the exploration must find each of them.
+
+A mutation runs in a forked process, in which the engine is imported anew from the changed source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import CodeType, ModuleType
+
+SCHEDULES = 2000
+"""Within so many a mutation must be found."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """`old` is in the source of `module` (below titan_ft.replica) exactly once."""
+
+    module: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A defect.
+
+    Attributes:
+        name: what goes wrong.
+        kinds: of faults that find it soon.
+        promises: of which it breaks one.
+        first: seed to begin with.
+    """
+
+    name: str
+    changes: tuple[Change, ...]
+    kinds: tuple[str, ...]
+    promises: tuple[str, ...]
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first schedule that a mutation breaks a promise in."""
+
+    seed: int
+    schedules: int
+    promise: str
+    text: str
+
+
+def _one(module: str, old: str, new: str) -> tuple[Change, ...]:
+    return (Change(module, old, new),)
+
+
+MUTATIONS = [
+    Mutation(
+        "the wait for the first step is judged by each rank's own clock",
+        (
+            Change("step", "        began = self._group.clock()\n", "        began = time.monotonic()\n"),
+            Change(
+                "step",
+                "self._position.wait(self._group.clock() - began)",
+                "self._position.wait(time.monotonic() - began)",
+            ),
+        ),
+        ("absent",),
+        ("ranks never part",),
+    ),
+    Mutation(
+        "nobody tells of groups that cannot reach each other",
+        _one("membership", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"),
+        ("cut",),
+        ("no state given up", "liveness"),
+    ),
+    Mutation(
+        "a donor does not show its bytes",
+        (
+            Change(
+                "round", "        if joiners and self._position.standing.has_state:", "        if False and joiners:"
+            ),
+            Change(
+                "decision",
+                "donors=_send_to_donors(rows, [rank for rank in taken if",
+                "donors=_send_to_donors(rows, [rank for rank in holders if",
+            ),
+            Change(
+                "heal",
+                "        if self._position.digest == attempt.digest:",
+                "        if attempt.digest in (0, self._position.digest):",
+            ),
+        ),
+        ("flip", "kill"),
+        ("one trajectory", "no state given up"),
+    ),
+    Mutation(
+        "a joiner rolls back before it has replayed what it has queued",
+        _one(
+            "position",
+            "return self.target or (0 if self.corrupt else self.step)",
+            "return 0 if self.corrupt else self.step",
+        ),
+        ("last",),
+        ("no state given up",),
+    ),
+    Mutation(
+        "one group ahead makes all others heal",
+        (
+            Change("decision", "return most - 1 if rear > ahead else most", "return most"),
+            Change("round", " + (1 if self._position.training else 0)", ""),
+        ),
+        ("tail",),
+        ("no work lost",),
+    ),
+    Mutation(
+        "a group that has read nothing does not count as one that holds the state",
+        _one(
+            "decision",
+            "    if len(verdict.ready) < config.min_replica_size:",
+            "    if len(verdict.contributors) + len(verdict.excluded) < config.min_replica_size:",
+        ),
+        ("lost",),
+        ("liveness",),
+    ),
+    Mutation(
+        "the digest of the state before is kept after an update",
+        _one(
+            "position",
+            "self.step, self.lineage, self.digest, self.training = update.step, update.lineage, 0, True",
+            "self.step, self.lineage, self.training = update.step, update.lineage, True",
+        ),
+        ("kill", "drain", "freeze"),
+        ("no state given up", "one trajectory", "liveness"),
+    ),
+    Mutation(
+        "a group that is behind adds its stale gradient",
+        (
+            Change(
+                "round", "contribution is not NOTHING and not self._is_outdated(quorum)", "contribution is not NOTHING"
+            ),
+            Change(
+                "round",
+                "self._exchange.arm(lambda quorum: not self._is_outdated(quorum))",
+                "self._exchange.arm(lambda quorum: True)",
+            ),
+            Change(
+                "round",
+                "        facts = contribution if given or resting else NOTHING",
+                "        facts = contribution if (given and claims) or resting else NOTHING",
+            ),
+        ),
+        ("freeze", "cut_lighthouse"),
+        ("exact average",),
+    ),
+    Mutation(
+        "a stray's gradient enters the update",
+        (
+            Change(
+                "decision", "    if verdict.strays:\n        return Repeat()", "    if False:\n        return Repeat()"
+            ),
+            Change("decision", "hindered = verdict.tie or verdict.strays or", "hindered = verdict.tie or"),
+        ),
+        ("flip", "freeze", "tail"),
+        ("exact average", "one trajectory", "no work lost"),
+    ),
+    Mutation(
+        "only the last bucket is looked at for a NaN",
+        _one(
+            "exchange",
+            "                        sums.append(bucket.flat.sum())",
+            "                        sums[:] = [bucket.flat.sum()]",
+        ),
+        ("nan",),
+        ("exact average", "one trajectory"),
+    ),
+    Mutation(
+        "what NCCL says only when it is asked is ignored",
+        _one(
+            "exchange",
+            "if (error := self._membership.process_group.errored()) is not None:",
+            "if (error := None) is not None:",
+        ),
+        ("kill",),
+        ("exact average", "one trajectory", "no state given up"),
+    ),
+    Mutation(
+        "the sums are not made a mean",
+        _one("decision", "scale=nominal_tokens / self.verdict.valid_tokens,", "scale=1.0,"),
+        ("none",),
+        ("exact average",),
+    ),
+    Mutation(
+        "two groups that have read the same data are both taken",
+        _one(
+            "decision",
+            "holders = () if tie else _without_doubles(alike, read or [()] * len(rows))",
+            "holders = () if tie else tuple(alike)",
+        ),
+        ("many", "groups_die", "lighthouse", "cut_lighthouse"),
+        ("every batch once", "no state given up"),
+    ),
+    Mutation(
+        "a rank leaves when it was told to, not when all ranks of its group were",
+        _one(
+            "drain",
+            '            elif self._store.check([f"{self._key}/vote/{self._votes}"]):',
+            "            elif self._requested:",
+        ),
+        ("drain",),
+        ("ranks never part", "no state given up", "liveness"),
+    ),
+    Mutation(
+        "a joiner begins with the fetched state before all ranks of its group have it",
+        _one("heal", "fetched = Fetched(min(self._group.gather(attempt.fetched())))", "fetched = attempt.fetched()"),
+        ("kill", "donor"),
+        ("ranks never part", "one trajectory", "no state given up"),
+    ),
+]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports changed modules from their changed source."""
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        self._changes = changes
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return how to import a changed module."""
+        if not any(name == f"titan_ft.replica.{change.module}" for change in self._changes):
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        assert found is not None
+        return importlib.util.spec_from_file_location(
+            name, found.origin, loader=_Loader(name, str(found.origin), self._changes)
+        )
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, changes: Sequence[Change]) -> None:
+        super().__init__(name, path)
+        self._changes = [change for change in changes if name == f"titan_ft.replica.{change.module}"]
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code of the changed source; nothing is kept."""
+        text = changed(self.get_data(self.path).decode(), self._changes)
+        return self.source_to_code(text.encode(), self.path)
+
+
+def changed(source: str, changes: Sequence[Change]) -> str:
+    """Return a source with changes made.
+
+    Raises:
+        ValueError: what a change is about is not there exactly once: the engine has moved on.
+    """
+    for change in changes:
+        if source.count(change.old) != 1:
+            raise ValueError(
+                f"tests/simulation/mutations.py: {change.module}.py must have this exactly once, has it "
+                f"{source.count(change.old)} times; write the mutation anew: {change.old}"
+            )
+        source = source.replace(change.old, change.new)
+    return source
+
+
+def find(mutation: Mutation, schedules: int = SCHEDULES) -> Found | str:
+    """Explore with a mutation; returns what was found, or why nothing was."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_find, args=(mutation, schedules, send))
+    process.start()
+    send.close()
+    try:
+        found: Found | str = receive.recv()
+    except EOFError:
+        found = "the process ended without an answer"
+    process.join()
+    return found
+
+
+def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
+    for name in [name for name in sys.modules if name.startswith(("titan_ft.replica", "tests.simulation"))]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _Finder(mutation.changes))
+    try:
+        from tests.simulation import standins
+        from tests.simulation.schedule import draw
+
+        with standins.installed():
+            for number in range(schedules):
+                seed = mutation.first + number
+                for problem in draw(seed, mutation.kinds).run().problems[:1]:
+                    if problem.promise in mutation.promises:
+                        send.send(Found(seed, number + 1, problem.promise, problem.text))
+                        return
+        send.send(f"nothing in {schedules} schedules")
+    except Exception as error:  # noqa: BLE001  # a process's edge
+        send.send(f"{type(error).__name__}: {error}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show in which schedule each mutation is found; 1 if one is not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutations")
+    parser.add_argument("--schedules", type=int, default=SCHEDULES)
+    parser.add_argument("--only", default="", help="part of the name")
+    options = parser.parse_args(arguments)
+    missed = 0
+    for mutation in MUTATIONS:
+        if options.only in mutation.name:
+            found = find(mutation, options.schedules)
+            missed += isinstance(found, str)
+            said = found if isinstance(found, str) else f"seed {found.seed}, {found.promise}: {found.text[:110]}"
+            print(f"{mutation.name}: {said}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    from titan_ft import device
+
+    device.prepare()
+    import tests.simulation.standins  # noqa: F401  # torch and torchft are imported once, before the forks
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,259 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The simulated network: links between nodes that can be cut one way, slow or flapping; and torch's TCP store on it.
+
+A connection needs both directions, as TCP does. A cut link closes nothing: what is on its way arrives when the link is
+back, and whoever waits, waits until then or for its timeout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
+
+from tests.simulation.kernel import Kernel, Process, Task
+
+Node = tuple[int, int]
+"""Slot and rank of a process; processes come and go, a node stays."""
+
+LIGHTHOUSE: Node = (-1, 0)
+
+
+class Network:
+    """Who reaches whom, and how fast.
+
+    Args:
+        latency: seconds of one way, between groups; nearly none within a group.
+    """
+
+    def __init__(self, kernel: Kernel, latency: float) -> None:
+        self._kernel, self._latency = kernel, latency
+        self._cuts: Counter[tuple[Node, Node]] = Counter()
+        self._slow: dict[tuple[Node, Node], float] = {}
+        self._waiting: list[Task] = []
+        self.on_change: dict[object, Callable[[], None]] = {}
+        """Called when a link is cut or comes back; by a key, in order."""
+
+    def cut(self, source: Node, target: Node) -> None:
+        """Lose everything from `source` to `target`, until it is mended as often."""
+        self._cuts[source, target] += 1
+        self._tell()
+
+    def mend(self, source: Node, target: Node) -> None:
+        """Take one cut back."""
+        self._cuts[source, target] -= 1
+        if self._cuts[source, target] <= 0:
+            del self._cuts[source, target]
+        self._tell()
+
+    def slow(self, source: Node, target: Node, seconds: float) -> None:
+        """Add `seconds` to each message; 0 = none."""
+        self._slow[source, target] = seconds
+
+    def usable(self, a: Node, b: Node) -> bool:
+        """Say whether a connection between the two works."""
+        cuts = self._cuts
+        return not cuts or a == b or ((a, b) not in cuts and (b, a) not in cuts)
+
+    def passes(self, source: Node, target: Node) -> bool:
+        """Say whether a message gets through."""
+        return (source, target) not in self._cuts
+
+    def delay(self, source: Node, target: Node) -> float:
+        """Return the seconds that a message takes."""
+        base = self._latency if source[0] != target[0] else self._latency / 10
+        seconds = base * (0.5 + self._kernel.rng.random())
+        return seconds + self._slow.get((source, target), 0.0) if self._slow else seconds
+
+    def call(self, source: Node, target: Node, server: Process | None, timeout: float) -> None:
+        """Make a round trip to a server; waits while the link is cut.
+
+        Raises:
+            ConnectionError: the server is gone, or the time is over.
+        """
+        kernel = self._kernel
+        end = kernel.now + timeout
+        if source[0] == target[0]:
+            kernel.pause()  # within a group it takes next to no time
+        else:
+            kernel.sleep(self.delay(source, target) + self.delay(target, source))
+        while not self.usable(source, target):
+            if kernel.now >= end:
+                raise ConnectionError(f"no answer from {target} within {timeout:g} s")
+            self.wait(end - kernel.now)
+        if server is not None and server.dead:
+            raise ConnectionError("connection refused")
+
+    def wait(self, timeout: float) -> None:
+        """Block the caller until a link changes."""
+        self._waiting.append(self._kernel.current)
+        self._kernel.block(timeout)
+
+    def when_usable(self, a: Node, b: Node, act: Callable[[], None]) -> None:
+        """Call `act` now or as soon as the link works."""
+        if self.usable(a, b):
+            act()
+            return
+        key = object()
+
+        def look() -> None:
+            if self.usable(a, b):
+                del self.on_change[key]
+                act()
+
+        self.on_change[key] = look
+
+    def _tell(self) -> None:
+        for task in self._waiting:
+            self._kernel.wake(task)
+        self._waiting.clear()
+        for act in list(self.on_change.values()):
+            act()
+
+
+class StoreServer:
+    """What one group's TCP store holds.
+
+    Args:
+        owner: the process that it dies with; None = torchrun's agent, which survives its workers.
+    """
+
+    def __init__(self, kernel: Kernel, node: Node, owner: Process | None) -> None:
+        self.kernel, self.node, self.owner = kernel, node, owner
+        self.values: dict[str, bytes] = {}
+        self._waiting: list[Task] = []
+        if owner is not None:
+            owner.on_end.append(self.tell)
+
+    @property
+    def gone(self) -> bool:
+        """Say whether nobody answers any more."""
+        return self.owner is not None and self.owner.dead
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write a key, and wake who waits for it."""
+        self.values[key] = value
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake everybody who waits: there is news."""
+        for task in self._waiting:
+            self.kernel.wake(task)
+        self._waiting.clear()
+
+    def wait(self, timeout: float) -> None:
+        """Block the caller until there is news."""
+        self._waiting.append(self.kernel.current)
+        self.kernel.block(timeout)
+
+
+class Store:
+    """torch.distributed.TCPStore, a client's end of it.
+
+    Raises:
+        RuntimeError: as the real one's errors are: the server is gone, or a wait took longer than the timeout.
+    """
+
+    def __init__(self, network: Network, node: Node, server: StoreServer | None, timeout: float) -> None:
+        self._network, self._node, self._timeout = network, node, timeout
+        if server is None:
+            raise DistNetworkError("connection refused")
+        self._server = server
+        self._call(timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a key: sent, not waited for."""
+        server, data = self._server, value.encode() if isinstance(value, str) else value
+        server.kernel.pause()
+        if server.gone:
+            raise DistNetworkError("broken pipe")
+        kernel, network = server.kernel, self._network
+        if network.usable(self._node, server.node):
+            if self._node[0] != server.node[0]:
+                kernel.sleep(network.delay(self._node, server.node))
+            server.put(key, data)
+        else:
+            network.when_usable(self._node, server.node, lambda: server.put(key, data))
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, once it is there."""
+        self._wait([key], self._timeout)
+        return self._server.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Say whether all keys are there."""
+        self._call(self._timeout)
+        return all(key in self._server.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there."""
+        self._wait(keys, self._timeout if timeout is None else timeout.total_seconds())
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return it."""
+        self._call(self._timeout)
+        value = int(self._server.values.get(key, b"0")) + amount
+        self._server.put(key, str(value).encode())
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        """Drop a key."""
+        self._call(self._timeout)
+        return self._server.values.pop(key, None) is not None
+
+    def _call(self, timeout: float) -> None:
+        self._server.kernel.pause()
+        try:
+            self._network.call(self._node, self._server.node, self._server.owner, timeout)
+        except ConnectionError as error:
+            raise DistNetworkError(f"{error}") from None
+
+    def _wait(self, keys: list[str], timeout: float) -> None:
+        server, network = self._server, self._network
+        kernel = server.kernel
+        end = kernel.now + timeout
+        self._call(timeout)
+        while True:
+            if server.gone:
+                raise DistNetworkError("connection reset")
+            there = all(key in server.values for key in keys)
+            if there and network.usable(self._node, server.node):
+                return
+            if kernel.now >= end:
+                raise DistStoreError(f"wait timeout after {timeout:g} s, keys: {', '.join(keys)}")
+            if there:
+                network.wait(end - kernel.now)
+            else:
+                server.wait(end - kernel.now)
+
+
+class PrefixStore:
+    """torch.distributed.PrefixStore."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self._prefix, self._store = prefix, store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(self._name(key), value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(self._name(key)))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check([self._name(key) for key in keys]))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait([self._name(key) for key in keys], timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(self._name(key), amount))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(self._name(key)))
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{key}"

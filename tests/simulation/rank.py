@@ -1,0 +1,330 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank's training in the simulation: what `titan_ft.trainer.ReplicaTrainer` does, around the engine as it is.
+
+All that knows the engine's constructors and verbs is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tests.simulation import training
+from tests.simulation.kernel import Process
+from tests.simulation.transfer import SnapshotServer
+from titan_ft.config import FaultTolerance
+from titan_ft.replica.decision import Update
+from titan_ft.replica.donor import Donor
+from titan_ft.replica.drain import Drain
+from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.group import Group
+from titan_ft.replica.heal import Heal
+from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.membership import Membership
+from titan_ft.replica.position import Position
+from titan_ft.replica.rank_watch import RankWatch
+from titan_ft.replica.reach import Probe
+from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
+from titan_ft.replica.step import ReplicaDimension
+from titan_ft.replica.watchdog import Watchdog, end_process
+
+if TYPE_CHECKING:
+    from tests.simulation.world import GroupRun, World
+
+_BUCKET_BYTES = 4  # each parameter gets a bucket of its own
+
+
+class Events:
+    """Stands in for titan_ft.history.events.EventLog: events go into the trace and to the world's checks."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Tell of an event."""
+        rank = self._rank
+        rank.world.saw(rank, event, fields)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's part ended in order: "finished" or "drained"."""
+
+    how: str
+    step: int
+    lineage: int
+    digest: str
+
+
+class Rank:
+    """One rank of one attempt of a group; `train` is its main thread."""
+
+    def __init__(self, world: World, group: GroupRun, number: int, process: Process) -> None:
+        self.world, self.group, self.number, self.process = world, group, number, process
+        self.slot = group.slot
+        self.node = (group.slot, number)
+        options = world.options
+        self.config = FaultTolerance(**{**options.fault_tolerance, "replica_id": group.slot})
+        self.nominal_tokens = 10 * options.groups
+        self.ledger = Ledger(options.groups, number, options.ranks)
+        self.state = training.State(number, self.ledger)
+        self.ended: Ended | None = None
+        self.ready = False  # holds a committed state, as far as the world knows
+        self.spoiled = 0  # backwards to come whose gradients are not finite
+        self.hangs = False
+        self.slowness = 0.0  # seconds that each backward takes longer
+        self.dimension: ReplicaDimension
+        self._read: set[tuple[int, int]] = set()
+        self.drain: Drain | None = None
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Return step and lineage of its state."""
+        return self.state.held
+
+    def main(self) -> None:
+        """Train, then end the process."""
+        self.train()
+        self.process.end()
+
+    def train(self) -> None:
+        """Train from the first step to the last one, as the trainer does."""
+        world = self.world
+        world.kernel.sleep(self.group.delays[self.number])
+        self._build()
+        watchdog, drain = self._watchdog, self._drain
+        try:
+            try:
+                self._train()
+            except Leaving:
+                self._membership.close()
+                self._end("drained")
+            drain.leave()
+        finally:
+            watchdog.close()
+            self._membership.close()
+            if self._rank_watch is not None:
+                self._rank_watch.close()
+            self._server.close()
+
+    def _build(self) -> None:
+        world, config, process = self.world, self.config, self.process
+        host, port = world.store_address(self.slot)
+        events: Any = Events(self)
+        connect: Any = lambda: world.connect_store(host, port, 300.0)  # noqa: E731  # a stand-in for the real store
+        self.drain = self._drain = Drain(
+            connect if world.options.ranks > 1 else None,
+            key=f"titan_ft/drain/{self.group.attempt}",
+            rank=self.number,
+            num_ranks=world.options.ranks,
+            timeout_seconds=config.drain_timeout_seconds,
+            on_abandon=lambda reason: events.emit("drained", reason=reason, in_order=False),
+        )
+        if world.told_to_drain(self):
+            self.drain.request()
+        self._watchdog = Watchdog(config.hang_timeout_seconds, lambda: events.emit("hung"))
+        world_group: Any = "world"
+        self._group = Group(torch.device("cpu"), world_group)
+        address = f"{world.host(self.node)}:{9000 + self.group.attempt}"
+        server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)
+        world.transfers.servers[address] = self._server = server
+        self._membership = Membership(
+            config,
+            process_group=world.process_group(self),
+            lighthouse="http://lighthouse:1",
+            host=host,
+            group_rank=self.number,
+            group_world_size=world.options.ranks,
+            store=(host, port),
+            attempt=self.group.attempt,
+            config_digest="c0ffee",
+            address=address,
+            events=events,
+            probe=Probe("token", address, self.number),
+        )
+        self._rank_watch: RankWatch | None = None
+        if world.options.ranks > 1:
+            store: Any = world.connect_store(host, port, 300.0)
+            self._rank_watch = RankWatch(
+                config,
+                rank=self.number,
+                num_ranks=world.options.ranks,
+                host=host,
+                hostname=world.host(self.node),
+                store=store,
+                key=f"titan_ft/ranks/{self.group.attempt}",
+                on_silence=lambda hosts, seconds: end_process(
+                    1, self._membership.fall_silent, lambda: events.emit("rank_silent", ranks=sorted(hosts))
+                ),
+            )
+        self._exchange = GradientExchange(
+            self.state.parameters,
+            self._membership,
+            bucket_bytes=_BUCKET_BYTES,
+            where=torch.device("cpu"),
+            overlap=False,
+        )
+        state: Any = self.state
+        self.position = Position()
+        shared: dict[str, Any] = {"position": self.position, "group": self._group, "events": events}
+        snapshot_server: Any = server
+        rounds = Rounds(
+            config,
+            self._membership,
+            self._exchange,
+            state=state,
+            donor=Donor(state, snapshot_server),
+            drain=self._drain,
+            watchdog=self._watchdog,
+            **shared,
+        )
+        self._heals = heal = Heal(
+            config,
+            rounds=rounds,
+            exchange=self._exchange,
+            state=state,
+            ledger=self.ledger,
+            nominal_tokens=self.nominal_tokens,
+            token="token",
+            apply=self._apply,
+            **shared,
+        )
+        self.dimension = ReplicaDimension(
+            config,
+            rounds=rounds,
+            heal=heal,
+            ledger=self.ledger,
+            nominal_tokens=self.nominal_tokens,
+            pauses_after=lambda step: step >= world.options.steps,
+            **shared,
+        )
+
+    def _train(self) -> None:
+        dimension, world = self.dimension, self.world
+        behind = dimension.join(0)
+        if behind or not dimension.start(0):
+            self._heal(computed=False)
+        else:
+            world.started(self)
+        while True:
+            while self.position.step < world.options.steps:
+                self._step()
+            digest = dimension.finish()
+            if self.position.step >= world.options.steps:
+                self._end("finished", digest)
+                return
+
+    def _step(self) -> None:
+        dimension, world = self.dimension, self.world
+        self.state.zero_grad()
+        self._read.clear()
+        slots = dimension.slots_to_read()
+        committed = dimension.commit(self._backward(slots, dimension.arm), self._backward)
+        if committed is None:
+            self._heal(computed=bool(slots))
+            return
+        update = committed.update
+        self._know(update, committed.parent, committed.participants)
+        self._apply(update)
+        world.committed(self, update.step, committed.participants)
+        dimension.digest_if_due()
+        if self.position.leaving:
+            raise Leaving
+
+    @property
+    def unreplayed(self) -> int:
+        """Return how many updates it has fetched the base of, has queued, and has not replayed."""
+        attempt = self._heals._attempt
+        return attempt.remaining if attempt is not None and attempt.whole else 0
+
+    def _heal(self, computed: bool) -> None:
+        self.world.heals(self, computed)
+        self.state.zero_grad()
+        self.dimension.heal()
+        self.ready = True
+        self._hold(self.position.step, self.position.lineage)
+        self.world.healed(self)
+
+    def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
+        """Add the gradients of a step's share of each slot, as the trainer's `_train` does."""
+        if not slots:
+            return NOTHING
+        kernel, options = self.world.kernel, self.world.options
+        entries, valid, values = [], 0, np.zeros(training.SIZE)
+        seconds = 0.0
+        for number, slot in enumerate(slots, start=1):
+            self._watchdog.beat()
+            if number == len(slots):
+                arm()
+            spent = options.compute_seconds * (0.8 + 0.4 * kernel.rng.random()) + self.slowness
+            kernel.sleep(spent)
+            seconds += spent
+            while self.hangs:
+                kernel.block()
+            batch = self.ledger.end(slot)
+            if (slot, batch) in self._read:
+                self.world.report("no work lost", f"{self.process.name} computes batch {batch} of slot {slot} twice")
+            self._read.add((slot, batch))
+            tokens = training.valid_tokens(slot, batch)
+            mean = training.gradient(slot, batch, self.number, self.state.array[0], options.coupling)
+            values += mean * tokens / self.nominal_tokens
+            valid += tokens
+            entries.append(Entry(slot, batch, 1, f"{slot}:{batch + 1}".encode()))
+        if self.spoiled > 0:
+            self.spoiled -= 1
+            self.world.oracle.spoiled.update((entry.slot, entry.first_batch) for entry in entries)
+            values[self.spoiled % training.SIZE] = float("nan")
+        self.state.add_gradient(values)
+        facts = self._group.gather_losses([valid, 10 * len(slots), 0.1, 0.1, seconds])
+        return Contribution(
+            valid_tokens=valid,
+            tokens=10 * len(slots),
+            loss=0.1,
+            max_loss=0.1,
+            seconds=float(facts[:, 4].max()),
+            entries=tuple(entries),
+        )
+
+    def _apply(self, update: Update) -> None:
+        """Apply a committed update, live or replayed."""
+        world, options = self.world, self.world.options
+        self._know(update, self.held[1], None)
+        self._watchdog.beat()
+        world.kernel.sleep(options.apply_seconds)
+        self._exchange.write_gradients(update.gradients, update.scale)
+        if update.step != self.state.progress.steps + 1:
+            world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
+        share = len(update.slots) / options.groups
+        self.state.apply(update.tokens, training.learning_rate(update.step, share, self.config.lr_policy))
+        self.ledger.advance(update.entries, update.readers)
+        self._hold(update.step, update.lineage)
+        world.oracle.applied(self.slot, self.number, update.lineage, self.state)
+
+    def _know(self, update: Update, parent: int, participants: list[int] | None) -> None:
+        self.world.oracle.committed(
+            self.slot,
+            update.lineage,
+            parent,
+            update.step,
+            update.tokens,
+            participants,
+            update.entries,
+            update.readers,
+        )
+
+    def _hold(self, step: int, lineage: int) -> None:
+        self.state.held = (step, lineage)
+        self.ready = True
+
+    def _end(self, how: str, digest: str = "") -> None:
+        step, lineage = self.held
+        self.ended = Ended(how, step, lineage, digest or self.state.digest())
+        self.world.rank_ended(self)

@@ -1,0 +1,385 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Schedules: what a world is like and what happens to it, drawn from a seed; and failing ones made small."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.faults import (
+    Cut,
+    CutLighthouse,
+    DrainGroup,
+    Fault,
+    Flip,
+    Freeze,
+    Hang,
+    Kill,
+    KillGroups,
+    LighthouseDies,
+    NotFinite,
+    Slow,
+    SlowLink,
+    as_json,
+    from_json,
+)
+from tests.simulation.world import Options, Problem, World
+
+MOMENTS = ("", "", "exchange", "exchange", "vote", "rendezvous", "fetching")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A world and its faults; everything that happens follows from it.
+
+    Attributes:
+        seed: of the scheduler.
+    """
+
+    seed: int
+    options: Options
+    faults: tuple[Fault, ...]
+
+    def run(self, traces: bool = False) -> World:
+        """Run it; the stand-ins must be installed."""
+        world = World(self.seed, self.options, list(self.faults), traces)
+        world.run()
+        return world
+
+    def encode(self) -> str:
+        """Return it as one line of JSON."""
+        options = {
+            field.name: getattr(self.options, field.name)
+            for field in dataclasses.fields(Options)
+            if getattr(self.options, field.name) != _default(field)
+        }
+        return json.dumps({"seed": self.seed, "options": options, "faults": [as_json(fault) for fault in self.faults]})
+
+    @staticmethod
+    def decode(text: str) -> Schedule:
+        """Return what `encode` was given."""
+        values = json.loads(text)
+        options = values["options"]
+        for name in ("absent", "restart_seconds"):
+            if name in options:
+                options[name] = tuple(options[name])
+        if "late" in options:
+            options["late"] = {int(slot): seconds for slot, seconds in options["late"].items()}
+        return Schedule(values["seed"], Options(**options), tuple(map(from_json, values["faults"])))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+class _Draw:
+    """Draws one schedule; each kind of fault is a method."""
+
+    def __init__(self, seed: int, kinds: Sequence[str]) -> None:
+        rng = self.rng = random.Random(seed * 7919 + 17)
+        chosen = rng.sample(list(kinds), min(len(kinds), rng.choice([1, 1, 2, 2, 3])))
+        sizes = [kind for kind in chosen if kind in _SIZES]
+        self.kinds = sizes[:1] or sorted(chosen)  # a kind that says how many groups there are goes alone
+        self.groups = rng.choice([2, 3, 3, 3, 4, 5] if "cut" in self.kinds else [2, 2, 2, 3, 3, 3, 4])
+        self.ranks = rng.choice(
+            [1, 1, 1, 2, 2, 3] if self.groups < 3 else [1, 1, 1, 2, 2] if self.groups < 4 else [1, 1, 1, 1, 2]
+        )
+        self.steps = rng.choice([2, 3, 3, 4, 4, 5, 7])
+        self.compute = rng.choice([0.05, 0.1, 0.2, 0.4])
+        self.span = 0.3 + self.steps * (self.compute + 0.05)
+        self.faults: list[Fault] = []
+        self.changes: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
+
+    def schedule(self, seed: int) -> Schedule:
+        rng = self.rng
+        self._draw_config()
+        for kind in sorted(self.kinds, key=lambda kind: kind not in _SIZES):  # those that say how many there are first
+            _KINDS[kind](self)
+        flips = any(isinstance(fault, Flip) for fault in self.faults)
+        drawn: dict[str, Any] = {
+            "groups": self.groups,
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "fault_tolerance": self.config,
+            "lag": rng.choice([0.0, 0.001, 0.005, 0.02, 0.05]),
+            "latency": rng.choice([0.0002, 0.0005, 0.002]),
+            "jitter": rng.choice([0.001, 0.02, 0.08]),
+            "transfer_seconds": rng.choice([0.05, 0.5, 2.0]),
+            "compute_seconds": self.compute,
+            "restart_seconds": rng.choice([(0.1, 0.4), (0.3, 1.5)]),
+            "silent": rng.random() < 0.2,
+            "store_survives": rng.random() < 0.7,
+            "coupling": 0.0 if flips else 0.1,
+            "switch": rng.choice([0.05, 0.1, 0.4]),
+        }
+        options = Options(**drawn | self.changes)
+        return Schedule(seed, options, tuple(sorted(self.faults, key=lambda fault: fault.at)))
+
+    def _draw_config(self) -> None:
+        rng = self.rng
+        self.config = {
+            "enable": True,
+            "group_size": self.groups,
+            "digest_every": rng.choice([1, 2, 3, 5]),
+            "start_timeout_seconds": rng.choice([0.8, 1.5]),
+            "finish_timeout_seconds": 2.0,
+            "process_group_timeout_ms": 3000,
+            "join_timeout_ms": 5000,
+            "quorum_timeout_seconds": 20.0,
+            "hang_timeout_seconds": 20.0,
+            "transfer_timeout_seconds": 20.0,
+            "drain_timeout_seconds": 15.0,
+            "batch_policy": rng.choice(["shrink", "shrink", "constant"]),
+            "lr_policy": rng.choice(["none", "sqrt"]),
+            "catch_up": rng.choice(["replay", "replay", "replay", "wait"]),
+            "catch_up_max_steps": rng.choice([0, 1, 2, 100]),
+        }
+        if self.groups > 2 and rng.random() < 0.35:
+            self.config["min_replica_size"] = 2
+
+    def _time(self, low: float = 0.0) -> float:
+        return round(low + (self.span - low) * self.rng.random(), 4)
+
+    def _slot(self) -> int:
+        return self.rng.randrange(self.groups)
+
+    def _rank(self) -> int:
+        return self.rng.randrange(self.ranks)
+
+    def _pair(self) -> tuple[int, int]:
+        a, b = self.rng.sample(range(self.groups), 2)
+        return a, b
+
+    # Kinds
+
+    def none(self) -> None:
+        """Nothing happens."""
+
+    def absent(self) -> None:
+        """A group is not there at the start; without it there are enough."""
+        if self.groups > self.config.get("min_replica_size", 1):
+            self.changes["absent"] = (self._slot(),)
+
+    def late(self) -> None:
+        """One or two groups come later."""
+        slots = self.rng.sample(range(self.groups), min(self.groups - 1, self.rng.randint(1, 2)))
+        self.changes["late"] = {slot: round(self.span * self.rng.random(), 3) for slot in slots}
+
+    def kill(self) -> None:
+        """One to three ranks die."""
+        for _ in range(self.rng.randint(1, 3)):
+            self.faults.append(Kill(self._time(), self._slot(), self._rank(), self.rng.choice(MOMENTS)))
+
+    def many(self) -> None:
+        """Ranks die all the time."""
+        for _ in range(self.rng.randint(3, 7)):
+            at = round(self.span * 2 * self.rng.random(), 4)
+            self.faults.append(Kill(at, self._slot(), self._rank(), self.rng.choice(MOMENTS)))
+
+    def groups_die(self) -> None:
+        """Several groups die at once, not all."""
+        slots = self.rng.sample(range(self.groups), self.rng.randint(1, max(1, self.groups - 1)))
+        self.faults.append(KillGroups(self._time(), tuple(slots), self.rng.choice(["", "exchange", "vote"])))
+
+    def donor(self) -> None:
+        """A group comes back, and its donor dies while it serves."""
+        at, slot = self._time(), self._slot()
+        self.faults.append(Kill(at, slot, self._rank()))
+        for _ in range(self.rng.randint(1, 2)):
+            self.faults.append(Kill(at, -1, self._rank(), "serving"))
+
+    def tail(self) -> None:
+        """A rank dies in an exchange of four or five groups: some have the result, others do not."""
+        self.groups, self.ranks, self.steps = self.rng.choice([4, 5]), 1, self.rng.choice([3, 4])
+        self.config["group_size"] = self.groups
+        for _ in range(self.rng.randint(2, 4)):
+            self.faults.append(Kill(self._time(), self._slot(), 0, "exchange"))
+        self.changes["jitter"] = 0.08
+
+    def lost(self) -> None:
+        """A group comes back, and while it does another one is lost for good."""
+        self.groups, self.ranks, self.steps = 3, self.rng.choice([1, 1, 2]), 6
+        self.config |= {"group_size": 3, "min_replica_size": 2}
+        back, gone = self._pair()
+        at = self._time(0.3)
+        self.faults.append(KillGroups(at, (back,)))
+        moment = self.rng.choice(["fetched", "fetched", "exchange"])
+        self.faults.append(KillGroups(at + self.rng.random(), (gone,), moment, of=back, for_good=True))
+
+    def last(self) -> None:
+        """A group comes back, queues many updates, and all others die while it replays them."""
+        self.groups, self.ranks, self.steps = 2, 1, 26
+        self.config |= {"group_size": 2, "catch_up": "replay", "catch_up_max_steps": 100, "min_replica_size": 1}
+        self.config["transfer_timeout_seconds"] = 60.0
+        self.faults.append(Kill(0.5, 1, 0))
+        self.faults.append(KillGroups(1.0, (0,), "fetched", of=1))
+        self.compute = self.changes["compute_seconds"] = 0.02
+        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": 40.0, "restart_seconds": (0.1, 0.2)}
+
+    def freeze(self) -> None:
+        """One or two ranks or groups are stopped for a while."""
+        for _ in range(self.rng.randint(1, 2)):
+            rank = self.rng.choice([-1, 0, self._rank()])
+            seconds = self.rng.choice([0.2, 0.7, 1.5, 4.0, 8.0])
+            self.faults.append(Freeze(self._time(), self._slot(), rank, seconds, self.rng.choice(MOMENTS[:5])))
+
+    def hang(self) -> None:
+        """A training thread hangs."""
+        self.faults.append(Hang(self._time(0.2), self._slot(), self._rank()))
+
+    def slow(self) -> None:
+        """A rank or a link is slow."""
+        if self.rng.random() < 0.5:
+            self.faults.append(Slow(self._time(), self._slot(), self._rank(), 0.5, 2.0))
+        else:
+            self.faults.append(SlowLink(self._time(), *self._pair(), self.rng.choice([0.02, 0.2]), 2.0))
+
+    def cut(self) -> None:
+        """The network between two groups is dead, or comes and goes."""
+        seconds = self.rng.choice([0.3, 1.5, 5.0, 25.0])
+        rank = self.rng.choice([-1, -1, self._rank()])
+        flaps = self.rng.choice([0.0, 0.0, 0.2, 0.9]) if seconds < 10 else 0.0
+        self.faults.append(Cut(self._time(), *self._pair(), rank, self.rng.random() < 0.3, seconds, flaps))
+
+    def cut_lighthouse(self) -> None:
+        """The network between a group and the lighthouse is dead."""
+        seconds = self.rng.choice([0.3, 1.0, 3.0, 8.0])
+        self.faults.append(CutLighthouse(self._time(), self._slot(), self.rng.choice(["to", "from", "both"]), seconds))
+
+    def lighthouse(self) -> None:
+        """The lighthouse dies and comes back."""
+        self.faults.append(LighthouseDies(self._time(), self.rng.choice([0.01, 0.3, 2.0])))
+
+    def drain(self) -> None:
+        """A group is told to leave."""
+        least = self.config.get("min_replica_size", 1)
+        stays = self.groups - 1 >= max(2, least + 1)
+        self.faults.append(DrainGroup(self._time(), self._slot(), not stays or self.rng.random() < 0.5))
+
+    def flip(self) -> None:
+        """A bit flips."""
+        place, bit = self.rng.randrange(5), self.rng.choice([3, 15, 22, 24])
+        fault = Flip(self._time(0.3), self._slot(), self._rank(), self.rng.random() < 0.4, place, bit)
+        self.faults.append(fault)
+
+    def least(self) -> None:
+        """The lighthouse wants as many groups as a step does, as `titan-ft launch` starts it."""
+        self.config["min_replica_size"] = self.changes["min_replicas"] = min(2, self.groups - 1)
+
+    def nan(self) -> None:
+        """A gradient is not finite."""
+        times = self.rng.choice([1, 1, 2, 4])
+        self.faults.append(NotFinite(self._time(), self._slot(), self._rank(), times))
+
+
+_KINDS: dict[str, Callable[[_Draw], None]] = {
+    name: getattr(_Draw, name)
+    for name in (
+        "none",
+        "absent",
+        "late",
+        "kill",
+        "many",
+        "groups_die",
+        "donor",
+        "freeze",
+        "hang",
+        "slow",
+        "cut",
+        "cut_lighthouse",
+        "lighthouse",
+        "drain",
+        "flip",
+        "nan",
+        "tail",
+        "last",
+        "lost",
+        "least",
+    )
+}
+_SIZES = ("last", "lost", "tail")
+KINDS = tuple(name for name in _KINDS if name != "least")
+"""What is drawn from unless kinds are given."""
+
+
+def draw(seed: int, kinds: Sequence[str] = KINDS) -> Schedule:
+    """Return the schedule of a seed."""
+    return _Draw(seed, kinds).schedule(seed)
+
+
+def drawn_kinds(seed: int, kinds: Sequence[str] = KINDS) -> list[str]:
+    """Return the kinds of faults of a seed's schedule."""
+    return _Draw(seed, kinds).kinds
+
+
+def shrink(schedule: Schedule, problem: Problem, tries: int = 4, budget: int = 400) -> Schedule:
+    """Return a smaller schedule that breaks the same promise: fewer faults, groups, ranks, steps, no lag.
+
+    Args:
+        tries: seeds of the scheduler that each candidate gets.
+        budget: runs altogether.
+    """
+    runs = 0
+    best = schedule
+    improved = True
+    while improved and runs < budget:
+        improved = False
+        for candidate in _smaller(best):
+            for number in range(tries):
+                runs += 1
+                attempt = dataclasses.replace(candidate, seed=best.seed + number)
+                problems = attempt.run().problems
+                if problems and problems[0].promise == problem.promise:
+                    best, improved = attempt, True
+                    break
+            if improved or runs >= budget:
+                break
+    return best
+
+
+def _smaller(schedule: Schedule) -> list[Schedule]:
+    options, faults = schedule.options, schedule.faults
+    found = [dataclasses.replace(schedule, faults=faults[:place] + faults[place + 1 :]) for place in range(len(faults))]
+    for place, fault in enumerate(faults):
+        found += [
+            dataclasses.replace(schedule, faults=(*faults[:place], other, *faults[place + 1 :]))
+            for other in fault.shorter()
+        ]
+
+    def change(**changes: Any) -> None:
+        found.append(dataclasses.replace(schedule, options=dataclasses.replace(options, **changes)))
+
+    used = {value for fault in faults for value in _slots(fault)} | set(options.absent) | set(options.late)
+    last = options.groups - 1
+    if options.groups > 2 and last not in used:
+        config = {**options.fault_tolerance, "group_size": last}
+        change(groups=last, fault_tolerance=config)
+    if options.ranks > 1 and all(getattr(fault, "rank", 0) < options.ranks - 1 for fault in faults):
+        change(ranks=options.ranks - 1)
+    if options.steps > 2:
+        change(steps=options.steps - 1)
+    if options.silent:
+        change(silent=False)
+    if options.late:
+        change(late={})
+    for name, value in (("batch_policy", "shrink"), ("lr_policy", "none"), ("catch_up", "replay")):
+        if options.fault_tolerance.get(name, value) != value:
+            change(fault_tolerance={**options.fault_tolerance, name: value})
+    if options.fault_tolerance.get("min_replica_size", 1) > 1:
+        change(fault_tolerance={**options.fault_tolerance, "min_replica_size": 1}, min_replicas=1)
+    if options.lag > 0.001:
+        change(lag=options.lag / 4)
+    return found
+
+
+def _slots(fault: Fault) -> set[int]:
+    slots = {getattr(fault, name) for name in ("slot", "a", "b") if hasattr(fault, name)}
+    return slots | set(getattr(fault, "slots", ()))

@@ -1,0 +1,741 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stand-ins for what the engine takes from the real world, and their installation in all of its modules.
+
+Modules are not named one by one: whatever in a loaded module of `titan_ft.replica` *is* the standard library's `time`,
+`threading`, `queue` and so on is replaced, so that a new module of the engine is covered as it is. A stand-in raises on
+everything that it does not know: nothing falls through to real time.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import faulthandler
+import functools
+import logging
+import os
+import pathlib
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib
+import urllib.request
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchft.coordination
+
+from tests.simulation import kernel as kernels
+from tests.simulation.kernel import Kernel, Killed, NotSimulatedError, Process, Task
+from titan_ft import device
+
+PACKAGE = "titan_ft.replica"
+
+
+class Module:
+    """Stands in for a module: has what it is given, has not what is `absent`, and raises on anything else."""
+
+    def __init__(self, name: str, absent: Collection[str] = (), **members: Any) -> None:
+        self.__dict__.update(members)
+        self.__dict__["_module"], self.__dict__["_absent"] = name, absent
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self.__dict__["_absent"]:
+            raise AttributeError(name)
+        raise kernels.missing(f"{self.__dict__['_module']}.{name}")
+
+
+def _unknown(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise kernels.missing(name)
+
+    return refuse
+
+
+# time
+
+
+def _monotonic() -> float:
+    kernel = kernels.current()
+    kernel.pause()
+    return kernel.now + kernel.process.clock
+
+
+def _wall() -> float:
+    kernel = kernels.current()
+    kernel.pause()
+    return 1.7e9 + kernel.now + kernel.process.wall
+
+
+def _sleep(seconds: float) -> None:
+    kernel = kernels.current()
+    kernel.pause()
+    kernel.sleep(seconds)
+
+
+TIME = Module("time", monotonic=_monotonic, perf_counter=_monotonic, time=_wall, sleep=_sleep)
+
+
+# threading
+
+
+class Lock:
+    """threading.Lock, and RLock: which of the two it is makes no difference to code that is right."""
+
+    def __init__(self) -> None:
+        self._kernel = kernels.current()
+        self._owner: Task | None = None
+        self._depth = 0
+        self._entry: list[Task] = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        kernel = self._kernel
+        kernel.pause()
+        me = kernel.current
+        if self._owner is not None and self._owner is not me:
+            if not blocking:
+                return False
+            end = None if timeout < 0 else kernel.now + timeout
+            while self._owner is not None:
+                if end is not None and kernel.now >= end:
+                    return False
+                self._entry.append(me)
+                kernel.block(None if end is None else end - kernel.now)
+                if me in self._entry:
+                    self._entry.remove(me)
+        self._owner, self._depth = me, self._depth + 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            for task in self._entry:
+                self._kernel.wake(task)
+
+    def locked(self) -> bool:
+        return self._owner is not None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Condition:
+    """threading.Condition."""
+
+    def __init__(self, lock: Lock | None = None) -> None:
+        self._kernel = kernels.current()
+        self._lock = lock or Lock()
+        self._waiting: list[Task] = []
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        kernel, lock = self._kernel, self._lock
+        if lock._owner is not kernel.current:
+            raise RuntimeError("cannot wait on an un-acquired lock")
+        depth, lock._depth = lock._depth, 1
+        lock.release()
+        me = kernel.current
+        self._waiting.append(me)
+        kernel.block(timeout)
+        told = me not in self._waiting
+        if not told:
+            self._waiting.remove(me)
+        lock.acquire()
+        lock._depth = depth
+        return told
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        end = None if timeout is None else self._kernel.now + timeout
+        while not (value := predicate()):
+            rest = None if end is None else end - self._kernel.now
+            if rest is not None and rest <= 0:
+                break
+            self.wait(rest)
+        return value
+
+    def notify(self, n: int = 1) -> None:
+        for task in self._waiting[:n]:
+            self._kernel.wake(task)
+        del self._waiting[:n]
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+
+class Event:
+    """threading.Event; world code may have itself called when it is set."""
+
+    def __init__(self) -> None:
+        self._kernel = kernels.current()
+        self._set = False
+        self._waiting: list[Task] = []
+        self.on_set: list[Callable[[], None]] = []
+
+    def is_set(self) -> bool:
+        self._kernel.pause()
+        return self._set
+
+    def set(self) -> None:
+        self._kernel.pause()
+        self._set = True
+        for task in self._waiting:
+            self._kernel.wake(task)
+        for act in self.on_set:
+            act()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        kernel = self._kernel
+        kernel.pause()
+        end = None if timeout is None else kernel.now + timeout
+        while not self._set and (end is None or kernel.now < end):
+            self._waiting.append(kernel.current)
+            kernel.block(None if end is None else end - kernel.now)
+            self._waiting.remove(kernel.current)
+        return self._set
+
+
+class Thread:
+    """threading.Thread."""
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self._run = functools.partial(target, *args, **(kwargs or {})) if target is not None else lambda: None
+        self.name, self.daemon = name or "thread", daemon
+        self._task: Task | None = None
+
+    def start(self) -> None:
+        self._task = kernels.current().spawn(self._run, self.name)
+
+    def join(self, timeout: float | None = None) -> None:
+        task = self._task
+        assert task is not None, "a thread is started before it is joined"
+        _join(task, timeout)
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.done
+
+
+def _join(task: Task, timeout: float | None = None) -> None:
+    kernel = kernels.current()
+    kernel.pause()
+    end = None if timeout is None else kernel.now + timeout
+    while not task.done and (end is None or kernel.now < end):
+        task.joiners.append(kernel.current)
+        kernel.block(None if end is None else end - kernel.now)
+
+
+THREADING = Module(
+    "threading",
+    Condition=Condition,
+    Event=Event,
+    Lock=Lock,
+    RLock=Lock,
+    Thread=Thread,
+    get_ident=lambda: id(kernels.current().current),
+)
+
+
+# queue
+
+
+class SimpleQueue:
+    """queue.SimpleQueue, and an unbounded Queue."""
+
+    @classmethod
+    def __class_getitem__(cls, item: Any) -> type[SimpleQueue]:
+        return cls
+
+    def __init__(self) -> None:
+        self._kernel = kernels.current()
+        self._items: list[Any] = []
+        self._waiting: list[Task] = []
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        if self._waiting:
+            self._kernel.wake(self._waiting.pop(0))
+        self._kernel.pause()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        kernel = self._kernel
+        kernel.pause()
+        end = None if timeout is None else kernel.now + timeout
+        while not self._items:
+            if not block or (end is not None and kernel.now >= end):
+                raise queue.Empty
+            me = kernel.current
+            self._waiting.append(me)
+            kernel.block(None if end is None else end - kernel.now)
+            if me in self._waiting:
+                self._waiting.remove(me)
+        return self._items.pop(0)
+
+    def empty(self) -> bool:
+        self._kernel.pause()
+        return not self._items
+
+
+QUEUE = Module("queue", SimpleQueue=SimpleQueue, Queue=SimpleQueue, Empty=queue.Empty)
+
+
+# concurrent.futures
+
+
+class Future:
+    """concurrent.futures.Future, as far as the engine uses it."""
+
+    @classmethod
+    def __class_getitem__(cls, item: Any) -> type[Future]:
+        return cls
+
+    def __init__(self) -> None:
+        self._kernel = kernels.current()
+        self._done = self._cancelled = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._waiting: list[Task] = []
+        self._callbacks: list[Callable[[Any], object]] = []
+
+    def done(self) -> bool:
+        self._kernel.pause()
+        return self._done
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> bool:
+        if not self._done:
+            self._cancelled = True
+            self._settle(None, concurrent.futures.CancelledError())
+        return self._cancelled
+
+    def set_result(self, value: Any) -> None:
+        self._settle(value, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._settle(None, error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        kernel = self._kernel
+        kernel.pause()
+        end = None if timeout is None else kernel.now + timeout
+        while not self._done:
+            if end is not None and kernel.now >= end:
+                raise TimeoutError
+            self._waiting.append(kernel.current)
+            kernel.block(None if end is None else end - kernel.now)
+            if not self._done:
+                self._waiting.remove(kernel.current)
+        return self._error
+
+    def add_done_callback(self, act: Callable[[Any], object]) -> None:
+        if self._done:
+            act(self)
+        else:
+            self._callbacks.append(act)
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        if self._done:
+            return
+        self._value, self._error, self._done = value, error, True
+        for task in self._waiting:
+            self._kernel.wake(task)
+        self._waiting.clear()
+        for act in self._callbacks:
+            act(self)
+
+
+class ThreadPoolExecutor:
+    """concurrent.futures.ThreadPoolExecutor."""
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        thread_name_prefix: str = "",
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        self._kernel = kernels.current()
+        self._max_workers, self._name = max_workers or 4, thread_name_prefix or "pool"
+        self._workers = 0
+        self._work: list[tuple[Future, Callable[[], Any]]] = []
+        self._closed = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        if self._closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future = Future()
+        self._work.append((future, functools.partial(fn, *args, **kwargs)))
+        if self._workers < self._max_workers:
+            self._workers += 1
+            self._kernel.spawn(self._run, self._name)
+        self._kernel.pause()
+        return future
+
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any]) -> Iterator[Any]:
+        futures = [self.submit(fn, *args) for args in zip(*iterables, strict=False)]
+        return (future.result() for future in futures)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._closed = True
+        if cancel_futures:
+            for future, _ in self._work:
+                future.cancel()
+            self._work.clear()
+        while wait and self._workers:
+            self._kernel.sleep(0.001)
+
+    def __enter__(self) -> ThreadPoolExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _run(self) -> None:
+        while self._work:
+            future, work = self._work.pop(0)
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001  # the future carries it
+                future.set_exception(error)
+        self._workers -= 1
+
+
+FUTURES = Module(
+    "concurrent.futures",
+    Future=Future,
+    ThreadPoolExecutor=ThreadPoolExecutor,
+    CancelledError=concurrent.futures.CancelledError,
+    TimeoutError=TimeoutError,
+)
+
+
+# os and its like: of a process that other simulated processes can look at
+
+
+class World:
+    """What stand-ins ask of the simulated world; see `tests.simulation.world.World`."""
+
+    processes: dict[int, Process]
+
+    def connect_store(self, host: str, port: int, timeout: float) -> Any:
+        raise NotImplementedError
+
+    def prefix_store(self, prefix: str, store: Any) -> Any:
+        raise NotImplementedError
+
+    def manager_server(self, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def manager_client(self, address: str) -> Any:
+        raise NotImplementedError
+
+    def lighthouse_server(self, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def connect(self, host: str, port: int, timeout: float) -> None:
+        raise NotImplementedError
+
+    def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
+        raise NotImplementedError
+
+    def read_status(self, lighthouse: str, timeout: float) -> str:
+        raise NotImplementedError
+
+    def group_collective(self) -> Any:
+        raise NotImplementedError
+
+    def fetch(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def host_of(self, process: Process) -> str:
+        raise NotImplementedError
+
+
+_world: World | None = None
+
+
+def world() -> World:
+    """Return the world of the simulation under way."""
+    if _world is None:
+        raise NotSimulatedError("no simulated world is there")
+    return _world
+
+
+def enter(kernel: Kernel | None, of: World | None) -> None:
+    """Make `kernel` and `of` those that the stand-ins work with."""
+    global _world
+    kernels.use(kernel)
+    _world = of
+
+
+def _exit(status: int) -> None:
+    process = kernels.current().process
+    process.exited = True
+    process.end()
+    raise Killed
+
+
+def _readlink(path: Any) -> str:
+    if str(path) == "/proc/self/ns/pid":
+        return "pid:[1]"
+    raise kernels.missing(f"os.readlink({path!r})")
+
+
+OS = Module(
+    "os",
+    absent=("memfd_create",),
+    _exit=_exit,
+    getpid=lambda: kernels.current().process.pid,
+    write=lambda descriptor, data: len(data),
+    readlink=_readlink,
+    path=Module("os.path"),
+)
+FAULTHANDLER = Module(
+    "faulthandler",
+    dump_traceback_later=lambda *args, **kwargs: None,
+    cancel_dump_traceback_later=lambda: None,
+    dump_traceback=lambda *args, **kwargs: None,
+)
+
+
+class ProcPath:
+    """pathlib.Path, for the few files of /proc that tell of processes."""
+
+    def __init__(self, path: Any) -> None:
+        self._path = str(path)
+
+    def read_text(self) -> str:
+        kernel = kernels.current()
+        kernel.pause()
+        if self._path == "/proc/sys/kernel/random/boot_id":
+            return world().host_of(kernel.process)
+        parts = self._path.split("/")
+        if parts[1] == "proc" and parts[3] == "stat":
+            process = world().processes.get(int(parts[2]))
+            if process is None or process.dead:
+                raise FileNotFoundError(self._path)
+            return f"{process.pid} (python) S " + " ".join(["0"] * 18) + f" {process.pid * 7}"
+        raise kernels.missing(self._path)
+
+    def is_dir(self) -> bool:
+        return False
+
+
+class _Connection:
+    """A socket that says no more than that the other end could be reached."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def setsockopt(self, *option: Any) -> None:
+        """There is nothing to set."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise kernels.missing(f"socket.socket.{name}")
+
+
+def _create_connection(address: tuple[str, int], timeout: float = 60.0) -> _Connection:
+    world().connect(address[0], address[1], timeout)
+    return _Connection()
+
+
+SOCKET = Module(
+    "socket",
+    create_connection=_create_connection,
+    socket=_unknown("socket.socket"),
+    IPPROTO_TCP=socket.IPPROTO_TCP,
+    TCP_NODELAY=socket.TCP_NODELAY,
+)
+
+
+class _Page:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __enter__(self) -> _Page:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def read(self) -> bytes:
+        return self._text.encode()
+
+
+class _Opener:
+    def open(self, address: str, timeout: float) -> _Page:
+        assert address.endswith("/status"), address
+        return _Page(world().read_status(address.removesuffix("/status"), timeout))
+
+
+URLLIB_REQUEST = Module(
+    "urllib.request", build_opener=lambda *handlers: _Opener(), ProxyHandler=lambda proxies: None, Request=None
+)
+UUID = Module("uuid", uuid4=lambda: SimpleNamespace(hex=f"{kernels.current().rng.getrandbits(64):016x}"))
+
+
+# torch.distributed
+
+
+def _all_gather_into_tensor(output: torch.Tensor, own: torch.Tensor, group: Any = None) -> None:
+    world().group_collective().gather(output, own)
+
+
+DIST = Module(
+    "torch.distributed",
+    group=SimpleNamespace(WORLD="world"),
+    ProcessGroup=dist.ProcessGroup,
+    get_world_size=lambda group=None: world().group_collective().size,
+    get_rank=lambda group=None: world().group_collective().rank,
+    is_initialized=lambda: True,
+    all_gather_into_tensor=_all_gather_into_tensor,
+)
+
+
+def _tcp_store(
+    host_name: str,
+    port: int,
+    world_size: int | None = None,
+    is_master: bool = False,
+    timeout: timedelta = timedelta(seconds=300),
+    wait_for_workers: bool = True,
+    **options: Any,
+) -> Any:
+    assert not is_master, "the engine joins stores that others serve"
+    return world().connect_store(host_name, port, timeout.total_seconds())
+
+
+def _prefix_store(prefix: str, store: Any) -> Any:
+    return world().prefix_store(prefix, store)
+
+
+def _manager_server(**options: Any) -> Any:
+    return world().manager_server(**options)
+
+
+def _lighthouse_server(**options: Any) -> Any:
+    return world().lighthouse_server(**options)
+
+
+def _manager_client(address: str, connect_timeout: timedelta = timedelta(seconds=10)) -> Any:
+    return world().manager_client(address)
+
+
+def _fetch(*args: Any, **kwargs: Any) -> Any:
+    return world().fetch(*args, **kwargs)
+
+
+def _round_trip(*args: Any, **kwargs: Any) -> None:
+    world().round_trip(*args, **kwargs)
+
+
+# Installation
+
+
+def _replacements() -> dict[int, Any]:
+    """Return what stands in, by the identity of what it stands for."""
+    from titan_ft.replica import reach, state_fetch
+
+    modules: list[tuple[Any, Any]] = [
+        (time, TIME),
+        (threading, THREADING),
+        (queue, QUEUE),
+        (concurrent.futures, FUTURES),
+        (concurrent, Module("concurrent", futures=FUTURES)),
+        (os, OS),
+        (socket, SOCKET),
+        (urllib, Module("urllib", request=URLLIB_REQUEST)),
+        (urllib.request, URLLIB_REQUEST),
+        (uuid, UUID),
+        (faulthandler, FAULTHANDLER),
+        (signal, Module("signal")),
+        (dist, DIST),
+    ]
+    found: dict[int, Any] = {}
+    for real, standin in modules:
+        if real is not dist:  # of which much is no part of the world: tensors, stores' types, options
+            # Names that were imported from the module: `from time import monotonic`, `from threading import Lock`.
+            own = {real.__name__, f"_{real.__name__}", "builtins"}
+            for name in getattr(real, "__all__", None) or vars(real):
+                member = getattr(real, name, None)
+                native = hasattr(real, "__all__") or getattr(member, "__module__", "") in own
+                if callable(member) and native and not name.startswith("__") and not _is_error(member):
+                    found[id(member)] = standin.__dict__.get(name) or _unknown(f"{real.__name__}.{name}")
+        found[id(real)] = standin
+    found[id(pathlib.Path)] = ProcPath
+    found[id(vars(dist)["TCPStore"])] = _tcp_store
+    found[id(vars(dist)["PrefixStore"])] = _prefix_store
+    found[id(state_fetch.fetch)] = _fetch
+    found[id(reach.round_trip)] = _round_trip
+    found[id(torchft.coordination.ManagerServer)] = _manager_server
+    found[id(torchft.coordination.ManagerClient)] = _manager_client
+    found[id(torchft.coordination.LighthouseServer)] = _lighthouse_server
+    return found
+
+
+def _is_error(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, BaseException)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Put the stand-ins into the engine's modules; everything is as before afterwards."""
+    import titan_ft.replica.state_server  # noqa: F401  # whatever is to be replaced is loaded
+
+    replacements, changed = _replacements(), []
+    targets = [module for name, module in sys.modules.items() if name.startswith(PACKAGE) and module is not None]
+    for module in [*targets, torchft.coordination]:
+        for name, value in list(vars(module).items()):
+            standin = replacements.get(id(value))
+            if standin is not None and not name.startswith("__"):
+                changed.append((module, name, value))
+                setattr(module, name, standin)
+    changed.append((device, "on_cpu", device.on_cpu))
+    device.on_cpu = lambda: True
+    threads, level = torch.get_num_threads(), logging.root.manager.disable
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+        torch.set_num_threads(threads)
+        logging.disable(level)

@@ -1,0 +1,413 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The simulated lighthouse and manager against torchft's own: the same script of events into both, the same answers."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+
+from tests.simulation import lighthouse as model
+from tests.simulation.kernel import Kernel, Process
+from tests.simulation.network import Network
+
+_TICK, _HEARTBEAT_TIMEOUT, _JOIN_TIMEOUT, _INTERVAL = 0.02, 0.6, 1.2, 0.05
+_SECONDS = timedelta(seconds=10)
+_TRIES = 3  # a busy machine may let real requests overtake each other, or heartbeats come late
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank was told of a quorum. Ids count from the first one seen, so that both worlds begin alike."""
+
+    quorum_id: int
+    members: tuple[str, ...]
+    max_step: int
+    rank: int
+    heal: bool
+    source: int | None
+    store: str
+
+
+class Lighthouses(Protocol):
+    """A world in which a script can be played: torchft's or the model's."""
+
+    def join(self, name: str, ranks: int = 1) -> None:
+        """Start a group's manager and its ranks' clients."""
+
+    def leave(self, name: str) -> None:
+        """Stop a group's manager in order."""
+
+    def ask(self, name: str, step: int, failures: int = 0, rank: int = 0) -> None:
+        """Let a rank ask for a quorum; returns at once."""
+
+    def answer(self, name: str, rank: int = 0) -> Answer | None:
+        """Wait for the answer to that; None if none comes within two join timeouts."""
+
+    def answered(self, name: str, rank: int = 0) -> bool:
+        """Say whether it has come already."""
+
+    def vote(self, name: str, votes: list[bool]) -> list[bool]:
+        """Let all ranks of a group vote, one after the other; returns what each is told."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time go by."""
+
+
+def _to_answer(result: Any) -> Answer:
+    return Answer(
+        result.quorum_id,
+        tuple(result.replica_ids),
+        result.max_step,
+        result.replica_rank,
+        result.heal,
+        result.recover_src_replica_rank,
+        result.store_address,
+    )
+
+
+class RealWorld:
+    """torchft's servers and clients, in real time."""
+
+    def __init__(self, min_replicas: int) -> None:
+        from torchft.coordination import LighthouseServer
+
+        self._lighthouse = LighthouseServer(
+            bind="127.0.0.1:0",
+            min_replicas=min_replicas,
+            join_timeout_ms=int(_JOIN_TIMEOUT * 1000),
+            quorum_tick_ms=int(_TICK * 1000),
+            heartbeat_timeout_ms=int(_HEARTBEAT_TIMEOUT * 1000),
+        )
+        self._address = f"http://127.0.0.1:{self._lighthouse.address().rsplit(':', 1)[1]}"
+        self._managers: dict[str, Any] = {}
+        self._clients: dict[tuple[str, int], Any] = {}
+        self._asked: dict[tuple[str, int], tuple[threading.Thread, list[Any]]] = {}
+
+    def join(self, name: str, ranks: int = 1) -> None:
+        from torchft.coordination import ManagerClient, ManagerServer
+
+        self._managers[name] = manager = ManagerServer(
+            replica_id=name,
+            lighthouse_addr=self._address,
+            hostname="127.0.0.1",
+            bind="127.0.0.1:0",
+            store_addr=f"store-{name}",
+            world_size=ranks,
+            heartbeat_interval=timedelta(seconds=_INTERVAL),
+            connect_timeout=_SECONDS,
+            quorum_retries=1000,
+        )
+        for rank in range(ranks):
+            self._clients[name, rank] = ManagerClient(manager.address(), connect_timeout=_SECONDS)
+
+    def leave(self, name: str) -> None:
+        self._managers.pop(name).shutdown()
+
+    def ask(self, name: str, step: int, failures: int = 0, rank: int = 0) -> None:
+        client, found = self._clients[name, rank], list[Any]()
+
+        def run() -> None:
+            try:
+                found.append(
+                    _to_answer(
+                        client._quorum(
+                            group_rank=rank,
+                            step=step,
+                            checkpoint_metadata="",
+                            shrink_only=False,
+                            timeout=timedelta(seconds=30),
+                            init_sync=False,
+                            commit_failures=failures,
+                        )
+                    )
+                )
+            except RuntimeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self._asked[name, rank] = (thread, found)
+        time.sleep(0.03)  # the order of requests is part of the script
+
+    def answer(self, name: str, rank: int = 0) -> Answer | None:
+        thread, found = self._asked[name, rank]
+        thread.join(2 * _JOIN_TIMEOUT)
+        return found[0] if found else None
+
+    def answered(self, name: str, rank: int = 0) -> bool:
+        return bool(self._asked[name, rank][1])
+
+    def vote(self, name: str, votes: list[bool]) -> list[bool]:
+        told: dict[int, bool] = {}
+
+        def run(rank: int) -> None:
+            told[rank] = self._clients[name, rank].should_commit(rank, 1, votes[rank], _SECONDS)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(votes))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [told[rank] for rank in range(len(votes))]
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        for manager in self._managers.values():
+            manager.shutdown()
+        self._lighthouse.shutdown()
+
+
+class ModelWorld:
+    """The model's, in virtual time; the script is a task of its own."""
+
+    def __init__(self, kernel: Kernel, min_replicas: int) -> None:
+        self._kernel, self._network = kernel, Network(kernel, 0.0003)
+        self._lighthouse = model.Lighthouse(
+            kernel,
+            min_replicas=min_replicas,
+            join_timeout=_JOIN_TIMEOUT,
+            tick=_TICK,
+            heartbeat_timeout=_HEARTBEAT_TIMEOUT,
+        )
+        self._managers: dict[str, model.ManagerServer] = {}
+        self._clients: dict[tuple[str, int], model.ManagerClient] = {}
+        self._asked: dict[tuple[str, int], tuple[Any, list[Any]]] = {}
+
+    def join(self, name: str, ranks: int = 1) -> None:
+        node = (len(self._managers), 0)
+        self._managers[name] = manager = model.ManagerServer(
+            self._kernel,
+            self._network,
+            self._lighthouse,
+            Process(self._kernel, name),
+            node,
+            address=f"http://{name}",
+            replica_id=name,
+            store_addr=f"store-{name}",
+            world_size=ranks,
+            heartbeat_interval=timedelta(seconds=_INTERVAL),
+            quorum_retries=1000,
+        )
+        for rank in range(ranks):
+            self._clients[name, rank] = model.ManagerClient((node[0], rank), manager)
+
+    def leave(self, name: str) -> None:
+        self._managers.pop(name).shutdown()
+
+    def ask(self, name: str, step: int, failures: int = 0, rank: int = 0) -> None:
+        found: list[Any] = []
+
+        def run() -> None:
+            seconds = timedelta(seconds=30)
+            result = self._clients[name, rank]._quorum(rank, step, "", False, seconds, failures, init_sync=False)
+            found.append(_to_answer(result))
+
+        task = self._kernel.spawn(run, "ask")
+        self._asked[name, rank] = (task, found)
+        self._kernel.sleep(0.03)
+
+    def answer(self, name: str, rank: int = 0) -> Answer | None:
+        task, found = self._asked[name, rank]
+        end = self._kernel.now + 2 * _JOIN_TIMEOUT
+        while not task.done and self._kernel.now < end:
+            self._kernel.sleep(0.01)
+        return found[0] if found else None
+
+    def answered(self, name: str, rank: int = 0) -> bool:
+        return bool(self._asked[name, rank][1])
+
+    def vote(self, name: str, votes: list[bool]) -> list[bool]:
+        told: dict[int, bool] = {}
+
+        def run(rank: int) -> None:
+            told[rank] = self._clients[name, rank].should_commit(rank, 1, votes[rank], _SECONDS)
+
+        tasks = [self._kernel.spawn(partial(run, rank), "vote") for rank in range(len(votes))]
+        while not all(task.done for task in tasks):
+            self._kernel.sleep(0.01)
+        return [told[rank] for rank in range(len(votes))]
+
+    def sleep(self, seconds: float) -> None:
+        self._kernel.sleep(seconds)
+
+
+Script = Callable[[Lighthouses], Iterator[Any]]
+
+
+def _rounds(world: Lighthouses, names: str, steps: list[int], failures: list[int] | None = None) -> list[Answer | None]:
+    """Let groups ask one after the other, and collect their answers."""
+    for place, name in enumerate(names):
+        world.ask(name, steps[place], failures[place] if failures else 0)
+    return [world.answer(name) for name in names]
+
+
+def all_ask(world: Lighthouses) -> Iterator[Any]:
+    """Groups that all ask make a quorum; the same ones again keep its id, a failed commit renews it."""
+    for name in "abc":
+        world.join(name)
+    world.sleep(0.2)
+    yield _rounds(world, "abc", [0, 0, 0])
+    yield _rounds(world, "bca", [1, 1, 1])
+    yield _rounds(world, "abc", [2, 1, 2])
+    yield _rounds(world, "abc", [2, 2, 2], [0, 1, 0])
+    yield _rounds(world, "abc", [3, 3, 3])
+
+
+def newcomer(world: Lighthouses) -> Iterator[Any]:
+    """Who is of the former quorum waits for no newcomer; one that asks first is taken along, and the id changes."""
+    world.join("a")
+    world.join("b")
+    world.sleep(0.2)
+    yield _rounds(world, "ab", [1, 1])
+    world.join("c")
+    world.sleep(0.2)
+    yield _rounds(world, "ab", [2, 2])
+    world.ask("c", 0)
+    yield world.answered("c")
+    yield _rounds(world, "ab", [3, 3])
+    yield world.answer("c")
+
+
+def gone(world: Lighthouses) -> Iterator[Any]:
+    """A group that has left is waited for until its heartbeats are too old."""
+    for name in "abc":
+        world.join(name)
+    world.sleep(0.2)
+    yield _rounds(world, "abc", [1, 1, 1])
+    world.leave("c")
+    world.ask("a", 2)
+    world.ask("b", 2)
+    yield world.answered("a"), world.answered("b")
+    yield world.answer("a"), world.answer("b")
+
+
+def half(world: Lighthouses) -> Iterator[Any]:
+    """One of two that live makes no quorum, however long it waits; it does when the other's heartbeats end."""
+    world.join("a")
+    world.join("b")
+    world.sleep(0.2)
+    yield _rounds(world, "ab", [1, 1])
+    world.ask("a", 2)
+    yield world.answer("a")
+    world.leave("b")
+    yield world.answer("a")
+
+
+def join_timeout(world: Lighthouses) -> Iterator[Any]:
+    """Two of three that live wait for the third one, for the join timeout only; then it is on its own."""
+    for name in "abc":
+        world.join(name)
+    world.sleep(0.2)
+    yield _rounds(world, "abc", [1, 1, 1])
+    world.ask("a", 2)
+    world.ask("b", 2)
+    world.sleep(_JOIN_TIMEOUT / 2)
+    yield world.answered("a"), world.answered("b")
+    yield world.answer("a"), world.answer("b")
+    world.ask("c", 1)
+    yield world.answered("c")
+    yield _rounds(world, "ab", [3, 3])
+    yield world.answer("c")
+
+
+def seat_renewed(world: Lighthouses) -> Iterator[Any]:
+    """A group stops its manager and starts another one under another name."""
+    world.join("a")
+    world.join("b")
+    world.sleep(0.2)
+    yield _rounds(world, "ab", [1, 1])
+    world.leave("b")
+    world.join("b2")
+    world.sleep(0.1)
+    world.ask("a", 2)
+    world.ask("b2", 2)
+    yield world.answer("a"), world.answer("b2")
+
+
+def ranks(world: Lighthouses) -> Iterator[Any]:
+    """All ranks of a group must ask, the last one's step counts; votes are unanimous and start anew each time."""
+    world.join("a", ranks=2)
+    world.join("b", ranks=1)
+    world.sleep(0.2)
+    yield world.vote("a", [True, True])  # both ranks are connected now
+    world.ask("b", 4)
+    world.ask("a", 3, rank=1)
+    yield world.answered("b"), world.answered("a", 1)
+    world.ask("a", 5, rank=0)
+    yield world.answer("a", 0), world.answer("a", 1), world.answer("b")
+    yield world.vote("a", [True, True])
+    yield world.vote("a", [True, False])
+    yield world.vote("a", [False, False])
+    yield world.vote("a", [True, True])
+
+
+SCRIPTS = [all_ask, newcomer, gone, half, join_timeout, seat_renewed, ranks]
+
+
+def _play_model(script: Script, min_replicas: int) -> list[Any]:
+    kernel = Kernel(1)
+    found: list[Any] = []
+
+    def play() -> None:
+        found.extend(script(ModelWorld(kernel, min_replicas)))
+        kernel.stop()
+
+    try:
+        kernel.spawn(play, "script", Process(kernel, "script"))
+        kernel.run(until=600.0)
+    finally:
+        kernel.close()
+    assert not kernel.crashes, kernel.crashes
+    return found
+
+
+def _plain(answers: list[Any]) -> list[Any]:
+    """Return answers with ids counted from the first one."""
+    flat = [answer for answer in _flatten(answers) if isinstance(answer, Answer)]
+    first = flat[0].quorum_id if flat else 0
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Answer):
+            return dataclasses.replace(value, quorum_id=value.quorum_id - first)
+        return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+    return [plain(answer) for answer in answers]
+
+
+def _flatten(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
+@pytest.mark.parametrize("min_replicas", [1, 2])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_model_answers_as_torchft_does(script: Script, min_replicas: int) -> None:
+    """The same script gets the same answers: members, ids, the largest step, who heals, the vote."""
+    expected = _plain(_play_model(script, min_replicas))
+    for number in range(_TRIES):
+        world = RealWorld(min_replicas)
+        try:
+            real = _plain(list(script(world)))
+        finally:
+            world.close()
+        if real == expected or number == _TRIES - 1:
+            assert expected == real
+            return

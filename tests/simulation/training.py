@@ -1,0 +1,131 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The training that is simulated: some numbers with momentum; gradients follow from slot, batch, rank and weights.
+
+Bytes are what counts: weights and momentum are small tensors of the engine's own kind, and `gradient` and `descend` are
+plain functions, so that the oracle can compute the same from the outside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.lr_policy import lr_factor
+from titan_ft.replica.snapshot import Snapshot
+
+SHAPES = (3, 2)
+"""Sizes of the parameters; each gets a bucket of its own."""
+SIZE = sum(SHAPES)
+
+_MOMENTUM = 0.5
+_BASE = np.arange(SIZE, dtype=np.float32)
+
+
+def initial(rank: int) -> np.ndarray:
+    """Return weights and momentum before the first step: float32 [2, SIZE]."""
+    return np.stack([_BASE / 4 + rank, np.zeros(SIZE, np.float32)]).astype(np.float32)
+
+
+def valid_tokens(slot: int, batch: int) -> int:
+    """Return how many tokens of a slot's batch have a label."""
+    return 6 + (3 * slot + 5 * batch) % 5
+
+
+def gradient(slot: int, batch: int, rank: int, weights: np.ndarray, coupling: float) -> np.ndarray:
+    """Return the mean gradient of one batch at these weights."""
+    return np.sin(_BASE * 3 + slot * 7 + batch * 2.5 + rank) + coupling * weights
+
+
+def learning_rate(step: int, share: float, lr_policy: str) -> float:
+    """Return the LR of update `step`, of which `share` of the global batch is in."""
+    return 0.1 * (1 - step / 1000) * lr_factor(lr_policy, share)
+
+
+def descend(state: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
+    """Return the state after an update with this mean gradient."""
+    momentum = _MOMENTUM * state[1] + mean
+    return np.stack([state[0] - state.dtype.type(rate) * momentum, momentum])
+
+
+@dataclass
+class Progress:
+    """What counts commits."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+class State:
+    """Weights, momentum and counters of one rank, with the interface of titan_ft.replica.snapshot.TrainState."""
+
+    def __init__(self, rank: int, ledger: Ledger) -> None:
+        self.rank, self.ledger = rank, ledger
+        self.progress = Progress()
+        self.held = (0, 0)  # step and lineage
+        self.tainted = False  # the simulation's own knowledge: some byte of it was changed from outside
+        self.payload = torch.from_numpy(initial(rank).copy())
+        self.array = self.payload.numpy()
+        flat = self.payload[0]
+        self.parameters = [nn.Parameter(part) for part in flat.split(SHAPES)]
+        self._spare: torch.Tensor | None = None
+
+    def copy(self, step: int, lineage: int) -> Snapshot:
+        """Copy it to memory of its own."""
+        target, self._spare = self._spare, None
+        if target is None:
+            target = torch.empty(self.array.nbytes, dtype=torch.uint8)
+        np.copyto(target.numpy(), self.array.view(np.uint8).reshape(-1))
+        header = {
+            "ledger": self.ledger.state_dict(),
+            "steps": self.progress.steps,
+            "tokens": self.progress.tokens,
+            "tainted": self.tainted,
+        }
+        return Snapshot(step, lineage, json.dumps(header).encode(), target)
+
+    def reuse(self, snapshot: Snapshot) -> None:
+        """Take the memory of a snapshot back."""
+        self._spare = snapshot.payload
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Overwrite it."""
+        np.copyto(self.array, snapshot.payload.numpy().view(np.float32).reshape(2, SIZE))
+        header: dict[str, Any] = json.loads(snapshot.header)
+        self.ledger.load_state_dict(header["ledger"])
+        self.progress = Progress(header["steps"], header["tokens"])
+        self.tainted = header["tainted"]
+        self.held = (snapshot.step, snapshot.lineage)
+
+    def digest(self) -> str:
+        """Hash the bytes of weights, momentum and LR."""
+        octets = self.array.tobytes() + str(self.progress.steps).encode()
+        return hashlib.blake2b(octets, digest_size=16).hexdigest()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def add_gradient(self, values: np.ndarray) -> None:
+        """Add to the gradients, as a backward does."""
+        grads = torch.from_numpy(values.astype(np.float32)).split(SHAPES)
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if parameter.grad is None:
+                parameter.grad = grad.clone()
+            else:
+                parameter.grad += grad
+
+    def apply(self, tokens: int, rate: float) -> None:
+        """Make the optimizer's step with what is in the gradients."""
+        mean = np.concatenate([parameter.grad.numpy() for parameter in self.parameters if parameter.grad is not None])
+        self.progress.steps += 1
+        self.progress.tokens += tokens
+        np.copyto(self.array, descend(self.array, mean, rate))

@@ -1,0 +1,748 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The simulated world: groups of ranks and their supervisor, lighthouse, network; what is seen of them, and judged."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation import standins
+from tests.simulation.collectives import GroupCollective, GroupLink, ProcessGroup, Ring
+from tests.simulation.kernel import Crash, Kernel, Process
+from tests.simulation.lighthouse import Lighthouse, ManagerClient, ManagerServer
+from tests.simulation.network import LIGHTHOUSE, Network, Node, PrefixStore, Store, StoreServer
+from tests.simulation.oracle import Oracle, Rules
+from tests.simulation.rank import Rank
+from tests.simulation.transfer import Transfers
+
+if TYPE_CHECKING:
+    from tests.simulation.faults import Fault
+
+
+@dataclass(frozen=True)
+class Options:
+    """One schedule's world.
+
+    Attributes:
+        groups, ranks, steps: numbers of them.
+        fault_tolerance: fields of the config, all groups alike.
+        absent: slots of groups that never start.
+        late: seconds by which groups start later, by slot.
+        lag: largest delay of a rank at a pause point; up to as much the ranks of a group start apart.
+        latency: seconds of a message between groups.
+        jitter: seconds by which members see an all-reduce complete apart, at most; mostly it is far less.
+        transfer_seconds: of a state, at most.
+        compute_seconds, apply_seconds: of a batch and of the optimizer.
+        restart_seconds: from a group's death to its next start, at least and at most.
+        silent: whether the process group between the groups fails as NCCL does.
+        store_survives: whether a group's store outlives its workers.
+        min_replicas: of the lighthouse.
+        coupling: how much gradients depend on weights; 0 where bytes are flipped, so that only the flipped differ.
+        switch: chance that a pause point lets another task run.
+    """
+
+    groups: int
+    ranks: int
+    steps: int
+    fault_tolerance: dict[str, Any]
+    absent: tuple[int, ...] = ()
+    late: dict[int, float] = field(default_factory=dict)
+    lag: float = 0.0
+    latency: float = 0.0005
+    jitter: float = 0.03
+    transfer_seconds: float = 0.5
+    compute_seconds: float = 0.1
+    apply_seconds: float = 0.004
+    restart_seconds: tuple[float, float] = (0.5, 2.0)
+    silent: bool = False
+    store_survives: bool = True
+    min_replicas: int = 1
+    coupling: float = 0.1
+    switch: float = 0.3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A promise that was broken."""
+
+    at: float
+    promise: str
+    text: str
+
+
+@dataclass
+class _Armed:
+    """Something that waits for a moment of a group (-1 = of any), after `skip` others."""
+
+    slot: int
+    act: Callable[[Node], None]
+    skip: int
+
+
+class GroupRun:
+    """One attempt of one group."""
+
+    def __init__(self, world: World, slot: int, attempt: int) -> None:
+        self.world, self.slot, self.attempt = world, slot, attempt
+        kernel, options = world.kernel, world.options
+        self.link = GroupLink(kernel, options.ranks)
+        self.calls: list[list[object]] = [[] for _ in range(options.ranks)]
+        self.asked: list[list[int]] = [[] for _ in range(options.ranks)]
+        self.delays = [kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
+        self.began = kernel.now
+        self.over = False
+        self.ranks: list[Rank] = []
+        for number in range(options.ranks):
+            process = world.new_process(f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), slot)
+            self.ranks.append(Rank(world, self, number, process))
+            process.on_end.append(lambda: world.process_ended(self))
+        for rank in self.ranks:
+            world.ranks[rank.process] = rank
+            collective = GroupCollective(self.link, rank.number, functools.partial(world.enters, rank, "gather"))
+            world.collectives[rank.process] = collective
+            kernel.spawn(rank.main, "main", rank.process)
+
+    @property
+    def alive(self) -> bool:
+        """Say whether all its ranks live."""
+        return not self.over and all(not rank.process.dead for rank in self.ranks)
+
+    @property
+    def runs(self) -> bool:
+        """Say whether all its ranks live and none is frozen or hangs."""
+        return self.alive and all(rank.process.runs and not rank.hangs for rank in self.ranks)
+
+    @property
+    def ended(self) -> str:
+        """Return how all its ranks ended in order; empty if they did not."""
+        how = {rank.ended.how if rank.ended else "" for rank in self.ranks}
+        return how.pop() if len(how) == 1 else ""
+
+    @property
+    def ready(self) -> bool:
+        """Say whether all its ranks hold a committed state."""
+        return self.alive and all(rank.ready for rank in self.ranks)
+
+
+class World(standins.World):
+    """Runs one schedule.
+
+    Args:
+        seed: what all that is random follows from.
+        faults: what happens, each at its time.
+        traces: whether what happens is written down, for people.
+    """
+
+    def __init__(self, seed: int, options: Options, faults: list[Fault], traces: bool = False) -> None:
+        self.options, self.faults = options, faults
+        self.kernel = Kernel(seed, options.switch)
+        self.kernel.on_crash = self._crashed
+        kernel = self.kernel
+        config = self.config = _config(options)
+        self.network = Network(kernel, options.latency)
+        self.lighthouse = Lighthouse(
+            kernel,
+            min_replicas=options.min_replicas,
+            join_timeout=config["join_timeout_ms"] / 1000,
+            tick=config["quorum_tick_ms"] / 1000,
+            heartbeat_timeout=config["heartbeat_timeout_ms"] / 1000,
+        )
+        self.transfers = Transfers(kernel, self.network, options.transfer_seconds)
+        self.transfers.node_of = lambda process: self.ranks[process].node
+        self.transfers.on_moment = self.moment
+        self.armed: dict[str, list[_Armed]] = {}
+        not_finite = any(fault.spoils for fault in faults)
+        self.oracle = Oracle(
+            Rules(
+                options.groups,
+                config["batch_policy"],
+                config["lr_policy"],
+                config["min_replica_size"],
+                options.coupling,
+                not_finite,
+            ),
+            self.report,
+        )
+        self.traces = traces
+        self.trace: list[tuple[float, str, str]] = []
+        self.problems: list[Problem] = []
+        self.processes: dict[int, Process] = {}
+        self.ranks: dict[Process, Rank] = {}
+        self.collectives: dict[Process, GroupCollective] = {}
+        self.groups: dict[int, GroupRun] = {}
+        self.stores: dict[tuple[str, int], StoreServer] = {}
+        self.rings: dict[str, Ring] = {}
+        self.managers: dict[str, ManagerServer] = {}
+        self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
+        self.drained: dict[int, bool] = {}  # slots that were told to leave, and whether they come back
+        self.gone: dict[int, str] = {}  # slots that come no more, and why
+        self.tied = False  # whether nobody could tell whose bytes are right, and rightly so
+        self.disturbed = 0.0  # when something last happened to the world
+        self.progressed = 0.0  # when a step was last committed for the first time
+        self.furthest = 0
+        self.commits = 0
+        self.last_fault = max((fault.ends for fault in faults), default=0.0)
+        self.final: set[int] | None = None  # slots of the quorum in which the first group finished
+        self._pids = 100
+
+    # Running
+
+    def run(self) -> list[Problem]:
+        """Run until all groups have ended or a promise is broken; returns what was broken."""
+        kernel = self.kernel
+        standins.enter(kernel, self)
+        try:
+            for slot in range(self.options.groups):
+                if slot not in self.options.absent:
+                    kernel.after(self.options.late.get(slot, 0.0), functools.partial(self._start, slot, 0))
+            for fault in self.faults:
+                kernel.after(fault.at, functools.partial(self._inject, fault))
+            self._watch()
+            limit = max(self.last_fault, *self.options.late.values(), 0.0) + self.bound * 4 + 60.0
+            went_on = kernel.run(limit)
+            if kernel.missing:
+                self._problem("simulation", kernel.missing[0])
+            elif not self.problems and not kernel.stopped and (self._viable() or self._job_over()):
+                text = "groups wait for ever" if not went_on else f"groups have not ended after {kernel.now:.0f} s"
+                self._problem("liveness", f"{text}: {self._describe()}")
+            if self.traces and any(problem.promise == "liveness" for problem in self.problems):
+                for task, place in kernel.waits():
+                    self.say(task, f"waits at {place}")
+        finally:
+            kernel.close()
+            standins.enter(None, None)
+        return self.problems
+
+    @property
+    def bound(self) -> float:
+        """Return the seconds within which a step must be committed while nothing happens to the world."""
+        config = self.config
+        waits = config["join_timeout_ms"] + config["process_group_timeout_ms"] + config["heartbeat_timeout_ms"]
+        return 30.0 + waits / 1000 + config["start_timeout_seconds"] + config["finish_timeout_seconds"]
+
+    def say(self, who: str, text: str) -> None:
+        """Write a line of the trace."""
+        if self.traces:
+            self.trace.append((self.kernel.now, who, text))
+
+    def report(self, promise: str, text: str) -> None:
+        """Tell of a broken promise; the first one ends the run."""
+        self._problem(promise, text)
+        self.kernel.stop()
+
+    def _problem(self, promise: str, text: str) -> None:
+        self.say("PROBLEM", f"{promise}: {text}")
+        self.problems.append(Problem(self.kernel.now, promise, text))
+
+    def _inject(self, fault: Fault) -> None:
+        if not self._job_over():
+            self.say("fault", str(fault))
+            self.disturbed = self.kernel.now
+            fault.inject(self)
+
+    def when(self, moment: str, slot: int, act: Callable[[Node], None]) -> None:
+        """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1."""
+        # An exchange is several collectives: any of them may be the one.
+        skip = self.kernel.rng.randrange(3 * self.options.groups) if moment == "exchange" else 0
+        self.armed.setdefault(moment, []).append(_Armed(slot, act, skip))
+
+    def moment(self, moment: str, node: Node) -> None:
+        """Take note of a moment that faults may have waited for; they come within a few milliseconds."""
+        armed = self.armed.get(moment)
+        if not armed:
+            return
+        for entry in list(armed):
+            if entry.slot not in (-1, node[0]):
+                continue
+            entry.skip -= 1
+            if entry.skip < 0:
+                armed.remove(entry)
+                late = 0.006 * self.kernel.rng.random() ** 2
+                self.kernel.after(late, functools.partial(entry.act, node))
+
+    def _start(self, slot: int, attempt: int) -> None:
+        if slot in self.gone or self._job_over():
+            return
+        self.say("launch", f"starts group {slot}" + (f", attempt {attempt}" if attempt else ""))
+        self.disturbed = self.kernel.now
+        self.groups[slot] = GroupRun(self, slot, attempt)
+
+    def _job_over(self) -> bool:
+        finished = any(group.ended == "finished" for group in self.groups.values())
+        return finished or "DivergedError" in self.gone.values()  # a person has to choose a checkpoint
+
+    # What stand-ins ask
+
+    def new_process(self, name: str, slot: int) -> Process:
+        """Make a process with clocks of its own."""
+        self._pids += 1
+        rng, lag = self.kernel.rng, self.options.lag
+        process = Process(self.kernel, name, pid=self._pids)
+        process.lag = lag * rng.random()
+        process.clock = 1000.0 * rng.random()
+        process.wall = lag * rng.random()
+        self.processes[process.pid] = process
+        return process
+
+    @staticmethod
+    def host(node: Node) -> str:
+        """Return the numeric address of a node."""
+        return f"10.0.{node[0]}.{node[1]}"
+
+    def host_of(self, process: Process) -> str:
+        """Return the name of the host that a process is on."""
+        return f"host-{self.ranks[process].slot}"
+
+    def store_address(self, slot: int) -> tuple[str, int]:
+        """Return host and port of a group's store, which is made if there is none."""
+        address = (self.host((slot, 0)), 29500)
+        server = self.stores.get(address)
+        if server is None or server.gone:
+            owner = None if self.options.store_survives else self.groups[slot].ranks[0].process
+            self.stores[address] = StoreServer(self.kernel, (slot, 0), owner)
+        return address
+
+    def connect_store(self, host: str, port: int, timeout: float) -> Store:
+        """Connect the process that runs to a store."""
+        server = self.stores.get((host, port))
+        node = self.ranks[self.kernel.process].node
+        return Store(self.network, node, None if server is None or server.gone else server, timeout)
+
+    def prefix_store(self, prefix: str, store: Any) -> PrefixStore:
+        """Put a prefix before all keys."""
+        return PrefixStore(prefix, store)
+
+    def process_group(self, rank: Rank) -> ProcessGroup:
+        """Make the process group between the groups of one rank."""
+        return ProcessGroup(
+            self.kernel,
+            self.network,
+            rank.process,
+            rank.node,
+            self.rings,
+            silent=self.options.silent,
+            jitter=self.options.jitter,
+            on_mismatch=lambda text: self.report("one trajectory", f"{rank.process.name}: {text}"),
+            on_moment=self.moment,
+        )
+
+    def lighthouse_server(self, **options: Any) -> Lighthouse:
+        """Start a lighthouse in the process that runs: one of a group, for its ranks."""
+        process = self.kernel.process
+        address = f"http://{self.host(self.ranks[process].node)}:{len(self.managers) + 2000}"
+        lighthouse = Lighthouse(self.kernel, min_replicas=options["min_replicas"], address=address)
+        self.lighthouses[address] = (lighthouse, self.ranks[process].node)
+        process.on_end.append(lighthouse.die)
+        return lighthouse
+
+    def manager_server(self, **options: Any) -> ManagerServer:
+        """Start a manager in the process that runs."""
+        process = self.kernel.process
+        node = self.ranks[process].node
+        lighthouse, there = self.lighthouses[options["lighthouse_addr"]]
+        if not (lighthouse.listens and self.network.usable(node, there)):
+            self.kernel.sleep(options["connect_timeout"].total_seconds())
+            if not (lighthouse.listens and self.network.usable(node, there)):
+                raise RuntimeError("lighthouse: transport error")
+        address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
+        server = ManagerServer(
+            self.kernel, self.network, lighthouse, process, node, lighthouse_node=there, address=address, **options
+        )
+        self.managers[address] = server
+        return server
+
+    def manager_client(self, address: str) -> ManagerClient:
+        """Connect the process that runs to a manager."""
+        rank = self.ranks[self.kernel.process]
+        return _WatchedClient(self, rank, self.managers.get(address))
+
+    def connect(self, host: str, port: int, timeout: float) -> None:
+        """Open a connection to the lighthouse, a group's store or a rank's state server.
+
+        Raises:
+            OSError: nobody listens there, or it cannot be reached.
+        """
+        node = self.ranks[self.kernel.process].node
+        if host == "lighthouse":
+            self.network.call(node, LIGHTHOUSE, None, timeout)
+            if not self.lighthouse.listens:
+                raise ConnectionRefusedError("connection refused")
+            return
+        there = tuple(int(part) for part in host.split(".")[2:])
+        self.network.call(node, (there[0], there[1]), None, timeout)
+        server = self.stores.get((host, port))
+        if server is None or server.gone:
+            raise ConnectionRefusedError("connection refused")
+
+    def round_trip(self, address: str, token: str, seconds: float, size: int, back: str = "") -> None:
+        """Send bytes to a rank's state server and back.
+
+        Raises:
+            OSError: it cannot be reached.
+        """
+        node, server = self.ranks[self.kernel.process].node, self.transfers.servers.get(address)
+        if server is None or server.process.dead or server.closed:
+            raise ConnectionRefusedError("connection refused")
+        self.network.call(node, server.node, server.process, seconds)
+        if server.process.frozen:
+            self.kernel.sleep(seconds)
+            raise TimeoutError("timed out")
+
+    def read_status(self, lighthouse: str, timeout: float) -> str:
+        """Return a lighthouse's status page.
+
+        Raises:
+            OSError: it is away or cannot be reached.
+        """
+        server, there = self.lighthouses[lighthouse]
+        self.network.call(self.ranks[self.kernel.process].node, there, None, timeout)
+        if not server.listens:
+            raise ConnectionRefusedError("connection refused")
+        return server.status()
+
+    def group_collective(self) -> GroupCollective:
+        """Return the collectives of the process that runs."""
+        return self.collectives[self.kernel.process]
+
+    def fetch(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch a state for the process that runs."""
+        return self.transfers.fetch(*args, **kwargs)
+
+    # What ranks tell
+
+    def told_to_drain(self, rank: Rank) -> bool:
+        """Say whether a rank that starts has been told to leave already."""
+        return rank.slot in self.drained and rank.group is self.groups.get(rank.slot) and rank.group.attempt == 0
+
+    def enters(self, rank: Rank, call: str) -> None:
+        """Compare a call that all ranks of a group must make alike with those of the others."""
+        frame = sys._getframe(4)
+        while frame.f_back is not None and frame.f_code.co_filename.endswith("group.py"):
+            frame = frame.f_back
+        what = (call, frame.f_code.co_name, frame.f_lineno) if call == "gather" else (call,)
+        self._compare(rank, what)
+
+    def votes(self, rank: Rank) -> None:
+        """Compare a vote with what the others do."""
+        self._compare(rank, ("vote",))
+
+    def _compare(self, rank: Rank, what: object) -> None:
+        calls = rank.group.calls
+        place = len(calls[rank.number])
+        calls[rank.number].append(what)
+        for number, others in enumerate(calls):
+            if len(others) > place and others[place] != what:
+                self.report(
+                    "ranks never part",
+                    f"g{rank.slot}: r{rank.number} makes {what} as its call {place}, r{number} {others[place]}",
+                )
+
+    def asks(self, rank: Rank, step: int) -> None:
+        """Compare a quorum request with those of the group's other ranks."""
+        asked = rank.group.asked
+        place = len(asked[rank.number])
+        asked[rank.number].append(step)
+        for number, others in enumerate(asked):
+            if len(others) > place and others[place] != step:
+                self.report(
+                    "ranks never part",
+                    f"g{rank.slot}: r{rank.number} asks for a quorum with step {step}, r{number} with {others[place]}",
+                )
+
+    def saw(self, rank: Rank, event: str, fields: dict[str, Any]) -> None:
+        """Take note of an event of the engine."""
+        if self.traces:
+            told = " ".join(f"{name}={_short(value)}" for name, value in fields.items() if not name.endswith("seconds"))
+            self.say(rank.process.name, f"{event} {told}")
+        if event in ("heal_started", "heal_finished"):
+            self.progressed = self.kernel.now
+        if event == "rolled_back":
+            if lost := rank.unreplayed:
+                self.report("no state given up", f"{rank.process.name} rolls back with {lost} updates not replayed")
+            self._judge_loss(rank, int(fields["step"]), event)
+        elif event == "digest_mismatch":
+            self._judge_mismatch(rank, fields)
+
+    def started(self, rank: Rank) -> None:
+        """Take note that a rank begins at step 0."""
+        rank.ready = True
+        if rank.group.attempt > 0 or self.furthest > 0:
+            self._judge_loss(rank, 0, "started anew")
+
+    def committed(self, rank: Rank, step: int, participants: list[int]) -> None:
+        """Take note of a commit."""
+        if self.traces:
+            self.say(rank.process.name, f"commits step {step} of groups {participants}, {rank.state.digest()[:8]}")
+        self.commits += 1
+        if step > self.furthest:
+            self.furthest, self.progressed = step, self.kernel.now
+
+    def heals(self, rank: Rank, computed: bool) -> None:
+        """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
+        if computed and rank.ready and not rank.state.tainted:
+            self._judge_lost_work(rank)
+        rank.ready = False
+
+    def _judge_lost_work(self, rank: Rank) -> None:
+        """One group ahead must not cost the work of more that are ready one step behind it."""
+        here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
+        holders = [group for group in self.groups.values() if group.ready and group.runs and group.slot in here]
+        held = [group.ranks[rank.number].held for group in holders]
+        rear, ahead = held.count(rank.held), sum(step == rank.held[0] + 1 for step, _ in held)
+        if rear > ahead > 0 and rear + ahead == len(held):
+            self.report("no work lost", f"g{rank.slot} heals, one of {rear} groups one step behind {ahead}")
+
+    def healed(self, rank: Rank) -> None:
+        """Take note that a rank has the job's state."""
+        self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.digest()[:8]}")
+
+    def rank_ended(self, rank: Rank) -> None:
+        """Take note that a rank ended in order; stop when nothing is left to see."""
+        ended = rank.ended
+        assert ended is not None
+        self.say(rank.process.name, f"{ended.how} at step {ended.step}, {ended.digest[:8]}")
+        if ended.how == "finished" and ended.step != self.options.steps:
+            self.report("counters", f"{rank.process.name} has finished at step {ended.step} of {self.options.steps}")
+        group = rank.group
+        if group.ended == "drained":
+            comes_back = self.drained.get(group.slot, False)
+            if not comes_back:
+                self.gone[group.slot] = "drained"
+        if self.final is None and group.ended == "finished":
+            # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late.
+            here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
+            others = [self.groups[slot] for slot in sorted(here) if slot in self.groups]
+            self.final = {other.slot for other in others if other.ready and self._linked(group, other)}
+            self.final.add(rank.slot)
+        self._judge_end(rank)
+
+    def _late(self, group: GroupRun) -> bool:
+        return self.final is not None and group.slot not in self.final
+
+    def process_ended(self, group: GroupRun) -> None:
+        """Let the supervisor see that a process of a group has ended."""
+        if group.over:
+            return
+        dead = [rank for rank in group.ranks if rank.process.dead]
+        left = [rank.number for rank in group.ranks if rank.ended]
+        stuck = [rank.number for rank in dead if rank.process.exited and not rank.ended]
+        if left and stuck:
+            self.report("ranks never part", f"g{group.slot}: ranks {left} have left in order, {stuck} had to end")
+        if any(rank.ended is None for rank in dead):
+            self.say("launch", f"sees an end in group {group.slot}")
+            group.over = True
+            self.kernel.after(0.02 + 0.2 * self.kernel.rng.random(), lambda: self._end_others(group))
+        elif len(dead) == len(group.ranks):
+            group.over = True
+            if group.ended == "drained" and group.slot not in self.gone:
+                self._restart(group)
+        self.disturbed = self.kernel.now
+        self._stop_if_over()
+
+    def _end_others(self, group: GroupRun) -> None:
+        for rank in group.ranks:
+            rank.process.end()
+        self._restart(group)
+        self._stop_if_over()
+
+    def _restart(self, group: GroupRun) -> None:
+        if self.groups.get(group.slot) is not group or group.slot in self.gone:
+            return
+        low, high = self.options.restart_seconds
+        self.kernel.after(
+            low + (high - low) * self.kernel.rng.random(), lambda: self._start(group.slot, group.attempt + 1)
+        )
+
+    # Judging
+
+    def _crashed(self, crash: Crash) -> None:
+        process, error = crash.task.process, crash.error
+        self.say(process.name, f"{crash.task.name} ends by {type(error).__name__}: {str(error)[:160]}")
+        rank = self.ranks[process]
+        if self._may_end(rank, crash):
+            if not getattr(crash.error, "restart", True):
+                self.gone[rank.slot] = type(crash.error).__name__
+            process.end()
+            self._stop_if_over()
+        else:
+            self.report(
+                "no state given up", f"{process.name} ({crash.task.name}) ends by {type(error).__name__}: {error}"
+            )
+
+    def _may_end(self, rank: Rank, crash: Crash) -> bool:
+        name = type(crash.error).__name__
+        if rank.group.over:
+            return True  # a sibling has ended: it is being ended as well
+        if any(fault.excuses(name, rank, self) for fault in self.faults):
+            return True
+        if name == "GaveUpError" and "start_timeout" in str(crash.error):
+            return rank.held[0] == 0 and self._too_few()
+        if name == "JobLostError":
+            return not self._holders(rank.held[0] + 1, rank.group)
+        return False
+
+    def _too_few(self) -> bool:
+        started = [group for group in self.groups.values() if group.runs]
+        return len(started) < self.config["min_replica_size"] or bool(self.options.late) or bool(self.faults)
+
+    def _holders(self, step: int, but: GroupRun | None = None) -> list[GroupRun]:
+        """Return the groups that hold at least `step` commits, live, and have been reachable for a while."""
+        return [
+            group
+            for group in self.groups.values()
+            if group is not but
+            and group.ready
+            and group.runs
+            and not group.ended
+            and min(rank.held[0] for rank in group.ranks) >= step
+            and self._reaches_lighthouse(group)
+        ]
+
+    def _reaches_lighthouse(self, group: GroupRun) -> bool:
+        settled = self.kernel.now - self.disturbed > self.config["start_timeout_seconds"] + 3.0
+        return settled and self.network.usable((group.slot, 0), LIGHTHOUSE)
+
+    def _judge_loss(self, rank: Rank, step: int, what: str) -> None:
+        holders = self._holders(step + 1, rank.group)
+        if holders and not self._job_over():
+            slots = [group.slot for group in holders]
+            self.report(
+                "no state given up", f"{rank.process.name}: {what} at step {step} while groups {slots} hold more"
+            )
+
+    def _judge_mismatch(self, rank: Rank, fields: dict[str, Any]) -> None:
+        """A state that nobody has changed must not be outvoted by one that somebody has."""
+        minority = set(fields.get("minority", ()))
+        lineages = fields.get("lineages", {})
+        tainted = {
+            slot: any(other.state.tainted for other in self.groups[slot].ranks)
+            for slot in map(int, fields.get("digests", {}))
+            if slot in self.groups
+        }
+        self.tied = len(minority) == len(tainted) and 2 * sum(tainted.values()) >= len(tainted)
+        for slot in minority:
+            majority = [
+                other
+                for other in tainted
+                if other not in minority and lineages.get(str(other)) == lineages.get(str(slot))
+            ]
+            if not tainted.get(slot, True) and any(tainted[other] for other in majority):
+                self.report("one trajectory", f"g{slot} is sound, and outvoted by corrupt groups {majority}")
+
+    def _judge_end(self, rank: Rank) -> None:
+        """Compare the final states; end when all groups that can have ended."""
+        ended = rank.ended
+        assert ended is not None
+        finished = [
+            other
+            for group in self.groups.values()
+            for other in group.ranks
+            if other.ended and other.ended.how == "finished" and not self._late(group)
+        ]
+        if self._late(rank.group):
+            return
+        for other in finished:
+            assert other.ended is not None
+            if ended.how == "finished" and other.number == rank.number and other.ended.digest != ended.digest:
+                self.report("one trajectory", f"g{rank.slot} and g{other.slot} have finished with other bytes")
+        if ended.how == "finished" and self.oracle.is_corrupt(rank.number, rank.state) and not self._corruption_wins():
+            self.report("one trajectory", f"{rank.process.name} has finished with a corrupt state")
+        self._stop_if_over()
+
+    def _stop_if_over(self) -> None:
+        """Stop when nothing is left to see."""
+        started = self.options.groups - len(self.options.absent)
+        if "DivergedError" in self.gone.values():
+            self.kernel.stop()
+        elif (self._job_over() or len(self.gone) == started) and self._all_ended():
+            self.kernel.stop()
+
+    def _corruption_wins(self) -> bool:
+        """Say whether nobody is left who has a sound state: then nobody can tell."""
+        return all(rank.state.tainted for group in self.groups.values() if group.alive for rank in group.ranks[:1])
+
+    def _all_ended(self) -> bool:
+        return all(
+            group.over or group.ended or group.slot in self.gone or self._late(group) for group in self.groups.values()
+        )
+
+    def _watch(self) -> None:
+        """Look now and then whether training goes on although nothing keeps it from doing so."""
+        now = self.kernel.now
+        if self._viable():
+            if now - max(self.progressed, self.disturbed) > self.bound:
+                since = now - max(self.progressed, self.disturbed)
+                self.report("liveness", f"no step committed for {since:.0f} s: {self._describe()}")
+                return
+        elif not self._job_over():
+            self.disturbed = max(self.disturbed, now - 1.0)
+        self.kernel.after(5.0, self._watch)
+
+    def _viable(self) -> bool:
+        """Say whether enough groups run, reach the lighthouse and each other."""
+        if self._job_over() or self.furthest >= self.options.steps or not self.lighthouse.listens:
+            return False
+        running = [
+            group
+            for group in self.groups.values()
+            if group.runs and not group.ended and self.network.usable((group.slot, 0), LIGHTHOUSE)
+        ]
+        if any(not group.runs and group.alive for group in self.groups.values()):
+            return False
+        least = max(self.config["min_replica_size"], self.options.min_replicas)
+        clique: list[GroupRun] = []
+        for group in running:
+            if all(self._linked(group, other) for other in clique):
+                clique.append(group)
+        return len(clique) >= least
+
+    def _linked(self, a: GroupRun, b: GroupRun) -> bool:
+        ranks = range(self.options.ranks)
+        return all(
+            self.network.usable((a.slot, i), (b.slot, i)) and self.network.usable((a.slot, i), (b.slot, 0))
+            for i in ranks
+        )
+
+    def _describe(self) -> str:
+        words = []
+        for slot, group in sorted(self.groups.items()):
+            for rank in group.ranks:
+                state = "dead" if rank.process.dead else "frozen" if rank.process.frozen else "lives"
+                if rank.ended:
+                    state = rank.ended.how
+                words.append(f"g{slot}r{rank.number} {state} at {rank.held[0]}")
+        return ", ".join(words)
+
+
+class _WatchedClient(ManagerClient):
+    """A client whose calls the world compares with those of the group's other ranks."""
+
+    def __init__(self, world: World, rank: Rank, server: ManagerServer | None) -> None:
+        super().__init__(rank.node, server)
+        self._world, self._rank = world, rank
+
+    def _quorum(self, group_rank: int, step: int, *args: Any, **kwargs: Any) -> Any:
+        self._world.asks(self._rank, step)
+        return super()._quorum(group_rank, step, *args, **kwargs)
+
+    def should_commit(self, group_rank: int, step: int, *args: Any, **kwargs: Any) -> bool:
+        self._world.votes(self._rank)
+        self._world.moment("vote", self._rank.node)
+        return super().should_commit(group_rank, step, *args, **kwargs)
+
+
+def _config(options: Options) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from titan_ft.config import FaultTolerance
+
+    return asdict(FaultTolerance(**options.fault_tolerance))
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,83 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a group tells of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import titan_ft
+from titan_ft import device
+
+device.prepare()
+
+from torchtitan.distributed import ParallelDims  # noqa: E402
+
+from titan_ft.links import _group_shape  # noqa: E402
+from titan_ft.replica.group import Group  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _world() -> Iterator[None]:
+    """A world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class TwoRanks(Group):
+    """A group whose other rank tells `other`."""
+
+    def __init__(self, other: int) -> None:
+        self.other = other
+
+    def gather(self, value: int) -> list[int]:
+        return [value, self.other]
+
+
+def shape(*parts: nn.Module, group: Group | None = None, **degrees: int) -> str:
+    dims = ParallelDims(
+        **{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "world_size": 1, **degrees}
+    )
+    return _group_shape(dims, parts, group or Group(torch.device("cpu"), None))
+
+
+def test_the_same_model_has_the_same_shape() -> None:
+    """It says how many ranks there are, how they are arranged, and what they run."""
+    one, other = shape(nn.Linear(2, 3)), shape(nn.Linear(2, 3))
+    assert one == other
+    ranks, *facts = one.split(";")
+    assert ranks == "1r"
+    assert {f"torch={torch.__version__}", "torchtitan=0.2.2", f"titan_ft={titan_ft.__version__}"} < set(facts)
+
+
+def test_the_mesh_is_told() -> None:
+    """Degrees of 1 are not; the one that was -1 is, as it came out."""
+    assert shape(nn.Linear(2, 3), dp_shard=-1, tp=2, world_size=4).startswith("1r.dp_shard2.tp2;")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.ModuleDict({"b": nn.Linear(2, 2), "a": nn.Linear(2, 2)}),  # another order of parameters of the same sizes
+        nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(2, 2)}),  # as many numbers in all
+        nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).bfloat16()}),
+        nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).requires_grad_(requires_grad=False)}),
+        nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)}),
+    ],
+)
+def test_another_model_has_another_shape(other: nn.Module) -> None:
+    """Order, sizes, dtypes and which parameters are trained: whatever decides the exchange's buffers."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    assert shape(model) != shape(other)
+
+
+def test_every_rank_counts() -> None:
+    """Two groups whose ranks 0 are alike differ if their ranks 1 do."""
+    model = nn.Linear(2, 3)
+    assert shape(model, group=TwoRanks(1)) == shape(model, group=TwoRanks(1)) != shape(model, group=TwoRanks(2))

@@ -1,0 +1,524 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a group does next: the whole policy of the protocol, as pure functions.
+
+    rows of a round -> judge -> Verdict (who holds the job's state, whose gradient counts, who serves whom)
+    position, round, config -> decide -> one Decision
+
+Every rank of every group knows the same rows, and every rank of a group the same position, so each comes to the same
+decision by itself. Nothing here reads a clock, a folder or the network: what only one rank can know is agreed on in its
+group before it gets here (see `Group.clock`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from titan_ft.config import FaultTolerance
+from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
+from titan_ft.replica.ledger import Entry, share_out
+from titan_ft.replica.member import Quorum
+from titan_ft.replica.row import Row, Standing, descend
+
+if TYPE_CHECKING:
+    from titan_ft.replica.position import Position
+
+ALONE_SECONDS = 5.0  # without a holder of the latest state before older ones count
+MAX_EXCLUSIONS = 3  # steps in a row whose gradients only this group could not give, until it is started again
+
+
+@dataclass(frozen=True)
+class Update:
+    """A committed update, ready to be applied: reduced gradients and what the trainer counts of it.
+
+    Attributes:
+        step: number of the update, from 1.
+        tokens: trained by it.
+        lineage: of the state after it.
+        scale: factor that makes the token-weighted mean of the sums.
+        entries: the batches that it was made of.
+        readers: slots of the groups that were ready at it (see `Ledger.readers`).
+        gradients: the sums, as `GradientExchange.reduced` returns them; None = the exchange's own buckets hold them.
+    """
+
+    step: int
+    tokens: int
+    lineage: int
+    scale: float
+    entries: list[Entry]
+    readers: list[int]
+    gradients: list[torch.Tensor] | None = None
+
+    @property
+    def slots(self) -> list[int]:
+        """Return the slots whose data it was made of."""
+        return sorted({entry.slot for entry in self.entries})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rows of one exchange mean. Ranks are those of the quorum.
+
+    Attributes:
+        step: committed updates that the holders' state has; the exchange makes the next one.
+        holders: ranks that hold the job's state.
+        strays: ranks that claim to hold it but differ from the majority; they must heal.
+        corrupt: strays whose state has the holders' history and other bytes.
+        tie: the bytes differ and no majority exists.
+        digest: that of the holders' bytes; 0 = none of them has taken it.
+        verified: whether all holders have taken it.
+        ready: holders that train on.
+        contributors: those of them whose gradient counts.
+        excluded: those of them whose gradient does not, because it is not finite.
+        resting: those of them that keep theirs back, because the step could not be committed.
+        donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
+        serving: holders that a member fetches from.
+        awaited: members whose transfer must end before the next update.
+        valid_tokens, tokens, loss, max_loss: sums (and the largest) over the contributors.
+    """
+
+    step: int
+    holders: tuple[int, ...]
+    strays: tuple[int, ...]
+    corrupt: tuple[int, ...]
+    tie: bool
+    digest: int
+    verified: bool
+    ready: tuple[int, ...]
+    contributors: tuple[int, ...]
+    excluded: tuple[int, ...]
+    resting: tuple[int, ...]
+    donors: dict[int, int]
+    serving: tuple[int, ...]
+    awaited: tuple[int, ...]
+    valid_tokens: int
+    tokens: int
+    loss: float
+    max_loss: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that worked on all ranks of this group: the quorum, its members' rows and the verdict on them.
+
+    `entries` are the batches that the ready groups' gradients are made of.
+    """
+
+    quorum: Quorum
+    rows: Sequence[Row]
+    verdict: Verdict
+    entries: list[Entry]
+
+    @property
+    def lineage(self) -> int:
+        """Return the lineage of the holders' state."""
+        return self.rows[self.verdict.holders[0]].lineage
+
+    @property
+    def asked_for(self) -> bool:
+        """Say whether a member asks for a donor."""
+        return any(row.standing is Standing.BEHIND for row in self.rows)
+
+    def slots(self, ranks: Sequence[int]) -> list[int]:
+        """Return the slots of `ranks`."""
+        return [self.quorum.slots[rank] for rank in ranks]
+
+    def update(self, nominal_tokens: int, gradients: list[torch.Tensor] | None = None) -> Update:
+        """Return the update that the round is, if `is_update` says that it is one.
+
+        Args:
+            nominal_tokens: tokens of a step with all groups present, by which local losses are divided.
+            gradients: a copy of the sums; None = they stay in the exchange until the next round.
+        """
+        step = self.verdict.step + 1
+        return Update(
+            step=step,
+            tokens=self.verdict.tokens,
+            lineage=descend(self.lineage, self.quorum.key, step),
+            scale=nominal_tokens / self.verdict.valid_tokens,
+            entries=self.entries,
+            readers=self.slots(self.verdict.ready),
+            gradients=gradients,
+        )
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A round that did not work on all ranks of this group.
+
+    `spoiled` says that a rank of this group had put gradients into it that are not finite.
+    """
+
+    error: str
+    spoiled: bool = False
+
+
+# The decisions. A group that trains:
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Make the job's first step; `missing` groups did not come."""
+
+    missing: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Apply the round's update."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Make a round again, at once, with the same gradients."""
+
+
+@dataclass(frozen=True)
+class LeaveOut:
+    """Make it again without this group's gradients, which are not finite."""
+
+
+@dataclass(frozen=True)
+class Force:
+    """Make it again with them: nobody has others, so it is the model that diverges, and that is not ours to judge."""
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """Train the batches of `slots` as well, whose group went with its share of the step, and make the round again."""
+
+    slots: list[int]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Make a round again after a pause; the gradients are kept, and not sent until they are wanted."""
+
+    reason: str
+
+
+# A group that heals, that has finished, and that ends:
+
+
+@dataclass(frozen=True)
+class Heal:
+    """This group does not hold the job's state: its gradients are void, a donor's state is needed."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Fetch the state from the member `donor` (rank in the quorum)."""
+
+    donor: int
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """Go on from this group's own state: it is the latest that is left."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """All groups hold the final state."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End in order: the group was told to leave, and its ranks have agreed."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End with `error`."""
+
+    error: Exception
+
+
+Decision = (
+    Begin | Commit | Repeat | LeaveOut | Force | TakeOver | Wait | Heal | Fetch | RollBack | Done | Leave | GiveUp
+)
+
+
+def decide(position: Position, outcome: Round | Broken, config: FaultTolerance) -> Decision:
+    """Say what a group does after a round; `position` is the one that has taken the round in."""
+    decision = _decide(position, outcome, config)
+    return Leave() if position.leaving and not isinstance(decision, Commit | GiveUp) else decision
+
+
+def _decide(position: Position, outcome: Round | Broken, config: FaultTolerance) -> Decision:
+    if isinstance(outcome, Broken):
+        return _after_break(position, outcome, config)
+    if outcome.verdict.tie:
+        return GiveUp(_diverged(outcome))
+    if not position.standing.has_state:
+        return _heal(position, outcome)
+    if outcome.quorum.rank not in outcome.verdict.holders:
+        return Heal()
+    if position.standing is Standing.FINISHED:
+        return _finish(position, outcome, config)
+    return _train(position, outcome, config) if position.training else _start(outcome, config)
+
+
+def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> Decision:
+    if not (position.training and position.standing is Standing.READY):
+        return Repeat()
+    if (failures := _patience(position, config)) and position.failures > failures:
+        return GiveUp(
+            GaveUpError(
+                f"fault_tolerance.max_exchange_retries ({config.max_exchange_retries}) exceeded: the exchange of step "
+                f"{position.step + 1} broke {position.failures} times in a row; see why in this log"
+            )
+        )
+    return LeaveOut() if broken.spoiled else Repeat()
+
+
+def _patience(position: Position, config: FaultTolerance) -> int:
+    """Return how many broken rounds in a row this group bears; 0 = any number.
+
+    The groups give up one after the other, the highest slot first, and the lowest never: whoever is started again may
+    be the one that was to blame, and all at once would take the job's state with them.
+    """
+    above = sum(slot > config.replica_id for slot in position.peers)
+    is_last = all(slot >= config.replica_id for slot in position.peers)
+    return 0 if is_last else config.max_exchange_retries * (1 + above)
+
+
+def _diverged(made: Round) -> DivergedError:
+    digests = {row.slot: f"{row.digest:012x}" for row in made.rows}
+    return DivergedError(
+        f"the groups' states differ after step {made.verdict.step} and no majority says which is right (digests "
+        f"{digests}); restart the job from a checkpoint"
+    )
+
+
+def _start(made: Round, config: FaultTolerance) -> Decision:
+    """Wait for the job's first step until all groups are there, or the time is over."""
+    if is_update(made, config):
+        return Heal()  # the others have begun without this group: this very round is their next update
+    present = len({row.slot for row in made.rows})
+    # The rows tell each group's own wait, the same on all of its ranks, so that everybody ends the wait in this round.
+    if present < config.group_size and max(row.waited for row in made.rows) < config.start_timeout_seconds:
+        return Wait(f"{present} of {config.group_size} groups are here")
+    if present < config.min_replica_size:
+        return GiveUp(
+            GaveUpError(
+                f"fault_tolerance.min_replica_size must be reached within start_timeout_seconds "
+                f"({config.start_timeout_seconds:g} s): it is {config.min_replica_size}, and {present} group(s) came; "
+                "start the others sooner"
+            )
+        )
+    return Begin(config.group_size - present)
+
+
+def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    verdict = made.verdict
+    if verdict.strays:
+        return Repeat()  # they come back as joiners; what they sent is not in the next sum
+    if reason := _hindrance(made, config):
+        return Wait(reason)
+    if verdict.resting:
+        return Repeat()  # nobody has a reason to keep gradients back any more
+    if lacking := uncovered(made, config):
+        return TakeOver(_share_of(config.replica_id, lacking, made))
+    if verdict.valid_tokens == 0:
+        if not verdict.excluded:
+            return Wait("no group has a gradient")
+        return Force() if made.quorum.rank in verdict.excluded else Repeat()
+    excluded = made.slots(verdict.excluded)
+    if config.replica_id in excluded and position.exclusions + 1 >= MAX_EXCLUSIONS:
+        return GiveUp(_nonfinite(position.exclusions + 1, verdict.step + 1))
+    return Commit()
+
+
+def _nonfinite(steps: int, last: int) -> NonFiniteError:
+    # Its state comes from a peer in the next attempt; if that cannot do better either, the data is what is wrong.
+    return NonFiniteError(
+        f"the gradients of this group were not finite in {steps} steps in a row, those of others were; last at step "
+        f"{last}: look at the memory and the GPUs of this host, and at the batches that its events name"
+    )
+
+
+def _hindrance(made: Round, config: FaultTolerance) -> str:
+    """Say why the step cannot be committed yet, whatever the gradients; empty if it can."""
+    verdict = made.verdict
+    if verdict.awaited:
+        return f"groups {made.slots(verdict.awaited)} fetch the state"
+    if len(verdict.ready) < config.min_replica_size:
+        return f"{len(verdict.ready)} group(s) hold the state, {config.min_replica_size} needed"
+    return ""
+
+
+def is_update(made: Round, config: FaultTolerance) -> bool:
+    """Say whether the round is an update: all that hold the state apply it, all that catch up queue it."""
+    verdict = made.verdict
+    hindered = verdict.tie or verdict.strays or verdict.resting or _hindrance(made, config) or uncovered(made, config)
+    return verdict.valid_tokens > 0 and not hindered
+
+
+def gives_next(made: Round, config: FaultTolerance) -> bool:
+    """Say whether those that keep their gradients back send them in the next round."""
+    return bool(made.verdict.resting) and not made.verdict.strays and not _hindrance(made, config)
+
+
+def uncovered(made: Round, config: FaultTolerance) -> list[int]:
+    """Return the slots whose data the round's gradients lack though `batch_policy` wants it in."""
+    if config.batch_policy == "shrink" or made.verdict.excluded:
+        return []  # whoever reads a batch that makes NaNs is excluded too, one after the other
+    return sorted(set(range(config.group_size)) - {entry.slot for entry in made.entries})
+
+
+def _share_of(slot: int, lacking: Collection[int], made: Round) -> list[int]:
+    """Return which of the `lacking` slots this group takes over.
+
+    Ready groups take their own: one that is back reads nothing in its first step, and if the group that was to read its
+    slot dies in that step, nobody else may be left to.
+    """
+    ready = made.slots(made.verdict.ready)
+    others = share_out(set(lacking) - set(ready), ready)
+    return ([slot] if slot in lacking else []) + others[slot]
+
+
+def _heal(position: Position, made: Round) -> Decision:
+    verdict = made.verdict
+    if verdict.holders:
+        donor = verdict.donors.get(made.quorum.rank)
+        return Repeat() if donor is None or position.donor >= 0 else Fetch(donor)
+    if position.alone < ALONE_SECONDS:
+        return Wait("no holder of the state is in the quorum")  # they may only be late, and a transfer may still end
+    seen, best = max(row.seen for row in made.rows), max(row.step for row in made.rows)
+    if best == 0 and seen > 0:
+        return GiveUp(
+            JobLostError(
+                f"every group that held the state after step {seen} is gone; restart the job from a checkpoint"
+            )
+        )
+    # Whoever has fetched a state replays what it has queued first: its row tells what comes out.
+    return RollBack() if not position.corrupt and position.step == best else Wait("another group's state is later")
+
+
+def _finish(position: Position, made: Round, config: FaultTolerance) -> Decision:
+    missing = config.group_size - len({*made.quorum.slots, *position.left})
+    if len(made.verdict.holders) < len(made.rows):
+        return Wait("a group needs the final state")
+    return Wait("groups are missing") if missing > 0 else Done()
+
+
+# The verdict
+
+
+def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) -> Verdict:
+    """Decide from all members' rows who holds the state, whose gradient counts and who serves whom.
+
+    Args:
+        read: slots whose data each member's gradients are made of. Holders of one state never read the same; of two
+            that did, the lower rank is taken for a holder.
+    """
+    claims = [rank for rank, row in enumerate(rows) if row.has_state]
+    step = _find_step(rows, claims)
+    camp = _find_camp(rows, [rank for rank in claims if rows[rank].step == step])
+    digest, tie = _find_digest(rows, camp)
+    alike = [rank for rank in camp if rows[rank].digest in (0, digest)]
+    holders = () if tie else _without_doubles(alike, read or [()] * len(rows))
+    ready = tuple(rank for rank in holders if rows[rank].standing == Standing.READY)
+    contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0)
+    joiners = [rank for rank, row in enumerate(rows) if row.standing == Standing.CATCHING_UP]
+    fetched_from = {rows[rank].donor for rank in joiners}
+    taken = [rank for rank in holders if rows[rank].digest]
+    return Verdict(
+        step=step,
+        holders=holders,
+        strays=tuple(rank for rank in claims if rank not in holders),
+        corrupt=() if tie else tuple(rank for rank in camp if rank not in alike),
+        tie=tie,
+        digest=digest,
+        verified=bool(holders) and len(taken) == len(holders),
+        ready=ready,
+        contributors=contributors,
+        excluded=tuple(rank for rank in ready if rows[rank].excluded),
+        resting=tuple(rank for rank in ready if rows[rank].resting),
+        # Only who has shown its bytes in this round: what a corrupt donor gives away outvotes the sound ones later.
+        donors=_send_to_donors(rows, [rank for rank in taken if rows[rank].slot not in fetched_from]),
+        serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),
+        awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),
+        valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
+        tokens=sum(rows[rank].tokens for rank in contributors),
+        loss=sum(rows[rank].loss for rank in contributors),
+        max_loss=max((rows[rank].max_loss for rank in contributors), default=0.0),
+    )
+
+
+def spoiled(rows: Sequence[Row]) -> list[int]:
+    """Return the slots whose gradients spoil the sum because they are not finite; none if it may be used.
+
+    It may if all members with gradients have agreed to force theirs: one that does alone must not spoil the others'.
+    """
+    spoilers = [row.slot for row in rows if row.nonfinite]
+    forced = all(row.forced for row in rows if row.valid_tokens or row.excluded)
+    return [] if forced else spoilers
+
+
+def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
+    """Return how many updates the job's state has: the most that a member claims.
+
+    Unless more members that train are exactly one update behind: an exchange was complete for the one ahead, and broke
+    for them. They have their gradients still, and it is the one that goes back.
+    """
+    if not claims:
+        return max(row.step for row in rows)
+    most = max(rows[rank].step for rank in claims)
+    ahead = sum(rows[rank].step == most for rank in claims)
+    rear = sum(rows[rank].step == most - 1 and rows[rank].standing == Standing.READY for rank in claims)
+    return most - 1 if rear > ahead else most
+
+
+def _find_camp(rows: Sequence[Row], claims: Sequence[int]) -> list[int]:
+    """Return those of `claims` with the most common lineage, of equally common ones the lowest rank's.
+
+    States of different lineage are all good ones, so that any choice that all make alike will do.
+    """
+    usual = _most_common([rows[rank].lineage for rank in claims])
+    return [rank for rank in claims if rows[rank].lineage == usual]
+
+
+def _find_digest(rows: Sequence[Row], camp: Sequence[int]) -> tuple[int, bool]:
+    """Return the digest of the bytes that are right, and whether nobody can tell; 0 = nobody has taken one.
+
+    Different bytes of one lineage mean that some are corrupt: only a majority of those that have looked at theirs can
+    tell which. At step 0 nothing is trained yet, so the lowest rank's initial state is as good as any.
+    """
+    digests = [rows[rank].digest for rank in camp if rows[rank].digest]
+    if not digests:
+        return 0, False
+    (digest, most), *others = Counter(digests).most_common(2)
+    tie = any(count == most for _, count in others)
+    return digest, tie and rows[camp[0]].step > 0
+
+
+def _without_doubles(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:
+    """Leave out holders that read data which a lower rank has read too."""
+    taken: set[int] = set()
+    single = []
+    for rank in holders:
+        if taken.isdisjoint(read[rank]):
+            single.append(rank)
+            taken.update(read[rank])
+    return tuple(single)
+
+
+def _most_common(values: list[int]) -> int:
+    """Return the most common value, of equally common ones the first; 0 if there is none."""
+    return Counter(values).most_common(1)[0][0] if values else 0
+
+
+def _send_to_donors(rows: Sequence[Row], free: Sequence[int]) -> dict[int, int]:
+    """Pair each rank that is behind with a holder that serves nobody yet.
+
+    A holder has one copy of its state: a joiner that came at a later step would take it from one that is fetching.
+    """
+    behind = [rank for rank, row in enumerate(rows) if row.standing == Standing.BEHIND]
+    return {rank: free[(place + rows[rank].heals) % len(free)] for place, rank in enumerate(behind) if free}

@@ -1,0 +1,43 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The donor's part in a heal: a copy of the state in host memory as long as a joiner fetches it."""
+
+from __future__ import annotations
+
+import time
+
+from titan_ft.replica.decision import Round
+from titan_ft.replica.position import Position
+from titan_ft.replica.snapshot import Snapshot, TrainState
+from titan_ft.replica.state_server import StateServer
+
+
+class Donor:
+    """Copies this rank's state when a joiner is sent here. Training thread only."""
+
+    def __init__(self, state: TrainState, server: StateServer) -> None:
+        self._state, self._server = state, server
+        self._served: Snapshot | None = None
+
+    def serve(self, made: Round, position: Position) -> None:
+        """Copy the state to host memory if a joiner was sent to this group, before the optimizer writes it."""
+        rank = made.quorum.rank
+        sent = rank in made.verdict.donors.values()
+        serving = rank in made.verdict.serving
+        held = self._served is not None and (self._served.step, self._served.lineage) == (
+            position.step,
+            position.lineage,
+        )
+        # A joiner may fetch already although this group voted no in the round that named it the donor.
+        if (sent and not held) or (serving and self._served is None):
+            self._withdraw()
+            started = time.monotonic()
+            self._served = self._state.copy(position.step, position.lineage)
+            self._server.publish(self._served, time.monotonic() - started)
+        elif not sent and not serving:
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        self._served = None
+        if (snapshot := self._server.withdraw()) is not None:
+            self._state.reuse(snapshot)

@@ -1,0 +1,179 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Find out which peers this rank can exchange bytes with, in both directions.
+
+A broken exchange does not tell which link broke it. So each rank asks its counterparts in the other groups, at their
+state servers: so many bytes go there and back that a path which loses large packets only is found out, and the other
+end does the same on a connection of its own, for firewalls often let one direction pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from io import BufferedRWPair
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+
+from titan_ft.replica.errors import RefusedError
+from titan_ft.replica.wire import prove, read_line, write_line
+
+CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second
+_BACK_SECONDS = 1.0  # for the other end's own connection; below what this end waits for its answer
+_PROBE_BYTES = 64 << 10  # each way: many packets of any size
+_BACK_BYTES = 16 << 10
+_MAX_BYTES = 1 << 20
+_AT_ONCE = 32  # probes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The counterpart of this rank in another group.
+
+    Attributes:
+        unique: names its process.
+        store: host:port of its group's store.
+        address: host:port of its state server; empty = not known, its group's store tells.
+    """
+
+    unique: str
+    store: str
+    address: str = ""
+
+
+class Probe:
+    """Asks peers for a sign of life on the way that exchanges take.
+
+    Args:
+        token: the run's shared secret.
+        address: host:port of this rank's own state server.
+        group_rank: of this rank, and so of its peers.
+    """
+
+    def __init__(self, token: str, address: str, group_rank: int) -> None:
+        self._token, self._address, self._group_rank = token, address, group_rank
+
+    def __call__(self, peers: Sequence[Peer]) -> dict[str, str]:
+        """Return why those peers that cannot be reached cannot, by their `unique`; takes a few seconds at most."""
+        if not peers:
+            return {}
+        with ThreadPoolExecutor(min(_AT_ONCE, len(peers)), thread_name_prefix="titan_ft_probe") as pool:
+            reasons = pool.map(self._ask, peers)
+            return {peer.unique: reason for peer, reason in zip(peers, reasons, strict=True) if reason}
+
+    def _ask(self, peer: Peer) -> str:
+        try:
+            if self._group_rank > 0:  # the ranks of all groups meet at a store, and its host is rank 0's
+                _connect(peer.store, CONNECT_SECONDS).close()
+            address = peer.address or _look_up(peer, self._group_rank)
+            try:
+                round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
+            except ConnectionError:  # such as one that was taken for a broken exchange's, and closed with it
+                round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
+        except RefusedError:
+            return ""  # it is another run's, or its token is wrong: but it can be reached
+        except (OSError, ValueError, KeyError, RuntimeError) as error:  # what network and store do; no bug of ours
+            return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        return ""
+
+
+def address_key(unique: str, group_rank: int) -> str:
+    """Return where a group's store tells the address of a rank's state server."""
+    return f"titan_ft/address/{unique}/{group_rank}"
+
+
+def round_trip(address: str, token: str, seconds: float, size: int, back: str = "") -> None:
+    """Send `size` bytes to the state server at `address` and have them sent back.
+
+    Args:
+        seconds: for each thing that the other end does.
+        back: host:port that the other end is to connect to for a round trip of its own.
+
+    Raises:
+        OSError, ValueError: it cannot be reached, or not from there.
+        RefusedError: it can, but does not know the token.
+    """
+    with contextlib.closing(_connect(address, seconds)) as connection, connection.makefile("rwb") as stream:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the last bytes wait for no delayed ACK
+        prove(stream, address, token)
+        connection.settimeout(seconds + (_BACK_SECONDS if back else 0.0))
+        payload = os.urandom(size)
+        write_line(stream, {"probe": size, "back": back})
+        stream.write(payload)
+        stream.flush()
+        answer = read_line(stream)
+        if answer.get("error"):
+            raise ConnectionError(f"it can be reached from here, but {answer['error']}")
+        if int(answer.get("bytes", -1)) != size or stream.read(size) != payload:
+            raise ConnectionError("the bytes did not come back as they were sent")
+
+
+def answer_probe(stream: BufferedRWPair[Any, Any], request: dict[str, Any], token: str) -> None:
+    """Do the state server's part of `round_trip`, whose handshake is over."""
+    size, back = int(request["probe"]), str(request.get("back") or "")
+    if not 0 <= size <= _MAX_BYTES:
+        raise ValueError("not a probe")
+    payload = stream.read(size)
+    if back:
+        try:
+            round_trip(back, token, _BACK_SECONDS, _BACK_BYTES)
+        except (OSError, ValueError, RefusedError) as error:
+            write_line(stream, {"error": f"not from there: {type(error).__name__}: {error}"})
+            return
+    write_line(stream, {"bytes": len(payload)})
+    stream.write(payload)
+    stream.flush()
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Return what `function` returns, or what it raises; a thread that takes longer is left to itself.
+
+    For torch's stores: a client whose connection went silent waits without end, whatever timeout it was given.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # noqa: BLE001  # raised by the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="titan_ft_within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer for {seconds:g} s")
+    return results[0]
+
+
+def _connect(address: str, seconds: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), seconds)
+
+
+def _look_up(peer: Peer, group_rank: int) -> str:
+    """Read the address of the peer's state server in its group's store."""
+    _connect(peer.store, CONNECT_SECONDS).close()  # torch's store tries again and again
+
+    def read() -> str:
+        host, _, port = peer.store.rpartition(":")
+        timeout = timedelta(seconds=CONNECT_SECONDS)
+        store = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        return store.get(address_key(peer.unique, group_rank)).decode()
+
+    return within(2 * CONNECT_SECONDS, read)

@@ -1,0 +1,76 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The shape of a group: what must be equal in all groups, beside the config, for their exchange to make sense.
+
+Rank i of each group sums buffers with rank i of the others. With another number of ranks, another sharding or another
+model the buffers have other sizes, or the same sizes and other contents; Gloo ends the process over the former, and
+nobody notices the latter. The config does not show it: a shard degree of -1 means as many ranks as were started.
+
+A shape is text, so that it can be part of a group's name at the lighthouse:
+`4r.dp_shard2.tp2;torch=2.13.0;torchtitan=0.2.2;titan_ft=0.1.0;layout=0123456789ab`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_LAYOUT = "layout"
+_DEGREE = re.compile(r"([a-z_]+)(\d+)")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two shapes do not have in common, in words: of one, of the other, and how to make them equal."""
+
+    own: str
+    other: str
+    remedy: str
+
+
+def describe_shape(num_ranks: int, degrees: Mapping[str, int], versions: Mapping[str, str], layout: int) -> str:
+    """Return the shape of a group.
+
+    Args:
+        degrees: of each parallel dimension.
+        versions: of the packages that decide what a rank computes and sends.
+        layout: 48-bit hash of the parameters on all ranks of the group.
+    """
+    mesh = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+    parts = [f"{name}={version}" for name, version in versions.items()]
+    return ";".join([".".join([f"{num_ranks}r", *mesh]), *parts, f"{_LAYOUT}={layout:012x}"])
+
+
+def shape_differences(own: str, other: str, *, same_config: bool) -> list[Difference]:
+    """Return in what two shapes differ; empty if they are the same, or if the config is what makes them differ."""
+    ranks, facts = _parse(own)
+    other_ranks, other_facts = _parse(other)
+    found = []
+    if ranks != other_ranks:
+        found.append(
+            Difference(_say_ranks(ranks), _say_ranks(other_ranks), "as many ranks and the same [parallelism] degrees")
+        )
+    for name in dict.fromkeys((*facts, *other_facts)):
+        one, another = facts.get(name, "none"), other_facts.get(name, "none")
+        if one != another and name != _LAYOUT:
+            found.append(Difference(f"{name} {one}", f"{name} {another}", f"the same version of {name}"))
+    # Config, ranks, degrees and versions decide the layout: it tells something only if they are the same.
+    if own != other and same_config and not found:
+        said = f"parameters of layout {facts.get(_LAYOUT)} (names, sizes, dtypes and order on all ranks)"
+        found.append(Difference(said, f"parameters of layout {other_facts.get(_LAYOUT)}", "the same code of the model"))
+    return found
+
+
+def _parse(shape: str) -> tuple[str, dict[str, str]]:
+    ranks, *facts = shape.split(";")
+    return ranks, dict(fact.split("=", 1) for fact in facts if "=" in fact)
+
+
+def _say_ranks(text: str) -> str:
+    """Turn `4r.dp_shard2.tp2` into words."""
+    ranks, *mesh = text.split(".")
+    number = ranks.removesuffix("r")
+    said = f"{number} rank{'' if number == '1' else 's'}"
+    degrees = ", ".join(_DEGREE.sub(r"\1 \2", degree) for degree in mesh)
+    return f"{said} ({degrees})" if mesh else said

@@ -1,0 +1,320 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The replica dimension: what the trainer sees of the other groups.
+
+quorum (asked for at the last commit) -> forward and backward -> round (exchange, vote) -> decision -> the act
+                                                                 ^                            |
+                                                                 +---- same gradients --------+
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titan_ft.config import FaultTolerance
+from titan_ft.history.events import EventLog
+from titan_ft.replica.decision import (
+    Begin,
+    Broken,
+    Commit,
+    Decision,
+    Done,
+    Force,
+    GiveUp,
+    Leave,
+    LeaveOut,
+    Repeat,
+    Round,
+    TakeOver,
+    Update,
+    Wait,
+    decide,
+)
+from titan_ft.replica.decision import Heal as MustHeal
+from titan_ft.replica.group import Group
+from titan_ft.replica.heal import Heal
+from titan_ft.replica.ledger import Ledger, share_out
+from titan_ft.replica.position import Position
+from titan_ft.replica.round import PAUSE_SECONDS, Contribution, Leaving, Rounds, Use
+from titan_ft.replica.straggler import Stragglers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed step: its update, and what is logged of it.
+
+    Attributes:
+        participants: slots of the groups that contributed weight.
+        valid_tokens: tokens that the mean is taken over.
+        loss, max_loss: mean per valid token over all participants, and the largest mean of one rank.
+        own_tokens, own_loss: this group's part of them; None = it has none.
+        exchanges: rounds that the step took; 1 = no retry.
+        parent: lineage of the state before the step.
+        slowest: seconds of the slowest group's own part of the step / median of the others' (0 = alone).
+    """
+
+    update: Update
+    parent: int
+    participants: list[int]
+    valid_tokens: int
+    loss: float
+    max_loss: float
+    own_tokens: int
+    own_loss: float | None
+    exchanges: int
+    slowest: float
+
+
+class ReplicaDimension:
+    """One rank's side of the protocol. Training thread only; all ranks of a group call the same methods alike.
+
+    Args:
+        nominal_tokens: tokens of a step with all groups present; local losses are scaled by its inverse.
+        pauses_after: says of a step whether training goes on after it only when something else is done.
+    """
+
+    def __init__(
+        self,
+        config: FaultTolerance,
+        *,
+        position: Position,
+        rounds: Rounds,
+        heal: Heal,
+        ledger: Ledger,
+        group: Group,
+        events: EventLog,
+        nominal_tokens: int,
+        pauses_after: Callable[[int], bool],
+    ) -> None:
+        self._config, self._position, self._rounds, self._heal = config, position, rounds, heal
+        self._ledger, self._group, self._events = ledger, group, events
+        self._stragglers = Stragglers(config.straggler_factor, config.straggler_steps)
+        self._nominal_tokens, self._pauses_after = nominal_tokens, pauses_after
+        self._waiting = False
+        self.heal_seconds = 0.0
+
+    def join(self, step: int = 0) -> bool:
+        """Meet the other groups as one that can load `step` committed updates, or has none.
+
+        Returns:
+            Whether they are further, so that this one must `heal`.
+        """
+        self._position.start_at(step)
+        # A rank that could not reach the others may have heard of their steps only in part.
+        behind = any(self._group.gather(int(self._rounds.meet().max_step > step)))
+        if behind:
+            self._position.start_at(0)
+        return behind
+
+    def start(self, step: int) -> bool:
+        """Begin to train together, holding `step` committed updates; returns False if this group must `heal` first.
+
+        The job's first step, also behind a checkpoint, waits for `group_size` groups, up to `start_timeout_seconds`.
+
+        Raises:
+            GaveUpError: fewer than `min_replica_size` groups came.
+        """
+        began = self._group.clock()
+        self._position.start_at(step)
+        self.digest_if_due()
+        while True:
+            self._position.wait(self._group.clock() - began)
+            outcome = self._rounds.make()
+            match decide(self._position, outcome, self._config):
+                case Begin(missing) if isinstance(outcome, Round):
+                    if missing:
+                        logger.warning("start_timeout_seconds is over: beginning without %d groups", missing)
+                    self._position.begin()
+                    self._ledger.readers = tuple(outcome.slots(outcome.verdict.ready))
+                    return True
+                case MustHeal():
+                    return False
+                case Wait():
+                    time.sleep(PAUSE_SECONDS)
+                case other:
+                    _end_if_told(other)
+
+    def arm(self) -> None:
+        """Let the next backward launch the exchange; call it before the step's last backward."""
+        self._rounds.launch()
+
+    def slots_to_read(self) -> list[int]:
+        """Return the slots whose data this group trains in the next step; none if another group still reads its own."""
+        own, readers = self._config.replica_id, self._ledger.readers
+        if self._config.batch_policy == "shrink":
+            return [own]
+        if own not in readers:  # the others dealt out this group's slot before they knew that it is back
+            return []
+        absent = set(range(self._config.group_size)) - set(readers)
+        return [own, *share_out(absent, readers)[own]]
+
+    def commit(self, contribution: Contribution, train: Callable[[list[int]], Contribution]) -> Committed | None:
+        """Make rounds until the step is committed; its update is then to be applied at once.
+
+        Args:
+            contribution: what this group's gradients are made of.
+            train: adds the gradients of one more step's share of each of these slots to the local ones.
+
+        Returns:
+            None if this group turns out not to hold the job's state: it must `heal`, its gradients are void.
+
+        Raises:
+            GaveUpError: too many exchanges in a row broke (`max_exchange_retries`).
+            DivergedError: the groups' states differ without a majority.
+            NonFiniteError: this group's gradients, and no others', were not finite in several steps in a row.
+            Leaving: the group was told to leave, and the step could not be committed.
+        """
+        use = given = Use.GIVE
+        exchanges = 0
+        while True:
+            outcome = self._rounds.make(contribution, use)
+            exchanges += 1
+            match decide(self._position, outcome, self._config):
+                case Commit() if isinstance(outcome, Round):
+                    return self._commit(outcome, exchanges)
+                case Repeat():
+                    use = given
+                case LeaveOut():
+                    use = given = Use.LEAVE_OUT
+                case Force():
+                    use = given = Use.FORCE
+                case TakeOver(slots):
+                    contribution = contribution.plus(train(slots))
+                case Wait(reason):
+                    self._wait(outcome, reason)
+                    use = Use.REST if given in (Use.GIVE, Use.FORCE) else given
+                case MustHeal():
+                    return None
+                case other:
+                    _end_if_told(other)
+
+    def digest_if_due(self) -> str | None:
+        """Take the digest of the state if one is due at this step; it travels with the next round.
+
+        Returns:
+            This rank's part of it (hex) on steps that are multiples of `digest_every`, else None.
+        """
+        due = self._config.digest_every and self._position.step % self._config.digest_every == 0
+        return self._rounds.take_digest() if due else None
+
+    def heal(self) -> int:
+        """Get the job's state from a donor while the others train on; returns the step that this group then holds.
+
+        Raises:
+            JobLostError: nobody is left who has it.
+        """
+        self.heal_seconds = self._heal.run()
+        self.digest_if_due()
+        return self._position.step
+
+    def finish(self) -> str:
+        """Stay until every group holds the final state, or `finish_timeout_seconds` passed without news; then leave.
+
+        Returns:
+            This rank's digest of the final state, in hex.
+        """
+        digest = self._rounds.take_digest()
+        self._position.finish()
+        deadline = self._group.clock() + self._config.finish_timeout_seconds
+        complete = False
+        while True:
+            outcome = self._rounds.make()
+            if complete:  # everybody was seen to have finished; this last round only let the slowest see it too
+                return digest
+            decision = decide(self._position, outcome, self._config)
+            if isinstance(decision, MustHeal):
+                self.heal()
+                return self.finish()
+            _end_if_told(decision)
+            # A group that was told to leave may have said so to some ranks of this group only: they must agree here.
+            complete = all(self._group.gather(int(isinstance(decision, Done))))
+            now = self._group.clock()
+            if self._is_needed(outcome):
+                deadline = now + self._config.finish_timeout_seconds
+            if now >= deadline:
+                logger.warning(
+                    "leaving without the groups that are down: fault_tolerance.finish_timeout_seconds (%g s) is over",
+                    self._config.finish_timeout_seconds,
+                )
+                return digest
+            if not complete:
+                time.sleep(PAUSE_SECONDS)
+
+    def _is_needed(self, outcome: Round | Broken) -> bool:
+        """Say whether a group may be there that lacks the final state.
+
+        A round that broke, perhaps after a long time without a lighthouse, was made with somebody: to leave right after
+        it would take the final state from a group that has just come back.
+        """
+        if isinstance(outcome, Round):
+            return len(outcome.verdict.holders) < len(outcome.rows)
+        patience = self._config.max_exchange_retries
+        return patience == 0 or self._position.failures <= patience
+
+    def _commit(self, made: Round, exchanges: int) -> Committed:
+        """Count the round's update as part of the state, and ask for the next quorum."""
+        self._waiting = False
+        update, verdict, own = made.update(self._nominal_tokens), made.verdict, made.rows[made.quorum.rank]
+        excluded = made.slots(verdict.excluded)
+        if excluded:
+            logger.warning("step %d is made without the gradients of groups %s: not finite", update.step, excluded)
+            self._events.emit("gradient_excluded", step=update.step, slots=excluded)
+        self._position.exclude(excluded, self._config.replica_id)
+        self._position.advance(update)
+        self._compare_speeds(made)
+        if not self._pauses_after(update.step):
+            # Asked for now, when all groups are at the same point, the next quorum finds everybody on time.
+            self._rounds.ask()
+        return Committed(
+            update=update,
+            parent=made.lineage,
+            participants=made.slots(verdict.contributors),
+            valid_tokens=verdict.valid_tokens,
+            loss=verdict.loss * update.scale,
+            max_loss=verdict.max_loss,
+            own_tokens=own.valid_tokens,
+            own_loss=own.loss * (self._nominal_tokens / own.valid_tokens) if own.valid_tokens else None,
+            exchanges=exchanges,
+            slowest=max(self._stragglers.ratios.values(), default=0.0),
+        )
+
+    def _wait(self, outcome: Round | Broken, reason: str) -> None:
+        """Pause before the next round: the step cannot be committed now."""
+        if not self._waiting and isinstance(outcome, Round):
+            self._waiting = True
+            logger.warning("step %d waits: %s", self._position.step + 1, reason)
+            participants = outcome.slots(outcome.verdict.contributors)
+            self._events.emit("waiting", step=self._position.step, participants=participants, reason=reason)
+        time.sleep(PAUSE_SECONDS)
+
+    def _compare_speeds(self, made: Round) -> None:
+        """Tell when a group has become a straggler, or is none any more."""
+        seconds = {made.quorum.slots[rank]: made.rows[rank].seconds for rank in made.verdict.contributors}
+        for change in self._stragglers.observe(seconds):
+            what = "is as fast as the others again" if change.recovered else f"is {change.ratio:.1f} times slower"
+            logger.warning("group %d %s", change.slot, what)
+            self._events.emit(
+                "straggler_recovered" if change.recovered else "straggler",
+                slot=change.slot,
+                factor=change.ratio,
+                step=self._position.step,
+            )
+
+
+def _end_if_told(decision: Decision) -> None:
+    """End the phase under way if that is the decision.
+
+    Raises:
+        Leaving: the group was told to leave.
+        Exception: that of a decision to give up.
+    """
+    match decision:
+        case Leave():
+            raise Leaving
+        case GiveUp(error):
+            raise error
