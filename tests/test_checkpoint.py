@@ -363,11 +363,11 @@ def test_a_save_is_over_when_it_is_on_all_ranks(make_run: Callable[..., Run]) ->
     run.train(5)
     run.settle()
     run.train(6)
-    assert run.saved == 0
+    assert run.position.saved == 0
     assert not run.events.named("checkpoint_saved")
     run.gather = lambda value: [value, value]  # type: ignore[method-assign]
     run.train(7)
-    assert run.saved == 5
+    assert run.position.saved == 5
     assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5]
 
 
@@ -378,12 +378,12 @@ def test_a_save_that_ends_late_does_not_hide_a_later_one(
     gate = Gate(monkeypatch)
     run = make_run(async_mode="async")
     run.train(5)
-    run.saved = 10
+    run.position.saved = 10
     gate.open.set()
     run.settle()
     run.train(6)
     assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5]
-    assert run.saved == 10
+    assert run.position.saved == 10
 
 
 def test_the_last_step_is_complete_when_save_returns(
