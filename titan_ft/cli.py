@@ -63,7 +63,8 @@ class Lighthouse:
     bind: str = "[::]:29510"
     """HOST:PORT to listen at, with a numeric host; port 0 lets the system choose one."""
     min_replicas: int = 1
-    """Fewest groups that may train together."""
+    """Fewest groups of a quorum. Leave it at 1: fault_tolerance.min_replica_size is what commits wait for, and a group
+    that is left alone at the end of a run would wait here for ever."""
     heartbeat_timeout_ms: int = 500
     """Milliseconds without a heartbeat after which a group counts as gone."""
     quorum_tick_ms: int = 20

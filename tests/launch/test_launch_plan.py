@@ -31,7 +31,7 @@ def test_command_lines(config: Path) -> None:
     made = plan(config, worker_args=["--training.steps", "5"])
     lighthouse = " ".join(made.lighthouse_command(4711)[2:])
     assert lighthouse == (
-        "titan_ft lighthouse --bind 127.0.0.1:4711 --min-replicas 2 --heartbeat-timeout-ms 750 "
+        "titan_ft lighthouse --bind 127.0.0.1:4711 --min-replicas 1 --heartbeat-timeout-ms 750 "
         "--quorum-tick-ms 20 --join-timeout-ms 60000"
     )
     root = config.parent / "run"

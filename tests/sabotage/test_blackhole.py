@@ -175,7 +175,9 @@ def test_a_connection_made_meanwhile_is_taken_in(
         assert not answers(connection)
 
 
-def test_after_its_end_nothing_is_taken(start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]) -> None:
+def test_after_its_end_nothing_is_taken_in(
+    start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]
+) -> None:
     """A thread that looks late finds it over: nobody would take the filter away again."""
     hole = make_hole(1.0)
     hole.extend()

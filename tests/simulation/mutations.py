@@ -169,7 +169,7 @@ MUTATIONS = [
             Change(
                 "decision", "    if verdict.strays:\n        return Repeat()", "    if False:\n        return Repeat()"
             ),
-            Change("decision", "hindered = verdict.tie or verdict.strays or", "hindered = verdict.tie or"),
+            Change("decision", "spoiled_sum = verdict.tie or verdict.strays or", "spoiled_sum = verdict.tie or"),
         ),
         ("flip", "freeze", "tail"),
         ("exact average", "one trajectory", "no work lost"),

@@ -223,7 +223,9 @@ def _lighthouse_settings(table: Mapping[str, Any]) -> LighthouseSettings:
     """Take the lighthouse's settings from the [fault_tolerance] table, where its own defaults stand too."""
     defaults = FaultTolerance()
     settings = LighthouseSettings(
-        min_replicas=table.get("min_replica_size", defaults.min_replica_size),
+        # Not min_replica_size: the groups count themselves. Where the lighthouse waits for more, the last group that is
+        # left at the end of a run would wait for a quorum for ever.
+        min_replicas=1,
         heartbeat_timeout_ms=table.get("heartbeat_timeout_ms", defaults.heartbeat_timeout_ms),
         quorum_tick_ms=table.get("quorum_tick_ms", defaults.quorum_tick_ms),
         join_timeout_ms=table.get("join_timeout_ms", defaults.join_timeout_ms),
