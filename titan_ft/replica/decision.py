@@ -525,8 +525,8 @@ def _find_digest(rows: Sequence[Row], camp: Sequence[int]) -> tuple[int, bool]:
 def _find_doubled(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:
     """Return the holders that have read what another one has read too, all but one of each such set.
 
-    A group may come back to a step in which its slot was taken over by one that still waits. Who has read most keeps it:
-    that one has taken over, the other one has only its own to lose.
+    A group may come back to a step in which its slot was taken over by one that waits. Who has read most keeps it: that
+    one has taken over, the other one has only its own to lose.
     """
     taken: set[int] = set()
     doubled = []
