@@ -172,6 +172,7 @@ def test_a_stopped_rank_takes_its_group_along(make_job: Callable[..., Job]) -> N
     assert [participants[step] for step in (STEP - 1, STEP, job.steps)] == [[0, 1], [0], [0, 1]]
 
 
+@pytest.mark.slow
 def test_a_long_call_is_no_silence(make_job: Callable[..., Job]) -> None:
     """A rank whose Python threads all wait for one that keeps the GIL still beats: its group is left alone."""
     long = [{"replica": 1, "rank": rank, "step": STEP + rank, "seconds": 3.0, "gil": True} for rank in (0, 1)]
