@@ -130,7 +130,8 @@ class FaultTolerance:
     does not count: the groups that all reach each other go on without the others."""
 
     digest_every: int = 50
-    """Steps between two comparisons of parameters, optimizer state and LR across the groups. 0 never compares."""
+    """Steps between two comparisons of parameters, optimizer state and LR across the groups. 0 compares only when a
+    joiner asks for the state: then all that hold it do, so that no corrupt one serves."""
 
     # Ours: the transfer of state to a joiner.
 

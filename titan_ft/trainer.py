@@ -121,6 +121,7 @@ class ReplicaTrainer(Trainer):
                 super().train()
             except Leaving:
                 self._links.membership.close()  # before the digest is taken: others need not wait for that
+                self.checkpointer.withdraw()  # found corrupt in the very round that it left in
                 self._tell_drained()
                 logger.info(f"SIGTERM: this group leaves after step {self._num_committed}")
             self._drain.leave()

@@ -51,7 +51,7 @@ REPLICA = Path(decisions.__file__).parent
 
 def ready(slot: int, **facts: Any) -> Row:
     """Return the row of a group that trains, with the gradients of one batch, and that has shown its bytes."""
-    usual = {"standing": Standing.READY, "step": STEP, "valid_tokens": 10, "tokens": 10, "digest": 9}
+    usual = {"standing": Standing.READY, "step": STEP, "valid_tokens": 10, "tokens": 10, "digest": 9, "training": 1}
     return Row(**{"slot": slot, **usual, **facts})
 
 
@@ -108,6 +108,25 @@ def test_the_group_that_is_ahead_of_most_heals() -> None:
         expected = Heal() if rank == 0 else Repeat()
         position = Position(step=rows[rank].step, training=True)
         assert decide(position, made_of(rows, rank), config(rank, size=6)) == expected
+
+
+def test_nobody_goes_back_from_the_last_step() -> None:
+    """Its group has ended its training: it would leave, and the others would wait for it. They heal from it."""
+    rows = [Row(slot=0, standing=Standing.FINISHED, step=STEP + 1, digest=9), ready(1), ready(2)]
+    assert judge(rows).step == STEP + 1
+    assert decide(trains(), made_of(rows, 1), config(1)) == Heal()
+
+
+def test_groups_that_have_yet_to_begin_do_not_outvote_one_that_is_ahead() -> None:
+    """They hold no gradients that would be lost; a checkpoint is no reason to give a later live state up."""
+    waiting = {"valid_tokens": 0, "training": 0}
+    assert judge([ready(0, step=STEP + 1), ready(1, **waiting), ready(2, **waiting)]).step == STEP + 1
+
+
+def test_a_group_that_has_yet_to_begin_does_not_make_up_the_number() -> None:
+    """It heals in the very round that it was counted in: the step would be one group's alone."""
+    rows = [ready(0), ready(1, valid_tokens=0, training=0)]
+    assert isinstance(decide(trains(), made_of(rows), config(min_replica_size=2)), Wait)
 
 
 def test_too_few_groups_wait() -> None:
@@ -312,6 +331,7 @@ def rows_of_a_job() -> st.SearchStrategy[list[Row]]:
         rows = []
         for slot, (standing, back, lineage, digest, tokens, extra) in enumerate(drawn):
             facts: dict[str, Any] = {"valid_tokens": tokens if standing is Standing.READY else 0}
+            facts["training"] = int(standing.has_state)
             if standing is Standing.READY and extra in ("excluded", "resting"):
                 facts[extra] = 1
                 facts["valid_tokens"] = 0 if extra == "excluded" else tokens

@@ -89,6 +89,19 @@ def test_a_corrupt_group_distrusts_what_it_saved() -> None:
     assert (corrupt.saved, corrupt.saved_corrupt, corrupt.claim) == (5, False, 0)
 
 
+def test_a_checkpoint_of_an_update_that_the_job_goes_back_from_does_not_count() -> None:
+    """Another group saves that step; the one that has saved it withdraws it, and nothing before it."""
+    rows = [ready(0, step=8, saved=8, training=1), *[ready(slot, training=1, saved=5) for slot in (1, 2)]]
+    for rank in range(3):
+        position = Position(step=rows[rank].step, agreed=4, saved=rows[rank].saved)
+        position.hear(made_of(*rows, rank=rank))
+        assert (position.saved, position.saved_corrupt, position.corrupt) == (7, rank == 0, False)
+    position = Position(step=8, agreed=4, saved=8)
+    position.hear(made_of(*rows))
+    position.withdraw_saved()
+    assert (position.agreed, position.saved, position.claim) == (7, 7, 8)
+
+
 def test_a_group_of_another_history_is_not_corrupt() -> None:
     """Its state is one that the job went through: if everybody else is lost it counts."""
     position = Position(step=7)

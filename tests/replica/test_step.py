@@ -498,8 +498,8 @@ def test_bytes_are_shown_when_somebody_comes() -> None:
 
     def come(group: OneGroup) -> None:
         group.position.fall_behind()
+        group.position.fetch(donor=0, awaited=False)  # asks for nothing
         for _ in range(2):
-            group.position.end_fetch(rest=True)  # asks for nothing
             group.rounds.make()
 
     groups.run(go_on, come)

@@ -92,7 +92,7 @@ MUTATIONS = [
             ),
             Change(
                 "decision",
-                "donors=_send_to_donors(rows, [rank for rank in taken if",
+                "donors=_send_to_donors(rows, [rank for rank in holders if verified and",
                 "donors=_send_to_donors(rows, [rank for rank in holders if",
             ),
             Change(
@@ -117,7 +117,11 @@ MUTATIONS = [
     Mutation(
         "one group ahead makes all others heal",
         (
-            Change("decision", "return most - 1 if rear > ahead else most", "return most"),
+            Change(
+                "decision",
+                "return most - 1 if rear > len(ahead) and Standing.FINISHED not in ahead else most",
+                "return most",
+            ),
             Change("round", " + (1 if self._position.training else 0)", ""),
         ),
         ("tail",),
@@ -127,8 +131,8 @@ MUTATIONS = [
         "a group that has read nothing does not count as one that holds the state",
         _one(
             "decision",
-            "    if len(verdict.ready) < config.min_replica_size:",
-            "    if len(verdict.contributors) + len(verdict.excluded) < config.min_replica_size:",
+            "present = sum(made.rows[rank].training for rank in verdict.ready)",
+            "present = len(verdict.contributors) + len(verdict.excluded)",
         ),
         ("lost",),
         ("liveness",),

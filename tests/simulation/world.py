@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation import standins
+from tests.simulation import faults, standins
 from tests.simulation.collectives import GroupCollective, GroupLink, ProcessGroup, Ring
 from tests.simulation.kernel import Crash, Kernel, Process
 from tests.simulation.lighthouse import Lighthouse, ManagerClient, ManagerServer
@@ -623,7 +623,10 @@ class World(standins.World):
             for slot in map(int, fields.get("digests", {}))
             if slot in self.groups
         }
-        self.tied = len(minority) == len(tainted) and 2 * sum(tainted.values()) >= len(tainted)
+        # Corrupt by a fault, not by a donor: no group may come to that.
+        flipped = {fault.slot for fault in self.faults if isinstance(fault, faults.Flip)}
+        corrupt = sum(tainted[slot] for slot in flipped & tainted.keys())
+        self.tied = len(minority) == len(tainted) and 2 * corrupt >= len(tainted)
         for slot in minority:
             majority = [
                 other

@@ -123,8 +123,8 @@ class Round:
 
     @property
     def asked_for(self) -> bool:
-        """Say whether a member asks for a donor."""
-        return any(row.standing is Standing.BEHIND for row in self.rows)
+        """Say whether a member asks for a donor, or may in the next round."""
+        return any(not row.has_state and row.donor < 0 for row in self.rows)
 
     def slots(self, ranks: Sequence[int]) -> list[int]:
         """Return the slots of `ranks`."""
@@ -370,8 +370,9 @@ def _hindrance(made: Round, config: FaultTolerance) -> str:
     verdict = made.verdict
     if verdict.awaited:
         return f"groups {made.slots(verdict.awaited)} fetch the state"
-    if len(verdict.ready) < config.min_replica_size:
-        return f"{len(verdict.ready)} group(s) hold the state, {config.min_replica_size} needed"
+    present = sum(made.rows[rank].training for rank in verdict.ready)  # one that has yet to begin makes no step
+    if present < config.min_replica_size:
+        return f"{present} group(s) hold the state, {config.min_replica_size} needed"
     return ""
 
 
@@ -450,7 +451,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
     contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in doubled)
     joiners = [rank for rank, row in enumerate(rows) if row.standing == Standing.CATCHING_UP]
     fetched_from = {rows[rank].donor for rank in joiners}
-    taken = [rank for rank in holders if rows[rank].digest]
+    verified = bool(holders) and all(rows[rank].digest for rank in holders)
     return Verdict(
         step=step,
         holders=holders,
@@ -458,14 +459,14 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         corrupt=() if tie else tuple(rank for rank in camp if rank not in alike),
         tie=tie,
         digest=digest,
-        verified=bool(holders) and len(taken) == len(holders),
+        verified=verified,
         doubled=doubled,
         ready=ready,
         contributors=contributors,
         excluded=tuple(rank for rank in ready if rows[rank].excluded),
         resting=tuple(rank for rank in ready if rows[rank].resting),
-        # Only who has shown its bytes in this round: what a corrupt donor gives away outvotes the sound ones later.
-        donors=_send_to_donors(rows, [rank for rank in taken if rows[rank].slot not in fetched_from]),
+        # Only when all have shown their bytes: what a corrupt donor gives away outvotes the sound groups later.
+        donors=_send_to_donors(rows, [rank for rank in holders if verified and rows[rank].slot not in fetched_from]),
         serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),
         awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),
         valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
@@ -489,14 +490,15 @@ def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
     """Return how many updates the job's state has: the most that a member claims.
 
     Unless more members that train are exactly one update behind: an exchange was complete for the one ahead, and broke
-    for them. They have their gradients still, and it is the one that goes back.
+    for them. They have their gradients still, and it is the one that goes back. Not from the last step: behind that it
+    has ended its training, and would leave.
     """
     if not claims:
         return max(row.step for row in rows)
     most = max(rows[rank].step for rank in claims)
-    ahead = sum(rows[rank].step == most for rank in claims)
-    rear = sum(rows[rank].step == most - 1 and rows[rank].standing == Standing.READY for rank in claims)
-    return most - 1 if rear > ahead else most
+    ahead = [rows[rank].standing for rank in claims if rows[rank].step == most]
+    rear = sum(rows[rank].step == most - 1 and bool(rows[rank].training) for rank in claims)
+    return most - 1 if rear > len(ahead) and Standing.FINISHED not in ahead else most
 
 
 def _find_camp(rows: Sequence[Row], claims: Sequence[int]) -> list[int]:

@@ -45,7 +45,7 @@ class Reduced:
 class _Bucket:
     """Gradients that travel together: a flat fp32 tensor and one view per parameter, in a fixed order.
 
-    It ends with a number for each parameter: how many groups have a gradient of it (times the scale, see `scale`).
+    It ends with a number for each parameter: how many groups have a gradient of it.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], where: torch.device) -> None:

@@ -89,7 +89,8 @@ class Heal:
         """
         started = time.monotonic()
         self._position.fall_behind()
-        self._rest = 0
+        self._position.be_alone(0.0)
+        self._alone_since, self._rest = None, 0
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
             self._rounds.launch_empty()

@@ -75,6 +75,16 @@ class Position:
                 self.corrupt = self.saved_corrupt = True
         elif verdict.verified:
             self.agreed = verdict.step
+        self._drop_saves_ahead(made)
+
+    def _drop_saves_ahead(self, made: Round) -> None:
+        """Count no checkpoint of an update that the job goes back from; who has saved it withdraws it."""
+        verdict = made.verdict
+        ahead = [rank for rank in verdict.strays if made.rows[rank].step > verdict.step]
+        if ahead and not verdict.tie:
+            self.saved = min(self.saved, verdict.step)
+        if made.quorum.rank in ahead and not verdict.tie:
+            self.agreed, self.saved_corrupt = verdict.step, True
 
     def leave(self) -> None:
         """All ranks of the group have agreed to leave."""

@@ -152,7 +152,9 @@ class Rounds:
         assert made is not None, "the vote passed with this rank's no"
         self._met, self._asked_for = frozenset(quorum.members), made.asked_for
         self._position.hear(made)
-        if made.verdict.strays or made.verdict.tie:
+        # One that is a step ahead or behind saw a broken exchange differently: no state differs.
+        alike = made.verdict.step
+        if made.verdict.tie or any(made.rows[rank].step == alike for rank in made.verdict.strays):
             self._tell_differing(made)
         self._donor.serve(made, self._position)
         return made
@@ -238,6 +240,7 @@ class Rounds:
             forced=use is Use.FORCE,
             excluded=use is Use.LEAVE_OUT,
             resting=resting,
+            training=position.training and claims,
         )
         return row.encode(), encode(facts.entries)
 

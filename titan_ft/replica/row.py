@@ -58,6 +58,7 @@ class Row:
         forced: whether it adds them all the same, because nobody had finite ones.
         excluded: whether the member leaves its gradients out of this step because one of its ranks had such.
         resting: whether the member has gradients and keeps them back until the step can be committed.
+        training: whether the member has begun to train; one that has not waits for the job's first step.
     """
 
     slot: int
@@ -81,6 +82,7 @@ class Row:
     forced: int = 0
     excluded: int = 0
     resting: int = 0
+    training: int = 0
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""
