@@ -488,12 +488,12 @@ class World(standins.World):
         rank.ready = False
 
     def _judge_lost_work(self, rank: Rank) -> None:
-        """One group ahead must not cost the work of more that are ready one step behind it."""
+        """One group ahead must not cost the work of more that are ready one step behind it, but at the very end."""
         here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
         holders = [group for group in self.groups.values() if group.ready and group.runs and group.slot in here]
         held = [group.ranks[rank.number].held for group in holders]
         rear, ahead = held.count(rank.held), sum(step == rank.held[0] + 1 for step, _ in held)
-        if rear > ahead > 0 and rear + ahead == len(held):
+        if rear > ahead > 0 and rear + ahead == len(held) and rank.held[0] + 1 < self.options.steps:
             self.report("no work lost", f"g{rank.slot} heals, one of {rear} groups one step behind {ahead}")
 
     def healed(self, rank: Rank) -> None:
