@@ -90,6 +90,11 @@ class Rank:
         """Return step and lineage of its state."""
         return self.state.held
 
+    @property
+    def computed(self) -> bool:
+        """Say whether it has computed gradients for the step under way."""
+        return bool(self._read)
+
     def main(self) -> None:
         """Train, then end the process."""
         self.train()

@@ -492,8 +492,12 @@ class World(standins.World):
         here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
         holders = [group for group in self.groups.values() if group.ready and group.runs and group.slot in here]
         held = [group.ranks[rank.number].held for group in holders]
-        rear, ahead = held.count(rank.held), sum(step == rank.held[0] + 1 for step, _ in held)
-        if rear > ahead > 0 and rear + ahead == len(held) and rank.held[0] + 1 < self.options.steps:
+        # One that has healed in this very round was no such group in it: it has computed nothing yet.
+        rear = sum(
+            group.ranks[rank.number].computed and group.ranks[rank.number].held == rank.held for group in holders
+        )
+        ahead = sum(step == rank.held[0] + 1 for step, _ in held)
+        if rear > ahead > 0 and held.count(rank.held) + ahead == len(held) and rank.held[0] + 1 < self.options.steps:
             self.report("no work lost", f"g{rank.slot} heals, one of {rear} groups one step behind {ahead}")
 
     def healed(self, rank: Rank) -> None:
