@@ -10,7 +10,7 @@ import tests.simulation.standins  # noqa: F401  # imports torch and torchft, bef
 from tests.simulation.mutations import MUTATIONS, Found, Mutation, find
 
 
-@pytest.mark.slow  # a minute altogether; .ci/run runs it
+@pytest.mark.slow  # a minute or two altogether
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "_"))
 def test_exploration_finds_it(mutation: Mutation) -> None:
     """It breaks one of the promises that it is said to break, within 2,000 schedules."""
