@@ -61,7 +61,7 @@ class _Heart:
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
-        self.beats = True
+        self.beats = False
         self.last = 0.0
 
     def age(self, now: float) -> float:
@@ -148,7 +148,7 @@ class Lighthouse:
             if not beats:
                 return
             heart = self._hearts[replica_id] = _Heart(interval)
-        now = self._kernel.now
+        now, heart.interval = self._kernel.now, interval
         if beats and not heart.beats:
             heart.last = now
         elif not beats and heart.beats:
