@@ -243,6 +243,7 @@ class Seats:
             "config_digest": "c0ffee",
             "address": f"127.0.0.1:{9000 + 10 * slot + rank}",
             "events": RecordedEvents(),
+            "probe": lambda peers: {},
         }
         self._taken.append(Membership(config, **arguments | options))
         return self._taken[-1]

@@ -72,7 +72,7 @@ def made_of(rows: Sequence[Row], rank: int = 0, read: dict[int, Sequence[int]] |
     slots = [list(read.get(row.slot, ())) for row in rows]
     verdict = judge(rows, slots)
     entries = [Entry(slot, 0, 1, b"") for place in verdict.ready for slot in slots[place]]
-    return Round(Quorum("1/q", rank, members, STEP, False), rows, verdict, entries)
+    return Round(Quorum("1/q", rank, members, STEP), rows, verdict, entries)
 
 
 def config(slot: int = 0, size: int = 3, **changes: Any) -> FaultTolerance:

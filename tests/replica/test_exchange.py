@@ -121,7 +121,7 @@ class Ring:
                 rank.seat.quorum = Future()
             group = rank.seat.process_group
             group.configure(f"127.0.0.1:{self._store.port}/{key}", f"m{number}", number, len(ranks))
-            rank.seat.quorum.set_result(Quorum(key, number, members, max_step=0, behind=False))
+            rank.seat.quorum.set_result(Quorum(key, number, members, max_step=0))
 
         self.together(*[lambda n=n, r=r: configure(n, r) for n, r in enumerate(ranks)])
 
@@ -547,7 +547,7 @@ def test_the_timeout_is_of_a_collective_not_of_the_rendezvous(ring: Ring) -> Non
 def test_a_quorum_without_process_group_is_a_broken_exchange(ring: Ring) -> None:
     """When the process group could not be built, the exchange says why and can be repeated."""
     rank = ring.rank()
-    rank.seat.quorum.set_result(Quorum("1/test", 0, (), max_step=0, behind=False, error="nobody came"))
+    rank.seat.quorum.set_result(Quorum("1/test", 0, (), max_step=0, error="nobody came"))
     rank.backward(seed=1)
     before = rank.gradients()
     with pytest.raises(ExchangeError, match="nobody came"):

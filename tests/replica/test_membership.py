@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from titan_ft.replica import membership as membership_module
+from titan_ft.replica import rendezvous
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
 from titan_ft.replica.member import Member
 from titan_ft.replica.membership import Membership
@@ -49,7 +49,7 @@ def test_two_groups_meet(seats: Any) -> None:
     assert first.slots == [1, 3]
     assert (first.rank, second.rank) == (1, 0)
     assert (first.error, second.error) == (None, None)
-    assert (first.max_step, first.behind, second.behind) == (0, False, False)
+    assert (first.max_step, second.max_step) == (0, 0)
     assert add_up(seats, late, early) == [3.0, 3.0]
 
 
@@ -69,11 +69,10 @@ def test_a_group_alone_has_a_quorum_of_one(seats: Any) -> None:
     assert add_up(seats, alone) == [1.0]
 
 
-def test_who_reports_fewer_updates_is_behind(seats: Any) -> None:
-    """The largest number of updates in the quorum tells who is behind."""
+def test_the_largest_number_of_updates_is_told(seats: Any) -> None:
+    """So that each group sees whether it is behind."""
     quorums = seats.meet(seats.take(0), seats.take(1), seats.take(2), steps=[5, 3, 5])
     assert [quorum.max_step for quorum in quorums] == [5, 5, 5]
-    assert [quorum.behind for quorum in quorums] == [False, True, False]
 
 
 def test_asking_returns_at_once(seats: Any, start_lighthouse: Callable[..., str]) -> None:
@@ -132,7 +131,7 @@ def test_a_no_of_one_group_renews_the_quorum(seats: Any) -> None:
     assert [members[0].vote(0, True), members[1].vote(0, False)] == [True, False]
     after = seats.meet(*members, steps=[1, 0])
     assert after[0].key == after[1].key != before.key
-    assert [quorum.behind for quorum in after] == [False, True]
+    assert [quorum.max_step for quorum in after] == [1, 1]
     assert add_up(seats, *members) == [3.0, 3.0]
 
 
@@ -182,7 +181,7 @@ def test_a_newcomer_is_in_the_next_quorum(seats: Any) -> None:
     quorums = seats.meet(*old, new, steps=[1, 1, 0])
     assert [quorum.slots for quorum in quorums] == [[0, 1, 2]] * 3
     assert [quorum.rank for quorum in quorums] == [0, 2, 1]
-    assert quorums[2].behind
+    assert quorums[2].max_step == 1
     assert add_up(seats, *old, new) == [7.0] * 3
 
 
@@ -235,7 +234,7 @@ def test_a_foreign_member_is_left_aside(seats: Any, stranger: Stranger, caplog: 
     for step in (3, 4):
         quorums = seats.meet(*members, steps=[step, step])
         assert [quorum.rank for quorum in quorums] == [0, 1]
-        assert {(q.slots[0], q.slots[1], q.error, q.behind, q.max_step) for q in quorums} == {(0, 1, None, False, step)}
+        assert {(q.slots[0], q.slots[1], q.error, q.max_step) for q in quorums} == {(0, 1, None, step)}
         assert add_up(seats, *members) == [3.0, 3.0]
         assert [member.vote(step, True) for member in members] == [True, True]
     for member in members:
@@ -250,7 +249,7 @@ def test_who_is_behind_shows_in_spite_of_a_stranger(seats: Any, stranger: Strang
     seats.meet(old, steps=[5])
     old.vote(5, True)
     quorums = seats.meet(seats.take(0), old, steps=[0, 6])
-    assert [(q.max_step, q.behind, q.error) for q in quorums] == [(6, True, None), (6, False, None)]
+    assert [(q.max_step, q.error) for q in quorums] == [(6, None), (6, None)]
 
 
 def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) -> None:
@@ -262,7 +261,7 @@ def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) ->
 
 def test_a_member_that_dies_before_the_process_group_stands(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member of the quorum that never comes makes this quorum's exchange fail soon; the next one is without it."""
-    monkeypatch.setattr(membership_module, "_RENDEZVOUS_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "_RENDEZVOUS_SECONDS", 0.2)
     stranger = Stranger(seats.lighthouse, Member(1, time.time(), "ghost", "c0ffee").replica_id)
     try:
         member = seats.take(0)
@@ -552,11 +551,11 @@ def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
     group = FakeProcessGroup()
     member = seats.take(0, process_group=group)
     seats.meet(member)
-    former = member._prefix
+    former = member._rendezvous.prefix
     assert not member.vote(0, False)
     seats.meet(member)
     assert len(set(group.configured)) == 2
-    member.abort(former)
+    member._rendezvous.abort(former)
     assert not group.aborted.is_set()
     member.abort()
     assert group.aborted.is_set()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from titan_ft.replica import membership as membership_module
+from titan_ft.replica import partition
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.reach import Peer
@@ -181,7 +181,7 @@ class Group:
 def network(seats: Any, start_lighthouse: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Network:
     # The lighthouse waits for a group that is still looking at its links, as it does with the default.
     seats.lighthouse = start_lighthouse(join_timeout_ms=10_000)
-    monkeypatch.setattr(membership_module, "_PROBE_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(partition, "_PROBE_PAUSE_SECONDS", 0.05)
     return Network(seats)
 
 
@@ -324,7 +324,7 @@ def test_a_link_that_flickers(network: Network, start: Callable[..., Group], mon
     looks = []
     for times in range(2, 5):
         groups[2].wait_for_event("outside", times - 1)
-        looks.append(groups[2].ranks[0]._good_looks)
+        looks.append(groups[2].ranks[0]._partition._good_looks)
         network.mend()
         groups[2].wait_for_event("link_back", times - 1)
         network.cut(0, 2)
@@ -357,7 +357,7 @@ def test_a_slow_exchange_is_not_broken_off(network: Network, start: Callable[...
         asked += 1
         return ask(peers)
 
-    groups[0].ranks[0]._probe = count
+    groups[0].ranks[0]._partition._probe = count
     for group in groups:
         group.wait_for([0, 1])
     network.slow.set()
@@ -389,8 +389,8 @@ def test_the_lighthouse_goes_while_a_group_is_outside(
 def wait_for_a_look(group: Group) -> None:
     """Wait until a group that is outside has agreed once more on what it reaches."""
     seat, deadline = group.ranks[0], time.monotonic() + DEADLINE
-    looks = seat._agreements
-    while seat._agreements == looks:
+    looks = seat._agreement.number
+    while seat._agreement.number == looks:
         assert time.monotonic() < deadline, "it looks no more"
         time.sleep(0.005)
 

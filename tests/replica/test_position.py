@@ -15,7 +15,7 @@ from titan_ft.replica.row import Row, Standing
 def made_of(*rows: Row, rank: int = 0) -> Round:
     """Return the round of these rows as the member `rank` sees it."""
     members = tuple(Member(row.slot, 0.0, f"u{row.slot}", "c") for row in rows)
-    return Round(Quorum("1/q", rank, members, 0, False), rows, judge(rows), [])
+    return Round(Quorum("1/q", rank, members, 0), rows, judge(rows), [])
 
 
 def ready(slot: int, **facts: Any) -> Row:

@@ -72,7 +72,7 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
 
     def make(members: list[str], address: str = "") -> tuple[Pulse, queue.SimpleQueue[dict[str, float]]]:
         silences: queue.SimpleQueue[dict[str, float]] = queue.SimpleQueue()
-        made.append(Pulse(address or lighthouse.address, 0.02, 1.0, "3:own", lambda: members, silences.put))
+        made.append(Pulse(address or lighthouse.address, 0.02, 1.0, lambda: "3:own", lambda: members, silences.put))
         return made[-1], silences
 
     yield make

@@ -82,7 +82,7 @@ class Seat:
         """Return it."""
         slots = self.hub.slots(self.number)
         members = tuple(Member(slot, 0.0, str(slot), "c0ffee") for slot in slots)
-        return Quorum(f"quorum {self.number}", slots.index(self.slot), members, self.max_step, False)
+        return Quorum(f"quorum {self.number}", slots.index(self.slot), members, self.max_step)
 
     def vote(self, step: int, ok: bool) -> bool:
         """Be the only voter."""

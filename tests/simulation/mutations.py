@@ -80,7 +80,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nobody tells of groups that cannot reach each other",
-        _one("membership", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"),
+        _one("partition", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"),
         ("cut",),
         ("no state given up", "liveness"),
     ),

@@ -130,8 +130,6 @@ class Quorum:
         key: names this quorum among all of the job.
         rank, members: in the process group's order.
         max_step: largest number of committed updates that a member reported.
-        behind: whether this group reported fewer. Without strangers only: what they report says nothing, and the
-            exchange's rows settle it.
         error: why the process group could not be built (None when it stands): the exchange then fails at once and is
             repeated in the next quorum.
     """
@@ -140,7 +138,6 @@ class Quorum:
     rank: int
     members: tuple[Member, ...]
     max_step: int
-    behind: bool
     error: str | None = None
 
     @property

@@ -19,6 +19,9 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+SILENT_BEATS = 2
+"""Heartbeat timeouts; one would be enough for the lighthouse, but breaking off costs a repetition."""
+
 _HEARTBEAT = re.compile(r"^\s*(\S+): seen ([0-9.eE+-]+)s ago\s*$", re.MULTILINE)
 
 
@@ -121,7 +124,7 @@ class Pulse(Watch):
         lighthouse: its address, http://host:port.
         interval: seconds until the first look and between two.
         patience: seconds of silence after which a member counts as gone.
-        own: replica id of this group.
+        own: returns the replica id of this group.
         members: returns the replica ids of the others in the exchange under way; none as long as they are not known.
         on_silence: called with the silent ones and their seconds, to break the exchange off.
     """
@@ -131,11 +134,11 @@ class Pulse(Watch):
         lighthouse: str,
         interval: float,
         patience: float,
-        own: str,
+        own: Callable[[], str],
         members: Callable[[], Collection[str]],
         on_silence: Callable[[dict[str, float]], None],
     ) -> None:
-        self._page, self._patience, self.own, self._members = StatusPage(lighthouse), patience, own, members
+        self._page, self._patience, self._own, self._members = StatusPage(lighthouse), patience, own, members
         super().__init__("titan_ft_pulse", lambda: interval, 1.0, self._find_silent, on_silence)
 
     def _find_silent(self) -> dict[str, float]:
@@ -145,7 +148,7 @@ class Pulse(Watch):
         heartbeats = self._page.read(self._patience)
         if heartbeats is None:
             return {}  # nothing is known, the exchange has its timeout
-        if heartbeats.get(self.own, 0.0) > self._patience / 2:
+        if heartbeats.get(self._own(), 0.0) > self._patience / 2:
             return {}  # this group lives: it is the lighthouse that hears late, or the way there
         # One that is not listed has not been heard of since the lighthouse was started: it is given time.
         return {name: heartbeats[name] for name in members if heartbeats.get(name, 0.0) > self._patience}

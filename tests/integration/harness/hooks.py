@@ -62,6 +62,7 @@ from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.exchange import GradientExchange, _Bucket, _Flight, local
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.pace import Pace
+from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.step import ReplicaDimension
@@ -306,8 +307,8 @@ def install_faults() -> None:
     before(_Flight, "__init__", launch)
     after(_Flight, "hand_over", hand_over)
     after(_Flight, "_all_reduce", all_reduce)
-    before(Membership, "_configure", lambda *_: WORKER.at("configure"))
-    after(Membership, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
+    before(Rendezvous, "configure", lambda *_: WORKER.at("configure"))
+    after(Rendezvous, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
     before(ReplicaTrainer, "_apply", lambda _, update: WORKER.at("commit" if update.gradients is None else "replay"))

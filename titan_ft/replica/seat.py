@@ -1,0 +1,184 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The seat of one replica group at the lighthouse: torchft's server on rank 0, and each rank's client of it.
+
+The server heartbeats under the group's name and gathers the requests and votes of the group's ranks. A group takes
+another name by opening another seat: rank 0 opens it, then all ranks take it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+
+from titan_ft.config import FaultTolerance
+from titan_ft.replica.errors import LighthouseError
+from titan_ft.replica.member import Member
+from titan_ft.replica.reach import address_key
+
+logger = logging.getLogger(__name__)
+
+# torchft's server repeats a request that a restarted lighthouse lost, once for all ranks of the group.
+_LIGHTHOUSE_RETRIES = 1000
+
+
+class Seat:
+    """One rank's part in its group's seat. Nobody sits on it before the first `take`.
+
+    Args:
+        lighthouse: its address, http://host:port.
+        host: the numeric address that other groups reach this rank at.
+        store: the group's.
+        address: host:port of this rank's state server.
+
+    Attributes:
+        member: the name that the group has at the lighthouse.
+        closed: whether the group has left for good.
+    """
+
+    member: Member
+
+    def __init__(
+        self,
+        config: FaultTolerance,
+        *,
+        lighthouse: str,
+        host: str,
+        group_rank: int,
+        group_world_size: int,
+        store: TCPStore,
+        address: str,
+    ) -> None:
+        self._config, self._lighthouse, self._host = config, lighthouse, host
+        self._group_rank, self._group_world_size = group_rank, group_world_size
+        self._store, self._address = store, address
+        self._client: Any = None
+        self._server: Any = None  # on rank 0
+        self._lock = threading.Lock()
+        self.closed = False
+
+    def open(self, member: Member) -> str:
+        """Heartbeat as `member` from now on, on rank 0; returns what `take` needs on all ranks.
+
+        Raises:
+            LighthouseError: the lighthouse does not answer, or this group is leaving; the former seat stays.
+        """
+        from torchft.coordination import ManagerServer
+
+        config, host = self._config, bracketed(self._host)
+        try:
+            server = ManagerServer(
+                replica_id=member.replica_id,
+                lighthouse_addr=self._lighthouse,
+                hostname=host,
+                bind=f"{bracketed(config.bind_address or self._host)}:0",
+                store_addr=member.store,
+                world_size=self._group_world_size,
+                heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
+                connect_timeout=timedelta(seconds=config.connect_timeout_seconds),
+                quorum_retries=_LIGHTHOUSE_RETRIES,
+            )
+        except Exception as error:
+            raise self._unreachable("connect", config.connect_timeout_seconds, error) from error
+        self._replace_server(server)
+        return f"{server.address()} {member.replica_id}"
+
+    def reopen(self, member: Member) -> str:
+        """Open a seat under another name; returns nothing if the lighthouse is away, then the group tries again."""
+        try:
+            return self.open(member)
+        except LighthouseError as error:
+            logger.warning("no seat under a new name yet: %s", error)
+            return ""
+
+    def take(self, seat: str) -> None:
+        """Ask and vote at the server that rank 0 has opened."""
+        from torchft.coordination import ManagerClient
+
+        address, replica_id = seat.split(" ", 1)
+        self.member = Member.parse(replica_id)
+        self._client = ManagerClient(address, connect_timeout=timedelta(seconds=self._config.connect_timeout_seconds))
+        self._store.set(address_key(self.member.unique, self._group_rank), self._address)
+
+    def leave(self) -> None:
+        """Stop this rank's server, and with it the heartbeats; another seat may be opened later."""
+        self._replace_server(None)
+
+    def close(self) -> None:
+        """Stop the heartbeats for good; any thread."""
+        with self._lock:  # no other seat is taken from now on
+            self.closed = True
+        self.leave()
+
+    def request(self, step: int, failures: int) -> Any:
+        """Ask until there is a quorum; gives up only when the lighthouse cannot be reached.
+
+        One request lasts the whole timeout: the ranks of a group ask together, and one that asked again by itself
+        would be counted for the next quorum already.
+
+        Raises:
+            LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`, or this group has left.
+        """
+        timeout = self._config.quorum_timeout_seconds
+        deadline = time.monotonic() + timeout
+        while not self.closed:
+            try:
+                return self._client._quorum(
+                    group_rank=self._group_rank,
+                    step=step,
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=timedelta(seconds=timeout),
+                    init_sync=False,
+                    commit_failures=failures,
+                )
+            except TimeoutError as error:  # torchft's word for a dead lighthouse as well
+                self._probe_lighthouse(timeout, error)
+                logger.warning("no quorum after step %d for %g s; still waiting for other groups", step, timeout)
+                deadline = time.monotonic() + timeout
+            except Exception as error:  # torchft raises RuntimeError for every other gRPC status
+                if time.monotonic() >= deadline:
+                    raise self._unreachable("quorum", timeout, error) from error
+                time.sleep(0.1)
+        raise LighthouseError("this group has left the job")
+
+    def vote(self, step: int, ok: bool) -> bool:
+        """Cast this rank's vote; true only if every rank of the group says so."""
+        timeout = timedelta(seconds=self._config.vote_timeout_seconds)
+        return bool(self._client.should_commit(self._group_rank, step, ok, timeout))
+
+    def _replace_server(self, successor: Any) -> None:
+        """Stop the heartbeats of this rank's server; `successor` is the server from now on."""
+        with self._lock:
+            left, self._server = [self._server], successor
+            if self.closed:  # meanwhile: nothing heartbeats any more
+                left, self._server = [*left, successor], None
+        for server in left:
+            if server is not None:
+                server.shutdown()
+
+    def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
+        """Raise if nobody listens at the lighthouse's address; else it only waits for other groups."""
+        host, _, port = self._lighthouse.split("//", 1)[-1].rstrip("/").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), self._config.connect_timeout_seconds).close()
+        except OSError as refused:
+            raise self._unreachable("quorum", timeout, refused) from error
+
+    def _unreachable(self, what: str, seconds: float, error: Exception) -> LighthouseError:
+        return LighthouseError(
+            f"the lighthouse at {self._lighthouse} did not answer within fault_tolerance.{what}_timeout_seconds "
+            f"({seconds:g} s): {error}; check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
+            "name it"
+        )
+
+
+def bracketed(host: str) -> str:
+    """Return a numeric host as addresses have it: one of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
