@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from titan_ft.replica import reach
 from titan_ft.replica.reach import Peer, Probe, address_key, within
 from titan_ft.replica.state_server import StateServer
+from titan_ft.sabotage.blackhole import Blackhole, supported
 
 TOKEN = "a shared secret"
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -111,16 +115,70 @@ def test_a_peer_that_is_not_there(serve: Callable[..., str]) -> None:
     assert "refused" in reasons["u1"]
 
 
-@pytest.mark.parametrize("passes", [0, 5_000])
-def test_a_path_that_loses_packets(serve: Callable[..., str], lay: Callable[..., Path], passes: int) -> None:
-    """Silence is found out within seconds, from the first byte on and when only the large packets are lost."""
-    own, path = serve(), lay(serve(), passes=passes)
+def test_a_path_that_loses_large_packets(serve: Callable[..., str], lay: Callable[..., Path]) -> None:
+    """Silence is found out within seconds, although small packets pass."""
+    own, path = serve(), lay(serve(), passes=5_000)
     began = time.monotonic()
     assert ask(own, path.address, serve()).keys() == {"u0"}
     assert time.monotonic() - began < 5.0
 
 
-@pytest.mark.parametrize("passes", [-1, 0, 5_000])
+@pytest.mark.skipif(not supported(), reason="socket filters are Linux's")
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_path_that_loses_everything(
+    serve: Callable[..., str], lay: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, connected: bool
+) -> None:
+    """From the first packet on, or from the moment on when the connection stands."""
+    own, peer = serve(), serve()
+    connect = reach._connect
+
+    def connect_and_cut(address: str, seconds: float) -> socket.socket:
+        connection = connect(address, seconds)
+        if address == peer:
+            Blackhole(1.0, lambda _: {os.fstat(connection.fileno()).st_ino}).extend()
+        return connection
+
+    if connected:
+        monkeypatch.setattr(reach, "_connect", connect_and_cut)
+    else:
+        port = int(peer.split(":")[1])
+        Blackhole(1.0, lambda connections: {c.inode for c in connections if c.local[1] == port}).extend()
+    began = time.monotonic()
+    assert ask(own, peer, serve()).keys() == {"u0"}
+    assert time.monotonic() - began < 5.0
+
+
+BUSY = """
+import ctypes, sys
+from titan_ft.replica.state_server import StateServer
+print(StateServer("127.0.0.1", sys.argv[1], 1.0, lambda *_: None).port, flush=True)
+sys.stdin.readline()
+print("busy", flush=True)
+ctypes.PyDLL(None).sleep(60)  # keeps the GIL
+"""
+
+
+def test_a_peer_that_is_busy_can_be_reached() -> None:
+    """No thread of a process whose GIL is held answers: that is no matter of the network, however long it lasts."""
+    command = [sys.executable, "-c", BUSY, TOKEN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        try:
+            assert peer.stdin is not None
+            assert peer.stdout is not None
+            address = f"127.0.0.1:{peer.stdout.readline().strip()}"
+            server = StateServer("127.0.0.1", TOKEN, 1.0, lambda *_: None)
+            own = f"127.0.0.1:{server.port}"
+            assert ask(own, address) == {}
+            peer.stdin.write("\n")
+            peer.stdin.flush()
+            assert peer.stdout.readline() == "busy\n"
+            assert ask(own, address) == {}
+            server.close()
+        finally:
+            peer.kill()
+
+
+@pytest.mark.parametrize("passes", [-1, 5_000])
 def test_a_path_of_one_direction(serve: Callable[..., str], lay: Callable[..., Path], passes: int) -> None:
     """The peer is reached, but cannot reach this rank by itself: such a link is dead, and the reason says so."""
     back = closed_port() if passes < 0 else lay(serve(), passes=passes).address

@@ -5,13 +5,19 @@
 A broken exchange does not tell which link broke it. So each rank asks its counterparts in the other groups, at their
 state servers: so many bytes go there and back that a path which loses large packets only is found out, and the other
 end does the same on a connection of its own, for firewalls often let one direction pass.
+
+A peer that computes for seconds without releasing Python's global interpreter lock (a large pickle) cannot answer, and
+its group must not be left outside for that. Its kernel can: it acknowledges what arrives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
+import termios
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +37,15 @@ _PROBE_BYTES = 64 << 10  # each way: many packets of any size
 _BACK_BYTES = 16 << 10
 _MAX_BYTES = 1 << 20
 _AT_ONCE = 32  # probes
+# Sent ahead, before the other end has said anything: its kernel acknowledges it, its JSON reader skips it. More than
+# one packet, and less than a line may have.
+_BLANKS = b" " * 3000
 
 T = TypeVar("T")
+
+
+class BusyError(Exception):
+    """The other end's kernel has everything that it was sent, and its process says nothing."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +92,8 @@ class Probe:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
             except ConnectionError:  # such as one that was taken for a broken exchange's, and closed with it
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
-        except RefusedError:
-            return ""  # it is another run's, or its token is wrong: but it can be reached
+        except (RefusedError, BusyError):
+            return ""  # it is another run's, or its token is wrong, or it computes: but it can be reached
         except (OSError, ValueError, KeyError, RuntimeError) as error:  # what network and store do; no bug of ours
             return f"{type(error).__name__}: {error}".split("\n", 1)[0]
         return ""
@@ -101,10 +114,18 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
     Raises:
         OSError, ValueError: it cannot be reached, or not from there.
         RefusedError: it can, but does not know the token.
+        BusyError: it can, but does not answer now.
     """
     with contextlib.closing(_connect(address, seconds)) as connection, connection.makefile("rwb") as stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the last bytes wait for no delayed ACK
-        prove(stream, address, token)
+        connection.sendall(_BLANKS)
+        try:
+            prove(stream, address, token)
+        except TimeoutError as error:
+            # Later than this, silence tells of the network: large packets may be lost where small ones pass.
+            if _is_all_acknowledged(connection):
+                raise BusyError(f"{address} takes what it is sent and does not answer") from error
+            raise
         connection.settimeout(seconds + (_BACK_SECONDS if back else 0.0))
         payload = os.urandom(size)
         write_line(stream, {"probe": size, "back": back})
@@ -126,6 +147,8 @@ def answer_probe(stream: BufferedRWPair[Any, Any], request: dict[str, Any], toke
     if back:
         try:
             round_trip(back, token, _BACK_SECONDS, _BACK_BYTES)
+        except BusyError:
+            pass
         except (OSError, ValueError, RefusedError) as error:
             write_line(stream, {"error": f"not from there: {type(error).__name__}: {error}"})
             return
@@ -164,6 +187,12 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 def _connect(address: str, seconds: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host.strip("[]"), int(port)), seconds)
+
+
+def _is_all_acknowledged(connection: socket.socket) -> bool:
+    """Say whether the other end's kernel has acknowledged all that was sent (tcp(7), SIOCOUTQ; it is TIOCOUTQ)."""
+    (unacknowledged,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0)))
+    return bool(unacknowledged == 0)
 
 
 def _look_up(peer: Peer, group_rank: int) -> str:

@@ -13,7 +13,7 @@ A connection carries one request line after another: {"step", "lineage", "offset
 line {"waiting": step} now and then comes before it, so that silence always means that something is wrong.
 
 A request {"probe": n, "back": address} is followed by n bytes, which come back behind {"bytes": n}: whether two ranks
-reach each other at all (`reach.py`).
+reach each other at all (`reach.py`); the joiner's first line has blanks before it then.
 """
 
 from __future__ import annotations
