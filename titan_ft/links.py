@@ -19,6 +19,7 @@ import titan_ft
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
+from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
@@ -50,8 +51,9 @@ class Links:
         model_parts: Sequence[nn.Module],
         parallel_dims: ParallelDims,
         group: Group,
+        drain: Drain,
     ) -> None:
-        self._config, self._launch, self._events = config, launch, events
+        self._config, self._launch, self._events, self._drain = config, launch, events, drain
         shape = _group_shape(parallel_dims, model_parts, group)
         self.host = config.advertise_address or _resolve_address(launch.lighthouse)
         self.server = StateServer(
@@ -90,6 +92,7 @@ class Links:
             events=self._events,
             shape=shape,
             probe=Probe(launch.token, address, launch.rank),
+            told_to_leave=lambda: self._drain.requested,
         )
 
     def _watch_ranks(self, host: str) -> RankWatch | None:

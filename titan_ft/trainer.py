@@ -29,13 +29,14 @@ from titan_ft.links import Links
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.feed import Feed
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.lr_policy import lr_factor, scaled_lr
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
+from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
@@ -337,7 +338,7 @@ class ReplicaTrainer(Trainer):
     def _build_replica(self) -> ReplicaDimension:
         config = self.job_config.fault_tolerance
         links = self._links = Links(
-            config, self.launch, self._events, self.model_parts, self.parallel_dims, self._group
+            config, self.launch, self._events, self.model_parts, self.parallel_dims, self._group, self._drain
         )
         shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}
         rounds = Rounds(

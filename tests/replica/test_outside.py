@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from titan_ft.replica import partition
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.reach import Peer
@@ -103,6 +104,8 @@ class Group:
 
     Attributes:
         commits: (step, members' slots) of each step that it committed.
+        sigterm: the ranks that were told to leave.
+        left: the ranks that have left in order.
     """
 
     def __init__(
@@ -112,6 +115,8 @@ class Group:
         self.slot, self.step = slot, step
         self.commits: list[tuple[int, list[int]]] = []
         self.broken = 0
+        self.sigterm: set[int] = set()
+        self.left: set[int] = set()
         self._told = threading.Condition()
         self._stop = False
         self.ranks: list[Membership] = [
@@ -121,6 +126,7 @@ class Group:
                 world_size=world_size,
                 process_group=NoProcessGroup(network),
                 probe=network.probe(slot, rank),
+                told_to_leave=lambda rank=rank: rank in self.sigterm,
                 config=seats.config(slot, group_size=3, max_exchange_retries=0, **config),
             )
             for rank in range(world_size)
@@ -132,6 +138,9 @@ class Group:
     def _train(self, rank: int) -> None:
         try:
             self._make_steps(rank)
+        except Leaving:
+            self.ranks[rank].close()
+            self.left.add(rank)
         except Exception:
             if not self._stop:
                 raise
@@ -408,3 +417,28 @@ def test_a_group_that_ends_outside(network: Network, start: Callable[..., Group]
     assert time.monotonic() - began < 5.0
     network.mend()
     stays.wait_for([0], steps=20)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_group_that_is_told_to_leave_outside(network: Network, start: Callable[..., Group], told: int) -> None:
+    """The others need nothing of it: both ranks leave, whichever of them was told, and do not wait for the link."""
+    stays, leaves = start(0, world_size=2), start(1, world_size=2)
+    stays.wait_for([0, 1])
+    network.cut(0, 1)
+    leaves.wait_for_event("outside")
+    leaves.sigterm.add(told)
+    for thread in leaves.threads:
+        thread.join(DEADLINE)
+    assert leaves.left == {0, 1}
+    assert leaves.named("link_back") == []
+    network.mend()
+    stays.wait_for([0], steps=20)
+
+
+def test_a_group_that_is_told_to_leave_with_the_others(network: Network, start: Callable[..., Group]) -> None:
+    """While it is a member it is not for the quorum to let it go: it leaves after a step."""
+    groups = [start(0), start(1)]
+    groups[1].sigterm.add(0)
+    for group in groups:
+        group.wait_for([0, 1])
+    assert groups[1].left == set()

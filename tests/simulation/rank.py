@@ -21,6 +21,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
@@ -29,7 +30,7 @@ from titan_ft.replica.membership import Membership
 from titan_ft.replica.position import Position
 from titan_ft.replica.rank_watch import RankWatch
 from titan_ft.replica.reach import Probe
-from titan_ft.replica.round import NOTHING, Contribution, Leaving, Rounds
+from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog, end_process
 
@@ -154,6 +155,7 @@ class Rank:
             address=address,
             events=events,
             probe=Probe("token", address, self.number),
+            told_to_leave=lambda: self._drain.requested,
         )
         self._rank_watch: RankWatch | None = None
         if world.options.ranks > 1:

@@ -9,6 +9,10 @@ class ReplicaError(RuntimeError):
     restart = True  # whether a supervisor may start the group again
 
 
+class Leaving(Exception):  # noqa: N818  # no error, but an end in order
+    """This group was told to leave, and all of its ranks have agreed."""
+
+
 class LighthouseError(ReplicaError):
     """The lighthouse cannot be reached."""
 

@@ -29,11 +29,12 @@ from titan_ft.replica.decision import (
     gives_next,
     is_update,
 )
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import PAUSE_SECONDS, Leaving, Rounds
+from titan_ft.replica.round import PAUSE_SECONDS, Rounds
 from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_fetch import fetch

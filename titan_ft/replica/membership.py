@@ -60,6 +60,7 @@ class Membership:
         config_digest: hex hash of the settings that must be equal in all groups.
         address: host:port of this rank's state server.
         probe: says which peers cannot be reached, and why (see `reach.Probe`).
+        told_to_leave: says whether this rank was.
         shape: what else must be equal in all groups (see `titan_ft.replica.shape`).
     """
 
@@ -78,6 +79,7 @@ class Membership:
         address: str,
         events: EventLog,
         probe: Callable[[Sequence[Peer]], dict[str, str]],
+        told_to_leave: Callable[[], bool],
         shape: str = "",
     ) -> None:
         self._config, self._group_rank, self._events = config, group_rank, events
@@ -114,6 +116,7 @@ class Membership:
             rendezvous=self._rendezvous,
             agreement=self._agreement,
             probe=probe,
+            told_to_leave=told_to_leave,
             group_rank=group_rank,
             lighthouse=lighthouse,
             events=events,
@@ -153,6 +156,7 @@ class Membership:
 
         Raises:
             LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`.
+            Leaving: the group was told to leave, and cannot reach the others anyway.
             ReplacedError, ConfigMismatchError, ForeignMemberError: see `titan_ft.replica.member.admit`.
         """
         assert self._pending is not None, "begin() comes before wait()"

@@ -11,7 +11,8 @@ In the order in which it happens:
    end of the link is told so and says what it holds too.
 3. All who read the quorum's names come to the same largest clique of groups that reach each other (`member.admit`).
 4. A group that is not in it leaves the quorum with its state, looks at its links until they are good, or until those
-   at their other ends are gone, and comes back under a fresh name (`stay_outside`).
+   at their other ends are gone, and comes back under a fresh name (`stay_outside`). Told to leave, it leaves at once:
+   the others need nothing of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.agreement import Agreement
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.member import Admission, Member, known_members
 from titan_ft.replica.pulse import SILENT_BEATS, StatusPage, Watch
 from titan_ft.replica.reach import Peer
@@ -42,6 +44,7 @@ _PROBE_PAUSE_SECONDS = 1.0  # between two looks of a group that is outside at th
 _GOOD_LOOKS = 2  # in a row, until it comes back; twice as many each time that a link which was back has failed again
 _MOST_GOOD_LOOKS = 60
 _RELAPSE_SECONDS = 300.0  # a link that is lost again this soon after it was back has only flickered
+_LEAVE = "leave"  # a rank's word, and the group's decision; neither a process's name nor a seat
 
 
 class Partition:
@@ -49,6 +52,7 @@ class Partition:
 
     Args:
         probe: says which peers cannot be reached, and why (see `reach.Probe`).
+        told_to_leave: says whether this rank was.
         store: the group's.
         process: names this group's process for as long as it lives.
         lighthouse: its address, http://host:port.
@@ -63,6 +67,7 @@ class Partition:
         rendezvous: Rendezvous,
         agreement: Agreement,
         probe: Callable[[Sequence[Peer]], dict[str, str]],
+        told_to_leave: Callable[[], bool],
         store: TCPStore,
         process: str,
         group_rank: int,
@@ -73,6 +78,7 @@ class Partition:
         self._beat = config.heartbeat_timeout_ms / 1000
         self._seat, self._rendezvous, self._agreement = seat, rendezvous, agreement
         self._probe, self._store, self._process, self._group_rank = probe, store, process, group_rank
+        self._told_to_leave = told_to_leave
         self._page, self._events, self._others = StatusPage(lighthouse), events, others
         self._members: tuple[Member, ...] = ()  # of the last quorum
         self._accusers: tuple[Member, ...] = ()  # those of them that cannot reach this group
@@ -171,12 +177,17 @@ class Partition:
         """Leave the others alone until this group reaches those that it is cut off from, or they are gone.
 
         All ranks of the group keep their state meanwhile, and the training thread waits.
+
+        Raises:
+            Leaving: a rank of the group was told to leave; on all of them.
         """
         self._leave_quorum(admission)
         lost, good = admission.cut_off, 0
 
         def come_back(dead: set[str]) -> str:
             nonlocal good
+            if _LEAVE in dead:
+                return _LEAVE
             good = 0 if self._find_living(dead) else good + 1
             gone = all(member.unique in dead for member in lost)
             if good < (_GOOD_LOOKS if gone else self._good_looks):
@@ -186,7 +197,11 @@ class Partition:
         seat = ""
         while not seat:
             self._agreement.pause(_PROBE_PAUSE_SECONDS)
-            seat = self._agreement.decide(self._find_dead(lost), come_back)
+            # At drain_timeout_seconds it would end without having left in order: there is no vote to leave after.
+            found = [_LEAVE] if self._told_to_leave() else self._find_dead(lost)
+            seat = self._agreement.decide(found, come_back)
+        if seat == _LEAVE:
+            raise Leaving
         self._seat.take(seat)
         self._returned = time.monotonic()
         if self._group_rank == 0:

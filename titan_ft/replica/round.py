@@ -34,10 +34,6 @@ logger = logging.getLogger(__name__)
 PAUSE_SECONDS = 0.1  # between rounds in which a group can only wait for others
 
 
-class Leaving(Exception):  # noqa: N818  # no error, but an end in order
-    """This group was told to leave, and all of its ranks have agreed."""
-
-
 @dataclass(frozen=True)
 class Contribution:
     """What this rank adds to the step besides gradients.

@@ -35,11 +35,12 @@ from titan_ft.replica.decision import (
     decide,
 )
 from titan_ft.replica.decision import Heal as MustHeal
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Ledger, share_out
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, Leaving, Rounds, Use
+from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, Rounds, Use
 from titan_ft.replica.straggler import Stragglers
 
 logger = logging.getLogger(__name__)
