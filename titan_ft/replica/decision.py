@@ -446,6 +446,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
     digest, tie = _find_digest(rows, camp)
     alike = tuple(rank for rank in camp if rows[rank].digest in (0, digest))
     holders = () if tie else alike
+    sound = frozenset(holders)  # all members are looked up in it: there may be a thousand
     doubled = _find_doubled(holders, read or [()] * len(rows))
     ready = tuple(rank for rank in holders if rows[rank].standing == Standing.READY)
     contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in doubled)
@@ -455,8 +456,8 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
     return Verdict(
         step=step,
         holders=holders,
-        strays=tuple(rank for rank in claims if rank not in holders),
-        corrupt=() if tie else tuple(rank for rank in camp if rank not in alike),
+        strays=tuple(rank for rank in claims if rank not in sound),
+        corrupt=() if tie else tuple(rank for rank in camp if rank not in sound),
         tie=tie,
         digest=digest,
         verified=verified,

@@ -11,6 +11,7 @@ finds the same largest set of groups that all reach each other by itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,7 @@ class Member:
         )
 
     @staticmethod
+    @functools.lru_cache(maxsize=4096)  # the same names come with each step, one of every group
     def parse(replica_id: str) -> Member:
         """Decode `replica_id`.
 

@@ -96,7 +96,7 @@ class Membership:
         self._seat.take(own_store.get(key).decode())
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None
-        self._former: tuple[int, list[str], tuple[Member, ...]] = (0, [], ())  # the last quorum's id, names, members
+        self._former: tuple[int, list[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
         self._named: set[str] = set()  # strangers
         self._failures = 0  # votes in a row that failed
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
@@ -120,7 +120,6 @@ class Membership:
             group_rank=group_rank,
             lighthouse=lighthouse,
             events=events,
-            others=self._find_others,
             **shared,
         )
         self._watches: list[Watch] = [self._watch_pulse(lighthouse)] if group_rank == 0 else []  # it tells the others
@@ -172,7 +171,7 @@ class Membership:
         with self.waiting():  # for a sibling whose exchange is not complete
             agreed = self._seat.vote(step, ok)
         self._failures = 0 if agreed else self._failures + 1
-        self._pending = None
+        self._pending, self._rendezvous.others = None, []
         return agreed
 
     def peer_address(self, rank: int) -> str:
@@ -235,6 +234,7 @@ class Membership:
                     quorum_seconds=answered - asked,
                     rebuild_seconds=time.monotonic() - answered,
                 )
+        self._rendezvous.others = [member for member in members if member != self.member]
         # With others in the quorum the largest step may be their claim.
         alone = len(members) == len(reply.replica_ids)
         max_step = reply.max_step if alone else max(step, self._rendezvous.step)
@@ -250,19 +250,21 @@ class Membership:
         restarted = False
         for again in range(_REUNION_ASKS + 1):
             reply = self._seat.request(step, failures)
-            admission = admit(self.member, reply.replica_ids)
+            names = reply.replica_ids
+            # The same names, and this group's is one of them, say the same as in the step before.
+            admission = former if names == former_names else admit(self.member, names)
             self._name_strangers(admission)
-            slots = [member.slot for member in admission.members]
-            missing = [member.slot for member in former if member.slot not in slots]
+            slots = {member.slot for member in admission.members}
+            missing = [member.slot for member in former.members if member.slot not in slots]
             if again == 0:
                 restarted = reply.quorum_id < former_id
-                restarted |= reply.quorum_id == former_id and reply.replica_ids != former_names
+                restarted |= reply.quorum_id == former_id and names != former_names
             if not (restarted and missing):
                 break
             if again == 0:
                 logger.warning("the lighthouse was started again; waiting for groups %s to reconnect", missing)
             time.sleep(_REUNION_PAUSE_SECONDS)
-        self._former = reply.quorum_id, reply.replica_ids, admission.members
+        self._former = reply.quorum_id, names, admission
         return reply, admission
 
     def _name_strangers(self, admission: Admission) -> None:
@@ -290,14 +292,7 @@ class Membership:
     def _find_exchanging(self) -> list[str]:
         """Return the names of the other members of the exchange under way, and note which one it is."""
         self._looked_at = self._rendezvous.prefix
-        return [member.replica_id for member in self._find_others()]
-
-    def _find_others(self) -> list[Member]:
-        """Return the other members of the exchange under way; none as long as they are not known."""
-        pending = self._pending
-        if pending is None or not pending.done() or pending.cancelled() or pending.exception() is not None:
-            return []
-        return [member for member in pending.result().members if member != self.member]
+        return [member.replica_id for member in self._rendezvous.others]
 
     def _break_off(self, silent: dict[str, float]) -> None:
         """Break off the exchange under way because members of it are silent."""

@@ -56,7 +56,6 @@ class Partition:
         store: the group's.
         process: names this group's process for as long as it lives.
         lighthouse: its address, http://host:port.
-        others: returns the other members of the exchange under way.
     """
 
     def __init__(
@@ -73,13 +72,12 @@ class Partition:
         group_rank: int,
         lighthouse: str,
         events: EventLog,
-        others: Callable[[], list[Member]],
     ) -> None:
         self._beat = config.heartbeat_timeout_ms / 1000
         self._seat, self._rendezvous, self._agreement = seat, rendezvous, agreement
         self._probe, self._store, self._process, self._group_rank = probe, store, process, group_rank
         self._told_to_leave = told_to_leave
-        self._page, self._events, self._others = StatusPage(lighthouse), events, others
+        self._page, self._events = StatusPage(lighthouse), events
         self._members: tuple[Member, ...] = ()  # of the last quorum
         self._accusers: tuple[Member, ...] = ()  # those of them that cannot reach this group
         self._probed = ""  # prefix of the quorum whose links were looked at while its exchange was waited for
@@ -105,7 +103,7 @@ class Partition:
 
         A peer that is slow answers, and one that is busy does at the second time; only the network loses everything.
         """
-        self._probed, members = self._rendezvous.prefix, self._others()
+        self._probed, members = self._rendezvous.prefix, self._rendezvous.others
         for _ in range(2):
             lost = self._find_dead(members)
             members = [member for member in members if member.unique in lost]

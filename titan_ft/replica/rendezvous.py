@@ -38,6 +38,7 @@ class Rendezvous:
         peers: state servers (host:port) of its members, by rank.
         addresses: the same by the member's unique name.
         step: largest number of updates that a member had when it was built.
+        others: the other members of the exchange under way; none as long as they are not known.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Rendezvous:
         self.peers: dict[int, str] = {}
         self.addresses: dict[str, str] = {}
         self.step = 0
+        self.others: list[Member] = []
         self._builds: Counter[str] = Counter()  # how often a process group was built for each key
         self._peer_stores: dict[str, TCPStore] = {}
         self._lock = threading.Condition()
