@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_ft.replica.group_store import set_for_all
-from titan_ft.replica.group_store import set_for_all
 from titan_ft.replica.watchdog import end_process
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def set_for_all(store: TCPStore, key: str) -> None:
     """Set a key, and return when every rank that asks from now on finds it.
 
-    TCPStore.set() returns when the key is sent. A sibling that asks at once, on a connection of its own, may be answered
+    TCPStore.set() returns when the key is sent. A sibling that asks at once, on its own connection, may be answered
     without it (in one of a hundred tries on one host), and the ranks part: one has found what the other has not.
     """
     store.set(key, "1")
