@@ -89,7 +89,7 @@ def test_finished_groups_leave_when_nobody_comes(make_job: Callable[..., Job]) -
 
 
 def test_last_holder_dies(make_job: Callable[..., Job]) -> None:
-    """When the only donor dies during a heal the state is gone: the joiner says so and ends, and the job begins again."""
+    """When the only donor dies during a heal the state is gone: the joiner says so and ends; the job begins again."""
     faults = [kill(1, "backward", step=STEP), kill(0, "serve")]
     job = make_job(groups=2, hooks={"faults": faults, "hold": 2}, max_restarts=0)
     job.start()
