@@ -39,6 +39,7 @@ def check_contributes_at_once(events: Sequence[Event], replica: int) -> Event:
     return healed
 
 
+@pytest.mark.alone
 def test_others_train_on_at_full_speed(make_job: Callable[..., Job]) -> None:
     """A transfer that lasts for many steps makes the others neither wait nor slower; the joiner replays them all."""
     least, most, first = 15, 20, 9

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from harness.client import ZygoteClient
 from harness.job import Job
 from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
 
@@ -46,6 +47,17 @@ def flags(folder: Path) -> Flags:
 SCHEDULE = [f"--lr_scheduler.total_steps={STEPS}"]
 
 
+@pytest.fixture(scope="module")
+def straight(zygote: ZygoteClient, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    """The events of a job of two groups that makes all steps in one go, without any checkpoint."""
+    job = Job(zygote, tmp_path_factory.mktemp("straight"), groups=2, steps=STEPS, flags=SCHEDULE)
+    try:
+        job.run()
+        return check(job, survivors=[0, 1])
+    finally:
+        job.close()
+
+
 def digests(events: Iterable[Event]) -> set[tuple[int, str]]:
     """The final state of each rank of a group."""
     return {(event["rank"], event["digest"]) for event in named(events, "training_finished")}
@@ -79,12 +91,10 @@ def check_resumed(job: Job, events: list[Event], step: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_run_that_never_stopped(make_job: Callable[..., Job], flags: Flags, mode: str) -> None:
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    make_job: Callable[..., Job], flags: Flags, straight: list[Event], mode: str
+) -> None:
     """10 steps, end, 10 more: the same batches, the same bytes as 20 in one go; one group saves."""
-    straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
-    straight.run()
-    expected = check(straight, survivors=[0, 1])
-
     first = make_job(groups=2, steps=STOP, flags=flags(mode=mode))
     first.run()
     before = check(first, survivors=[0, 1])
@@ -93,25 +103,24 @@ def test_a_resumed_run_is_the_run_that_never_stopped(make_job: Callable[..., Job
     second.run()
     after = second.events()
     check_resumed(second, after, STOP)
-    assert digests(after) == digests(expected)
-    assert batches([*before, *after]) == batches(expected)
+    assert digests(after) == digests(straight)
+    assert batches([*before, *after]) == batches(straight)
     assert saved(after)[-1] == (0, STEPS)
     assert not named(after, "data_reset")
 
 
-def test_all_groups_killed_at_once(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+def test_all_groups_killed_at_once(
+    make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
+) -> None:
     """The job goes on from its last checkpoint by itself, to the same bytes."""
-    straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
-    straight.run()
-    expected = check(straight, survivors=[0, 1])
     faults = [{"replica": replica, "point": "backward", "step": 13} for replica in (0, 1)]
     job = make_job(groups=2, steps=STEPS, flags=flags(), hooks={"faults": faults})
     job.run()
     events = job.events()
     check_killed(job, events, [(replica, 0, "sigkill:backward") for replica in (0, 1)])
     check_resumed(job, [event for event in events if event["attempt"] == 1], STOP)
-    assert digests(events) == digests(expected)
-    assert batches(events) == batches(expected)
+    assert digests(events) == digests(straight)
+    assert batches(events) == batches(straight)
     assert not named(events, "started_anew")
     assert complete_steps(folder) == [5, 10, 15, 20]
 
@@ -176,11 +185,8 @@ def test_what_a_corrupt_group_saved_is_withdrawn(make_job: Callable[..., Job], f
     check_finished(job, events, job.steps)
 
 
-def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path) -> None:
     """All groups get SIGTERM amid training (a preemption): they leave in order, and a later job goes on."""
-    straight = make_job(groups=2, steps=STEPS, flags=SCHEDULE)
-    straight.run()
-    expected = check(straight, survivors=[0, 1])
     delays = [{"replica": replica, "step": STOP + 2, "seconds": 1} for replica in (0, 1)]
     job = make_job(groups=2, steps=STEPS, flags=flags(mode="async"), hooks={"delays": delays})
     job.start()
@@ -196,8 +202,8 @@ def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, folde
     again = make_job(groups=2, steps=STEPS, flags=flags())
     again.run()
     check_resumed(again, again.events(), STOP)
-    assert digests(again.events()) == digests(expected)
-    assert batches([*job.events(), *again.events()]) == batches(expected)
+    assert digests(again.events()) == digests(straight)
+    assert batches([*job.events(), *again.events()]) == batches(straight)
 
 
 @pytest.mark.slow

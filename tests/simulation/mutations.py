@@ -205,6 +205,12 @@ MUTATIONS = [
         ("ranks never part", "no state given up", "liveness"),
     ),
     Mutation(
+        "what a rank tells its group is sent before the vote, not there",
+        _one("group_store", "    store.check([key])", "    pass"),
+        ("drain",),
+        ("ranks never part", "no state given up", "liveness"),
+    ),
+    Mutation(
         "a joiner begins with the fetched state before all ranks of its group have it",
         _one("heal", "fetched = Fetched(min(self._group.gather(attempt.fetched())))", "fetched = attempt.fetched()"),
         ("kill", "donor"),

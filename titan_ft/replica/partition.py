@@ -29,6 +29,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.errors import Leaving
+from titan_ft.replica.group_store import set_for_all
 from titan_ft.replica.member import Admission, Member, known_members
 from titan_ft.replica.pulse import SILENT_BEATS, StatusPage, Watch
 from titan_ft.replica.reach import Peer
@@ -120,7 +121,7 @@ class Partition:
     def before_no(self) -> None:
         """Let all ranks of the group know after their vote if this one votes "no" because of a link."""
         if self._lost[0] == self._rendezvous.prefix:
-            self._store.set(self._lost_key(), "1")
+            set_for_all(self._store, self._lost_key())
 
     def hear(self, admission: Admission) -> None:
         """Take in who is in the quorum, and who of them cannot reach this group."""

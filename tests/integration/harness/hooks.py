@@ -54,8 +54,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
+from harness import flavor
 from harness.mask import mask_labels
 from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
@@ -73,8 +73,7 @@ from titan_ft.trainer import ReplicaTrainer
 SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
 _HOLD_SECONDS = 60.0
 
-# Steps of a few milliseconds; deep enough that forward and backward have a middle.
-llama3_args["tiny"] = TransformerModelArgs(dim=64, n_layers=3, n_heads=4, vocab_size=2048)
+flavor.register()
 state_fetch._CHUNK = 1 << 18  # a tiny state, too, takes several requests
 
 

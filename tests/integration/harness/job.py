@@ -19,7 +19,7 @@ from titan_ft.launch.run_paths import RunPaths
 
 CONFIG = REPOSITORY / "configs" / "llama3_debug.toml"
 TINY = (
-    "--model.flavor=tiny",  # see harness.hooks
+    "--model.flavor=tiny",  # see harness.flavor
     "--training.seq_len=32",
     "--training.local_batch_size=2",
     "--fault_tolerance.bucket_size_mb=0.1",  # several buckets even so

@@ -25,6 +25,7 @@ import torchtitan.protocols.train_spec as train_spec
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager, JobConfig
 
+from harness import flavor
 from harness.mask import mask_labels
 from titan_ft import config as ft_config
 from titan_ft.data.assets import resolve
@@ -109,6 +110,7 @@ def _learning_rate(config: JobConfig, step: int) -> float:
 
 
 def _read_config(flags: list[str]) -> Any:
+    flavor.register()
     register_datasets()
     config: Any = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig)).parse_args(flags)
     config.model.hf_assets_path = str(resolve(config.model.hf_assets_path))
