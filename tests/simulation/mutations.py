@@ -85,6 +85,26 @@ MUTATIONS = [
         ("no state given up", "liveness"),
     ),
     Mutation(
+        "a donor does not show its bytes",
+        (
+            Change(
+                "round", "        if joiners and self._position.standing.has_state:", "        if False and joiners:"
+            ),
+            Change(
+                "decision",
+                "donors=_send_to_donors(rows, [rank for rank in holders if verified and",
+                "donors=_send_to_donors(rows, [rank for rank in holders if",
+            ),
+            Change(
+                "heal",
+                "        if self._position.digest == attempt.digest:",
+                "        if attempt.digest in (0, self._position.digest):",
+            ),
+        ),
+        ("flip", "kill"),
+        ("one trajectory", "no state given up"),
+    ),
+    Mutation(
         "a joiner rolls back before it has replayed what it has queued",
         _one(
             "position",

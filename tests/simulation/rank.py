@@ -18,7 +18,7 @@ from tests.simulation import training
 from tests.simulation.kernel import Process
 from tests.simulation.transfer import SnapshotServer
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import Update
+from titan_ft.replica.decision import Round, Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange
@@ -52,6 +52,19 @@ class Events:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+
+class _WatchedDonor(Donor):
+    """The donor's part of a rank, which is told of every round that worked: so the world reads all of them."""
+
+    def __init__(self, rank: Rank, state: Any, server: Any) -> None:
+        super().__init__(state, server)
+        self._rank = rank
+
+    def serve(self, made: Round, position: Position) -> None:
+        """Let the world judge the round, before the state is written."""
+        self._rank.world.made_round(self._rank, made)
+        super().serve(made, position)
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,7 @@ class Rank:
             self._membership,
             self._exchange,
             state=state,
-            donor=Donor(state, snapshot_server),
+            donor=_WatchedDonor(self, state, snapshot_server),
             drain=self._drain,
             watchdog=self._watchdog,
             **shared,

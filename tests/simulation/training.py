@@ -71,6 +71,7 @@ class State:
         self.progress = Progress()
         self.held = (0, 0)  # step and lineage
         self.tainted = False  # the simulation's own knowledge: some byte of it was changed from outside
+        self.inherited = False  # so was the one that it was loaded from
         self.payload = torch.from_numpy(initial(rank).copy())
         self.array = self.payload.numpy()
         flat = self.payload[0]
@@ -101,7 +102,7 @@ class State:
         header: dict[str, Any] = json.loads(snapshot.header)
         self.ledger.load_state_dict(header["ledger"])
         self.progress = Progress(header["steps"], header["tokens"])
-        self.tainted = header["tainted"]
+        self.tainted = self.inherited = header["tainted"]
         self.held = (snapshot.step, snapshot.lineage)
 
     def digest(self) -> str:

@@ -21,6 +21,7 @@ from tests.simulation.transfer import Transfers
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Fault
+    from titan_ft.replica.decision import Round
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class World(standins.World):
         self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
         self.drained: dict[int, bool] = {}  # slots that were told to leave, and whether they come back
         self.gone: dict[int, str] = {}  # slots that come no more, and why
+        self.sound: dict[Rank, list[int]] = {}  # for a joiner: who held sound bytes when its donor was named, if enough
         self.tied = False  # whether nobody could tell whose bytes are right, and rightly so
         self.disturbed = 0.0  # when something last happened to the world
         self.progressed = 0.0  # when a step was last committed for the first time
@@ -500,9 +502,23 @@ class World(standins.World):
         if rear > ahead > 0 and held.count(rank.held) + ahead == len(held) and rank.held[0] + 1 < self.options.steps:
             self.report("no work lost", f"g{rank.slot} heals, one of {rear} groups one step behind {ahead}")
 
+    def made_round(self, rank: Rank, made: Round) -> None:
+        """Take note of a round that worked on all ranks of a group, before anything follows from it."""
+        if made.quorum.rank in made.verdict.donors:
+            # With fewer sound holders than corrupt ones, or without any, nobody can tell which bytes are right.
+            held = [row.slot for row in made.rows if row.has_state and row.step == made.verdict.step]
+            sound = [slot for slot in held if slot in self.groups and not self._is_tainted(slot)]
+            self.sound[rank] = sound if 2 * len(sound) >= len(held) else []
+
+    def _is_tainted(self, slot: int) -> bool:
+        return any(rank.state.tainted for rank in self.groups[slot].ranks)
+
     def healed(self, rank: Rank) -> None:
         """Take note that a rank has the job's state."""
         self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.digest()[:8]}")
+        sound = self.sound.pop(rank, [])
+        if sound and rank.state.inherited and self.oracle.is_corrupt(rank.number, rank.state):
+            self.report("one trajectory", f"g{rank.slot} has a corrupt state from its donor, groups {sound} were sound")
 
     def rank_ended(self, rank: Rank) -> None:
         """Take note that a rank ended in order; stop when nothing is left to see."""
@@ -623,7 +639,7 @@ class World(standins.World):
         minority = set(fields.get("minority", ()))
         lineages = fields.get("lineages", {})
         tainted = {
-            slot: any(other.state.tainted for other in self.groups[slot].ranks)
+            slot: self._is_tainted(slot)
             for slot in map(int, fields.get("digests", {}))
             if slot in self.groups
         }
