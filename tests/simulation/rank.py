@@ -232,13 +232,9 @@ class Rank:
             self._heal(computed=False)
         else:
             world.started(self)
-        while True:
-            while self.position.step < world.options.steps:
-                self._step()
-            digest = dimension.finish()
-            if self.position.step >= world.options.steps:
-                self._end("finished", digest)
-                return
+        while self.position.step < world.options.steps:
+            self._step()
+        self._end("finished", dimension.finish())
 
     def _step(self) -> None:
         dimension, world = self.dimension, self.world
