@@ -59,6 +59,8 @@ def kind_of(problem: Problem) -> str:
 def explore(seeds: Sequence[int], kinds: Sequence[str] = KINDS) -> Findings:
     """Run the schedules of these seeds; the stand-ins must be installed."""
     findings = Findings()
+    gc.collect()
+    gc.freeze()  # what is here stays: torch alone is a million objects
     gc.disable()  # most of the garbage is a world, which goes as a whole
     for number, seed in enumerate(seeds):
         schedule = draw(seed, kinds)

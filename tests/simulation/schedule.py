@@ -222,7 +222,7 @@ class _Draw:
         self.faults.append(Kill(0.5, 1, 0))
         self.faults.append(KillGroups(1.0, (0,), "fetched", of=1))
         self.compute = self.changes["compute_seconds"] = 0.02
-        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": 40.0, "restart_seconds": (0.1, 0.2)}
+        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": 16.0, "restart_seconds": (0.1, 0.2)}
 
     def freeze(self) -> None:
         """One or two ranks or groups are stopped for a while."""
