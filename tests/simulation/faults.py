@@ -323,7 +323,7 @@ def _request(world: World, rank: Any) -> None:
 class Flip(Fault):
     """A bit flips in a number of a rank's weights or momentum, at the group's next `moment` ("naming": of a donor)."""
 
-    slot: int
+    slot: int  # -1 = the first group that comes to that moment
     rank: int
     momentum: bool
     place: int
@@ -331,10 +331,10 @@ class Flip(Fault):
     moment: str = ""
 
     def inject(self, world: World) -> None:
-        _at_moment(world, self.moment, self.slot, lambda node: self._flip(world), (self.slot, self.rank))
+        _at_moment(world, self.moment, self.slot, partial(self._flip, world), (self.slot, self.rank))
 
-    def _flip(self, world: World) -> None:
-        group = world.groups.get(self.slot)
+    def _flip(self, world: World, node: Node) -> None:
+        group = world.groups.get(node[0])
         # Before the first step any state is as good as another; behind the last digest nobody looks any more.
         if group is None or not group.ready or not 0 < world.furthest < world.options.steps:
             return
@@ -344,13 +344,15 @@ class Flip(Fault):
         octets = state.array[int(self.momentum)].view("uint32")
         octets[self.place] ^= 1 << self.bit
         state.tainted = True
+        world.flipped.add(group.slot)
+        world.say("fault", f"flips a bit of g{group.slot}r{self.rank}")
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
         """With as many corrupt holders as sound ones nobody can tell which are right."""
         return error == "DivergedError" and (world.tied or bool(world.gone))
 
     def shorter(self) -> list[Fault]:
-        return [replace(self, moment="")] if self.moment else []
+        return [replace(self, moment="")] if self.moment and self.slot >= 0 else []
 
 
 @dataclass(frozen=True)

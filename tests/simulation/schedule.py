@@ -273,7 +273,8 @@ class _Draw:
         """A bit flips."""
         place, bit = self.rng.randrange(5), self.rng.choice([3, 15, 22, 24])
         moment = self.rng.choice(["", "", "naming"])
-        fault = Flip(self._time(0.3), self._slot(), self._rank(), self.rng.random() < 0.4, place, bit, moment)
+        slot = -1 if moment else self._slot()
+        fault = Flip(self._time(0.3), slot, self._rank(), self.rng.random() < 0.4, place, bit, moment)
         self.faults.append(fault)
 
     def checkpoint(self) -> None:
@@ -408,5 +409,5 @@ def _smaller(schedule: Schedule) -> list[Schedule]:
 
 
 def _slots(fault: Fault) -> set[int]:
-    slots = {getattr(fault, name) for name in ("slot", "a", "b") if hasattr(fault, name)}
+    slots = {getattr(fault, name) for name in ("slot", "a", "b") if hasattr(fault, name)} - {-1}
     return slots | set(getattr(fault, "slots", ()))

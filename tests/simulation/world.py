@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation import faults, standins
+from tests.simulation import standins
 from tests.simulation.collectives import GroupCollective, GroupLink, ProcessGroup, Ring
 from tests.simulation.folder import Folder
 from tests.simulation.kernel import Crash, Kernel, NotSimulatedError, Process
@@ -19,6 +19,7 @@ from tests.simulation.network import LIGHTHOUSE, Network, Node, PrefixStore, Sto
 from tests.simulation.oracle import Oracle, Rules
 from tests.simulation.rank import Rank
 from tests.simulation.transfer import Transfers
+from titan_ft.replica.row import Standing
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Fault
@@ -196,9 +197,11 @@ class World(standins.World):
         self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
         self.drained: dict[int, bool] = {}  # slots that were told to leave, and whether they come back
         self.gone: dict[int, str] = {}  # slots that come no more, and why
-        self.sound: dict[Rank, list[int]] = {}  # for a joiner: who held sound bytes when its donor was named, if enough
+        # For a joiner: who showed sound bytes when its donor was named, if they were enough; and who that is.
+        self.sound: dict[Rank, tuple[list[int], int]] = {}
         self.tied = False  # whether nobody could tell whose bytes are right, and rightly so
         self.clocks: dict[Node, tuple[float, float]] = {}  # of each host: its wall clock's error, its clock's rate
+        self.flipped: set[int] = set()  # slots of groups in which a bit has flipped
         self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
         self.disturbed = 0.0  # when something last happened to the world
         self.progressed = 0.0  # when a step was last committed for the first time
@@ -458,10 +461,13 @@ class World(standins.World):
     def votes(self, rank: Rank) -> None:
         """Compare a vote with what the others do."""
         rank.votes()
-        if "naming" in self.armed and any(
-            other.position.standing == 0 for group in self.groups.values() for other in group.ranks
+        others = (other for group in self.groups.values() if group.alive for other in group.ranks)
+        if (
+            "naming" in self.armed
+            and rank.ready
+            and any(other.position.standing is Standing.BEHIND for other in others)
         ):
-            self.moment("naming", rank.node)  # of a donor, or soon
+            self.moment("naming", rank.node)  # of a donor, perhaps this one
         self._compare(rank, ("vote",))
 
     def _compare(self, rank: Rank, what: object) -> None:
@@ -510,7 +516,7 @@ class World(standins.World):
     def committed(self, rank: Rank, step: int, participants: list[int]) -> None:
         """Take note of a commit."""
         if self.traces:
-            self.say(rank.process.name, f"commits step {step} of groups {participants}, {rank.state.digest()[:8]}")
+            self.say(rank.process.name, f"commits step {step} of groups {participants}, {rank.state.peek()[:8]}")
         self.commits += 1
         if self.folder is not None and not rank.state.tainted:
             self.folder.keep(rank.number, rank.state.copy(*rank.held))
@@ -543,10 +549,12 @@ class World(standins.World):
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
             )
         if made.quorum.rank in made.verdict.donors:
-            # With fewer sound holders than corrupt ones, or without any, nobody can tell which bytes are right.
+            # With fewer holders that show sound bytes than others, or without any, nobody can tell which are right.
             held = [row.slot for row in made.rows if row.has_state and row.step == made.verdict.step]
-            sound = [slot for slot in held if slot in self.groups and not self._is_tainted(slot)]
-            self.sound[rank] = sound if 2 * len(sound) >= len(held) else []
+            groups = [self.groups[slot] for slot in held]
+            sound = [group.slot for group in groups if not any(rank.state.shown for rank in group.ranks)]
+            donor = made.quorum.slots[made.verdict.donors[made.quorum.rank]]
+            self.sound[rank] = (sound if 2 * len(sound) >= len(held) else [], donor)
 
     def froze(self, group: GroupRun, ranks: list[Rank]) -> None:
         """Look in a while whether a group still looks alive although another host of it than the first is frozen."""
@@ -570,10 +578,12 @@ class World(standins.World):
 
     def healed(self, rank: Rank) -> None:
         """Take note that a rank has the job's state."""
-        self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.digest()[:8]}")
-        sound = self.sound.pop(rank, [])
-        if sound and rank.state.inherited and self.oracle.is_corrupt(rank.number, rank.state):
-            self.report("one trajectory", f"g{rank.slot} has a corrupt state from its donor, groups {sound} were sound")
+        self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.peek()[:8]}")
+        sound, donor = self.sound.pop(rank, ([], -1))
+        if sound and rank.state.inherited and self.oracle.is_corrupt(rank.number, rank.state, donor in sound):
+            self.report(
+                "one trajectory", f"g{rank.slot} has a corrupt state from its donor, {sound} had shown a sound one"
+            )
 
     def rank_ended(self, rank: Rank) -> None:
         """Take note that a rank ended in order; stop when nothing is left to see."""
@@ -698,8 +708,7 @@ class World(standins.World):
         lineages = fields.get("lineages", {})
         tainted = {slot: self._is_tainted(slot) for slot in map(int, fields.get("digests", {})) if slot in self.groups}
         # Corrupt by a fault, not by a donor: no group may come to that.
-        flipped = {fault.slot for fault in self.faults if isinstance(fault, faults.Flip)}
-        corrupt = sum(tainted[slot] for slot in flipped & tainted.keys())
+        corrupt = sum(tainted[slot] for slot in self.flipped & tainted.keys())
         self.tied = len(minority) == len(tainted) and 2 * corrupt >= len(tainted)
         for slot in minority:
             majority = [
@@ -750,7 +759,7 @@ class World(standins.World):
             for group in self.groups.values()
             if not (group.over or group.ended or group.slot in self.gone or self._late(group))
         ]
-        # Fewer than the lighthouse wants wait for ever, which is why a launch's wants one: docs/design.md, known limits.
+        # Fewer than the lighthouse wants wait for ever (docs/design.md, known limits).
         return len(left) < self.options.min_replicas
 
     def _watch(self) -> None:
