@@ -665,7 +665,8 @@ class World(standins.World):
         if any(fault.excuses(name, rank, self) for fault in self.faults):
             return True
         if name == "GaveUpError" and "start_timeout" in str(crash.error):
-            return rank.held[0] == 0 and self._too_few()
+            # Nothing is lost: what it holds is the initial state, or that of a checkpoint.
+            return not rank.position.training and self._too_few()
         if name == "ConfigMismatchError":
             odd = [self.groups[slot] for slot in self.options.odd if slot in self.groups]
             return any(group is rank.group or group.began <= rank.group.began + 1.0 for group in odd)
