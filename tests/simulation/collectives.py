@@ -134,6 +134,7 @@ class ProcessGroup:
         self._ring: Ring | None = None
         self._rank = self._number = 0
         self._error: Exception | None = None
+        self.reduced = 0  # values of gradients that this rank has summed with others
         process.on_end.append(self._close)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -197,6 +198,8 @@ class ProcessGroup:
                 f"all-reduce {number} of a ring: {tensor.shape} {tensor.dtype} here, {other.shape} {other.dtype} there"
             )
         operation.inputs[self._rank] = tensor.copy()
+        if tensor.dtype == np.float32 and tensor.size > 1:  # one value counts who gives some
+            self.reduced += tensor.size
         timeout = options.timeout.total_seconds()
         return Work(lambda: self._finish(ring, operation, tensor, self._kernel.now + timeout))
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -128,10 +128,11 @@ class Freeze(Fault):
             processes = [rank.process for rank in chosen if not rank.process.frozen]
             for process in processes:
                 process.freeze()
+            world.froze(group, chosen)
 
             def thaw() -> None:
                 world.say("fault", f"thaws g{self.slot}r{self.rank}")
-                world.disturbed = world.kernel.now
+                world.disturbed = world.thawed[self.slot] = world.kernel.now
                 for process in processes:
                     process.thaw()
 
@@ -320,16 +321,20 @@ def _request(world: World, rank: Any) -> None:
 
 @dataclass(frozen=True)
 class Flip(Fault):
-    """A bit flips in one number of a rank's weights or momentum."""
+    """A bit flips in a number of a rank's weights or momentum, at the group's next `moment` ("naming": of a donor)."""
 
-    slot: int
+    slot: int  # -1 = the first group that comes to that moment
     rank: int
     momentum: bool
     place: int
     bit: int
+    moment: str = ""
 
     def inject(self, world: World) -> None:
-        group = world.groups.get(self.slot)
+        _at_moment(world, self.moment, self.slot, partial(self._flip, world), (self.slot, self.rank))
+
+    def _flip(self, world: World, node: Node) -> None:
+        group = world.groups.get(node[0])
         # Before the first step any state is as good as another; behind the last digest nobody looks any more.
         if group is None or not group.ready or not 0 < world.furthest < world.options.steps:
             return
@@ -339,10 +344,32 @@ class Flip(Fault):
         octets = state.array[int(self.momentum)].view("uint32")
         octets[self.place] ^= 1 << self.bit
         state.tainted = True
+        world.flipped.add(group.slot)
+        world.say("fault", f"flips a bit of g{group.slot}r{self.rank}")
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
         """With as many corrupt holders as sound ones nobody can tell which are right."""
         return error == "DivergedError" and (world.tied or bool(world.gone))
+
+    def shorter(self) -> list[Fault]:
+        return [replace(self, moment="")] if self.moment and self.slot >= 0 else []
+
+
+@dataclass(frozen=True)
+class Publish(Fault):
+    """Another process publishes a checkpoint: the latest whole one that it has, at the next `moment` ("listing")."""
+
+    moment: str = ""
+
+    def inject(self, world: World) -> None:
+        def act(node: Node) -> None:
+            step = world.folder.publish() if world.folder is not None else 0
+            world.say("fault", f"publishes the checkpoint of step {step}" if step else "has no newer checkpoint")
+
+        _at_moment(world, self.moment, -1, act, LIGHTHOUSE)
+
+    def shorter(self) -> list[Fault]:
+        return [Publish(self.at)] if self.moment else []
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Process:
     Attributes:
         lag: largest delay in seconds that a pause point of its tasks may take.
         clock, wall: what its monotonic and its wall clock add to the virtual time.
+        rate: seconds of its monotonic clock in a second.
     """
 
     def __init__(self, kernel: Kernel, name: str, *, pid: int = 0) -> None:
@@ -52,6 +53,7 @@ class Process:
         self.dead = self.frozen = False
         self.exited = False  # ended itself, in the midst of things
         self.lag = self.clock = self.wall = 0.0
+        self.rate = 1.0
         self.on_end: list[Callable[[], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.held: list[Task] = []

@@ -4,6 +4,10 @@
 """Defects that the engine had, or could have, as changes of its source: the exploration must find each of them.
 
 A mutation runs in a forked process, in which the engine is imported anew from the changed source.
+
+Not here: a queued update whose base nobody looks at. Three groups must part over one exchange, a joiner of the smaller
+part must have the whole state already, and must miss the very round in which the others make their own step instead;
+`tests/replica/test_catch_up.py` makes that round by hand.
 """
 
 from __future__ import annotations
@@ -25,11 +29,16 @@ SCHEDULES = 2000
 
 @dataclass(frozen=True)
 class Change:
-    """`old` is in the source of `module` (below titan_ft.replica) exactly once."""
+    """`old` is in the source of `module` exactly once; a name without a dot is one below titan_ft.replica."""
 
     module: str
     old: str
     new: str
+
+    @property
+    def name(self) -> str:
+        """Return the module's full name."""
+        return self.module if "." in self.module else f"titan_ft.replica.{self.module}"
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,33 @@ MUTATIONS = [
         ),
         ("absent",),
         ("ranks never part",),
+        first=160,
     ),
     Mutation(
         "nobody tells of groups that cannot reach each other",
         _one("partition", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"),
         ("cut",),
         ("no state given up", "liveness"),
+    ),
+    Mutation(
+        "a donor does not show its bytes",
+        (
+            Change(
+                "round", "        if joiners and self._position.standing.has_state:", "        if False and joiners:"
+            ),
+            Change(
+                "decision",
+                "donors=_send_to_donors(rows, [rank for rank in holders if verified and",
+                "donors=_send_to_donors(rows, [rank for rank in holders if",
+            ),
+            Change(
+                "heal",
+                "        if self._position.digest == attempt.digest:",
+                "        if attempt.digest in (0, self._position.digest):",
+            ),
+        ),
+        ("flip", "kill"),
+        ("one trajectory", "no state given up"),
     ),
     Mutation(
         "a joiner rolls back before it has replayed what it has queued",
@@ -216,6 +246,51 @@ MUTATIONS = [
         ("kill", "donor"),
         ("ranks never part", "one trajectory", "no state given up"),
     ),
+    Mutation(
+        "each rank lists the folder of checkpoints by itself",
+        (
+            Change("titan_ft.checkpoint_choice", "    if rank == 0:\n", "    if True:\n"),
+            Change("titan_ft.checkpoint_choice", "    step = gather(step)[0]\n", "    gather(step)\n"),
+            Change(
+                "titan_ft.checkpoint_choice",
+                '        _check_all_see(target, is_complete(target), "checkpoint.folder", gather)\n',
+                "",
+            ),
+        ),
+        ("checkpoint",),
+        ("ranks never part",),
+    ),
+    Mutation(
+        "rounds without gradients send them nevertheless",
+        _one("exchange", "if self._count_givers() else ():", "if self._count_givers() + 1 else ():"),
+        ("none",),
+        ("no idle traffic",),
+    ),
+    Mutation(
+        "a group of another shape is admitted",
+        (
+            Change(
+                "member",
+                "    return member.job, member.config, member.shape\n",
+                "    return member.job, member.config, ''\n",
+            ),
+            Change("member", "    return shape_differences(", "    return [] and shape_differences("),
+        ),
+        ("shape",),
+        ("one trajectory",),
+    ),
+    Mutation(
+        "another host of a group than the first is not watched",
+        _one("rank_watch", "if seconds[rank] > self._patience]", "if False]"),
+        ("freeze",),
+        ("liveness",),
+    ),
+    Mutation(
+        "the state that came is not compared with the digest that was agreed on",
+        _one("heal", "        if self._position.digest == attempt.digest:", "        if True:"),
+        ("flip", "kill"),
+        ("one trajectory",),
+    ),
 ]
 
 
@@ -229,7 +304,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return how to import a changed module."""
-        if not any(name == f"titan_ft.replica.{change.module}" for change in self._changes):
+        if not any(name == change.name for change in self._changes):
             return None
         found = importlib.machinery.PathFinder.find_spec(name, path)
         assert found is not None
@@ -241,7 +316,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class _Loader(importlib.machinery.SourceFileLoader):
     def __init__(self, name: str, path: str, changes: Sequence[Change]) -> None:
         super().__init__(name, path)
-        self._changes = [change for change in changes if name == f"titan_ft.replica.{change.module}"]
+        self._changes = [change for change in changes if name == change.name]
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the code of the changed source; nothing is kept."""
@@ -281,7 +356,8 @@ def find(mutation: Mutation, schedules: int = SCHEDULES) -> Found | str:
 
 
 def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
-    for name in [name for name in sys.modules if name.startswith(("titan_ft.replica", "tests.simulation"))]:
+    anew = ("titan_ft.replica", "titan_ft.checkpoint_choice", "tests.simulation")
+    for name in [name for name in sys.modules if name.startswith(anew)]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder(mutation.changes))
     try:

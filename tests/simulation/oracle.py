@@ -144,11 +144,11 @@ class Oracle:
                 f"{np.round(state.array[0], 4).tolist()}, their mean gives {np.round(expected[0], 4).tolist()}",
             )
 
-    def is_corrupt(self, rank: int, state: training.State) -> bool:
-        """Say whether a state is not the one of its lineage, as far as a sound rank has held that."""
+    def is_corrupt(self, rank: int, state: training.State, otherwise: bool = False) -> bool:
+        """Say whether a state is not the one of its lineage; `otherwise` if no sound rank has held that yet."""
         known = self.chain.get(state.held[1])
         there = None if known is None else known.states.get(rank)
-        return state.tainted and there is not None and not np.array_equal(there, state.array)
+        return state.tainted and (otherwise if there is None else not np.array_equal(there, state.array))
 
     def path(self, lineage: int) -> list[Committed]:
         """Return the commits from the first one to `lineage`."""

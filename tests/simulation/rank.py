@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tests.simulation import training
+from tests.simulation import folder, training
 from tests.simulation.kernel import Process
 from tests.simulation.transfer import SnapshotServer
+from titan_ft.checkpoint_choice import NONE, agree_on_step
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import Update
+from titan_ft.replica.decision import Round, Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import Leaving
@@ -55,6 +56,19 @@ class Events:
         """There is nothing to close."""
 
 
+class _WatchedDonor(Donor):
+    """The donor's part of a rank, which is told of every round that worked: so the world reads all of them."""
+
+    def __init__(self, rank: Rank, state: Any, server: Any) -> None:
+        super().__init__(state, server)
+        self._rank = rank
+
+    def serve(self, made: Round, position: Position) -> None:
+        """Let the world judge the round, before the state is written."""
+        self._rank.world.made_round(self._rank, made)
+        super().serve(made, position)
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a rank's part ended in order: "finished" or "drained"."""
@@ -76,13 +90,18 @@ class Rank:
         self.config = FaultTolerance(**{**options.fault_tolerance, "replica_id": group.slot})
         self.nominal_tokens = 10 * options.groups
         self.ledger = Ledger(options.groups, number, options.ranks)
-        self.state = training.State(number, self.ledger)
+        self.shapes = training.OTHER_SHAPES if group.slot in options.odd else training.SHAPES
+        self.state = training.State(number, self.ledger, self.shapes)
         self.ended: Ended | None = None
         self.ready = False  # holds a committed state, as far as the world knows
         self.spoiled = 0  # backwards to come whose gradients are not finite
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
+        self.sent = 0  # values of gradients that it has summed with others in the last round
+        self.position = Position()
+        self.rank_watch: RankWatch | None = None
         self.dimension: ReplicaDimension
+        self._sent_before = 0
         self._read: set[tuple[int, int]] = set()
         self.drain: Drain | None = None
 
@@ -95,6 +114,11 @@ class Rank:
     def computed(self) -> bool:
         """Say whether it has computed gradients for the step under way."""
         return bool(self._read)
+
+    def votes(self) -> None:
+        """Count what was sent in the round that ends now."""
+        reduced = self._process_group.reduced
+        self.sent, self._sent_before = reduced - self._sent_before, reduced
 
     def main(self) -> None:
         """Train, then end the process."""
@@ -117,8 +141,8 @@ class Rank:
         finally:
             watchdog.close()
             self._membership.close()
-            if self._rank_watch is not None:
-                self._rank_watch.close()
+            if self.rank_watch is not None:
+                self.rank_watch.close()
             self._server.close()
 
     def _build(self) -> None:
@@ -139,12 +163,16 @@ class Rank:
         self._watchdog = Watchdog(config.hang_timeout_seconds, lambda: events.emit("hung"))
         world_group: Any = "world"
         self._group = Group(torch.device("cpu"), world_group)
+        # As the trainer does: who has met the others already would be waited for.
+        looks = world.folder is not None
+        self._found = agree_on_step(folder.PATH, -1, None, self.number, self._group.gather) if looks else NONE
         address = f"{world.host(self.node)}:{9000 + self.group.attempt}"
         server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)
         world.transfers.servers[address] = self._server = server
+        self._process_group = world.process_group(self)
         self._membership = Membership(
             config,
-            process_group=world.process_group(self),
+            process_group=self._process_group,
             lighthouse="http://lighthouse:1",
             host=host,
             group_rank=self.number,
@@ -154,13 +182,13 @@ class Rank:
             config_digest="c0ffee",
             address=address,
             events=events,
+            shape=f"{world.options.ranks}r;layout={sum(10 * size for size in self.shapes[1:]):012x}",
             probe=Probe("token", address, self.number),
             told_to_leave=lambda: self._drain.requested,
         )
-        self._rank_watch: RankWatch | None = None
         if world.options.ranks > 1:
             store: Any = world.connect_store(host, port, 300.0)
-            self._rank_watch = RankWatch(
+            self.rank_watch = RankWatch(
                 config,
                 rank=self.number,
                 num_ranks=world.options.ranks,
@@ -177,10 +205,9 @@ class Rank:
             self._membership,
             bucket_bytes=_BUCKET_BYTES,
             where=torch.device("cpu"),
-            overlap=False,
+            overlap=world.options.overlap,
         )
         state: Any = self.state
-        self.position = Position()
         shared: dict[str, Any] = {"position": self.position, "group": self._group, "events": events}
         snapshot_server: Any = server
         rounds = Rounds(
@@ -188,7 +215,7 @@ class Rank:
             self._membership,
             self._exchange,
             state=state,
-            donor=Donor(state, snapshot_server),
+            donor=_WatchedDonor(self, state, snapshot_server),
             drain=self._drain,
             watchdog=self._watchdog,
             **shared,
@@ -216,18 +243,28 @@ class Rank:
 
     def _train(self) -> None:
         dimension, world = self.dimension, self.world
-        behind = dimension.join(0)
-        if behind or not dimension.start(0):
+        step = max(self._found, 0)
+        if dimension.join(step):
             self._heal(computed=False)
         else:
-            world.started(self)
-        while True:
-            while self.position.step < world.options.steps:
-                self._step()
-            digest = dimension.finish()
-            if self.position.step >= world.options.steps:
-                self._end("finished", digest)
-                return
+            self._load(step)
+            if dimension.start(step):
+                world.started(self, step)
+            else:
+                self._heal(computed=False)
+        while self.position.step < world.options.steps:
+            self._step()
+        self._end("finished", dimension.finish())
+
+    def _load(self, step: int) -> None:
+        """Load this rank's part of the checkpoint after `step`, if there is one."""
+        kept = self.world.folder
+        if step and kept is not None:
+            snapshot = kept.load(step, self.number)
+            self.world.kernel.sleep(0.1 * self.world.kernel.rng.random())
+            self.state.load(snapshot)
+            self.position.restore(snapshot.lineage)
+            self.position.tell_saved(step)
 
     def _step(self) -> None:
         dimension, world = self.dimension, self.world
@@ -289,7 +326,8 @@ class Rank:
             self.spoiled -= 1
             self.world.oracle.spoiled.update((entry.slot, entry.first_batch) for entry in entries)
             values[self.spoiled % training.SIZE] = float("nan")
-        self.state.add_gradient(values)
+        between = lambda: kernel.sleep(0.2 * options.compute_seconds * kernel.rng.random())  # noqa: E731
+        self.state.add_gradient(values, between if options.overlap else lambda: None)
         facts = self._group.gather_losses([valid, 10 * len(slots), 0.1, 0.1, seconds])
         return Contribution(
             valid_tokens=valid,

@@ -39,6 +39,8 @@ from tests.simulation.kernel import Kernel, Killed, NotSimulatedError, Process, 
 from titan_ft import device
 
 PACKAGE = "titan_ft.replica"
+MORE = ("titan_ft.checkpoint_choice", "titan_ft.checkpoint_folder")
+"""What the engine is made of besides."""
 
 
 class Module:
@@ -67,7 +69,8 @@ def _unknown(name: str) -> Callable[..., Any]:
 def _monotonic() -> float:
     kernel = kernels.current()
     kernel.pause()
-    return kernel.now + kernel.process.clock
+    process = kernel.process
+    return kernel.now * process.rate + process.clock
 
 
 def _wall() -> float:
@@ -487,6 +490,9 @@ class World:
     def host_of(self, process: Process) -> str:
         raise NotImplementedError
 
+    def files(self) -> dict[str, str]:
+        raise NotImplementedError
+
 
 _world: World | None = None
 
@@ -536,12 +542,26 @@ FAULTHANDLER = Module(
 
 
 class ProcPath:
-    """pathlib.Path, for the few files of /proc that tell of processes."""
+    """pathlib.Path, for the few files of /proc that tell of processes, and for the folder of checkpoints."""
 
-    def __init__(self, path: Any) -> None:
-        self._path = str(path)
+    def __init__(self, *parts: Any) -> None:
+        self._path = "/".join(map(str, parts))
 
-    def read_text(self) -> str:
+    def __str__(self) -> str:
+        return self._path
+
+    def __truediv__(self, name: str) -> ProcPath:
+        return ProcPath(self._path, name)
+
+    @property
+    def name(self) -> str:
+        return self._path.rpartition("/")[2]
+
+    def read_text(self, errors: str = "") -> str:
+        if not self._path.startswith("/proc/"):
+            if (text := world().files().get(self._path)) is None:
+                raise FileNotFoundError(self._path)
+            return text
         kernel = kernels.current()
         kernel.pause()
         if self._path == "/proc/sys/kernel/random/boot_id":
@@ -554,8 +574,18 @@ class ProcPath:
             return f"{process.pid} (python) S " + " ".join(["0"] * 18) + f" {process.pid * 7}"
         raise kernels.missing(self._path)
 
+    def is_file(self) -> bool:
+        return self._path in world().files()
+
     def is_dir(self) -> bool:
-        return False
+        return not self._path.startswith("/proc/") and any(self._children())
+
+    def iterdir(self) -> Iterator[ProcPath]:
+        return (ProcPath(self._path, name) for name in sorted(self._children()))
+
+    def _children(self) -> set[str]:
+        prefix = f"{self._path}/"
+        return {path.removeprefix(prefix).split("/")[0] for path in world().files() if path.startswith(prefix)}
 
 
 class _Connection:
@@ -717,10 +747,11 @@ def _is_error(member: Any) -> bool:
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Put the stand-ins into the engine's modules; everything is as before afterwards."""
+    import titan_ft.checkpoint_choice
     import titan_ft.replica.state_server  # noqa: F401  # whatever is to be replaced is loaded
 
     replacements, changed = _replacements(), []
-    targets = [module for name, module in sys.modules.items() if name.startswith(PACKAGE) and module is not None]
+    targets = [module for name, module in sys.modules.items() if name.startswith((PACKAGE, *MORE)) and module]
     for module in [*targets, torchft.coordination]:
         for name, value in list(vars(module).items()):
             standin = replacements.get(id(value))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from titan_ft.replica.snapshot import Snapshot
 
 SHAPES = (3, 2)
 """Sizes of the parameters; each gets a bucket of its own."""
+OTHER_SHAPES = (1, 4)
+"""Those of a model that is another one."""
 SIZE = sum(SHAPES)
 
 _MOMENTUM = 0.5
@@ -66,15 +69,17 @@ class Progress:
 class State:
     """Weights, momentum and counters of one rank, with the interface of titan_ft.replica.snapshot.TrainState."""
 
-    def __init__(self, rank: int, ledger: Ledger) -> None:
-        self.rank, self.ledger = rank, ledger
+    def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...] = SHAPES) -> None:
+        self.rank, self.ledger, self._shapes = rank, ledger, shapes
         self.progress = Progress()
         self.held = (0, 0)  # step and lineage
         self.tainted = False  # the simulation's own knowledge: some byte of it was changed from outside
+        self.inherited = False  # so was the one that it was loaded from
+        self.shown = False  # so was the one whose digest was taken last
         self.payload = torch.from_numpy(initial(rank).copy())
         self.array = self.payload.numpy()
         flat = self.payload[0]
-        self.parameters = [nn.Parameter(part) for part in flat.split(SHAPES)]
+        self.parameters = [nn.Parameter(part) for part in flat.split(self._shapes)]
         self._spare: torch.Tensor | None = None
 
     def copy(self, step: int, lineage: int) -> Snapshot:
@@ -101,11 +106,16 @@ class State:
         header: dict[str, Any] = json.loads(snapshot.header)
         self.ledger.load_state_dict(header["ledger"])
         self.progress = Progress(header["steps"], header["tokens"])
-        self.tainted = header["tainted"]
+        self.tainted = self.inherited = header["tainted"]
         self.held = (snapshot.step, snapshot.lineage)
 
     def digest(self) -> str:
-        """Hash the bytes of weights, momentum and LR."""
+        """Hash the bytes of weights, momentum and LR, to be shown to others."""
+        self.shown = self.tainted
+        return self.peek()
+
+    def peek(self) -> str:
+        """Return the same digest to the world, which shows it to nobody."""
         octets = self.array.tobytes() + str(self.progress.steps).encode()
         return hashlib.blake2b(octets, digest_size=16).hexdigest()
 
@@ -114,14 +124,20 @@ class State:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def add_gradient(self, values: np.ndarray) -> None:
-        """Add to the gradients, as a backward does."""
-        grads = torch.from_numpy(values.astype(np.float32)).split(SHAPES)
-        for parameter, grad in zip(self.parameters, grads, strict=True):
+    def add_gradient(self, values: np.ndarray, between: Callable[[], None] = lambda: None) -> None:
+        """Add to the gradients, as a backward does: the last parameters first, and each one's hooks are called.
+
+        `between` is called before each parameter's turn.
+        """
+        grads = torch.from_numpy(values.astype(np.float32)).split(self._shapes)
+        for parameter, grad in zip(self.parameters[::-1], grads[::-1], strict=True):
+            between()
             if parameter.grad is None:
                 parameter.grad = grad.clone()
             else:
                 parameter.grad += grad
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
 
     def apply(self, tokens: int, rate: float) -> None:
         """Make the optimizer's step with what is in the gradients."""

@@ -10,17 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation import faults, standins
+from tests.simulation import standins
 from tests.simulation.collectives import GroupCollective, GroupLink, ProcessGroup, Ring
-from tests.simulation.kernel import Crash, Kernel, Process
+from tests.simulation.folder import Folder
+from tests.simulation.kernel import Crash, Kernel, NotSimulatedError, Process
 from tests.simulation.lighthouse import Lighthouse, ManagerClient, ManagerServer
 from tests.simulation.network import LIGHTHOUSE, Network, Node, PrefixStore, Store, StoreServer
 from tests.simulation.oracle import Oracle, Rules
 from tests.simulation.rank import Rank
 from tests.simulation.transfer import Transfers
+from titan_ft.replica.row import Standing
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Fault
+    from titan_ft.replica.decision import Round
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,12 @@ class Options:
         transfer_seconds: of a state, at most.
         compute_seconds, apply_seconds: of a batch and of the optimizer.
         restart_seconds: from a group's death to its next start, at least and at most.
+        overlap: whether gradients are sent while backward goes on.
+        skew: seconds that the hosts' wall clocks are apart, at most.
+        drift: seconds that a monotonic clock gains or loses in one, at most.
+        odd: slots of groups whose model is another one.
+        folder: whether groups look into a folder of checkpoints when they start.
+        sight: seconds that a host's view of it may be late.
         silent: whether the process group between the groups fails as NCCL does.
         store_survives: whether a group's store outlives its workers.
         min_replicas: of the lighthouse.
@@ -58,6 +67,12 @@ class Options:
     compute_seconds: float = 0.1
     apply_seconds: float = 0.004
     restart_seconds: tuple[float, float] = (0.5, 2.0)
+    overlap: bool = False
+    skew: float = 0.0
+    drift: float = 0.0
+    odd: tuple[int, ...] = ()
+    folder: bool = False
+    sight: float = 0.0
     silent: bool = False
     store_survives: bool = True
     min_replicas: int = 1
@@ -98,7 +113,7 @@ class GroupRun:
         self.members: frozenset[int] = frozenset()  # slots of the quorum that it was in last
         self.ranks: list[Rank] = []
         for number in range(options.ranks):
-            process = world.new_process(f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), slot)
+            process = world.new_process(f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), (slot, number))
             self.ranks.append(Rank(world, self, number, process))
             process.on_end.append(lambda: world.process_ended(self))
         for rank in self.ranks:
@@ -155,6 +170,8 @@ class World(standins.World):
         self.transfers = Transfers(kernel, self.network, options.transfer_seconds)
         self.transfers.node_of = lambda process: self.ranks[process].node
         self.transfers.on_moment = self.moment
+        look = lambda: self.moment("listing", self.ranks[kernel.process].node)  # noqa: E731
+        self.folder = Folder(kernel, options.ranks, options.sight, look) if options.folder else None
         self.armed: dict[str, list[_Armed]] = {}
         not_finite = any(fault.spoils for fault in faults)
         self.oracle = Oracle(
@@ -181,7 +198,12 @@ class World(standins.World):
         self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
         self.drained: dict[int, bool] = {}  # slots that were told to leave, and whether they come back
         self.gone: dict[int, str] = {}  # slots that come no more, and why
+        # For a joiner: who showed sound bytes when its donor was named, if they were enough; and who that is.
+        self.sound: dict[Rank, tuple[list[int], int]] = {}
         self.tied = False  # whether nobody could tell whose bytes are right, and rightly so
+        self.clocks: dict[Node, tuple[float, float]] = {}  # of each host: its wall clock's error, its clock's rate
+        self.flipped: set[int] = set()  # slots of groups in which a bit has flipped
+        self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
         self.disturbed = 0.0  # when something last happened to the world
         self.progressed = 0.0  # when a step was last committed for the first time
         self.furthest = 0
@@ -262,7 +284,8 @@ class World(standins.World):
             entry.skip -= 1
             if entry.skip < 0:
                 armed.remove(entry)
-                late = 0.006 * self.kernel.rng.random() ** 2
+                # What a round has shown is other bytes already when it is served, or it is not.
+                late = 0.0 if moment == "naming" else 0.006 * self.kernel.rng.random() ** 2
                 self.kernel.after(late, functools.partial(entry.act, node))
 
     def _start(self, slot: int, attempt: int) -> None:
@@ -278,14 +301,17 @@ class World(standins.World):
 
     # What stand-ins ask
 
-    def new_process(self, name: str, slot: int) -> Process:
-        """Make a process with clocks of its own."""
+    def new_process(self, name: str, node: Node) -> Process:
+        """Make a process with the clocks of its host; each rank has a host of its own."""
         self._pids += 1
         rng, lag = self.kernel.rng, self.options.lag
         process = Process(self.kernel, name, pid=self._pids)
         process.lag = lag * rng.random()
         process.clock = 1000.0 * rng.random()
-        process.wall = lag * rng.random()
+        if node not in self.clocks:
+            error = (lag + self.options.skew) * (rng.random() - 0.5)
+            self.clocks[node] = error, 1 + self.options.drift * (2 * rng.random() - 1)
+        process.wall, process.rate = self.clocks[node]
         self.processes[process.pid] = process
         return process
 
@@ -405,6 +431,12 @@ class World(standins.World):
             raise ConnectionRefusedError("connection refused")
         return server.status()
 
+    def files(self) -> dict[str, str]:
+        """Return the files of checkpoints as the process that runs sees them."""
+        if self.folder is None:
+            raise NotSimulatedError("this world has no folder of checkpoints")
+        return self.folder.files(self.ranks[self.kernel.process].node)
+
     def group_collective(self) -> GroupCollective:
         """Return the collectives of the process that runs."""
         return self.collectives[self.kernel.process]
@@ -429,6 +461,14 @@ class World(standins.World):
 
     def votes(self, rank: Rank) -> None:
         """Compare a vote with what the others do."""
+        rank.votes()
+        others = (other for group in self.groups.values() if group.alive for other in group.ranks)
+        if (
+            "naming" in self.armed
+            and rank.ready
+            and any(other.position.standing is Standing.BEHIND for other in others)
+        ):
+            self.moment("naming", rank.node)  # of a donor, perhaps this one
         self._compare(rank, ("vote",))
 
     def _compare(self, rank: Rank, what: object) -> None:
@@ -470,17 +510,19 @@ class World(standins.World):
         elif event == "digest_mismatch":
             self._judge_mismatch(rank, fields)
 
-    def started(self, rank: Rank) -> None:
-        """Take note that a rank begins at step 0."""
+    def started(self, rank: Rank, step: int) -> None:
+        """Take note that a rank begins to train, at step 0 or behind a checkpoint."""
         rank.ready = True
         if rank.group.attempt > 0 or self.furthest > 0:
-            self._judge_loss(rank, 0, "started anew")
+            self._judge_loss(rank, step, "started anew")
 
     def committed(self, rank: Rank, step: int, participants: list[int]) -> None:
         """Take note of a commit."""
         if self.traces:
-            self.say(rank.process.name, f"commits step {step} of groups {participants}, {rank.state.digest()[:8]}")
+            self.say(rank.process.name, f"commits step {step} of groups {participants}, {rank.state.peek()[:8]}")
         self.commits += 1
+        if self.folder is not None and not rank.state.tainted:
+            self.folder.keep(rank.number, rank.state.copy(*rank.held))
         if step > self.furthest:
             self.furthest, self.progressed = step, self.kernel.now
 
@@ -503,9 +545,48 @@ class World(standins.World):
         if rear > ahead > 0 and held.count(rank.held) + ahead == len(held) and rank.held[0] + 1 < self.options.steps:
             self.report("no work lost", f"g{rank.slot} heals, one of {rear} groups one step behind {ahead}")
 
+    def made_round(self, rank: Rank, made: Round) -> None:
+        """Take note of a round that worked on all ranks of a group, before anything follows from it."""
+        if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
+            self.report(
+                "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
+            )
+        if made.quorum.rank in made.verdict.donors:
+            # With fewer holders that show sound bytes than others, or without any, nobody can tell which are right.
+            held = [row.slot for row in made.rows if row.has_state and row.step == made.verdict.step]
+            groups = [self.groups[slot] for slot in held]
+            sound = [group.slot for group in groups if not any(rank.state.shown for rank in group.ranks)]
+            donor = made.quorum.slots[made.verdict.donors[made.quorum.rank]]
+            self.sound[rank] = (sound if 2 * len(sound) >= len(held) else [], donor)
+
+    def froze(self, group: GroupRun, ranks: list[Rank]) -> None:
+        """Look in a while whether a group still looks alive although another host of it than the first is frozen."""
+        if not group.ready or group.ranks[0] in ranks or any(rank.rank_watch is None for rank in group.ranks):
+            return
+        since, patience = self.kernel.now, 2 * self.config["heartbeat_timeout_ms"] / 1000
+
+        def look() -> None:
+            first = group.ranks[0]
+            looks_alive = not group.over and first.process.runs and not any(rank.ended for rank in group.ranks)
+            thawed = self.thawed.get(group.slot, 0.0) >= since
+            if looks_alive and not thawed and group.slot not in self.drained:
+                seconds = self.kernel.now - since
+                self.report("liveness", f"g{group.slot} still beats {seconds:.0f} s after one of its hosts was frozen")
+
+        # It is seen when it is silent for the whole patience, at the next look, after two pages that came late.
+        self.kernel.after(3 * patience + 0.5, look)
+
+    def _is_tainted(self, slot: int) -> bool:
+        return any(rank.state.tainted for rank in self.groups[slot].ranks)
+
     def healed(self, rank: Rank) -> None:
         """Take note that a rank has the job's state."""
-        self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.digest()[:8]}")
+        self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.peek()[:8]}")
+        sound, donor = self.sound.pop(rank, ([], -1))
+        if sound and rank.state.inherited and self.oracle.is_corrupt(rank.number, rank.state, donor in sound):
+            self.report(
+                "one trajectory", f"g{rank.slot} has a corrupt state from its donor, {sound} had shown a sound one"
+            )
 
     def rank_ended(self, rank: Rank) -> None:
         """Take note that a rank ended in order; stop when nothing is left to see."""
@@ -586,7 +667,11 @@ class World(standins.World):
         if any(fault.excuses(name, rank, self) for fault in self.faults):
             return True
         if name == "GaveUpError" and "start_timeout" in str(crash.error):
-            return rank.held[0] == 0 and self._too_few()
+            # Nothing is lost: what it holds is the initial state, or that of a checkpoint.
+            return not rank.position.training and self._too_few()
+        if name == "ConfigMismatchError":
+            odd = [self.groups[slot] for slot in self.options.odd if slot in self.groups]
+            return any(group is rank.group or group.began <= rank.group.began + 1.0 for group in odd)
         if name == "JobLostError":
             return not self._holders(rank.held[0] + 1, rank.group)
         return False
@@ -624,14 +709,9 @@ class World(standins.World):
         """A state that nobody has changed must not be outvoted by one that somebody has."""
         minority = set(fields.get("minority", ()))
         lineages = fields.get("lineages", {})
-        tainted = {
-            slot: any(other.state.tainted for other in self.groups[slot].ranks)
-            for slot in map(int, fields.get("digests", {}))
-            if slot in self.groups
-        }
+        tainted = {slot: self._is_tainted(slot) for slot in map(int, fields.get("digests", {})) if slot in self.groups}
         # Corrupt by a fault, not by a donor: no group may come to that.
-        flipped = {fault.slot for fault in self.faults if isinstance(fault, faults.Flip)}
-        corrupt = sum(tainted[slot] for slot in flipped & tainted.keys())
+        corrupt = sum(tainted[slot] for slot in self.flipped & tainted.keys())
         self.tied = len(minority) == len(tainted) and 2 * corrupt >= len(tainted)
         for slot in minority:
             majority = [
@@ -677,9 +757,13 @@ class World(standins.World):
         return all(any(rank.state.tainted for rank in group.ranks) for group in groups)
 
     def _all_ended(self) -> bool:
-        return all(
-            group.over or group.ended or group.slot in self.gone or self._late(group) for group in self.groups.values()
-        )
+        left = [
+            group
+            for group in self.groups.values()
+            if not (group.over or group.ended or group.slot in self.gone or self._late(group))
+        ]
+        # Fewer than the lighthouse wants wait for ever (docs/design.md, known limits).
+        return len(left) < self.options.min_replicas
 
     def _watch(self) -> None:
         """Look now and then whether training goes on although nothing keeps it from doing so."""
