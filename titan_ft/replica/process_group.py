@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchft's Gloo process group, made to break off.
+"""The process group between the replica groups: torchft's reconfigurable ones, with a Gloo that breaks off.
 
 Gloo has no abort: an operation that waits for a peer which lives, but is stopped or cannot be reached, waits for its
 whole timeout. Its connections are ordinary sockets of this process, though: shutting them down under it ends it. A
@@ -11,14 +11,22 @@ send may miss it, and then has its timeout.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torchft.process_group import ProcessGroupGloo
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 _OPEN_FILES = Path("/proc/self/fd")  # elsewhere than on Linux there is none, and operations end with their timeout
+
+
+def build_process_group(backend: str, timeout: timedelta) -> ProcessGroup:
+    """Build the process group of a backend, "gloo" or "nccl"; it has no members until it is configured."""
+    logging.getLogger("torchft_errors").setLevel(logging.WARNING)  # an empty line at every abort, for telemetry only
+    return BreakableGloo(timeout=timeout) if backend == "gloo" else ProcessGroupNCCL(timeout=timeout)
 
 
 class BreakableGloo(ProcessGroupGloo):
