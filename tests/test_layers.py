@@ -28,10 +28,10 @@ PURE = (
     "titan_ft.checkpoint_folder",
     "titan_ft.history.audit",
     "titan_ft.history.summary",
-    "titan_ft.launch.metrics",
+    "titan_ft.live.metrics",
     "titan_ft.launch.run_paths",
-    "titan_ft.launch.status",
-    "titan_ft.launch.top",
+    "titan_ft.live.status",
+    "titan_ft.live.top",
 )
 
 
