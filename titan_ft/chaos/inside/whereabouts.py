@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titan_ft.chaos.inside.blackhole import Connection, connected_to
 from titan_ft.run.process import this_host
-from titan_ft.sabotage.blackhole import Connection, connected_to
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Link:
         return ""
 
     def choose(self, connections: Collection[Connection]) -> set[int]:
-        """Choose the sockets that are connected to the group: see `titan_ft.sabotage.blackhole.Choice`."""
+        """Choose the sockets that are connected to the group: see `titan_ft.chaos.inside.blackhole.Choice`."""
         workers = read_all(self._folder)  # anew each time: a group that was started again is elsewhere
         here = this_host("net", "pid")
         pids = {pid for w in workers if (w.replica, w.host) == (self._peer, here) for pid in w.pids}
