@@ -49,7 +49,11 @@ def test_pure_layer_imports_no_torch(module: str) -> None:
 
 def test_a_trainer_without_chaos_loads_nothing_that_breaks_things() -> None:
     """What injects faults into a worker is imported when `chaos = true` asks for it, and not before."""
-    code = "import sys, titan_ft.train\nimport titan_ft.trainer\nprint(*(name for name in sys.modules if name.startswith('titan_ft.chaos')))"
+    code = (
+        "import sys, titan_ft.train\n"
+        "import titan_ft.trainer\n"
+        "print(*(name for name in sys.modules if name.startswith('titan_ft.chaos')))"
+    )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == ""
