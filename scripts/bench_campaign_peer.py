@@ -28,6 +28,7 @@ from kill_group import latest_workers
 
 from titan_ft.history.events import Event, read_events
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.process import is_running_worker
 
 KILL_EVERY_SECONDS = 15.0
 START_SECONDS = 240.0
@@ -37,6 +38,7 @@ DIGEST_EVERY = 5
 STEPS = 100_000
 """More than any campaign makes."""
 WORKER = "bench_peer.py"
+is_worker = partial(is_running_worker, mark=WORKER)
 
 Tell = Callable[[str], None]
 
@@ -152,14 +154,6 @@ def _shots(run: Run, seed: int, minutes: float, tell: Tell) -> Iterator[Kill | N
         replica = sorted(up)[int(draw * len(up))]
         yield _kill(run.run_dir, replica, up[replica])
         tell(f"{shot * KILL_EVERY_SECONDS:g} s: killed group {replica}")
-
-
-def is_worker(pid: int) -> bool:
-    """Tell whether the process still is a worker: its pid may have gone to another program since."""
-    try:
-        return WORKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _kill(run_dir: Path, replica: int, attempt: int) -> Kill:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from bench_run import BenchError, Run
 
+from titan_ft.run.process import read_command, read_status
+
 LOOK_SECONDS = 0.1
 START_SECONDS = 60.0
 IDLE_LOOKS = 20
@@ -58,9 +60,9 @@ def children(parent: int) -> dict[int, list[str]]:
     """Return pid and command line of each running process that `parent` started."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            if _stat(folder)[1] == str(parent) and (command := (folder / "cmdline").read_bytes()):
-                found[int(folder.name)] = command.decode(errors="replace").rstrip("\0").split("\0")
+        status = read_status(int(folder.name))
+        if status is not None and status.parent == parent and (command := read_command(int(folder.name))):
+            found[int(folder.name)] = command
     return found
 
 
@@ -105,11 +107,11 @@ def wait_for_standby(
 def _sleep(pids: Sequence[int]) -> bool:
     """Tell whether all threads of all these processes sleep."""
     try:
-        return all(_stat(thread)[0] == "S" for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir())
+        return all(_sleeps(pid, int(thread)) for pid in pids for thread in os.listdir(f"/proc/{pid}/task"))
     except OSError:  # one ended meanwhile
         return False
 
 
-def _stat(folder: Path) -> list[str]:
-    """Return state, parent and so on of a process or thread (proc(5), fields 3 and on)."""
-    return (folder / "stat").read_text().rpartition(")")[2].split()
+def _sleeps(pid: int, thread: int) -> bool:
+    status = read_status(pid, thread)
+    return status is not None and status.state == "S"

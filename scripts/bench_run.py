@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench_systems import RANKS_PER_GROUP, Command, commands, to_toml
+import tomli_w
+from bench_systems import RANKS_PER_GROUP, Command, commands
 
 import titan_ft
 from titan_ft.launch.log_tail import last_error_line
@@ -51,7 +52,7 @@ class Run:
         self.system, self.run_dir = system, run_dir
         self._commands = partial(commands, system, run_dir, max_restarts, num_ranks, flags)
         run_dir.mkdir(parents=True)
-        (run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (run_dir / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
         self._started: list[tuple[Command, subprocess.Popen[bytes]]] = []
 
     def __enter__(self) -> Run:

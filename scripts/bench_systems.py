@@ -8,7 +8,6 @@ All train the same model on the same data with two times two ranks. Each works i
 from __future__ import annotations
 
 import copy
-import json
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,17 +64,6 @@ def derive_config(base: Mapping[str, Any], system: str, run_dir: Path, steps: in
         table = config["fault_tolerance"]
         config["fault_tolerance"] = {key: table[key] for key in PEER_FIELDS if key in table}
     return config
-
-
-def to_toml(config: Mapping[str, Any], prefix: str = "") -> str:
-    """Write tables of plain values and lists as TOML."""
-    lines, tables = [], []
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            tables.append(f"\n[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}")
-        else:
-            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n")  # TOML writes these as JSON does
-    return "".join(lines + tables)
 
 
 def commands(

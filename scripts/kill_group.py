@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.history.events import EventLog, read_events
+from titan_ft.run.process import is_running_worker
 
 POLL_SECONDS = 0.1
 
@@ -36,14 +37,6 @@ def latest_workers(events: list[dict[str, Any]], replica: int) -> list[int]:
     return sorted({event["pid"] for event in started if event.get("attempt", 0) == attempt})
 
 
-def is_live_worker(pid: int) -> bool:
-    """Tell whether the process still is a worker: its pid may have gone to another program since."""
-    try:
-        return b"titan_ft" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
 def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float) -> str | None:
     """Wait for the step, then kill. Return what went wrong, or None."""
     events_folder = run_dir / "events"
@@ -53,7 +46,7 @@ def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float
             return f"replica {replica} did not commit step {at_step} within {timeout_seconds:g} s"
         time.sleep(POLL_SECONDS)
 
-    workers = [pid for pid in latest_workers(events, replica) if is_live_worker(pid)]
+    workers = [pid for pid in latest_workers(events, replica) if is_running_worker(pid)]
     if not workers:
         return f"replica {replica} has no live worker on this host"
     log = EventLog(events_folder / f"kill-group-{os.getpid()}.jsonl")

@@ -23,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+
+import tomli
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path("scripts", "mutations.toml")
@@ -88,7 +89,7 @@ def read_list(path: Path) -> list[Mutation]:
         MutateError: the file is not what it should be.
     """
     try:
-        tables = tomllib.loads(path.read_text())["mutation"]
+        tables = tomli.loads(path.read_text())["mutation"]
         read = [Mutation(**{**table, "tests": tuple(shlex.split(table.get("tests", "")))}) for table in tables]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MutateError(f"{path} must be a list of [[mutation]] with name, file, old, new, tests: {error}") from error

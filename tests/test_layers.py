@@ -28,10 +28,10 @@ PURE = (
     "titan_ft.checkpoint_folder",
     "titan_ft.history.audit",
     "titan_ft.history.summary",
-    "titan_ft.launch.metrics",
+    "titan_ft.live.metrics",
     "titan_ft.launch.run_paths",
-    "titan_ft.launch.status",
-    "titan_ft.launch.top",
+    "titan_ft.live.status",
+    "titan_ft.live.top",
 )
 
 
@@ -43,5 +43,17 @@ def test_pure_layer_imports_no_torch(module: str) -> None:
         "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'torchtitan', 'torchft'}))"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == ""
+
+
+def test_a_trainer_without_chaos_loads_nothing_that_breaks_things() -> None:
+    """What injects faults into a worker is imported when `chaos = true` asks for it, and not before."""
+    code = (
+        "import sys, titan_ft.train\n"
+        "import titan_ft.trainer\n"
+        "print(*(name for name in sys.modules if name.startswith('titan_ft.chaos')))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == ""

@@ -270,7 +270,7 @@ def _check(command: Check) -> int:
 
 
 def _top(command: Top) -> int:
-    from titan_ft.launch.top import top
+    from titan_ft.live.top import top
 
     return top(command.run_dir, once=command.once)
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Define the `[fault_tolerance]` table of a run's TOML, and hold every rule about its values.
 
-The class `JobConfig` makes this module a torchtitan `custom_config_module`. Only the standard library is imported, so
-that the launcher can check a config before anything slow is loaded.
+The class `JobConfig` makes this module a torchtitan `custom_config_module`. It imports the standard
+library and tomli only, so that the launcher can check a config before anything slow is loaded.
 
 There is no `from __future__ import annotations` here, on purpose: torchtitan's `ConfigManager._merge_configs` reads the
 types of the fields as objects, and would take strings for plain values.
@@ -12,13 +12,14 @@ types of the fields as objects, and would take strings for plain values.
 import difflib
 import ipaddress
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
+
+import tomli
 
 TABLE = "fault_tolerance"
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -228,11 +229,11 @@ def load_toml(path: str | Path) -> dict[str, Any]:
     """
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            return tomli.load(file)
     except OSError as error:
         remedy = "give the path of an existing TOML file"
         raise ConfigError(f"config file must be readable, got {path} ({error.strerror}); {remedy}") from error
-    except tomllib.TOMLDecodeError as error:
+    except tomli.TOMLDecodeError as error:
         raise ConfigError(f"config file must be valid TOML, got {path}: {error}; correct that line") from error
     except UnicodeDecodeError as error:
         raise ConfigError(

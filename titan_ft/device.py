@@ -9,10 +9,8 @@ called before the first import of a torchtitan module, because `torchtitan.tools
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +69,7 @@ def exchange_device(process_group: str) -> torch.device:
     if process_group == "gloo":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "build_process_group refuses nccl without a GPU"
+    assert accelerator is not None, "`require` refuses nccl without a GPU"
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
@@ -86,18 +84,6 @@ def require(process_group: str) -> None:
             'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, got "nccl"; set it to '
             '"gloo"'
         )
-
-
-def build_process_group(process_group: str, timeout: timedelta) -> Any:
-    """Build torchft's reconfigurable process group between the replica groups."""
-    from torchft.process_group import ProcessGroupNCCL
-
-    from titan_ft.replica.gloo import BreakableGloo
-
-    logging.getLogger("torchft_errors").setLevel(logging.WARNING)  # an empty line at every abort, for telemetry only
-    if process_group == "gloo":
-        return BreakableGloo(timeout=timeout)
-    return ProcessGroupNCCL(timeout=timeout)
 
 
 def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:

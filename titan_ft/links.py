@@ -23,6 +23,7 @@ from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.process_group import build_process_group
 from titan_ft.replica.rank_watch import RankWatch, say_silent
 from titan_ft.replica.reach import Probe
 from titan_ft.replica.row import fold48
@@ -80,7 +81,7 @@ class Links:
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
-            process_group=device.build_process_group(config.process_group, timeout),
+            process_group=build_process_group(config.process_group, timeout),
             lighthouse=launch.lighthouse,
             host=host,
             group_rank=launch.rank,

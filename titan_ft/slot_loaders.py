@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError, FaultTolerance
+from titan_ft.run.process import borrowed_socket, own_sockets
 
 
 class SlotLoaders:
@@ -88,10 +89,8 @@ def _let_go_of_the_rank(worker: int) -> None:
 def _inet_sockets() -> list[int]:
     """Return the descriptors of this process's network sockets; none where the system does not list them."""
     found = []
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
-        with contextlib.suppress(OSError):  # no socket, or the listing's own descriptor
-            probe = socket.socket(fileno=os.dup(int(name)))
-            with probe:
-                if probe.family in (socket.AF_INET, socket.AF_INET6):
-                    found.append(int(name))
+    for descriptor, inode in own_sockets():
+        with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as connection:
+            if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+                found.append(descriptor)
     return found

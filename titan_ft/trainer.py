@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torchtitan.train
@@ -40,10 +40,11 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
-from titan_ft.sabotage.agent import ChaosAgent
-from titan_ft.saboteur import start_agent
 from titan_ft.step_log import StepLog, Work
 from titan_ft.worker import Launch, begin_events
+
+if TYPE_CHECKING:
+    from titan_ft.chaos.inside.agent import ChaosAgent
 
 
 class ReplicaTrainer(Trainer):
@@ -373,6 +374,8 @@ class ReplicaTrainer(Trainer):
         )
 
     def _build_chaos_agent(self) -> ChaosAgent:
+        from titan_ft.chaos.inside.start import start_agent  # what breaks a worker is loaded where it is asked for
+
         return start_agent(
             self.job_config,
             self.launch,

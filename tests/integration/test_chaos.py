@@ -13,10 +13,10 @@ from harness.job import Job
 from harness.trajectory import check, check_finished, check_one_trajectory, named
 
 from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.orders import Orders
 from titan_ft.history.audit import audit
 from titan_ft.history.events import Event
-from titan_ft.sabotage import blackhole
 
 FLAGS = ("--fault_tolerance.chaos",)
 FORWARD_SECONDS = 0.1  # a forward takes that longer, so that a fault strikes amid training

@@ -11,9 +11,9 @@ from harness.job import Job
 from harness.trajectory import check_finished, check_one_trajectory, named
 
 from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.orders import Orders
 from titan_ft.history.audit import audit
-from titan_ft.sabotage import blackhole
 
 SECONDS = 12.0  # that the link is dead
 STALL = 10.0  # seconds; with nothing else to do it is five

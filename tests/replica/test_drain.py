@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from titan_ft.replica.drain import TERMINATED, Drain, Process
+from titan_ft.replica.drain import TERMINATED, Drain
+from titan_ft.run.process import Process
 
 DEADLINE = 60.0  # seconds; only ever reached by a bug
 NEVER = 3600.0  # seconds

@@ -9,12 +9,13 @@ import os
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
+import tomli_w
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -38,7 +39,7 @@ from bench_pauses import (  # noqa: E402
 from bench_processes import children, pin_groups, split_cores, wait_for_standby  # noqa: E402
 from bench_run import BenchError, Run  # noqa: E402
 from bench_steps import Spread, compare, logged_steps, parse_stamp, step_seconds  # noqa: E402
-from bench_systems import OURS, PEER, STOCK, Command, commands, derive_config, rank_logs, to_toml  # noqa: E402
+from bench_systems import OURS, PEER, STOCK, Command, commands, derive_config, rank_logs  # noqa: E402
 from bench_table import format_report, markdown  # noqa: E402
 
 from titan_ft.config import load_toml  # noqa: E402
@@ -158,7 +159,7 @@ def test_a_survivor_that_never_commits_again_is_no_figure() -> None:
 def test_all_systems_train_the_same(system: str, tmp_path: Path) -> None:
     """Only the form of the parallelism differs, and what torchtitan's own schema does not know is left out."""
     base = load_toml(CONFIG)
-    config = tomllib.loads(to_toml(derive_config(base, system, tmp_path, 40, 10)))
+    config = tomli.loads(tomli_w.dumps(derive_config(base, system, tmp_path, 40, 10)))
     for table in ("optimizer", "lr_scheduler", "activation_checkpoint", "compile", "debug"):
         assert config[table] == base[table]
     assert config["training"] == {**base["training"], "steps": 40}
@@ -168,11 +169,6 @@ def test_all_systems_train_the_same(system: str, tmp_path: Path) -> None:
     if system == PEER:
         assert "digest_every" not in config["fault_tolerance"]
     assert base == load_toml(CONFIG)
-
-
-def test_toml_of_nested_tables_and_lists_survives() -> None:
-    values = {"a": {"text": 'x "y" \\ ü', "flag": True, "list": [["a"], []], "b": {"c": {"x": 8e-4}}}}
-    assert tomllib.loads(to_toml(values)) == values
 
 
 def test_logs_are_found_in_order_of_attempts(tmp_path: Path) -> None:

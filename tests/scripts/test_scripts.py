@@ -10,10 +10,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomli
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
@@ -260,7 +260,7 @@ def test_the_quickstart_succeeds_only_with_a_kill_a_rejoin_and_equal_digests(
 
 def test_the_debug_config_is_complete() -> None:
     """The quickstart's config enables what the quickstart shows, and names only what is shipped."""
-    config = tomllib.loads(CONFIG.read_text(encoding="utf-8"))
+    config = tomli.loads(CONFIG.read_text(encoding="utf-8"))
     assert config["job"]["custom_config_module"] == "titan_ft.config"
     assert config["fault_tolerance"]["enable"] is True
     assert config["model"]["hf_assets_path"] == "titan_ft://tokenizer"

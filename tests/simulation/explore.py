@@ -151,6 +151,8 @@ def main(arguments: Sequence[str]) -> int:
     began, findings, told = time.monotonic(), Findings(), time.monotonic()
     for found in run_all(options.seed, options.schedules, kinds, options.jobs):
         findings.add(found)
+        for seed, text in found.first.values():
+            print(f"... seed {seed}: {text[:200]}", flush=True)
         if time.monotonic() - told > 10:
             told = time.monotonic()
             rate = findings.schedules / (told - began)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Stand-ins for what the engine takes from the real world, and their installation in all of its modules.
 
-Modules are not named one by one: whatever in a loaded module of `titan_ft.replica` *is* the standard library's `time`,
-`threading`, `queue` and so on is replaced, so that a new module of the engine is covered as it is. A stand-in raises on
-everything that it does not know: nothing falls through to real time.
+Modules are not named one by one: whatever in a loaded module of `titan_ft.replica` or `titan_ft.run` *is* the standard
+library's `time`, `threading`, `queue` and so on is replaced, so that a new module of the engine is covered as it is. A
+stand-in raises on everything that it does not know: nothing falls through to real time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from tests.simulation import kernel as kernels
 from tests.simulation.kernel import Kernel, Killed, NotSimulatedError, Process, Task
 from titan_ft import device
 
-PACKAGE = "titan_ft.replica"
-MORE = ("titan_ft.checkpoint_choice", "titan_ft.checkpoint_folder")
-"""What the engine is made of besides."""
+PACKAGES = ("titan_ft.replica", "titan_ft.run", "titan_ft.checkpoint_choice", "titan_ft.checkpoint_folder")
+"""What the engine is made of."""
 
 
 class Module:
@@ -751,7 +750,7 @@ def installed() -> Iterator[None]:
     import titan_ft.replica.state_server  # noqa: F401  # whatever is to be replaced is loaded
 
     replacements, changed = _replacements(), []
-    targets = [module for name, module in sys.modules.items() if name.startswith((PACKAGE, *MORE)) and module]
+    targets = [module for name, module in sys.modules.items() if name.startswith(PACKAGES) and module is not None]
     for module in [*targets, torchft.coordination]:
         for name, value in list(vars(module).items()):
             standin = replacements.get(id(value))

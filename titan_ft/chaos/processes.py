@@ -15,11 +15,10 @@ import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-MARK = b"titan_ft"
-"""What the command line of every process of a run holds."""
+from titan_ft.run.process import is_running_worker, read_status
+
 _START_SLACK_SECONDS = 1.0
 """A process's start is known in clock ticks, and its event is written later: a pid that is younger was reused."""
 
@@ -140,16 +139,12 @@ def _open(worker: Worker) -> int | None:
 
 def _is_worker(worker: Worker) -> bool:
     """Tell whether what has a worker's pid now is one, and no younger than the worker's event."""
-    try:
-        command = Path(f"/proc/{worker.pid}/cmdline").read_bytes()  # empty once the process is a zombie
-        stat = Path(f"/proc/{worker.pid}/stat").read_text()
-    except OSError:
-        return False
-    if MARK not in command:
+    status = read_status(worker.pid)
+    if status is None or not is_running_worker(worker.pid):
         return False
     if worker.mono is None:
         return True
-    since_boot = int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    since_boot = status.start / os.sysconf("SC_CLK_TCK")
     asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()  # the one clock counts a suspend, the other not
     return since_boot - asleep <= worker.mono + _START_SLACK_SECONDS
 

@@ -15,17 +15,17 @@ from titan_ft.chaos.orders import Orders
 from titan_ft.chaos.processes import LocalProcesses
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.history.events import EventLog
-from titan_ft.launch import status
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.event_tail import EventTail
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.log_tail import last_error_line
-from titan_ft.launch.metrics import MetricsServer
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.launch.spares import Spares, may_replace
-from titan_ft.launch.status_view import make_view
 from titan_ft.launch.supervisor import GRACE_SECONDS
+from titan_ft.live import status
+from titan_ft.live.metrics import MetricsServer
+from titan_ft.live.status_view import make_view
 
 TICK_SECONDS = 0.1
 QUIET_SECONDS = 40.0

@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_ft.replica.group_store import set_for_all
 from titan_ft.replica.watchdog import end_process
+from titan_ft.run.process import Process
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
@@ -205,67 +203,6 @@ class Drain:
 
     def _left_key(self, rank: int) -> str:
         return f"{self._key}/left/{rank}"
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process as others can recognize it.
-
-    Attributes:
-        host: where `pid` is valid: host since its boot, and PID namespace (containers may share the host's name).
-        start: of the process, in ticks since boot, because pids are reused; empty where there is no /proc.
-    """
-
-    host: str
-    pid: int
-    start: str
-
-    @classmethod
-    def this(cls) -> Process:
-        """Describe this process."""
-        stat = _stat(os.getpid())
-        return cls(_host(), os.getpid(), "" if stat is None else stat[1])
-
-    @classmethod
-    def parse(cls, text: str) -> Process:
-        """Read what `str` wrote."""
-        host, pid, start = text.split(",")
-        return cls(host, int(pid), start)
-
-    def __str__(self) -> str:
-        return f"{self.host},{self.pid},{self.start}"
-
-    def is_gone(self) -> bool:
-        """Say whether it has certainly ended; False if it cannot be looked at from here."""
-        if self.host != _host():
-            return False
-        if self.start:
-            stat = _stat(self.pid)
-            return stat is None or stat[0] in "ZX" or stat[1] != self.start
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-        return False
-
-
-def _stat(pid: int) -> tuple[str, str] | None:
-    """Return state and start time of a process from /proc (proc(5), fields 3 and 22); None if it is not there."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return fields[0], fields[19]
-
-
-def _host() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _forget_signals() -> None:

@@ -14,8 +14,8 @@ import sys
 import threading
 from pathlib import Path
 
-from titan_ft.sabotage.blackhole import Blackhole
-from titan_ft.sabotage.whereabouts import Link, Whereabouts
+from titan_ft.chaos.inside.blackhole import Blackhole
+from titan_ft.chaos.inside.whereabouts import Link, Whereabouts
 
 CONNECT_SECONDS = 0.3  # of waiting for what must not come
 ANSWER_SECONDS = 0.2

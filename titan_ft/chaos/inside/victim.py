@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from titan_ft.chaos.inside.shot import Shot
 from titan_ft.replica.state_server import StateServer
-from titan_ft.sabotage.shot import Shot
 
 
 @dataclass

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from titan_ft.sabotage import blackhole
-from titan_ft.sabotage.blackhole import Connection
-from titan_ft.sabotage.whereabouts import Link, Whereabouts
+from titan_ft.chaos.inside import blackhole
+from titan_ft.chaos.inside.blackhole import Connection
+from titan_ft.chaos.inside.whereabouts import Link, Whereabouts
 
 pytestmark = pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 

@@ -12,9 +12,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from titan_ft.config import FaultTolerance
-from titan_ft.launch.run_status import RunStatus
-from titan_ft.launch.status import DRAINING, TRAINING, Groups, GroupStatus
-from titan_ft.launch.status_view import COLORS
+from titan_ft.live.run_status import RunStatus
+from titan_ft.live.status import DRAINING, TRAINING, Groups, GroupStatus
+from titan_ft.live.status_view import COLORS
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -23,9 +23,9 @@ import pytest
 
 from titan_ft.config import ConfigError
 from titan_ft.history.events import EventLog
-from titan_ft.launch.run_status import CommittedSteps, InjectedFaults, RunStatus
-from titan_ft.launch.top import FollowedRun, top
-from titan_ft.launch.top_view import Screen, duration, frame, sparkline
+from titan_ft.live.run_status import CommittedSteps, InjectedFaults, RunStatus
+from titan_ft.live.top import FollowedRun, top
+from titan_ft.live.top_view import Screen, duration, frame, sparkline
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the terminal's other screen
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"  # its cursor
@@ -320,7 +320,7 @@ class Terminal:
         self.settings = termios.tcgetattr(self.screen)
         code = (
             "import fcntl, sys, termios; from pathlib import Path; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-            "from titan_ft.config import ConfigError; from titan_ft.launch.top import top\n"
+            "from titan_ft.config import ConfigError; from titan_ft.live.top import top\n"
             "try: sys.exit(top(Path(sys.argv[1])))\n"
             "except ConfigError as error: print(error); sys.exit(2)\n"
         )

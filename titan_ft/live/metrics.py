@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import ConfigError
 from titan_ft.history.failures import Attempt, attempt_of
-from titan_ft.launch import status
-from titan_ft.launch.run_status import CommittedSteps, InjectedFaults
-from titan_ft.launch.status import Event, Groups
+from titan_ft.live import status
+from titan_ft.live.run_status import CommittedSteps, InjectedFaults
+from titan_ft.live.status import Event, Groups
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

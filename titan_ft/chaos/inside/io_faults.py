@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What goes wrong around a process: its network, the state that it sends, the disk that it writes to.
 
-See `titan_ft.sabotage.faults` for how a fault is called.
+See `titan_ft.chaos.inside.faults` for how a fault is called.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from titan_ft.chaos.inside import blackhole
+from titan_ft.chaos.inside.blackhole import Blackhole
+from titan_ft.chaos.inside.shot import Shot
+from titan_ft.chaos.inside.victim import Victim
+from titan_ft.chaos.inside.whereabouts import Link
 from titan_ft.replica.state_server import Sender
-from titan_ft.sabotage import blackhole
-from titan_ft.sabotage.blackhole import Blackhole
-from titan_ft.sabotage.shot import Shot
-from titan_ft.sabotage.victim import Victim
-from titan_ft.sabotage.whereabouts import Link
 
 _RESCAN_SECONDS = 0.05  # until an outage takes in a new socket
 _QUICK_RESCAN_SECONDS = 0.005

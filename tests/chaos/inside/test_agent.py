@@ -26,15 +26,15 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from titan_ft import device
 from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.inside import blackhole, faults
+from titan_ft.chaos.inside import shot as shot_module
+from titan_ft.chaos.inside.agent import ChaosAgent
+from titan_ft.chaos.inside.victim import Victim
 from titan_ft.chaos.orders import LIFETIME_SECONDS, Orders
 from titan_ft.history.events import EventLog, read_events
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_fetch import fetch
 from titan_ft.replica.state_server import StateServer
-from titan_ft.sabotage import blackhole, faults
-from titan_ft.sabotage import shot as shot_module
-from titan_ft.sabotage.agent import ChaosAgent
-from titan_ft.sabotage.victim import Victim
 
 device.prepare()
 

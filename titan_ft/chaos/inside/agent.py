@@ -13,11 +13,11 @@ import threading
 import time
 from pathlib import Path
 
+from titan_ft.chaos.inside.faults import AT_ONCE, DONOR, IN_WAITING, WHOLE_GROUP
+from titan_ft.chaos.inside.shot import Order, Shot
+from titan_ft.chaos.inside.victim import Victim
 from titan_ft.chaos.orders import LIFETIME_SECONDS
 from titan_ft.history.events import EventLog
-from titan_ft.sabotage.faults import AT_ONCE, DONOR, IN_WAITING, WHOLE_GROUP
-from titan_ft.sabotage.shot import Order, Shot
-from titan_ft.sabotage.victim import Victim
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from titan_ft.launch import status
-from titan_ft.launch.status_view import PlainView, _table
+from titan_ft.live import status
+from titan_ft.live.status_view import PlainView, _table
 
 
 def event(name: str, replica: int = 0, rank: int = 0, attempt: int = 0, **fields: Any) -> dict[str, Any]:

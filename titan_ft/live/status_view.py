@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from titan_ft.launch.status import (
+from titan_ft.live.status import (
     DIED,
     DRAINED,
     DRAINING,
@@ -78,7 +78,7 @@ class TableView:
     def __init__(self, num_replicas: int) -> None:
         from rich.live import Live
 
-        from titan_ft.launch.status import initial
+        from titan_ft.live.status import initial
 
         self._start = time.monotonic()
         self._live = Live(_table(initial(num_replicas), 0.0), refresh_per_second=4)

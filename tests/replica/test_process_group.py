@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
-from titan_ft.replica.gloo import BreakableGloo
+from titan_ft.replica.process_group import BreakableGloo
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TIMEOUT = timedelta(seconds=90)  # of the process groups: well above the deadline

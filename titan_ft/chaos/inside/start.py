@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The saboteur of one worker: a chaos agent that is let loose on the worker's parts."""
+"""Start the chaos agent of one worker on the worker's parts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from titan_ft.chaos.inside.agent import ChaosAgent
+from titan_ft.chaos.inside.victim import Victim
+from titan_ft.chaos.inside.whereabouts import Whereabouts
 from titan_ft.history.events import EventLog
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.links import Links
-from titan_ft.sabotage.agent import ChaosAgent
-from titan_ft.sabotage.victim import Victim
-from titan_ft.sabotage.whereabouts import Whereabouts
 from titan_ft.worker import Launch
 
 

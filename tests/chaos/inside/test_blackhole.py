@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from titan_ft.sabotage import blackhole
-from titan_ft.sabotage.blackhole import Blackhole, all_but
+from titan_ft.chaos.inside import blackhole
+from titan_ft.chaos.inside.blackhole import Blackhole, all_but
 
 pytestmark = pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 

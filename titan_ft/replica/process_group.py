@@ -1,24 +1,30 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchft's Gloo process group, made to break off.
+"""The process group between the replica groups: torchft's reconfigurable ones, with a Gloo that breaks off.
 
 Gloo has no abort: an operation that waits for a peer which lives, but is stopped or cannot be reached, waits for its
 whole timeout. Its connections are ordinary sockets of this process, though: shutting them down under it ends it. A
 peer sees it if it waits for this process, not if it waits for the same third one; and an operation in the middle of a
-send may miss it, and then has its timeout.
+send may miss it, and then has its timeout. Elsewhere than on Linux no sockets are listed: all have their timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import socket
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
-from torchft.process_group import ProcessGroupGloo
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
-_OPEN_FILES = Path("/proc/self/fd")  # elsewhere than on Linux there is none, and operations end with their timeout
+from titan_ft.run.process import borrowed_socket, own_sockets
+
+
+def build_process_group(backend: str, timeout: timedelta) -> ProcessGroup:
+    """Build the process group of a backend, "gloo" or "nccl"; it has no members until it is configured."""
+    logging.getLogger("torchft_errors").setLevel(logging.WARNING)  # an empty line at every abort, for telemetry only
+    return BreakableGloo(timeout=timeout) if backend == "gloo" else ProcessGroupNCCL(timeout=timeout)
 
 
 class BreakableGloo(ProcessGroupGloo):
@@ -29,46 +35,32 @@ class BreakableGloo(ProcessGroupGloo):
         self._sockets: set[int] = set()
 
     def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
-        before = set(_open_sockets())
+        before = _inodes()
         try:
             return super()._create_pg(*args, **kwargs)
         finally:
             # What another thread opened meanwhile is among them: a fetch of state, a request. Both are tried again.
-            self._sockets = set(_open_sockets()) - before
+            self._sockets = _inodes() - before
 
     def abort(self, errored: bool = True) -> None:
         """Break off all operations and drop the process group; not `errored`: drop it, nothing is under way."""
         sockets, self._sockets = self._sockets, set()
         if errored:
-            for inode, descriptor in _open_sockets().items():
+            for descriptor, inode in own_sockets():
                 if inode in sockets:
                     _shut_down(descriptor, inode)
         super().abort(errored)
 
 
-def _open_sockets() -> dict[int, int]:
-    """Return the file descriptors of this process's sockets by inode."""
-    found = {}
-    for name in os.listdir(_OPEN_FILES) if _OPEN_FILES.is_dir() else ():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            kind, _, inode = os.readlink(_OPEN_FILES / name).partition(":[")
-            if kind == "socket":
-                found[int(inode.rstrip("]"))] = int(name)
-    return found
+def _inodes() -> set[int]:
+    return {inode for _, inode in own_sockets()}
 
 
 def _shut_down(descriptor: int, inode: int) -> None:
     """End a connection in both directions; its owner still has to close it."""
-    with contextlib.suppress(OSError):  # gone already
-        own = os.dup(descriptor)
-        try:
-            if os.fstat(own).st_ino == inode:  # else the number has gone to another file meanwhile
-                with socket.socket(fileno=own) as connection:
-                    own = -1
-                    tcp = connection.proto == socket.IPPROTO_TCP
-                    # Gloo ends the process when its listening socket fails.
-                    if tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        connection.shutdown(socket.SHUT_RDWR)
-        finally:
-            if own >= 0:
-                os.close(own)
+    with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as connection:  # gone already
+        if connection is not None:
+            tcp = connection.proto == socket.IPPROTO_TCP
+            # Gloo ends the process when its listening socket fails.
+            if tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)

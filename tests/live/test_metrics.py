@@ -16,8 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from titan_ft.config import ConfigError
-from titan_ft.launch import status
-from titan_ft.launch.metrics import STATES, MetricsServer, split_address
+from titan_ft.live import status
+from titan_ft.live.metrics import STATES, MetricsServer, split_address
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -242,7 +242,7 @@ def test_where_nothing_can_listen(text: str) -> None:
 def test_import_loads_neither_torch_nor_the_client() -> None:
     """The launcher starts as fast as before: prometheus_client and rich are loaded when they are needed."""
     code = (
-        "import sys, titan_ft.launch.metrics, titan_ft.launch.top; "
+        "import sys, titan_ft.live.metrics, titan_ft.live.top; "
         "print(*sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'prometheus_client', 'rich'}))"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import socket
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titan_ft.sabotage.blackhole import Connection, connected_to, supported
+from titan_ft.chaos.inside.blackhole import Connection, connected_to
+from titan_ft.run.process import this_host
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Whereabouts:
     @classmethod
     def own(cls, replica: int, rank: int, address: str) -> Whereabouts:
         """Return those of this process."""
-        return cls(replica, rank, this_host(), (os.getpid(), os.getppid()), address)
+        return cls(replica, rank, this_host("net", "pid"), (os.getpid(), os.getppid()), address)
 
     def publish(self, folder: Path) -> None:
         """Tell it, in the place of what this rank's last worker told."""
@@ -43,14 +43,6 @@ class Whereabouts:
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(asdict(self)))
         draft.replace(path)  # a reader never sees half of it
-
-
-def this_host() -> str:
-    """Return the name of this host and of the namespaces that this process is in."""
-    if not supported():
-        return socket.gethostname()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
 
 
 def read_all(folder: Path) -> list[Whereabouts]:
@@ -80,14 +72,14 @@ class Link:
             return f"no worker of replica {self._peer} has told where it is"
         afar = self._afar(workers)
         for worker in workers:
-            if worker.replica != self._peer and worker.address in afar and worker.host != this_host():
+            if worker.replica != self._peer and worker.address in afar and worker.host != this_host("net", "pid"):
                 return f"replica {self._peer} shares {worker.address} with replica {worker.replica}, which is not here"
         return ""
 
     def choose(self, connections: Collection[Connection]) -> set[int]:
-        """Choose the sockets that are connected to the group: see `titan_ft.sabotage.blackhole.Choice`."""
+        """Choose the sockets that are connected to the group: see `titan_ft.chaos.inside.blackhole.Choice`."""
         workers = read_all(self._folder)  # anew each time: a group that was started again is elsewhere
-        here = this_host()
+        here = this_host("net", "pid")
         pids = {pid for w in workers if (w.replica, w.host) == (self._peer, here) for pid in w.pids}
         pids -= {os.getpid(), os.getppid()}  # a parent of both groups has this group's store as well
         afar = {ipaddress.ip_address(address) for address in self._afar(workers)}
@@ -95,4 +87,4 @@ class Link:
 
     def _afar(self, workers: Collection[Whereabouts]) -> set[str]:
         """Return the addresses of the group's workers on other hosts, whose processes cannot be looked up."""
-        return {w.address for w in workers if w.replica == self._peer and w.host != this_host()}
+        return {w.address for w in workers if w.replica == self._peer and w.host != this_host("net", "pid")}

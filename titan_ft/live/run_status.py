@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from titan_ft.launch import status
-from titan_ft.launch.status import Event
+from titan_ft.live import status
+from titan_ft.live.status import Event
 
 RATE_SECONDS = 60.0
 """The tokens per second are those of this time before the last step."""

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from titan_ft import device
+from titan_ft.chaos.inside.io_faults import corrupt_chunk, disk_full, kill_donor, link_dead, network_dead, network_slow
+from titan_ft.chaos.inside.shot import Shot
+from titan_ft.chaos.inside.victim import Victim
 from titan_ft.replica.exchange import local
-from titan_ft.sabotage.io_faults import corrupt_chunk, disk_full, kill_donor, link_dead, network_dead, network_slow
-from titan_ft.sabotage.shot import Shot
-from titan_ft.sabotage.victim import Victim
 
 Fault = Callable[[Shot, Victim], None]
 

@@ -15,7 +15,6 @@ import ctypes
 import ipaddress
 import os
 import socket
-import stat
 import struct
 import sys
 import threading
@@ -23,6 +22,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from titan_ft.run.process import borrowed_socket, own_sockets, sockets_of
 
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
@@ -71,7 +72,7 @@ class Blackhole:
     def extend(self) -> int:
         """Take in the sockets that are new; returns the number of sockets that lose packets now."""
         with self._lock:
-            new = [(fd, inode) for fd, inode in _own_sockets() if inode not in self._judged]
+            new = [(fd, inode) for fd, inode in own_sockets() if inode not in self._judged]
             # After the end nobody would take a filter away again: a thread may come by that late.
             if new and not self._lifted:
                 self._take(new)
@@ -106,7 +107,7 @@ class Blackhole:
         with self._lock:
             self._lifted = True
             tcp = {connection.inode for connection in _connections()}
-            for fd, inode in _own_sockets():
+            for fd, inode in own_sockets():
                 if inode in tcp or inode in self._filtered:
                     _set_option(fd, inode, _SO_DETACH_FILTER, struct.pack("i", 0))
             self._filtered.clear()
@@ -146,7 +147,7 @@ def all_but(friends: Collection[int] = (), spared: Collection[tuple[str, int]] =
 
 def connected_to(pids: Collection[int], connections: Collection[Connection]) -> set[int]:
     """Return the inodes of the sockets whose other end is one of these processes of this host."""
-    theirs = {inode for pid in pids for inode in _inodes(pid)}
+    theirs = {inode for pid in pids for inode in sockets_of(pid)}
     ends = {(c.local, c.peer) for c in connections if c.inode in theirs}
     listeners = {c.local for c in connections if c.inode in theirs and c.state == _LISTEN}
     found = set()
@@ -179,49 +180,24 @@ def _drop_program(loss: float) -> bytes:
 def _set_option(fd: int, inode: int, option: int, value: bytes) -> bool:
     """Set or remove the filter of the socket, if the descriptor is still its own; says whether it was done."""
     libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        copy = os.dup(fd)  # the number may be closed and given away at any time
-    except OSError:
-        return False
-    try:
-        if os.fstat(copy).st_ino != inode:
-            return False
-        data = ctypes.create_string_buffer(value, len(value))
-        if option == _SO_ATTACH_FILTER:  # it takes a struct sock_fprog: number of instructions, pointer to them
-            program = struct.pack("HP", len(value) // 8, ctypes.addressof(data))
-            argument = ctypes.create_string_buffer(program, len(program))
-        else:
-            argument = data
-        return int(libc.setsockopt(copy, socket.SOL_SOCKET, option, argument, len(argument))) == 0
-    finally:
-        os.close(copy)
+    with contextlib.suppress(OSError), borrowed_socket(fd, inode) as borrowed:
+        if borrowed is not None:
+            data = ctypes.create_string_buffer(value, len(value))
+            if option == _SO_ATTACH_FILTER:  # it takes a struct sock_fprog: number of instructions, pointer to them
+                program = struct.pack("HP", len(value) // 8, ctypes.addressof(data))
+                argument = ctypes.create_string_buffer(program, len(program))
+            else:
+                argument = data
+            return int(libc.setsockopt(borrowed.fileno(), socket.SOL_SOCKET, option, argument, len(argument))) == 0
+    return False
 
 
 def _is_tcp(fd: int, inode: int) -> bool:
     """Say whether the descriptor's socket is one of TCP; true as well if that cannot be known."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-        if os.fstat(copy.fileno()).st_ino == inode:
-            return copy.family in (socket.AF_INET, socket.AF_INET6) and copy.proto == socket.IPPROTO_TCP
+    with contextlib.suppress(OSError), borrowed_socket(fd, inode) as borrowed:
+        if borrowed is not None:
+            return borrowed.family in (socket.AF_INET, socket.AF_INET6) and borrowed.proto == socket.IPPROTO_TCP
     return True
-
-
-def _own_sockets() -> Iterator[tuple[int, int]]:
-    """Yield descriptor and inode of this process's sockets of any kind."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, such as the one that lists this folder
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                yield int(name), status.st_ino
-
-
-def _inodes(pid: int) -> Iterator[int]:
-    """Yield the inodes of a process's sockets; none of one that is gone or somebody else's."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                status = os.stat(entry.path)
-                if stat.S_ISSOCK(status.st_mode):
-                    yield status.st_ino
 
 
 def _connections() -> list[Connection]:
