@@ -41,7 +41,7 @@ def test_a_seed_replays() -> None:
 
 def test_the_real_world_is_back_afterwards() -> None:
     """Other tests of the process are untouched."""
-    module = vars(sys.modules["titan_ft.replica.membership"])
+    module = vars(sys.modules["titan_ft.replica.seat"])
     with standins.installed():
         assert module["time"] is not time
     assert module["time"] is time

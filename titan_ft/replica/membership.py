@@ -86,14 +86,13 @@ class Membership:
         own_store = _connect(store)
         rank: dict[str, Any] = {"group_rank": group_rank, "group_world_size": group_world_size}
         self._seat = Seat(config, lighthouse=lighthouse, host=host, store=own_store, address=address, **rank)
-        key = f"titan_ft/server/{attempt}"
-        if group_rank == 0:
-            store_address = f"{bracketed(host)}:{store[1]}"  # rank 0 runs where the store is
-            first = Member(
-                config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, store_address, shape
-            )
-            own_store.set(key, self._seat.open(first))
-        self._seat.take(own_store.get(key).decode())
+        where = f"{bracketed(host)}:{store[1]}"  # of the store: on rank 0's host
+        self._seat.enter(
+            f"titan_ft/server/{attempt}",
+            lambda: Member(
+                config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, where, shape
+            ),
+        )
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None
         self._former: tuple[int, list[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names

@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,7 @@ _LIGHTHOUSE_RETRIES = 1000
 
 
 class Seat:
-    """One rank's part in its group's seat. Nobody sits on it before the first `take`.
+    """One rank's part in its group's seat. `enter` comes first.
 
     Args:
         lighthouse: its address, http://host:port.
@@ -62,6 +63,19 @@ class Seat:
         self._server: Any = None  # on rank 0
         self._lock = threading.Lock()
         self.closed = False
+
+    def enter(self, key: str, name: Callable[[], Member]) -> None:
+        """Open the group's first seat, under the name that rank 0 gives it, and take it; all ranks of the group do so.
+
+        Args:
+            key: in the group's store, unique to this attempt.
+
+        Raises:
+            LighthouseError: the lighthouse does not answer.
+        """
+        if self._group_rank == 0:
+            self._store.set(key, self.open(name()))
+        self.take(self._store.get(key).decode())
 
     def open(self, member: Member) -> str:
         """Heartbeat as `member` from now on, on rank 0; returns what `take` needs on all ranks.
