@@ -580,6 +580,27 @@ def test_an_abort_by_another_rank_is_a_broken_exchange(ring: Ring) -> None:
         rank.finish()
 
 
+def test_a_broken_number_of_givers_is_no_number(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL raises nothing and leaves garbage: a rank that believed it would make another collective than the others."""
+    rank, peer = ring.rank(), ring.rank()
+    ring.meet(rank, peer)
+    sizes: list[int] = []
+
+    def break_silently(tensors: list[torch.Tensor], options: Any) -> Any:
+        sizes.append(tensors[0].numel())
+        tensors[0].fill_(3.0)
+        done: Future[None] = Future()
+        done.set_result(None)
+        done.wait = done.result  # type: ignore[attr-defined]  # as torch's Work has it
+        return done
+
+    monkeypatch.setattr(rank.seat.process_group, "allreduce", break_silently)
+    monkeypatch.setattr(rank.seat.process_group, "errored", lambda: RuntimeError("the communicator was aborted"))
+    with pytest.raises(ExchangeError, match="communicator was aborted"):
+        rank.finish(gives=False)
+    assert sizes == [1], "after the number of givers nothing is sent"
+
+
 def test_no_thread_outlives_its_exchange(ring: Ring) -> None:
     """Broken or not, the exchange's thread has ended when finish returns: the next one writes the same buckets."""
     others = set(threading.enumerate())

@@ -97,6 +97,7 @@ class Rank:
         self.spoiled = 0  # backwards to come whose gradients are not finite
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
+        self.met: list[int] = []  # slots of the groups in the last round that worked
         self.sent = 0  # values of gradients that it has summed with others in the last round
         self.position = Position()
         self.rank_watch: RankWatch | None = None

@@ -534,8 +534,8 @@ class World(standins.World):
 
     def _judge_lost_work(self, rank: Rank) -> None:
         """One group ahead must not cost the work of more that are ready one step behind it, but at the very end."""
-        here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
-        holders = [group for group in self.groups.values() if group.ready and group.runs and group.slot in here]
+        # Those of the round: one that cannot reach all of the others is in the lighthouse's quorum, and outside.
+        holders = [group for group in self.groups.values() if group.ready and group.runs and group.slot in rank.met]
         held = [group.ranks[rank.number].held for group in holders]
         # One that has healed in this very round was no such group in it: it has computed nothing yet.
         rear = sum(
@@ -547,6 +547,7 @@ class World(standins.World):
 
     def made_round(self, rank: Rank, made: Round) -> None:
         """Take note of a round that worked on all ranks of a group, before anything follows from it."""
+        rank.met = made.quorum.slots
         if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
             self.report(
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"

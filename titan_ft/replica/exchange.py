@@ -258,8 +258,7 @@ class _Flight:
         self._all_reduce(gathered)
         self._await_works()
         device.synchronize()
-        if (error := self._membership.process_group.errored()) is not None:
-            raise error
+        self._raise_errored()
         return gathered.cpu()
 
     def join(self) -> None:
@@ -301,7 +300,15 @@ class _Flight:
         givers = torch.tensor([float(self.contributed)], device=self._where)
         self._all_reduce(givers)
         self._await_works()
-        return int(givers.item())
+        number = int(givers.item())
+        # Garbage of a broken sum would let this rank send buckets where the others send rows.
+        self._raise_errored()
+        return number
+
+    def _raise_errored(self) -> None:
+        """Raise what NCCL only tells when it is asked; what it has summed is complete if there is nothing to raise."""
+        if (error := self._membership.process_group.errored()) is not None:
+            raise error
 
     def _await_works(self) -> None:
         for work in self._works:
