@@ -185,6 +185,32 @@ def test_what_a_corrupt_group_saved_is_withdrawn(make_job: Callable[..., Job], f
     check_finished(job, events, job.steps)
 
 
+def test_a_group_that_leaves_when_it_is_found_corrupt(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+    """Told to leave in the round that finds its bytes wrong, it leaves at once, and takes back what it has saved."""
+    gates = [{"name": "go", "replica": 0, "step": 6}]
+    job = make_job(groups=3, steps=8, flags=flags(), hooks={"flips": [{"replica": 0, "step": 5}], "gates": gates})
+    job.start()
+    job.wait_for_gate("go", 0)
+    job.send_signal(0, signal.SIGTERM)
+    job.wait_until(lambda: (job.markers / "told-0-0").exists(), 30, "the group was told")
+    job.mark("go")
+    assert job.wait_for_end(0) == [0]
+    job.start_again(0)
+    job.finish()
+    events = job.events()
+    (drained,) = named(events, "drained")
+    assert (drained["replica"], drained["in_order"], drained["step"]) == (0, True, 5)
+    assert {tuple(event["minority"]) for event in named(events, "digest_mismatch")} == {(0,)}
+    assert [(e["replica"], e["step"]) for e in named(events, "checkpoint_withdrawn")] == [(0, 5)]
+    assert saved(events)[:2] == [(0, 5), (1, 6)]
+    assert complete_steps(folder) == [6, 8]
+    healed = named(events, "heal_finished")
+    assert [(e["replica"], e["attempt"]) for e in healed] == [(0, 1)]
+    committed = named(events, "step_committed")
+    check_one_trajectory(e for e in committed if (e["replica"], e["step"]) != (0, 5))  # its digest was of wrong bytes
+    check_finished(job, events, job.steps)
+
+
 def test_a_drained_job_goes_on(make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path) -> None:
     """All groups get SIGTERM amid training (a preemption): they leave in order, and a later job goes on."""
     delays = [{"replica": replica, "step": STOP + 2, "seconds": 1} for replica in (0, 1)]

@@ -59,6 +59,7 @@ from harness import flavor
 from harness.mask import mask_labels
 from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
+from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange, _Bucket, _Flight, local
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.pace import Pace
@@ -266,6 +267,7 @@ def install_progress() -> None:
     before(ReplicaTrainer, "train_step", step)
     before(StepLog, "emit", report)
     after(StepLog, "log", lambda *_: WORKER.mark("trained"))
+    after(Drain, "request", lambda *_: WORKER.mark("told"))
     before(ReplicaDimension, "finish", lambda *_: WORKER.mark("finishing"))
     before(ReplicaDimension, "join", lambda *_: WORKER.mark("ready"))
     after(ReplicaDimension, "heal", lambda *_: WORKER.mark("healed"))
