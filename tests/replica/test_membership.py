@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -587,3 +588,28 @@ def test_ranks_of_a_later_attempt_find_their_own_server(seats: Any) -> None:
         rank_one.result(0.3)
     rank_zero = seats.take(0, rank=0, world_size=2, attempt=1, store=store)
     assert rank_one.result(DEADLINE).member == rank_zero.member
+
+
+def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted lighthouse, and a group that is gone: a member that knows of no restart asks after a broken round."""
+    monkeypatch.setattr("titan_ft.replica.membership._REUNION_PAUSE_SECONDS", 0.0)
+    members = [seats.take(slot) for slot in range(3)]
+    first = seats.meet(*members)[0]
+    names = members[0]._former[1]
+    assert len(first.members) == len(names) == 3
+    left = [name for name in names if not name.startswith("titan_ft/000002/")]
+    former = members[0]._former
+    for ids, patient in (([0] * 30, True), ([0, 1, 1], False)):
+        replies = iter(ids)
+        told: list[int] = []
+
+        def request(step: int, failures: int, replies: Any = replies, told: list[int] = told) -> Any:
+            told.append(failures)
+            return SimpleNamespace(quorum_id=next(replies), replica_ids=left)
+
+        members[0]._former = former
+        monkeypatch.setattr(members[0]._seat, "request", request)
+        _, admission = members[0]._find_members(1, 3)
+        assert [member.slot for member in admission.members] == [0, 1]
+        assert told[:2] == [3, 0]
+        assert (len(told) > 2) is patient

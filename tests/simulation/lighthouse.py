@@ -52,7 +52,6 @@ class QuorumResult:
     max_replica_rank: int | None
     max_world_size: int
     heal: bool
-    commit_failures: int
     replica_ids: list[str]
 
 
@@ -506,6 +505,5 @@ def compute_result(replica_id: str, group_rank: int, formed: Formed) -> QuorumRe
         max_replica_rank=names.index(replica_id) if replica_id in names else None,
         max_world_size=len(foremost),
         heal=source is not None,
-        commit_failures=max(member.commit_failures for member in members),
         replica_ids=[member.replica_id for member in members],
     )

@@ -246,9 +246,10 @@ class Membership:
         are alive; so ask again, as often on each rank of the group, before they count as gone.
         """
         former_id, former_names, former = self._former
-        restarted = False
+        restarted, earlier = False, self._former[:2]
         for again in range(_REUNION_ASKS + 1):
-            reply = self._seat.request(step, failures)
+            # Failures give the quorum a new id: told once, so that another new id tells of others' failures.
+            reply = self._seat.request(step, 0 if again else failures)
             names = reply.replica_ids
             # The same names, and this group's is one of them, say the same as in the step before.
             admission = former if names == former_names else admit(self.member, names)
@@ -258,8 +259,11 @@ class Membership:
             if again == 0:
                 restarted = reply.quorum_id < former_id
                 restarted |= reply.quorum_id == former_id and names != former_names
-            if not (restarted and missing):
+            # A member that knows of no restart waits for nobody, and meets nobody as long as this group waits.
+            another_broke = names == earlier[1] and reply.quorum_id != earlier[0]
+            if another_broke or not (restarted and missing):
                 break
+            earlier = reply.quorum_id, names
             if again == 0:
                 logger.warning("the lighthouse was started again; waiting for groups %s to reconnect", missing)
             time.sleep(_REUNION_PAUSE_SECONDS)
