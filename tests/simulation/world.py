@@ -669,8 +669,9 @@ class World(standins.World):
             # Nothing is lost: what it holds is the initial state, or that of a checkpoint.
             return not rank.position.training and self._too_few()
         if name == "ConfigMismatchError":
+            # Who is right is said by who was there first; it must not be who has yet to begin.
             odd = [self.groups[slot] for slot in self.options.odd if slot in self.groups]
-            return any(group is rank.group or group.began <= rank.group.began + 1.0 for group in odd)
+            return rank.slot in self.options.odd or (bool(odd) and not rank.position.training)
         if name == "JobLostError":
             return not self._holders(rank.held[0] + 1, rank.group)
         return False
