@@ -534,12 +534,15 @@ class World(standins.World):
 
     def _judge_lost_work(self, rank: Rank) -> None:
         """One group ahead must not cost the work of more that are ready one step behind it, but at the very end."""
-        # Those of the round: one that cannot reach all of the others is in the lighthouse's quorum, and outside.
-        holders = [group for group in self.groups.values() if group.ready and group.runs and group.slot in rank.met]
+        # Those of the round, also one that has died since. Who cannot reach all of the others is in the lighthouse's
+        # quorum, and outside.
+        members = [group for slot, group in self.groups.items() if slot in rank.met]
+        holders = [group for group in members if all(other.ready for other in group.ranks)]
         held = [group.ranks[rank.number].held for group in holders]
         # One that has healed in this very round was no such group in it: it has computed nothing yet.
         rear = sum(
-            group.ranks[rank.number].computed and group.ranks[rank.number].held == rank.held for group in holders
+            group.runs and group.ranks[rank.number].computed and group.ranks[rank.number].held == rank.held
+            for group in holders
         )
         ahead = sum(step == rank.held[0] + 1 for step, _ in held)
         if rear > ahead > 0 and held.count(rank.held) + ahead == len(held) and rank.held[0] + 1 < self.options.steps:
@@ -671,8 +674,9 @@ class World(standins.World):
             # Nothing is lost: what it holds is the initial state, or that of a checkpoint.
             return not rank.position.training and self._too_few()
         if name == "ConfigMismatchError":
+            # Who is right is said by who was there first; it must not be who has yet to begin.
             odd = [self.groups[slot] for slot in self.options.odd if slot in self.groups]
-            return any(group is rank.group or group.began <= rank.group.began + 1.0 for group in odd)
+            return rank.slot in self.options.odd or (bool(odd) and not rank.position.training)
         if name == "JobLostError":
             return not self._holders(rank.held[0] + 1, rank.group)
         return False
