@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -715,9 +715,9 @@ class World(standins.World):
         minority = set(fields.get("minority", ()))
         lineages = fields.get("lineages", {})
         tainted = {slot: self._is_tainted(slot) for slot in map(int, fields.get("digests", {})) if slot in self.groups}
-        # Corrupt by a fault, not by a donor: no group may come to that.
-        corrupt = sum(tainted[slot] for slot in self.flipped & tainted.keys())
-        self.tied = len(minority) == len(tainted) and 2 * corrupt >= len(tainted)
+        self.tied = len(minority) == len(tainted) and any(
+            2 * len(corrupt) >= len(alike) for corrupt, alike in self._split(fields, tainted) if corrupt
+        )
         for slot in minority:
             majority = [
                 other
@@ -726,6 +726,16 @@ class World(standins.World):
             ]
             if not tainted.get(slot, True) and any(tainted[other] for other in majority):
                 self.report("one trajectory", f"g{slot} is sound, and outvoted by corrupt groups {majority}")
+
+    def _split(self, fields: dict[str, Any], tainted: dict[int, bool]) -> Iterator[tuple[set[int], set[int]]]:
+        """Yield who of the groups that had the same update last is corrupt, and all of them that showed their bytes.
+
+        Corrupt by a fault, not by a donor: no group may come to that.
+        """
+        lineages, digests = fields.get("lineages", {}), fields.get("digests", {})
+        for lineage in sorted(set(lineages.values())):
+            alike = {slot for slot in tainted if lineages.get(str(slot)) == lineage and int(digests[str(slot)], 16)}
+            yield {slot for slot in alike & self.flipped if tainted[slot]}, alike
 
     def _judge_end(self, rank: Rank) -> None:
         """Compare the final states; end when all groups that can have ended."""
