@@ -7,8 +7,26 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process a file at a time, and all of tests/integration to one.
+
+    Two of its jobs at once are up to ten busy processes. On two cores their heartbeats come too late, and groups take
+    each other for dead.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/integration" if file.startswith("tests/integration/") else file
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture(autouse=True)

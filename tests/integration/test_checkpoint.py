@@ -187,12 +187,17 @@ def test_what_a_corrupt_group_saved_is_withdrawn(make_job: Callable[..., Job], f
 
 def test_a_group_that_leaves_when_it_is_found_corrupt(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
     """Told to leave in the round that finds its bytes wrong, it leaves at once, and takes back what it has saved."""
-    gates = [{"name": "go", "replica": 0, "step": 6}]
-    job = make_job(groups=3, steps=8, flags=flags(), hooks={"flips": [{"replica": 0, "step": 5}], "gates": gates})
+    hooks = {
+        "flips": [{"replica": 0, "step": 5}],
+        "gates": [{"name": "go", "replica": 0, "step": 6}],
+        "hold": 1,
+    }
+    job = make_job(groups=3, flags=flags(), hooks=hooks)
     job.start()
     job.wait_for_gate("go", 0)
     job.send_signal(0, signal.SIGTERM)
     job.wait_until(lambda: (job.markers / "told-0-0").exists(), 30, "the group was told")
+    job.mark("down-0-0")  # the others soon wait for the next attempt
     job.mark("go")
     assert job.wait_for_end(0) == [0]
     job.start_again(0)
@@ -203,7 +208,7 @@ def test_a_group_that_leaves_when_it_is_found_corrupt(make_job: Callable[..., Jo
     assert {tuple(event["minority"]) for event in named(events, "digest_mismatch")} == {(0,)}
     assert [(e["replica"], e["step"]) for e in named(events, "checkpoint_withdrawn")] == [(0, 5)]
     assert saved(events)[:2] == [(0, 5), (1, 6)]
-    assert complete_steps(folder) == [6, 8]
+    assert complete_steps(folder) == [6, 10, 15, 16]
     healed = named(events, "heal_finished")
     assert [(e["replica"], e["attempt"]) for e in healed] == [(0, 1)]
     committed = named(events, "step_committed")
