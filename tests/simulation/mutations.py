@@ -258,7 +258,7 @@ MUTATIONS = [
             ),
         ),
         ("checkpoint",),
-        ("ranks never part",),
+        ("ranks never part", "no state given up", "liveness"),
     ),
     Mutation(
         "rounds without gradients send them nevertheless",

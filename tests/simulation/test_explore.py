@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.simulation import standins
 from tests.simulation.schedule import Schedule, draw
 
@@ -28,10 +30,11 @@ def test_every_promise_holds() -> None:
     assert f"{SCHEDULES} schedules" in explored.stdout
 
 
-def test_a_seed_replays() -> None:
+@pytest.mark.parametrize("kinds", [("kill", "freeze"), ("checkpoint", "flip"), ("shape", "late")], ids="-".join)
+def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
     """The same seed gives the same trace, event for event, also after it was written down."""
     with standins.installed():
-        schedule = draw(7, ("kill", "freeze"))
+        schedule = draw(7, kinds)
         first = schedule.run(traces=True)
         again = Schedule.decode(schedule.encode()).run(traces=True)
     assert first.trace
