@@ -248,14 +248,10 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank lists the folder of checkpoints by itself",
-        (
-            Change("titan_ft.checkpoint_choice", "    if rank == 0:\n", "    if True:\n"),
-            Change("titan_ft.checkpoint_choice", "    step = gather(step)[0]\n", "    gather(step)\n"),
-            Change(
-                "titan_ft.checkpoint_choice",
-                '        _check_all_see(target, is_complete(target), "checkpoint.folder", gather)\n',
-                "",
-            ),
+        _one(
+            "titan_ft.checkpoint_choice",
+            "rank == 0 else NONE, folder, gather))[0]",
+            "True else NONE, folder, gather))[rank]",
         ),
         ("checkpoint",),
         ("ranks never part", "no state given up", "liveness"),
