@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import errno
+import functools
 import itertools
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +33,7 @@ from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft import checkpoint_choice  # noqa: E402
 from titan_ft.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
+from titan_ft.checkpoint_choice import LoadError  # noqa: E402
 from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
@@ -701,6 +705,97 @@ def test_what_rank_0_refuses_is_refused_by_all(make_run: Callable[..., Run], mon
     assert all(isinstance(error, ConfigError) for error in errors)
     assert "load_step" in str(errors[0])
     assert "rank 0" in str(errors[1])
+
+
+def test_a_folder_that_rank_0_cannot_read_ends_all(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the file system is no reason for the other ranks to wait: all end, may start again, and say why."""
+    make_run().train(5)
+    ranks = Ranks(monkeypatch, make_run)
+
+    def fail(folder: str) -> list[int]:
+        raise OSError(errno.EIO, "Input/output error", folder)
+
+    monkeypatch.setattr(checkpoint_choice, "complete_steps", fail)
+    errors = ranks.load()
+    assert all(isinstance(error, LoadError) and error.restart for error in errors), errors
+    assert "Input/output error" in str(errors[0])
+    assert "rank 0" in str(errors[1])
+    for error in errors:
+        assert str(ranks.runs[0].folder) in str(error)
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("moment", ["chosen", "joined"])
+def test_a_checkpoint_that_vanishes_is_never_loaded(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another group purges the checkpoint right after the choice: the next one is taken, at once; or all start again.
+
+    While the group joined the job it has told the others of the checkpoint, so that it cannot take another one.
+    """
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    vanish = functools.partial(shutil.rmtree, ranks.runs[0].folder / "step-10", ignore_errors=True)
+
+    def choose(folder: str) -> list[int]:
+        steps = complete_steps(folder)
+        vanish()
+        return steps
+
+    def join(step: int) -> bool:
+        ranks._gather(0)
+        vanish()
+        return False
+
+    if moment == "chosen":
+        monkeypatch.setattr(checkpoint_choice, "complete_steps", choose)
+        assert ranks.load() == [None, None]
+        assert ranks.loaded == ["step-5", "step-5"]
+        assert [run.claimed for run in ranks.runs] == [5, 5]
+    else:
+        for run in ranks.runs:
+            run.heals_instead = join  # type: ignore[method-assign]
+        for error in ranks.load():
+            assert isinstance(error, LoadError)
+            assert error.restart
+            assert "step-10" in str(error)
+        assert ranks.loaded == [None, None]
+
+
+def test_checkpoints_that_keep_vanishing_end_the_group(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few are chosen; then the line names the folder, and what to look for."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    monkeypatch.setattr(checkpoint_choice, "complete_steps", lambda folder: [5, 10, 15])
+    for error in ranks.load():
+        assert isinstance(error, LoadError)
+        assert str(ranks.runs[0].folder) in str(error)
+        assert "delete" in str(error)
+
+
+def test_a_rank_that_cannot_read_what_was_chosen_ends_all(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank's host fails to read the folder: the others do not wait for it in the load."""
+    make_run().train(5)
+    ranks = Ranks(monkeypatch, make_run)
+    read = Manifest.read
+
+    def fail(folder: Path) -> Manifest | None:
+        if ranks.rank == 1:
+            raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+        return read(folder)
+
+    monkeypatch.setattr(Manifest, "read", fail)
+    errors = ranks.load()
+    assert all(isinstance(error, LoadError) for error in errors), errors
+    assert "rank 1" in str(errors[0])
+    assert "Stale file handle" in str(errors[1])
+    assert ranks.loaded == [None, None]
 
 
 def test_a_model_to_begin_with_that_one_rank_lacks(

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from titan_ft.checkpoint_choice import NONE, agree_on_step
+from titan_ft.checkpoint_choice import NONE, agree_on_step, check_still_there, together
 from titan_ft.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
@@ -136,6 +136,7 @@ class ReplicaCheckpoints(CheckpointManager):
 
         Raises:
             ConfigError: the checkpoint is not one of this run, or not complete.
+            LoadError: it cannot be read, or has vanished.
         """
         if not self.enable:
             return False
@@ -143,6 +144,8 @@ class ReplicaCheckpoints(CheckpointManager):
         # Said before it is loaded: else a group that is first with its own load would seem to be ahead.
         if self.host.heals_instead(max(found, 0)):
             return False
+        if found != NONE:
+            check_still_there(self.folder, found, self.host.gather)
         try:
             with self._as_without_folder() if found == NONE else contextlib.nullcontext():
                 loaded = super().load(found)
@@ -259,13 +262,11 @@ class ReplicaCheckpoints(CheckpointManager):
 
         Raises:
             ConfigError: it is another model's, or no training state.
+            LoadError: what it is made of cannot be read.
         """
         self._reset = ""
         if not from_hf:
-            manifest = Manifest.read(Path(checkpoint_id))
-            check_model(manifest, self._describe(), checkpoint_id)
-            if QUORUM_STATE in state_dict:  # else only the model is wanted
-                self._choose(state_dict, manifest, checkpoint_id)
+            together(lambda: self._prepare(state_dict, checkpoint_id), checkpoint_id, self.host.gather)
         try:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         except CheckpointException as error:
@@ -367,6 +368,13 @@ class ReplicaCheckpoints(CheckpointManager):
             num_shards=self._num_shards,
             model_only=model_only,
         )
+
+    def _prepare(self, state_dict: dict[str, Any], folder: str) -> None:
+        """Check that the checkpoint is of this run's model, and leave out of `state_dict` what it cannot give."""
+        manifest = Manifest.read(Path(folder))
+        check_model(manifest, self._describe(), folder)
+        if QUORUM_STATE in state_dict:  # else only the model is wanted
+            self._choose(state_dict, manifest, folder)
 
     def _choose(self, state_dict: dict[str, Any], manifest: Manifest | None, folder: str) -> None:
         """Leave out of `state_dict` what the checkpoint cannot give: DCP takes a missing key for an error."""

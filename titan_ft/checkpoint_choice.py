@@ -13,21 +13,28 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete
 from titan_ft.config import ConfigError
+from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.row import fold48
 
 logger = logging.getLogger(__name__)
 
 NONE = -1
 """Instead of a step: there is no checkpoint."""
-_REFUSED = -2
+_CHOICES = 3  # of checkpoints that vanish right after they were chosen
 _SIGHT_SECONDS = 60.0  # NFS's default for how old a host's view of a folder may be
 _LOOK_SECONDS = 0.05
 
 Gather = Callable[[int], list[int]]
 """Gathers an integer of every rank of the group, in rank order."""
+T = TypeVar("T")
+
+
+class LoadError(ReplicaError):
+    """A checkpoint could not be read, or vanished; the group's next start may find one."""
 
 
 def agree_on_step(folder: str, wanted: int, initial: str | None, rank: int, gather: Gather) -> int:
@@ -39,24 +46,64 @@ def agree_on_step(folder: str, wanted: int, initial: str | None, rank: int, gath
 
     Raises:
         ConfigError: the checkpoint is not complete, or not all ranks see it. On all ranks.
+        LoadError: the folder cannot be read, or what was chosen there vanished. On all ranks.
     """
-    refusal: ConfigError | None = None
-    step = NONE
-    if rank == 0:
-        try:
-            step = _choose(folder, wanted)
-        except ConfigError as error:
-            step, refusal = _REFUSED, error
-    step = gather(step)[0]
-    if step == _REFUSED:
-        raise refusal or ConfigError("checkpoint: rank 0 of this group cannot load one; see why in its log")
-    if step != NONE:
+    for _ in range(_CHOICES):
+        step = gather(together(lambda: _choose(folder, wanted) if rank == 0 else NONE, folder, gather))[0]
+        if step == NONE:
+            if initial:
+                _check_all_see_model(Path(initial), gather)
+            return NONE
+        if _all_see(Path(folder, f"step-{step}"), gather):
+            return step
+        logger.warning("the checkpoint of step %d vanished from %s right after it was chosen", step, folder)
+    raise LoadError(
+        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {_CHOICES} that vanished "
+        "right after they were chosen; see what deletes them there"
+    )
+
+
+def check_still_there(folder: str, step: int, gather: Gather) -> None:
+    """Check on all ranks that nothing has removed the checkpoint since it was chosen. A collective.
+
+    No other one can be taken any more: the other groups have been told of this one.
+
+    Raises:
+        LoadError: it has vanished. On all ranks.
+    """
+
+    def look() -> None:
         target = Path(folder, f"step-{step}")
-        _wait_for(target)
-        _check_all_see(target, is_complete(target), "checkpoint.folder", gather)
-    elif initial:
-        _check_all_see(Path(initial), Path(initial).is_dir(), "checkpoint.initial_load_path", gather)
-    return step
+        if not is_complete(target):
+            raise FileNotFoundError(f"{target} vanished after it was chosen; another start chooses anew")
+
+    together(look, folder, gather)
+
+
+def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
+    """Return what `act` finds in `folder`; if it fails on one rank, it fails on all. A collective.
+
+    The others would go on into a collective in which the one that failed never comes.
+
+    Raises:
+        ConfigError: `act` has raised it on some rank.
+        LoadError: it has raised an OSError on some rank.
+    """
+    error: ConfigError | OSError | None = None
+    try:
+        found = act()
+    except (ConfigError, OSError) as raised:
+        error = raised
+    kinds = {0: None, 1: LoadError, 2: ConfigError}
+    told = gather(0 if error is None else 2 if isinstance(error, ConfigError) else 1)
+    if isinstance(error, ConfigError):
+        raise error
+    if error is not None:
+        raise LoadError(f"checkpoint: {folder} cannot be read: {error}") from error
+    for rank, kind in enumerate(told):
+        if (kind_of_error := kinds[kind]) is not None:
+            raise kind_of_error(f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log")
+    return found
 
 
 def _choose(folder: str, wanted: int) -> int:
@@ -86,22 +133,47 @@ def _latest(folder: str, steps: list[int]) -> int:
     return full
 
 
-def _wait_for(folder: Path) -> None:
-    """Give this host's view of a network folder the time to catch up with rank 0's."""
-    deadline = time.monotonic() + _SIGHT_SECONDS
-    while not is_complete(folder) and time.monotonic() < deadline:
+def _all_see(folder: Path, gather: Gather) -> bool:
+    """Wait until all ranks see the checkpoint in `folder`; returns False if rank 0 does not any more.
+
+    Another host's view of a network folder is given the time to catch up with rank 0's. The looks are counted: by its
+    own clock one rank might stop, and the others wait for it.
+
+    Raises:
+        ConfigError: not all ranks see it. On all ranks.
+    """
+    for _ in range(round(_SIGHT_SECONDS / _LOOK_SECONDS)):
+        seen = gather(_look(folder))
+        if not seen[0]:
+            return False
+        if all(seen):
+            break
         time.sleep(_LOOK_SECONDS)
+    _check_same(seen, folder, "checkpoint.folder")
+    return True
 
 
-def _check_all_see(folder: Path, there: bool, setting: str, gather: Gather) -> None:
+def _check_all_see_model(folder: Path, gather: Gather) -> None:
+    there = together(folder.is_dir, str(folder), gather)
+    _check_same(gather(_fold(folder) if there else 0), folder, "checkpoint.initial_load_path")
+
+
+def _check_same(seen: list[int], folder: Path, setting: str) -> None:
     """Check that all ranks see the same in `folder`, named by `setting`: else they wait for each other in the load."""
-    seen = gather(_fold(folder) if there else 0)
     if apart := [rank for rank, look in enumerate(seen) if look != seen[0]]:
         found = "a checkpoint" if seen[0] else "none"
         raise ConfigError(
             f"{setting} must be a folder that all hosts of a group share: ranks {apart} of this group do not see in "
             f"{folder} what rank 0 does, which finds {found} there; put it on a shared file system"
         )
+
+
+def _look(folder: Path) -> int:
+    """Return the fold of the checkpoint in `folder`; 0 if it is not there, or cannot be read now."""
+    try:
+        return _fold(folder) if is_complete(folder) else 0
+    except OSError:  # a stale handle, for instance: the next look tells
+        return 0
 
 
 def _fold(folder: Path) -> int:

@@ -112,6 +112,46 @@ def test_a_rank_that_looks_late_does_not_leave_early() -> None:
     leave_all(fast, slow)
 
 
+class Connection:
+    """A connection to a store as torch's TCPStore is one: what is set is under way until a question is answered."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._sent = store, list[tuple[str, str]]()
+
+    def set(self, key: str, value: str) -> None:
+        self._sent.append((key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        self._arrive()
+        return bool(self._store.check(keys))
+
+    def get(self, key: str) -> bytes:
+        self._arrive()
+        return bytes(self._store.get(key))
+
+    def wait(self, *args: Any) -> None:
+        self._arrive()
+        self._store.wait(*args)
+
+    def _arrive(self) -> None:
+        while self._sent:
+            self._store.set(*self._sent.pop(0))
+
+
+def test_the_number_is_there_before_the_vote() -> None:
+    """What a rank sent to the store a moment ago may come later than its vote: it waits until the others find it."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    told, other = build(Connection(store), 0), build(Connection(store), 1)
+    told.request()
+    told.before_vote()
+    other.before_vote()
+    assert other.after_vote()
+    assert told.after_vote()
+    leave_all(told, other)
+
+
 def test_all_ranks_leave_after_the_same_vote() -> None:
     """Ranks at their own pace, told at any moment, with the store that groups have: all stop at one vote."""
     import torch.distributed as dist

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_ft.replica.group_store import set_for_all
 from titan_ft.replica.watchdog import end_process
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Drain:
         """Tell the other ranks if this one was told to leave; training thread, right before each vote."""
         self._votes += 1
         if self._store is not None and self._requested and not self._told:
-            self._store.set(f"{self._key}/vote/{self._votes}", "1")
+            set_for_all(self._store, f"{self._key}/vote/{self._votes}")
             self._told = True
 
     def after_vote(self) -> bool:
@@ -196,7 +197,7 @@ class Drain:
 
     def _tell_abandoned(self) -> None:
         if self._store is not None:
-            self._store.set(f"{self._key}/abandoned", "1")
+            set_for_all(self._store, f"{self._key}/abandoned")  # else siblings may see this rank gone without a word
 
     def _end(self, status: int, *last_words: Callable[[], object]) -> None:
         if self._ending.acquire(blocking=False):

@@ -31,6 +31,7 @@ from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.history.events import EventLog
 from titan_ft.replica.errors import LighthouseError
+from titan_ft.replica.group_store import set_for_all
 from titan_ft.replica.member import Admission, Member, Quorum, admit, known_members
 from titan_ft.replica.pulse import Pulse, StatusPage, Watch
 from titan_ft.replica.reach import Peer, address_key, within
@@ -184,7 +185,7 @@ class Membership:
         """
         timeout = timedelta(seconds=self._config.vote_timeout_seconds)
         if not ok and self._lost[0] == self._prefix:
-            self._store.set(self._lost_key(), "1")  # before the vote, so that all ranks find it after the vote
+            set_for_all(self._store, self._lost_key())  # before the vote, so that all ranks find it after the vote
         with self.waiting():  # for a sibling whose exchange is not complete
             agreed = bool(self._client.should_commit(self._group_rank, step, ok, timeout))
         self._failures = 0 if agreed else self._failures + 1
