@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from harness.events import Event
 from harness.job import Job
 from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
 
 from titan_ft.checkpoint_folder import complete_steps
-from titan_ft.history.events import Event
 
 STEPS, STOP = 20, 10
 

@@ -29,12 +29,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
-from titan_ft.history.events import EventLog
 from titan_ft.replica.errors import LighthouseError
 from titan_ft.replica.group_store import set_for_all
 from titan_ft.replica.member import Admission, Member, Quorum, admit, known_members
 from titan_ft.replica.pulse import Pulse, StatusPage, Watch
 from titan_ft.replica.reach import Peer, address_key, within
+from titan_ft.run.events import ForeignMember, Joined, LinkBack, LinkDead, Outside, PeerSilent
+from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -259,12 +260,13 @@ class Membership:
             error = self._configure(reply.quorum_id, members, step, key, f"titan_ft/{key}/{self._builds[key]}")
             if error is None:
                 self._events.emit(
-                    "joined",
-                    quorum=reply.quorum_id,
-                    participants=[member.slot for member in members],
-                    step=step,
-                    quorum_seconds=answered - asked,
-                    rebuild_seconds=time.monotonic() - answered,
+                    Joined(
+                        quorum=reply.quorum_id,
+                        participants=[member.slot for member in members],
+                        step=step,
+                        quorum_seconds=answered - asked,
+                        rebuild_seconds=time.monotonic() - answered,
+                    )
                 )
         # With others in the quorum the largest step may be their claim.
         alone = len(members) == len(reply.replica_ids)
@@ -302,7 +304,7 @@ class Membership:
             self._named.add(name)
             reason = admission.strangers[name]
             logger.warning("left aside at the lighthouse: member %r, because %s", name, reason)
-            self._events.emit("foreign_member", member=name, reason=reason)
+            self._events.emit(ForeignMember(member=name, reason=reason))
 
     def _request(self, step: int, failures: int) -> Any:
         """Ask until there is a quorum; gives up only when the lighthouse cannot be reached.
@@ -437,7 +439,7 @@ class Membership:
             logger.warning(
                 "groups %s live and cannot be reached: see to the network between them and this group", slots
             )
-            self._events.emit("link_dead", slots=slots)
+            self._events.emit(LinkDead(slots=slots))
         lost.extend(self._accusers)
         if all(self.member.names(peer) for peer in lost):
             return ""
@@ -459,7 +461,7 @@ class Membership:
                 members,
                 slots,
             )
-            self._events.emit("outside", members=members, unreached=slots)
+            self._events.emit(Outside(members=members, unreached=slots))
         # Its heartbeats would make the others wait for it. Each rank has had the seat's last answer when it agrees.
         self._agree((), lambda _: self._leave_seat())
         good = 0
@@ -480,7 +482,7 @@ class Membership:
         self._returned = time.monotonic()
         if self._group_rank == 0:
             logger.warning("groups %s can be reached again, or are gone: this group comes back", slots)
-            self._events.emit("link_back", slots=slots)
+            self._events.emit(LinkBack(slots=slots))
 
     def _find_dead(self, members: Sequence[Member]) -> list[str]:
         """Return which of `members`, by their unique names, this rank cannot reach."""
@@ -644,7 +646,7 @@ class Membership:
         """Break off the exchange under way because members of it are silent."""
         slots = sorted(Member.parse(name).slot for name in silent)
         logger.warning("no heartbeat from groups %s for %.1f s: breaking off the exchange", slots, max(silent.values()))
-        self._events.emit("peer_silent", slots=slots, seconds=max(silent.values()))
+        self._events.emit(PeerSilent(slots=slots, seconds=max(silent.values())))
         self.abort(self._looked_at)
 
     # Failures seen by another rank of this group
