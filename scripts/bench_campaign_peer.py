@@ -26,8 +26,9 @@ from bench_systems import PEER, Command, commands, derive_config
 from campaign_figures import ROWS, describe_part, describe_share, describe_stalls, figures, table
 from kill_group import latest_workers
 
-from titan_ft.history.events import Event, read_events
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.events import Event
+from titan_ft.run.log import read_events
 from titan_ft.run.process import is_running_worker
 
 KILL_EVERY_SECONDS = 15.0
@@ -125,7 +126,7 @@ def run_campaign(
             ended = str(error)
             tell(ended)
         until = time.time()
-    events = [event for event in read_events(RunPaths(run_dir).events) if event["time"] <= until]
+    events = [event for event in read_events(RunPaths(run_dir).events) if event.time <= until]
     return Campaign(
         groups=num_groups,
         ranks=num_ranks,
@@ -167,11 +168,11 @@ def _kill(run_dir: Path, replica: int, attempt: int) -> Kill:
 
 def groups_up(events: Sequence[Event], is_worker: Callable[[int], bool] = is_worker) -> dict[int, int]:
     """Return the latest attempt of each group that lives and has contributed in it."""
-    contributed = {(e["replica"], e["attempt"]) for e in tries_of(events) if e["contributed"]}
+    contributed = {(event.replica, event.attempt) for event in tries_of(events) if event.contributed}
     return {
         replica: attempt
         for replica, attempt in latest_attempts(events).items()
-        if (replica, attempt) in contributed and all(map(is_worker, latest_workers(list(events), replica)))
+        if (replica, attempt) in contributed and all(map(is_worker, latest_workers(events, replica)))
     }
 
 
@@ -189,16 +190,12 @@ def _wait_all_up(run: Run, num_groups: int, seconds: float, what: str) -> None:
     while time.time() < deadline:
         events = read_events(RunPaths(run.run_dir).events)
         up = groups_up(events)
-        digests = {(e["replica"], e["step"]) for e in tries_of(events) if _is_of(e, up) and e.get("digest")}
+        digests = {(e.replica, e.step) for e in tries_of(events) if up.get(e.replica) == e.attempt and e.digest}
         steps = {step for _, step in digests}
         if any(all((replica, step) in digests for replica in range(num_groups)) for step in steps):
             return
         _sleep_until(run, time.time() + 1.0)
     raise BenchError(f"no {what} of all {num_groups} groups within {seconds:g} s; logs in {run.run_dir}")
-
-
-def _is_of(event: Event, up: Mapping[int, int]) -> bool:
-    return up.get(event["replica"]) == event["attempt"]
 
 
 def format_campaign(campaign: Campaign, against: Path | None) -> list[str]:

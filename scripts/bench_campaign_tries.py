@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
+from bench_events import StepTried
 from bench_run import BenchError
 from campaign_figures import LOSS_STEPS, Comparison, Digest, compare_digests, stalls
 
-from titan_ft.history.events import Event
+from titan_ft.run.events import Event, WorkerStarted
 
 
 @dataclass(frozen=True)
@@ -70,27 +71,25 @@ def measure(events: Sequence[Event], kills: Sequence[Kill], began: float) -> Dam
         BenchError: nothing was committed.
     """
     lives = number_lives(events)
-    tried = [(life, event) for life, event in lives if event["rank"] == 0 and event["time"] >= began]
-    commits = [(life, event) for life, event in tried if event["committed"]]
+    tried = [(life, event) for life, event in lives if event.rank == 0 and event.time >= began]
+    commits = [(life, event) for life, event in tried if event.committed]
     if not commits:
         raise BenchError("nothing was committed in the campaign")
     # Each group has a try for each that it took part in; the job's number is that of the group with most of them.
     per_group: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for life, event in tried:
-        per_group[life, event["step"]][event["replica"]] += 1
+        per_group[life, event.step][event.replica] += 1
     first: dict[tuple[int, int], float] = {}
     for life, event in commits:
-        first.setdefault((life, event["step"]), event["time"])
-    digests = [
-        Digest(e["time"], life, e["step"], e["rank"], e["replica"], e["digest"]) for life, e in lives if e.get("digest")
-    ]
+        first.setdefault((life, event.step), event.time)
+    digests = [Digest(e.time, life, e.step, e.rank, e.replica, e.digest) for life, e in lives if e.digest]
     ended = {(replica, attempt) for replica, last in latest_attempts(events).items() for attempt in range(last)}
-    cut = ended & {(event["replica"], event["attempt"]) for _, event in tried}
+    cut = ended & {(event.replica, event.attempt) for _, event in tried}
     return Damage(
         steps_committed=len(first),
         steps_tried=sum(max(groups.values()) for groups in per_group.values()),
         passes=len(tried) + len(cut),
-        passes_lost=sum(not event["contributed"] for _, event in tried) + len(cut),
+        passes_lost=sum(not event.contributed for _, event in tried) + len(cut),
         effective_share=_effective_share(commits, len(latest_attempts(events))),
         steps_undone=_undone(commits),
         stall_seconds=stalls(list(first.values()), (kill.time for kill in kills)),
@@ -100,21 +99,21 @@ def measure(events: Sequence[Event], kills: Sequence[Kill], began: float) -> Dam
     )
 
 
-def tries_of(events: Sequence[Event], rank: int = 0) -> list[Event]:
+def tries_of(events: Sequence[Event], rank: int = 0) -> list[StepTried]:
     """Return what one rank of each group tried."""
-    return [event for event in events if event["event"] == "step_tried" and event["rank"] == rank]
+    return [event for event in events if isinstance(event, StepTried) and event.rank == rank]
 
 
 def latest_attempts(events: Sequence[Event]) -> dict[int, int]:
     """Return the number of each group's latest attempt."""
     latest: dict[int, int] = {}
     for event in events:
-        if event["event"] == "worker_started":
-            latest[event["replica"]] = max(event["attempt"], latest.get(event["replica"], 0))
+        if isinstance(event, WorkerStarted):
+            latest[event.replica] = max(event.attempt, latest.get(event.replica, 0))
     return latest
 
 
-def number_lives(events: Sequence[Event]) -> list[tuple[int, Event]]:
+def number_lives(events: Sequence[Event]) -> list[tuple[int, StepTried]]:
     """Return all tries, each with the number of times that the job's state had been lost before.
 
     A group that returns heals to the others' step before it commits. So a commit far below what was committed means
@@ -122,31 +121,31 @@ def number_lives(events: Sequence[Event]) -> list[tuple[int, Event]]:
     """
     life, top, found = 0, 0, []
     for event in events:
-        if event["event"] != "step_tried":
+        if not isinstance(event, StepTried):
             continue
-        if event["committed"]:
-            if event["step"] < top - 2:
+        if event.committed:
+            if event.step < top - 2:
                 life, top = life + 1, 0
-            top = max(top, event["step"])
+            top = max(top, event.step)
         found.append((life, event))
     return found
 
 
-def _undone(commits: Sequence[tuple[int, Event]]) -> int:
+def _undone(commits: Sequence[tuple[int, StepTried]]) -> int:
     """Return the steps that were committed in lives of the job before its last."""
     tops: dict[int, int] = defaultdict(int)
     for life, event in commits:
-        tops[life] = max(tops[life], event["step"])
+        tops[life] = max(tops[life], event.step)
     return sum(top for life, top in tops.items() if life < max(tops))
 
 
-def _effective_share(commits: Sequence[tuple[int, Event]], num_groups: int) -> float | None:
+def _effective_share(commits: Sequence[tuple[int, StepTried]], num_groups: int) -> float | None:
     """Return the effective training time as a share of the time between first and last step."""
     times: dict[tuple[int, int], float] = {}
     given: dict[tuple[int, int], int] = defaultdict(int)
     for life, event in commits:
-        times.setdefault((life, event["step"]), event["time"])
-        given[life, event["step"]] += event["contributed"]
+        times.setdefault((life, event.step), event.time)
+        given[life, event.step] += event.contributed
     gaps = [(after - before, step) for (_, before), (step, after) in pairwise(sorted(times.items()))]
     calm = [gap for gap, step in gaps if given[step] == num_groups]
     if not gaps or not num_groups:
@@ -158,13 +157,14 @@ def _effective_share(commits: Sequence[tuple[int, Event]], num_groups: int) -> f
     return useful / sum(gap for gap, _ in gaps)
 
 
-def _last_loss(lives: Sequence[tuple[int, Event]], last: tuple[int, int]) -> float | None:
+def _last_loss(lives: Sequence[tuple[int, StepTried]], end: tuple[int, int]) -> float | None:
     """Return the mean loss of the last steps, over the groups whose ranks have all said theirs."""
-    life, top = last
+    life, top = end
     parts: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     for number, event in lives:
-        if number == life and event["contributed"] and top - LOSS_STEPS < event["step"] <= top:
-            parts[event["step"], event["replica"]][event["rank"]] = event["own_loss"]
+        last = number == life and top - LOSS_STEPS < event.step <= top
+        if last and event.contributed and event.own_loss is not None:
+            parts[event.step, event.replica][event.rank] = event.own_loss
     ranks = max((len(shares) for shares in parts.values()), default=0)
     losses = [sum(shares.values()) for shares in parts.values() if len(shares) == ranks]
     return fmean(losses) if losses else None

@@ -16,9 +16,10 @@ from pathlib import Path
 from bench_steps import STAMP, parse_stamp
 from bench_systems import OURS, rank_logs
 
-from titan_ft.history.events import Event, read_events
 from titan_ft.history.failures import contributed
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.events import Event, HealStarted, RolledBack, StepCommitted
+from titan_ft.run.log import read_events
 
 _VOTE = re.compile(
     STAMP + r"torchft\.manager - INFO - \[\S+/0 - step \d+\] (?P<what>should_commit=True|should_commit=False|healing)",
@@ -55,14 +56,14 @@ def from_events(events: Iterable[Event], replica: int) -> GroupHistory:
     """
     history = GroupHistory()
     for event in events:
-        if event.get("replica") != replica or event.get("rank") != 0:
+        if event.replica != replica or event.rank != 0:
             continue
-        if event["event"] == "step_committed":
-            history.commits.append(Commit(event["time"], event["attempt"], contributed(event)))
-            if event["forward_passes"] > event["data"]["num_batches"]:
-                history.thrown_away.append(event["time"])
-        elif event["event"] in ("heal_started", "rolled_back"):
-            history.thrown_away.append(event["time"])
+        if isinstance(event, StepCommitted):
+            history.commits.append(Commit(event.time, event.attempt, contributed(event)))
+            if event.data is not None and event.forward_passes > event.data.num_batches:
+                history.thrown_away.append(event.time)
+        elif isinstance(event, HealStarted | RolledBack):
+            history.thrown_away.append(event.time)
     return history
 
 

@@ -17,7 +17,7 @@ from bench_commits import from_events
 from bench_kills import NUM_GAPS, SURVIVOR, VICTIM, Kill, first_return
 from bench_run import BenchError
 
-from titan_ft.history.events import Event
+from titan_ft.run.events import Drained, Event, HealFinished, HealStarted, LighthouseRestarted, ReplicaRestarted
 
 Gap = tuple[float, float]
 USUAL_STEPS = 20
@@ -137,18 +137,14 @@ def measure_rejoin(events: Sequence[Event], kill: Kill) -> Rejoin:
     Raises:
         BenchError: it did not return.
     """
-    victim = [
-        event
-        for event in events
-        if event.get("replica") == VICTIM and event.get("rank") == 0 and event.get("attempt", 0) > kill.attempt
-    ]
-    done = next((event for event in victim if event["event"] == "heal_finished"), None)
+    victim = [e for e in events if e.replica == VICTIM and e.rank == 0 and (e.attempt or 0) > kill.attempt]
+    done = next((event for event in victim if isinstance(event, HealFinished)), None)
     back = first_return(from_events(victim, VICTIM).commits, kill)
     if done is None or back is None:
         raise BenchError("the group that was killed did not contribute again")
     # Of several fetches (the first donor may fail) the last is the one that finished.
-    begin = max(event["time"] for event in victim if event["event"] == "heal_started" and event["time"] <= done["time"])
-    end: float = done["time"]
+    begin = max(event.time for event in victim if isinstance(event, HealStarted) and event.time <= done.time)
+    end = done.time
     times = commit_times(events, SURVIVOR)
     usual, gaps = usual_seconds(times, kill.time), list(pairwise(times))
     around = [gap for gap in gaps if gap[1] >= begin and gap[0] <= back.time]
@@ -160,7 +156,7 @@ def measure_rejoin(events: Sequence[Event], kill: Kill) -> Rejoin:
         step_ratio=median(whole) / usual if len(whole) >= MIN_STEPS else None,
         stall=pause(around, usual),
         return_stall=pause([gap for gap in around if gap[1] > end and not _waited_through(gap, begin, end)], usual),
-        replayed=done["replayed"],
+        replayed=done.replayed,
     )
 
 
@@ -175,11 +171,11 @@ def measure_drain(events: Sequence[Event], signalled: float) -> Drain:
     Raises:
         BenchError: it did not say that it left.
     """
-    drained = next((e for e in events if e["event"] == "drained" and e.get("replica") == VICTIM), None)
+    drained = next((e for e in events if isinstance(e, Drained) and e.replica == VICTIM), None)
     if drained is None:
         raise BenchError("the group that was asked to leave did not")
-    stall = pause_around(commit_times(events, SURVIVOR), signalled, drained["time"])
-    return Drain(stall, drained["time"] - signalled, drained.get("in_order") is not False)
+    stall = pause_around(commit_times(events, SURVIVOR), signalled, drained.time)
+    return Drain(stall, drained.time - signalled, drained.in_order)
 
 
 def measure_outage(events: Sequence[Event], killed: float) -> Outage:
@@ -188,9 +184,9 @@ def measure_outage(events: Sequence[Event], killed: float) -> Outage:
     Raises:
         BenchError: the lighthouse did not come back.
     """
-    back = next((e for e in events if e["event"] == "lighthouse_restarted" and e["time"] > killed), None)
+    back = next((e for e in events if isinstance(e, LighthouseRestarted) and e.time > killed), None)
     if back is None:
         raise BenchError("the lighthouse did not come back")
-    stalls = [pause_around(commit_times(events, group), killed, back["time"]) for group in (SURVIVOR, VICTIM)]
-    restarts = [e for e in events if e["event"] == "replica_restarted" and killed <= e["time"] <= back["time"] + 5.0]
-    return Outage(max(stalls, key=lambda stall: stall.seconds), back["seconds"], len(restarts))
+    stalls = [pause_around(commit_times(events, group), killed, back.time) for group in (SURVIVOR, VICTIM)]
+    restarts = [e for e in events if isinstance(e, ReplicaRestarted) and killed <= e.time <= back.time + 5.0]
+    return Outage(max(stalls, key=lambda stall: stall.seconds), back.seconds, len(restarts))

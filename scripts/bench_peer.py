@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from bench_events import StepTried
+
 from titan_ft import device
-from titan_ft.history.events import EventLog
 from titan_ft.launch.orphan import exit_with_parent
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.events import WorkerStarted
+from titan_ft.run.log import EventLog
 
 OBSERVE_FLAG = "--observe-every="
 
@@ -58,16 +62,12 @@ def _announce(run_dir: Path, replica: int) -> EventLog:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     path = RunPaths(run_dir).worker_events(replica, rank, attempt, os.getpid())
     events = EventLog(path, replica=replica, rank=rank, attempt=attempt)
-    events.emit("worker_started")
+    events.emit(WorkerStarted(config_digest="", host=socket.gethostname(), slurm=None))
     return events
 
 
 def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
-    """Derive a trainer that trains the same, and leaves a `step_tried` event after each step that it tried.
-
-    Its fields: `step` (the one that was tried), `committed`, `contributed` (not healing, so that its gradient counted),
-    `own_loss` (this rank's share of the mean loss of its group; torchtitan logs the sum over all groups), `digest`.
-    """
+    """Derive a trainer that trains the same, and tells of each step that it tried."""
 
     class Observed(trainer):
         def __init__(self, job_config: Any) -> None:
@@ -90,14 +90,15 @@ def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
             super().train_step(data_iterator)
             manager = self.ft_manager.manager
             step = manager.current_step() + (not self._committed)
-            fields = {} if step % digest_every or not self._committed else {"digest": digest(self.model_parts)}
+            told = self._committed and step % digest_every == 0
             events.emit(
-                "step_tried",
-                step=step,
-                committed=self._committed,
-                contributed=self._committed and manager.is_participating(),
-                own_loss=sum(loss.item() for loss in self._losses),
-                **fields,
+                StepTried(
+                    step=step,
+                    committed=self._committed,
+                    contributed=self._committed and manager.is_participating(),
+                    own_loss=sum(loss.item() for loss in self._losses),
+                    digest=digest(self.model_parts) if told else None,
+                )
             )
 
     return Observed

@@ -26,10 +26,11 @@ from bench_run import MAX_RESTARTS, BenchError, Run
 from bench_systems import NUM_GROUPS, OURS, derive_config
 from kill_group import latest_workers
 
-from titan_ft.history.events import Event, read_events
 from titan_ft.history.failures import group_commits
 from titan_ft.launch.lighthouse_keeper import HEALTHY_SECONDS
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.events import Drained, Event, HealFinished, LighthouseRestarted, ReplicaRestarted
+from titan_ft.run.log import read_events
 
 STEPS = 100_000
 """More than any of it takes."""
@@ -71,12 +72,12 @@ def throttle(events: list[Event]) -> float:
     Raises:
         BenchError: no group fetched a state.
     """
-    heals = [event for event in events if event["event"] == "heal_finished" and event["rank"] == 0]
+    heals = [event for event in events if isinstance(event, HealFinished) and event.rank == 0]
     if not heals:
         raise BenchError("no group fetched a state, so that its size is not known")
-    failed = next(event["time"] for event in events if event["event"] == "replica_restarted")
+    failed = next(event.time for event in events if isinstance(event, ReplicaRestarted))
     seconds = TRANSFER_STEPS * usual_seconds(commit_times(events, SURVIVOR), failed)
-    return float(heals[0]["bytes"] * 8 / 1e6 / seconds)
+    return heals[0].bytes * 8 / 1e6 / seconds
 
 
 def measure_returns(
@@ -212,7 +213,7 @@ def _wait_training(run: Run, since: float, num_steps: int) -> list[Event]:
         made = [
             event
             for event in group_commits(events)
-            if event["replica"] == SURVIVOR and event["time"] > since and len(event["participants"]) == NUM_GROUPS
+            if event.replica == SURVIVOR and event.time > since and len(event.participants) == NUM_GROUPS
         ]
         return events if len(made) >= num_steps else []
 
@@ -234,11 +235,11 @@ def _returned(events: list[Event], kill: Kill) -> float | None:
 
 def _left(events: list[Event]) -> list[Event]:
     """Return the events once the victim has left and the survivor has made some steps since."""
-    drained = [event["time"] for event in events if event["event"] == "drained"]
+    drained = [event.time for event in events if isinstance(event, Drained)]
     since = [time for time in commit_times(events, SURVIVOR) if drained and time > drained[0]]
     return events if len(since) >= SETTLE_STEPS else []
 
 
 def _lighthouse_back(events: list[Event], killed: float) -> float | None:
-    times = [event["time"] for event in events if event["event"] == "lighthouse_restarted" and event["time"] > killed]
+    times = [event.time for event in events if isinstance(event, LighthouseRestarted) and event.time > killed]
     return times[0] if times else None

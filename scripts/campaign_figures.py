@@ -16,10 +16,11 @@ from statistics import fmean, median
 from bench_table import markdown
 
 from titan_ft.history.audit import audit
-from titan_ft.history.events import Event, read_events
 from titan_ft.history.failures import group_commits
 from titan_ft.history.goodput import goodput
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.events import Drained, Event, FaultInjected, StepCommitted, TrainingFinished
+from titan_ft.run.log import read_events
 
 ROWS = (
     "length (min)",
@@ -35,7 +36,6 @@ ROWS = (
 NUM_GAPS = 3
 """Gaps between commits in which a failure shows: the first is the one that it falls into, but the step under way may
 still pass, and only the next find the group gone."""
-DIGESTED = ("step_committed", "drained", "training_finished")
 LOSS_STEPS = 10
 """Steps of which the loss at the end is the mean."""
 
@@ -128,26 +128,26 @@ def describe_share(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def first_commits(commits: Iterable[Event]) -> dict[tuple[str, int], float]:
+def first_commits(commits: Iterable[StepCommitted]) -> dict[tuple[str, int], float]:
     """Return when the first group committed each step, by the state that the step made."""
     first: dict[tuple[str, int], float] = {}
     for event in commits:
-        first.setdefault((str(event.get("lineage", "")), event["step"]), event["time"])
+        first.setdefault((event.lineage, event.step), event.time)
     return first
 
 
-def injected(events: Iterable[Event]) -> list[Event]:
+def injected(events: Iterable[Event]) -> list[FaultInjected]:
     """Return the faults of a run; one that hit several groups at once is one."""
-    faults: dict[object, Event] = {}
+    faults: dict[int | str, FaultInjected] = {}
     for number, event in enumerate(events):
-        if event["event"] == "fault_injected":
-            faults.setdefault(event.get("shot", f"without a shot {number}"), event)
+        if isinstance(event, FaultInjected):
+            faults.setdefault(f"without a shot {number}" if event.shot is None else event.shot, event)
     return list(faults.values())
 
 
 def last_step(events: Iterable[Event]) -> int:
     """Return the highest step that a group committed, or 0."""
-    return max((event["step"] for event in group_commits(events)), default=0)
+    return max((event.step for event in group_commits(events)), default=0)
 
 
 def figures(events: Sequence[Event], until: int | None = None) -> dict[str, str]:
@@ -160,13 +160,13 @@ def figures(events: Sequence[Event], until: int | None = None) -> dict[str, str]
     good, batches, commits = goodput(events), audit(events), group_commits(events)
     faults = injected(events)
     digests = [
-        Digest(e["time"], e.get("lineage", ""), e["step"], e.get("rank", 0), e["replica"], e["digest"])
+        Digest(e.time, e.lineage or "", e.step, e.rank, e.replica, e.digest)
         for e in events
-        if e["event"] in DIGESTED and e.get("digest")
+        if isinstance(e, StepCommitted | Drained | TrainingFinished) and e.digest
     ]
-    losses = {event["step"]: event["loss"] for event in commits if event.get("loss") is not None}
+    losses = {event.step: event.loss for event in commits if event.loss is not None}
     last = [losses[step] for step in sorted(losses) if until is None or step <= until][-LOSS_STEPS:]
-    kinds = Counter(event["fault"] for event in faults)
+    kinds = Counter(event.fault for event in faults)
     counts = f"{batches.num_lost}, {batches.num_repeated}"
     values = (
         f"{good.wall_us / 60e6:.1f}",
@@ -175,7 +175,7 @@ def figures(events: Sequence[Event], until: int | None = None) -> dict[str, str]
         describe_part(good.num_wasted, good.forward_passes),
         describe_share(good.effective_training_time_in_training),
         counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
-        describe_stalls(stalls(list(first_commits(commits).values()), (event["time"] for event in faults))),
+        describe_stalls(stalls(list(first_commits(commits).values()), (event.time for event in faults))),
         str(compare_digests(digests)),
         f"{fmean(last):.3f}" if last else "-",
     )
@@ -191,9 +191,10 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 
 def main() -> int:
-    """Return 0, or 1 for a folder without events."""
+    """Return 0, or 1 for a folder without events, or without the faults that are expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--expect-faults", action="store_true", help="fail if the first run had no fault")
     options = parser.parse_args()
     runs = {}
     for run_dir in options.run_dirs:
@@ -204,6 +205,10 @@ def main() -> int:
         runs[str(run_dir)] = events
     until = min(map(last_step, runs.values()))
     print("\n".join(table({name: figures(events, until) for name, events in runs.items()})))
+    if options.expect_faults and not injected(next(iter(runs.values()))):
+        text = "no fault was injected, so that this proves nothing; give it more --minutes"
+        print(f"campaign_figures.py: {text}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from titan_ft.history.events import read_events
 from titan_ft.history.summary import RunSummary, summarize
+from titan_ft.run.log import read_events
 
 
 def shortfalls(summary: RunSummary) -> list[str]:

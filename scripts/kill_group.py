@@ -13,28 +13,26 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from titan_ft.history.events import EventLog, read_events
+from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target, WorkerStarted
+from titan_ft.run.log import EventLog, read_events
 from titan_ft.run.process import is_running_worker
 
 POLL_SECONDS = 0.1
 
 
-def has_committed(events: list[dict[str, Any]], replica: int, step: int) -> bool:
+def has_committed(events: Iterable[Event], replica: int, step: int) -> bool:
     """Tell whether the group has committed `step` or a later one."""
-    return any(
-        event["event"] == "step_committed" and event.get("replica") == replica and event["step"] >= step
-        for event in events
-    )
+    return any(isinstance(event, StepCommitted) and event.replica == replica and event.step >= step for event in events)
 
 
-def latest_workers(events: list[dict[str, Any]], replica: int) -> list[int]:
+def latest_workers(events: Iterable[Event], replica: int) -> list[int]:
     """Return the pids of the workers that the group's latest attempt started."""
-    started = [event for event in events if event["event"] == "worker_started" and event.get("replica") == replica]
-    attempt = max((event.get("attempt", 0) for event in started), default=0)
-    return sorted({event["pid"] for event in started if event.get("attempt", 0) == attempt})
+    started = [event for event in events if isinstance(event, WorkerStarted) and event.replica == replica]
+    attempt = max((event.attempt for event in started), default=0)
+    return sorted({event.pid for event in started if event.attempt == attempt})
 
 
 def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float) -> str | None:
@@ -50,7 +48,7 @@ def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float
     if not workers:
         return f"replica {replica} has no live worker on this host"
     log = EventLog(events_folder / f"kill-group-{os.getpid()}.jsonl")
-    log.emit("fault_injected", fault="sigkill_group", target=replica, seed=None)
+    log.emit(FaultInjected(fault="sigkill_group", target=Target(replica), seed=None))
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     log.close()

@@ -21,7 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.event_builder import untyped
 from titan_ft import device
+from titan_ft.run.events import Event
 
 device.prepare()
 
@@ -67,8 +69,9 @@ class Events:
     def __init__(self) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
 
-    def emit(self, event: str, **fields: Any) -> None:
-        self.told.append((event, fields))
+    def emit(self, event: Event) -> None:
+        fields = untyped(event)
+        self.told.append((fields.pop("event"), fields))
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.told if event == name]

@@ -20,7 +20,6 @@ PURE = (
     "titan_ft.chaos.schedule",
     "titan_ft.history.against",
     "titan_ft.history.check",
-    "titan_ft.history.events",
     "titan_ft.history.goodput",
     "titan_ft.history.report",
     "titan_ft.history.trajectory",
@@ -32,6 +31,9 @@ PURE = (
     "titan_ft.launch.run_paths",
     "titan_ft.live.status",
     "titan_ft.live.top",
+    "titan_ft.run.events",
+    "titan_ft.run.log",
+    "titan_ft.run.tail",
 )
 
 

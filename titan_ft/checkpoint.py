@@ -37,10 +37,11 @@ from titan_ft.checkpoint_folder import (
     publish,
 )
 from titan_ft.config import ConfigError
-from titan_ft.history.events import EventLog
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.position import Position
+from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
+from titan_ft.run.log import EventLog
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
 
@@ -204,7 +205,7 @@ class ReplicaCheckpoints(CheckpointManager):
             if doomed is not None:
                 shutil.rmtree(doomed, ignore_errors=True)
                 logger.error("the checkpoint of step %d is withdrawn: this group's state was corrupt", step)
-                host.events.emit("checkpoint_withdrawn", step=step)
+                host.events.emit(CheckpointWithdrawn(step=step))
 
     def close(self) -> None:
         """Wait for a save under way, as long as a group may take to leave."""
@@ -330,7 +331,7 @@ class ReplicaCheckpoints(CheckpointManager):
             error = save.done.exception()
             reason = "it failed on another rank of this group" if error is None else _one_line(error)
             logger.error("the checkpoint of step %d could not be written: %s", save.step, reason)
-            self.host.events.emit("checkpoint_failed", step=save.step, error=reason)
+            self.host.events.emit(CheckpointFailed(step=save.step, error=reason))
             return
         self.host.position.tell_saved(max(self.host.position.saved, save.step))
         self._published.add(save.step)
@@ -347,15 +348,15 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _tell_saved(self, save: _Save) -> None:
         if dist.get_rank() == 0:
-            self.host.events.emit("checkpoint_saved", step=save.step, seconds=save.seconds)
+            self.host.events.emit(CheckpointSaved(step=save.step, seconds=save.seconds))
 
     def _tell_loaded(self) -> None:
         host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
         host.position.tell_saved(step)
-        host.events.emit("checkpoint_loaded", step=step, lineage=f"{host.position.lineage:012x}")
+        host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
         if self._reset:
             logger.warning("training goes on after step %d, but its data begins anew: %s", step, self._reset)
-            host.events.emit("data_reset", step=step, reason=self._reset)
+            host.events.emit(DataReset(step=step, reason=self._reset))
 
     def _describe(self, step: int = 0, model_only: bool = False) -> Manifest:
         config = self.host.config

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from titan_ft.history.events import EventLog
 from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.position import Position
+from titan_ft.run.log import EventLog
 
 
 class CheckpointHost:

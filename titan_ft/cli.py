@@ -276,10 +276,10 @@ def _top(command: Top) -> int:
 
 
 def _report(command: Report) -> int:
-    from titan_ft.history.events import read_events
     from titan_ft.history.report import report_figures, write_report
     from titan_ft.history.summary import format_summary, summarize
     from titan_ft.launch.run_paths import RunPaths
+    from titan_ft.run.log import read_events
 
     _require_folders(command.run_dir, command.against)
     events = read_events(RunPaths(command.run_dir).events)
@@ -305,8 +305,8 @@ def _require_folders(run_dir: Path, against: Path | None = None) -> None:
 
 def _audit(command: Audit) -> int:
     from titan_ft.history import audit
-    from titan_ft.history.events import read_events
     from titan_ft.launch.run_paths import RunPaths
+    from titan_ft.run.log import read_events
 
     _require_folders(command.run_dir)
     try:

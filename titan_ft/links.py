@@ -18,7 +18,6 @@ from torchtitan.distributed import ParallelDims
 import titan_ft
 from titan_ft import device
 from titan_ft.config import FaultTolerance
-from titan_ft.history.events import EventLog
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.group import Group
@@ -31,6 +30,8 @@ from titan_ft.replica.shape import describe_shape
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.watchdog import end_process
+from titan_ft.run.events import RankSilent, StateServed
+from titan_ft.run.log import EventLog
 from titan_ft.worker import Launch
 
 
@@ -118,7 +119,7 @@ class Links:
         end_process(
             1,
             self.membership.fall_silent,
-            lambda: self._events.emit("rank_silent", ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds),
+            lambda: self._events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
             lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
         )
 
@@ -136,12 +137,13 @@ class Links:
 
     def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
         self._events.emit(
-            "state_served",
-            joiner=int(joiner),
-            step=snapshot.step,
-            bytes=snapshot.payload.numel(),
-            copy_seconds=copy_seconds,
-            serve_seconds=serve_seconds,
+            StateServed(
+                joiner=int(joiner),
+                step=snapshot.step,
+                bytes=snapshot.payload.numel(),
+                copy_seconds=copy_seconds,
+                serve_seconds=serve_seconds,
+            )
         )
 
 

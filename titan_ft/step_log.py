@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from torchtitan.components.metrics import MetricsProcessor
 
-from titan_ft.history.events import EventLog
 from titan_ft.replica.feed import Reading
 from titan_ft.replica.step import Committed
+from titan_ft.run.events import StepCommitted
+from titan_ft.run.log import EventLog
 
 
 @dataclass
@@ -49,8 +50,7 @@ class StepLog:
         """Emit the event; `digest` is that of the state behind the step, if it was taken."""
         update = committed.update
         read = {reading.entry.slot: reading.describe() for reading in work.readings}
-        self._events.emit(
-            "step_committed",
+        event = StepCommitted(
             step=update.step,
             lineage=f"{update.lineage:012x}",
             parent=f"{committed.parent:012x}",
@@ -69,9 +69,10 @@ class StepLog:
             forward_passes=sum(len(reading.batches) for reading in work.readings),
             data=read.pop(self._slot, None),
             extra_data=list(read.values()),
-            batches={entry.slot: [entry.first_batch, entry.num_batches] for entry in update.entries},
-            **({} if digest is None else {"digest": digest}),
+            batches={entry.slot: (entry.first_batch, entry.num_batches) for entry in update.entries},
+            digest=digest,
         )
+        self._events.emit(event)
 
     def log(self, committed: Committed, work: Work, ntokens_seen: int, heal_seconds: float) -> None:
         """Log the metrics, if this step's are to be logged; `heal_seconds` are those of the last heal."""

@@ -40,6 +40,7 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
+from titan_ft.run.events import Drained, Hung, StartedAnew, TrainingFinished
 from titan_ft.step_log import StepLog, Work
 from titan_ft.worker import Launch, begin_events
 
@@ -80,7 +81,7 @@ class ReplicaTrainer(Trainer):
         loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
         # Never while torchtitan builds the model: what that takes is not known here.
         self._watchdog = Watchdog(
-            config.hang_timeout_seconds, lambda: self._events.emit("hung", step=self._num_committed)
+            config.hang_timeout_seconds, lambda: self._events.emit(Hung(step=self._num_committed))
         )
         self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
         self._position = Position()
@@ -104,7 +105,7 @@ class ReplicaTrainer(Trainer):
             num_ranks=num_ranks,
             timeout_seconds=self.job_config.fault_tolerance.drain_timeout_seconds,
             on_abandon=lambda reason: self._events.emit(
-                "drained", step=self._num_committed, reason=reason, in_order=False
+                Drained(step=self._num_committed, reason=reason, in_order=False)
             ),
         )
         self._drain.install()
@@ -136,12 +137,13 @@ class ReplicaTrainer(Trainer):
 
     def _tell_drained(self) -> None:
         self._events.emit(
-            "drained",
-            step=self._num_committed,
-            reason="SIGTERM",
-            in_order=True,
-            digest=self._state.digest(),
-            lineage=f"{self._position.lineage:012x}",
+            Drained(
+                step=self._num_committed,
+                reason="SIGTERM",
+                in_order=True,
+                digest=self._state.digest(),
+                lineage=f"{self._position.lineage:012x}",
+            )
         )
 
     def should_continue_training(self) -> bool:
@@ -153,12 +155,9 @@ class ReplicaTrainer(Trainer):
             self.step = self._position.step
             self.checkpointer.withdraw()
             self.checkpointer.finish(self.step)
+            lineage = f"{self._position.lineage:012x}"
             self._events.emit(
-                "training_finished",
-                step=self.step,
-                tokens=self.ntokens_seen,
-                digest=digest,
-                lineage=f"{self._position.lineage:012x}",
+                TrainingFinished(step=self.step, tokens=self.ntokens_seen, digest=digest, lineage=lineage)
             )
         return False
 
@@ -232,7 +231,7 @@ class ReplicaTrainer(Trainer):
         if self.launch.attempt > 0 and self.step == 1:
             # Without checkpoints there is nothing to come back to when every group is lost; but not silently.
             logger.warning("no group holds the state of the earlier attempt: training starts anew from step 0")
-            self._events.emit("started_anew", step=0)
+            self._events.emit(StartedAnew(step=0))
         return True
 
     def _heal(self, replica: ReplicaDimension) -> None:

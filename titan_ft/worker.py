@@ -10,20 +10,9 @@ from dataclasses import dataclass
 
 from torchtitan.config import JobConfig
 
-from titan_ft.history.events import EventLog
 from titan_ft.launch.run_paths import RunPaths
-
-# Fields of [fault_tolerance] that a reader of the history needs.
-_TOLD = (
-    "group_size",
-    "min_replica_size",
-    "digest_every",
-    "batch_policy",
-    "lr_policy",
-    "catch_up",
-    "hang_timeout_seconds",
-    "chaos",
-)
+from titan_ft.run.events import WorkerConfig, WorkerStarted
+from titan_ft.run.log import EventLog
 
 
 @dataclass(frozen=True)
@@ -57,15 +46,18 @@ def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
         paths = RunPaths(job_config.job.dump_folder, events=config.events_folder)
         path = paths.worker_events(config.replica_id, launch.rank, launch.attempt, os.getpid())
     events = EventLog(path, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)
-    events.emit(
-        "worker_started",
-        config_digest=launch.config_digest,
-        host=socket.gethostname(),
-        slurm=launch.slurm,
-        config={
-            **{name: getattr(config, name) for name in _TOLD},
-            "steps": job_config.training.steps,
-            "checkpoint": job_config.checkpoint.enable,
-        },
+    told = WorkerConfig(
+        group_size=config.group_size,
+        min_replica_size=config.min_replica_size,
+        digest_every=config.digest_every,
+        batch_policy=config.batch_policy,
+        lr_policy=config.lr_policy,
+        catch_up=config.catch_up,
+        hang_timeout_seconds=config.hang_timeout_seconds,
+        chaos=config.chaos,
+        steps=job_config.training.steps,
+        checkpoint=job_config.checkpoint.enable,
     )
+    host = socket.gethostname()
+    events.emit(WorkerStarted(config_digest=launch.config_digest, host=host, slurm=launch.slurm, config=told))
     return events

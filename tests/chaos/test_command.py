@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
+from tests.event_builder import build, named, untyped
 from titan_ft.chaos.command import ChaosCommand, Follower, catalogue, run_chaos
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.rules import Listed
 from titan_ft.config import ConfigError
-from titan_ft.history.events import EventLog, read_events
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.log import encode, read_events
 
 COMMAND = (
     "import json, sys; from pathlib import Path; from titan_ft.chaos.command import ChaosCommand, run_chaos; "
@@ -37,10 +38,16 @@ class Job:
 
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(root)
-        self.events = EventLog(self.paths.events_file("test"))
+        self.paths.events.mkdir(parents=True)
         self.processes: list[subprocess.Popen[Any]] = []
         self.workers: dict[tuple[int, int], subprocess.Popen[Any]] = {}
         self.step = 0
+
+    def tell(self, name: str, **fields: Any) -> None:
+        """Tell an event as another process would."""
+        event = build(named(name), **{"time": time.time(), "mono": time.monotonic(), **fields})
+        with self.paths.events_file("test").open("ab") as file:
+            file.write(encode(event))
 
     def start(self, *command: str) -> subprocess.Popen[Any]:
         process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -48,13 +55,13 @@ class Job:
         return process
 
     def launch(self, replicas: int = 2, ranks: int = 2, host: str = "") -> None:
-        self.events.emit("launch_started", replicas=replicas, ranks_per_replica=ranks)
+        self.tell("launch_started", replicas=replicas, ranks_per_replica=ranks)
         for replica in range(replicas):
             for rank in range(ranks):
                 worker = self.sleeper("titan_ft", f"{replica} {rank}")
                 self.workers[replica, rank] = worker
-                told = {"pid": worker.pid, "host": host or socket.gethostname(), "slurm": None, "config": {}}
-                self.events.emit("worker_started", replica=replica, rank=rank, attempt=0, **told)
+                told = {"pid": worker.pid, "host": host or socket.gethostname(), "slurm": None}
+                self.tell("worker_started", replica=replica, rank=rank, attempt=0, **told)
 
     def sleeper(self, *words: str) -> subprocess.Popen[Any]:
         process = self.start("-c", "import time; print('up', flush=True); time.sleep(600)", *words)
@@ -67,13 +74,13 @@ class Job:
         replicas = sorted({replica for replica, _ in self.workers})
         for replica, rank in self.workers:
             told = {"step": self.step, "participants": replicas}
-            self.events.emit("step_committed", replica=replica, rank=rank, attempt=0, **told)
+            self.tell("step_committed", replica=replica, rank=rank, attempt=0, **told)
 
     def chaos(self, **given: Any) -> subprocess.Popen[Any]:
         return self.start("-c", COMMAND, json.dumps({"run_dir": str(self.paths.root), **given}))
 
     def told(self, *names: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.paths.events) if event["event"] in names]
+        return [untyped(event) for event in read_events(self.paths.events) if event.name in names]
 
     def state(self, replica: int, rank: int) -> str:
         return Path(f"/proc/{self.workers[replica, rank].pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -167,7 +174,7 @@ def test_a_plan_goes_on_until_the_job_ends(job: Job, tmp_path: Path) -> None:
     job.commit()
     wait_until(lambda: job.told("fault_injected"), "a fault")
     assert [event["seed"] for event in job.told("chaos_started")] == [4]
-    job.events.emit("launch_finished", code=0, reason="all groups finished")
+    job.tell("launch_finished", code=0, reason="all groups finished")
     code, printed = output(chaos)
     assert code == 0, printed
     assert "chaos ends: 1 injected" in printed
@@ -189,7 +196,7 @@ def test_a_lighthouse_on_this_host(job: Job) -> None:
     """The newest one that the launcher told of is hit, while it runs."""
     job.launch()
     lighthouse = job.sleeper("titan_ft", "lighthouse")
-    job.events.emit("lighthouse_started", lighthouse_pid=lighthouse.pid, address="http://127.0.0.1:1")
+    job.tell("lighthouse_started", lighthouse_pid=lighthouse.pid, address="http://127.0.0.1:1")
     job.commit()
     code, printed = output(job.chaos(fault="kill_lighthouse"))
     assert code == 0, printed
@@ -205,7 +212,7 @@ def test_an_order_waits_for_its_agent(job: Job) -> None:
     order = json.loads(job.paths.chaos_orders.read_text())
     assert chaos.poll() is None
     told = {name: order[name] for name in ("fault", "shot", "seed", "params")}
-    job.events.emit("fault_injected", replica=1, rank=0, attempt=0, target={"replica": 1, "rank": 0}, **told)
+    job.tell("fault_injected", replica=1, rank=0, attempt=0, target={"replica": 1, "rank": 0}, **told)
     code, printed = output(chaos)
     assert code == 0, printed
     assert "chaos: segfault at replica 1 rank 0" in printed
@@ -215,24 +222,22 @@ def test_a_folder_without_a_running_job_is_refused(job: Job, tmp_path: Path) -> 
     """One line each: no folder, no events, a job that is over, one whose workers are gone or run elsewhere."""
     with pytest.raises(ConfigError, match="there is no such folder"):
         Follower(tmp_path / "nothing")
-    job.events.close()
     with pytest.raises(ConfigError, match="it has no events"):
         Follower(job.paths.root).check()
-    job.events = EventLog(job.paths.events_file("test"))
     job.launch(replicas=1, ranks=1)
     Follower(job.paths.root).check()
     job.workers[0, 0].kill()
     job.workers[0, 0].wait(30)
     with pytest.raises(ConfigError, match="no worker of it is alive"):
         Follower(job.paths.root).check()
-    job.events.emit("launch_finished", code=0, reason="")
+    job.tell("launch_finished", code=0, reason="")
     with pytest.raises(ConfigError, match="its training has ended"):
         Follower(job.paths.root).check()
     job.launch(replicas=1, ranks=1, host="node7")
     with pytest.raises(ConfigError, match="its workers run on node7: run titan-ft chaos there"):
         Follower(job.paths.root).check()
     slurm = {"job": "1", "step": "0"}
-    job.events.emit("worker_started", replica=0, rank=0, attempt=1, pid=1, host="node7", slurm=slurm)
+    job.tell("worker_started", replica=0, rank=0, attempt=1, pid=1, host="node7", slurm=slurm)
     Follower(job.paths.root).check()
     assert not job.told("chaos_started")
 

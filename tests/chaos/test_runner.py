@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.event_builder import build, named, untyped
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.orders import Orders
 from titan_ft.chaos.plan import Limits, Plan, single
@@ -20,7 +21,7 @@ from titan_ft.chaos.rules import Entry, Every, Listed, Rule
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.standing_orders import WAIT_SECONDS
 from titan_ft.chaos.trouble import SETTLE_SECONDS
-from titan_ft.history.events import EventLog, read_events
+from titan_ft.run.log import EventLog, read_events
 
 LIGHTHOUSE = 99
 START = 1000.0
@@ -88,7 +89,7 @@ class Harness:
 
     def event(self, name: str, **fields: Any) -> None:
         self.now += 0.001
-        self.runner.observe({"time": self.now, "event": name, "pid": 1, **fields})
+        self.runner.observe(build(named(name), time=self.now, **fields))
 
     def says(self, replica: int, name: str, rank: int = 0, **fields: Any) -> None:
         """Let a worker tell something."""
@@ -102,12 +103,17 @@ class Harness:
     def start(self, replica: int, **config: Any) -> None:
         for rank in range(self.ranks):
             pid = 1000 * self.attempts[replica] + 10 * replica + rank
-            self.says(replica, "worker_started", rank, pid=pid, host="here", config=config)
+            told = {"chaos": True, "checkpoint": True, **config}
+            self.says(replica, "worker_started", rank, pid=pid, host="here", config=told)
+
+    def exit(self, replica: int, rank: int, attempt: int, **how: Any) -> None:
+        pid = 1000 * attempt + 10 * replica + rank
+        self.event("worker_exited", replica=replica, rank=rank, attempt=attempt, worker_pid=pid, **how)
 
     def restart(self, replica: int) -> None:
         """Let the supervisor note a death and start the group anew."""
         attempt = self.attempts[replica]
-        self.event("worker_exited", replica=replica, rank=1, attempt=attempt, signal="SIGKILL")
+        self.exit(replica, 1, attempt, signal="SIGKILL")
         self.attempts[replica] += 1
         self.event("replica_restarted", replica=replica, attempt=attempt + 1)
         self.start(replica)
@@ -131,7 +137,7 @@ class Harness:
         return [group.replica for group in self.runner.job.view(lighthouse=True).groups.values() if group.up]
 
     def told(self, *names: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.folder / "events") if event["event"] in names]
+        return [untyped(event) for event in read_events(self.folder / "events") if event.name in names]
 
     def orders(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "chaos" / "orders.jsonl").read_text().splitlines()]
@@ -521,8 +527,8 @@ def test_a_group_left_out_by_the_others_is_not_up(tmp_path: Path) -> None:
     assert harness.up() == [0, 1, 2, 3]
     harness.says(0, "drained", 1)
     harness.says(1, "hung", 0)
-    harness.event("worker_exited", replica=2, rank=0, attempt=0, code=1)  # of an earlier start
-    harness.event("worker_exited", replica=3, rank=0, attempt=1, code=1)
+    harness.exit(2, 0, attempt=0, code=1)  # of an earlier start
+    harness.exit(3, 0, attempt=1, code=1)
     assert harness.up() == [2]
 
 
@@ -532,7 +538,7 @@ def test_another_runners_fault_disturbs_the_group(tmp_path: Path) -> None:
     harness.launch()
     harness.commit()
     harness.event("fault_injected", fault="kill_group", target={"replica": 1}, seed=9, shot=0)
-    harness.event("fault_injected", fault="sigkill_group", target=2, seed=None)
+    harness.event("fault_injected", fault="sigkill_group", target={"replica": 2}, seed=None)
     harness.event("fault_injected", fault="kill_lighthouse", target={"lighthouse": True}, seed=9, shot=1)
     assert harness.up() == [0, 3]
 

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import islice, pairwise, permutations
 
+import msgspec
 import pytest
 
 from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, LIGHTHOUSE
@@ -226,9 +227,9 @@ def test_a_group_that_is_down_elsewhere_changes_no_choice() -> None:
 
 def test_targets_have_the_form_of_events() -> None:
     """A rank, a group, and the lighthouse look as histories have them."""
-    assert Target(2, 1).to_dict() == {"replica": 2, "rank": 1}
-    assert Target(2).to_dict() == {"replica": 2}
-    assert Target().to_dict() == {"lighthouse": True}
+    assert msgspec.to_builtins(Target(2, 1).told()) == {"replica": 2, "rank": 1}
+    assert msgspec.to_builtins(Target(2).told()) == {"replica": 2}
+    assert msgspec.to_builtins(Target().told()) == {"lighthouse": True}
 
 
 @pytest.mark.parametrize("name", FAULTS)

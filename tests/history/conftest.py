@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.event_builder import build, named
 from titan_ft.history.audit import ROOT
-from titan_ft.history.events import Event
+from titan_ft.run.events import Event
 
 RANKS = 2
 TOKENS = 512
@@ -49,7 +50,7 @@ class SyntheticRun:
 
     def tell(self, event: str, pid: int, **fields: Any) -> Event:
         self.now += 0.001
-        told = {"time": START + self.now, "mono": 50.0 + self.now, "event": event, "pid": pid, **fields}
+        told = build(named(event), **{"time": START + self.now, "mono": 50.0 + self.now, "pid": pid, **fields})
         self.events.append(told)
         return told
 
@@ -167,9 +168,9 @@ class SyntheticRun:
             self.exit(group, reason="rank 0 ended with exit status 0", signal=None, code=0)
         self.tell("launch_finished", 1, code=0, reason="all groups finished")
 
-    def named(self, name: str, **fields: Any) -> list[Event]:
+    def named(self, name: str, **fields: Any) -> list[Any]:
         """Return the events of a name that have these fields."""
-        return [e for e in self.events if e["event"] == name and all(e.get(k) == v for k, v in fields.items())]
+        return [e for e in self.events if e.name == name and all(getattr(e, k) == v for k, v in fields.items())]
 
 
 def build_run(during_heal: Callable[[SyntheticRun], object] | None = None, **config: Any) -> SyntheticRun:

@@ -55,7 +55,7 @@ def test_one_bit(synthetic_run: Any, num_groups: int, verdict: str) -> None:
     """Up to two groups have to agree in every bit; with more the order of additions may differ, and is told."""
     run = clean(synthetic_run, num_groups)
     for event in run.named("step_committed", step=7):
-        event["loss"] += 1e-12
+        event.loss += 1e-12
     report = judge(run, clean(synthetic_run, num_groups))
     assert report[1].verdict == verdict, format_check(report)
     if verdict == "holds":
@@ -117,14 +117,14 @@ def test_reference_without_commits_is_unknown(synthetic_run: Any) -> None:
 def test_reference_that_is_cut_is_unknown(synthetic_run: Any) -> None:
     """A reference whose beginning is missing is not compared."""
     reference = clean(synthetic_run)
-    events = [event for event in reference.events if event.get("step", 9) > 5]
+    events = [event for event in reference.events if getattr(event, "step", 9) > 5]
     assert check(clean(synthetic_run).events, events)[1].verdict == "unknown"
 
 
 def test_groups_that_tell_different_figures(synthetic_run: Any) -> None:
     """What the groups of one run tell differently is an offence with and without another run."""
     run = clean(synthetic_run)
-    run.named("step_committed", step=5, replica=1)[0]["grad_norm"] += 0.1
+    run.named("step_committed", step=5, replica=1)[0].grad_norm += 0.1
     for report in (check(run.events), judge(run, clean(synthetic_run))):
         assert report[1].verdict == "does not hold"
         assert report[1].asked

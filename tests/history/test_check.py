@@ -10,11 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.event_builder import change, like, untyped
+from tests.event_builder import event as make
 from titan_ft.history import check as check_module
 from titan_ft.history.check import Report, check, check_folders, format_check
 from titan_ft.history.failures import find_failures
+from titan_ft.run.events import RankEvent, Target
 
 OTHERS_ASKED = {2, 3, 4, 5, 6, 7, 8}
 
@@ -42,7 +46,7 @@ def test_good_run_holds(good_run: Any) -> None:
 
 def test_format_and_json(good_run: Any) -> None:
     """The text names all promises with their verdicts, aligned; the JSON has the same."""
-    good_run.named("worker_exited", code=0)[0]["reason"] = ""
+    good_run.named("worker_exited", code=0)[0].reason = ""
     report = check(good_run.events)
     text = format_check(report)
     lines = [line for line in text.splitlines() if line and not line.startswith(" ")]
@@ -61,18 +65,18 @@ def test_format_and_json(good_run: Any) -> None:
 
 def _lose_batch(run: Any) -> None:
     for event in run.named("step_committed"):
-        if event["step"] >= 5 and "0" in event["batches"]:
-            event["batches"]["0"][0] += 1
-            if event["replica"] == 0:
-                event["data"]["first_batch"] += 1
+        if event.step >= 5 and 0 in event.batches:
+            event.batches[0] = (event.batches[0][0] + 1, 1)
+            if event.replica == 0:
+                event.data.first_batch += 1
 
 
 def _repeat_batch(run: Any) -> None:
     for event in run.named("step_committed"):
-        if event["step"] >= 5 and "0" in event["batches"]:
-            event["batches"]["0"][0] -= 1
-            if event["replica"] == 0:
-                event["data"]["first_batch"] -= 1
+        if event.step >= 5 and 0 in event.batches:
+            event.batches[0] = (event.batches[0][0] - 1, 1)
+            if event.replica == 0:
+                event.data.first_batch -= 1
 
 
 def _survivor_skips_step(run: Any) -> None:
@@ -82,26 +86,27 @@ def _survivor_skips_step(run: Any) -> None:
 
 def _recompute(run: Any) -> None:
     for event in run.named("step_committed", replica=0, step=7):
-        event["forward_passes"] = 2
+        event.forward_passes = 2
 
 
 def _differ_unnamed(run: Any) -> None:
     for event in run.named("step_committed", replica=1, step=4):
-        event["digest"] = "bad"
+        event.digest = "bad"
 
 
 def _differ_at_the_end(run: Any) -> None:
-    run.named("training_finished", replica=1, rank=1)[0]["digest"] = "bad"
+    run.named("training_finished", replica=1, rank=1)[0].digest = "bad"
 
 
 def _finish_elsewhere(run: Any) -> None:
     for event in run.named("training_finished", replica=1):
-        event["lineage"], event["step"] = run.named("step_committed", step=run.step_number - 1)[0]["lineage"], 29
+        event.lineage, event.step = run.named("step_committed", step=run.step_number - 1)[0].lineage, 29
 
 
 def _finish_elsewhere_untold(run: Any) -> None:
     """A group finished with a state of its own of the same step, and nobody took a digest of it."""
-    run.named("training_finished", replica=1, rank=1)[0] |= {"lineage": "ab" * 6, "digest": None}
+    run.named("training_finished", replica=1, rank=1)[0].lineage = "ab" * 6
+    run.named("training_finished", replica=1, rank=1)[0].digest = None
 
 
 def _compute_again(run: Any) -> None:
@@ -112,108 +117,103 @@ def _compute_again(run: Any) -> None:
 
 def _tell_other_batches(run: Any) -> None:
     for event in run.named("step_committed", replica=1, step=4):
-        event["batches"] = {slot: batch for slot, batch in event["batches"].items() if slot != "0"}
+        event.batches = {slot: batch for slot, batch in event.batches.items() if slot != 0}
 
 
 def _tell_other_loss(run: Any) -> None:
     for event in run.named("step_committed", replica=1, step=4):
-        event["loss"] += 1e-9
+        event.loss += 1e-9
 
 
 def _tell_other_lr(run: Any) -> None:
     for event in run.named("step_committed", replica=1, step=4):
-        event["lr"] *= 1.01
+        event.lr *= 1.01
 
 
 def _wrong_tokens(run: Any) -> None:
     for event in run.named("step_committed", step=4):
-        event["tokens"] += 1
+        event.tokens += 1
     for event in run.named("training_finished"):
-        event["tokens"] += 1
+        event.tokens += 1
 
 
 def _wrong_mean(run: Any) -> None:
     for event in run.named("step_committed", step=4):
-        event["loss"] *= 1.5
+        event.loss *= 1.5
 
 
 def _weight_without_part(run: Any) -> None:
     for event in run.named("step_committed", step=26, replica=1):
-        event["own_tokens"] = 512
+        event.own_tokens = 512
 
 
 def _excluded_counts(run: Any) -> None:
     for event in run.named("gradient_excluded"):
-        event["slots"] = [0, 1]
+        event.slots = [0, 1]
 
 
 def _other_participants(run: Any) -> None:
     for event in run.named("step_committed", step=4, replica=1):
-        event["participants"] = [1, 2]
+        event.participants = [1, 2]
 
 
 def _too_few(run: Any) -> None:
     for event in run.named("worker_started"):
-        event["config"]["min_replica_size"] = 3
+        event.config.min_replica_size = 3
 
 
 def _schedule_runs_ahead(run: Any) -> None:
     """The step behind a failed exchange is repeated by others, with the LR of the next."""
-    copies = [dict(event, lineage="feed", lr=0.5) for event in run.named("step_committed", step=7)]
+    copies = [msgspec.structs.replace(event, lineage="feed", lr=0.5) for event in run.named("step_committed", step=7)]
     for event in copies:
-        event |= {"replica": 2, "attempt": 0, "participants": [0, 1], "own_tokens": 0, "own_loss": None, "data": None}
-        event |= {
-            "forward_passes": 0,
-            "pid": event["pid"] + 20,
-            "mono": event["mono"] - 0.9,
-            "time": event["time"] - 0.9,
-        }
-    run.events += [event for event in copies if event["pid"] < 1022]
+        change(event, replica=2, attempt=0, participants=[0, 1], own_tokens=0, own_loss=None, data=None)
+        change(event, forward_passes=0, pid=event.pid + 20, mono=event.mono - 0.9, time=event.time - 0.9)
+    run.events += [event for event in copies if event.pid < 1022]
 
 
 def _finished_tokens(run: Any) -> None:
     for event in run.named("training_finished"):
-        event["tokens"] += 512
+        event.tokens += 512
 
 
 def _finished_step(run: Any) -> None:
     for event in run.named("training_finished"):
-        event["step"] += 1
+        event.step += 1
 
 
 def _save_ahead(run: Any) -> None:
     event = run.named("step_committed", step=4, replica=0, rank=0)[0]
-    run.events.append({**event, "event": "checkpoint_saved", "step": 5, "mono": event["mono"] + 0.1})
+    run.events.append(like(event, "checkpoint_saved", step=5, mono=event.mono + 0.1))
 
 
 def _exit_without_reason(run: Any) -> None:
-    run.named("worker_exited", replica=2, signal="SIGKILL")[0]["reason"] = ""
+    run.named("worker_exited", replica=2, signal="SIGKILL")[0].reason = ""
 
 
 def _nobody_restarts(run: Any) -> None:
     """A group dies in mid-run and is never heard of again."""
-    events = [event for event in run.events if event.get("replica") == 2 and event.get("attempt") == 1]
+    events = [event for event in run.events if event.replica == 2 and event.attempt == 1]
     for event in events:
         run.events.remove(event)
     for event in run.named("step_committed"):
-        if event["step"] > 21:
-            event |= {"participants": [0, 1], "tokens": 1024}
+        if event.step > 21:
+            change(event, participants=[0, 1], tokens=1024)
     for event in run.named("launch_finished"):
-        event |= {"time": event["time"] + 100, "mono": event["mono"] + 100}
+        change(event, time=event.time + 100, mono=event.mono + 100)
 
 
 def _heal_without_end(run: Any) -> None:
     for event in run.named("heal_finished", replica=2):
-        event["event"] = "checkpoint_loaded"
+        run.events[run.events.index(event)] = like(event, "checkpoint_loaded", step=event.step)
 
 
 def _fault_without_end(run: Any) -> None:
     first = run.named("step_committed", step=3)[0]
     fault = {"fault": "segfault", "target": {"replica": 1, "rank": 0}, "seed": 1, "shot": 2, "pid": 2}
-    run.events.append({"time": first["time"], "mono": first["mono"], "event": "fault_injected", **fault})
+    run.events.append(make("fault_injected", time=first.time, mono=first.mono, **fault))
     for event in run.named("worker_exited", replica=1) + run.named("launch_finished") + run.named("training_finished"):
-        shift = -40 if event.get("replica") == 1 and event["event"] == "worker_exited" else 100
-        event |= {"time": event["time"] + shift, "mono": event["mono"] + shift}
+        shift = -40 if event.replica == 1 and event.name == "worker_exited" else 100
+        change(event, time=event.time + shift, mono=event.mono + shift)
 
 
 def _fell_silent(run: Any) -> None:
@@ -286,7 +286,7 @@ def test_step_that_nobody_made(synthetic_run: Any) -> None:
 def test_commit_of_too_few_is_named(good_run: Any) -> None:
     """A commit below min_replica_size names group, step and both numbers; excluded gradients count as present."""
     for event in good_run.named("worker_started"):
-        event["config"]["min_replica_size"] = 3
+        event.config.min_replica_size = 3
     offences = check(good_run.events)[7].offences
     assert {offence.step for offence in offences} == set(range(7, 22))
     assert "2 groups; min_replica_size is 3" in offences[0].text
@@ -297,7 +297,7 @@ def _mismatch(run: Any, minority: list[int], step: int) -> None:
     for group in (0, 1, 2):
         run.of("digest_mismatch", group, step=step, digests={}, lineages={}, minority=minority)
         for event in run.events[-2:]:
-            event |= {"time": last["time"] + 0.01, "mono": last["mono"] + 0.01}
+            change(event, time=last.time + 0.01, mono=last.mono + 0.01)
 
 
 @pytest.mark.parametrize("heals", [True, False])
@@ -307,7 +307,7 @@ def test_named_difference(synthetic_run: Any, heals: bool) -> None:
     run.begin()
     run.steps(4)
     for event in run.named("step_committed", step=4, replica=1):
-        event["digest"] = "bad"
+        event.digest = "bad"
     _mismatch(run, [1], 4)
     if heals:
         run.heal(1, lambda: run.steps(2, [0, 2]))
@@ -331,7 +331,7 @@ def test_wrong_group_named(good_run: Any) -> None:
 def test_difference_of_a_group_that_died_at_once(good_run: Any) -> None:
     """A group that died before the exchange in which its digest would have been compared harmed nobody."""
     for event in good_run.named("step_committed", step=6, replica=2):
-        event["digest"] = "bad"
+        event.digest = "bad"
     report = check(good_run.events)
     assert report.verdict == "holds", format_check(report)
     assert report[2].notes
@@ -340,7 +340,8 @@ def test_difference_of_a_group_that_died_at_once(good_run: Any) -> None:
 def test_nothing_compared_is_unknown(good_run: Any) -> None:
     """Without digests nobody can tell whether the groups agree."""
     for event in good_run.events:
-        event.pop("digest", None)
+        if hasattr(event, "digest"):
+            event.digest = None
     report = check(good_run.events)
     assert (failed(report), unknown(report)) == (set(), {2})
 
@@ -359,13 +360,13 @@ def test_the_mean_is_weighted(good_run: Any, weighted: bool) -> None:
     """A group with half of the tokens counts half in the loss; the mean of the groups is another number."""
     events = good_run.named("step_committed", step=4)
     weights = {0: 512, 1: 256, 2: 512}
-    losses = {event["replica"]: event["own_loss"] for event in events}
+    losses = {event.replica: event.own_loss for event in events}
     for event in events:
-        event["own_tokens"], event["tokens"] = weights[event["replica"]], 1280
+        event.own_tokens, event.tokens = weights[event.replica], 1280
         if weighted:
-            event["loss"] = sum(weights[group] * loss for group, loss in losses.items()) / 1280
+            event.loss = sum(weights[group] * loss for group, loss in losses.items()) / 1280
     for event in good_run.named("training_finished"):
-        event["tokens"] -= 256
+        event.tokens -= 256
     report = check(good_run.events)
     assert failed(report) == (set() if weighted else {3}), format_check(report)
 
@@ -394,7 +395,7 @@ def test_stall_beside_another_failure_is_unknown(run_builder: Callable[..., Any]
     """Where another failure falls into the heal nobody can tell what the joiner cost."""
     run = run_builder(_stall)
     heal = run.named("heal_started")[0]
-    run.events.append({**heal, "event": "exchange_failed", "replica": 0, "attempt": 0, "pid": 1000})
+    run.events.append(like(heal, "exchange_failed", replica=0, attempt=0, pid=1000))
     report = check(run.events)
     assert (failed(report), unknown(report)) == (set(), {5}), format_check(report)
 
@@ -406,7 +407,7 @@ def test_slow_machine_is_no_stall(run_builder: Callable[..., Any]) -> None:
     assert failed(report) == {5}
     assert report[5].offences[0].text.startswith("others committed at 37% of their usual rate")
     for event in run.named("step_committed", seconds=3.0):
-        event["compute_seconds"] = 2.8
+        event.compute_seconds = 2.8
     assert check(run.events).verdict == "holds"
 
 
@@ -419,11 +420,11 @@ def test_short_heal_cannot_stall(run_builder: Callable[..., Any]) -> None:
 def test_wait_that_nobody_asked_for(good_run: Any) -> None:
     """A wait for a joiner that did not say that it has to be waited for breaks the promise."""
     event = good_run.named("step_committed", step=12, replica=0, rank=0)[0]
-    wait = {"event": "waiting", "reason": "groups [2] fetch the state", "participants": [0, 1], "step": 11}
-    good_run.events.append({**event, **wait})
+    wait = {"reason": "groups [2] fetch the state", "participants": [0, 1], "step": 11}
+    good_run.events.append(like(event, "waiting", **wait))
     assert failed(check(good_run.events)) == {5}
     asks = good_run.named("heal_started", replica=2, rank=0)[0]
-    good_run.events.append({**asks, "event": "catch_up_waiting"})
+    good_run.events.append(like(asks, "catch_up_waiting"))
     report = check(good_run.events)
     assert report.verdict == "holds"
     assert "asked the others to wait" in report[5].notes[0]
@@ -433,10 +434,10 @@ def test_wait_that_nobody_asked_for(good_run: Any) -> None:
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_clock_that_jumps(good_run: Any, seconds: float, who: str) -> None:
     """A wall clock that was set is objected to by its own line; what rests on times is unknown, the rest holds."""
-    middle = good_run.named("step_committed", step=12)[0]["mono"]
+    middle = good_run.named("step_committed", step=12)[0].mono
     for event in good_run.events:
-        if event["mono"] >= middle and (who == "all" or event.get("replica") == 0):
-            event["time"] += seconds
+        if event.mono >= middle and (who == "all" or event.replica == 0):
+            event.time += seconds
     report = check(good_run.events)
     assert failed(report) == {"clocks"}, format_check(report)
     assert unknown(report) == {5, 8}
@@ -446,11 +447,11 @@ def test_clock_that_jumps(good_run: Any, seconds: float, who: str) -> None:
 def test_hosts_with_other_clocks(good_run: Any) -> None:
     """Clocks of different hosts may differ, and their monotonic clocks begin anywhere."""
     for event in good_run.named("worker_started", replica=1):
-        event["host"] = "there"
+        event.host = "there"
     for event in good_run.events:
-        if event.get("replica") == 1 and "rank" in event and event["event"] != "worker_exited":
-            event["mono"] += 5000
-            event["time"] += 0.3
+        if isinstance(event, RankEvent) and event.replica == 1:
+            event.mono += 5000
+            event.time += 0.3
     report = check(good_run.events)
     assert report.verdict == "holds", format_check(report)
 
@@ -481,7 +482,7 @@ def test_history_without_beginning_is_unknown(good_run: Any, share: float) -> No
 
 def test_history_without_one_group_is_unknown(good_run: Any) -> None:
     """A history that lacks the file of a group which took part never holds."""
-    report = check([e for e in good_run.events if e.get("replica") != 1 or e["event"] == "worker_exited"])
+    report = check([e for e in good_run.events if e.replica != 1 or e.name == "worker_exited"])
     assert report.verdict == "unknown"
     assert "groups [1] took part in steps and told of none" in "".join(report["whole history"].unknown)
 
@@ -494,13 +495,12 @@ def test_lost_batch_in_a_cut_history(good_run: Any) -> None:
     assert report.verdict == "does not hold"
 
 
-def test_old_history_is_unknown_where_fields_are_missing(good_run: Any) -> None:
-    """Histories from before a field existed are unknown where it is needed, and hold elsewhere."""
-    for event in good_run.events:
-        for name in ("mono", "own_tokens", "own_loss", "config", "host", "compute_seconds"):
-            event.pop(name, None)
+def test_workers_without_a_config_are_unknown_where_it_is_needed(good_run: Any) -> None:
+    """Where workers do not tell their config nobody can say how many groups a step needs; the rest holds."""
+    for event in good_run.named("worker_started"):
+        event.config = None
     report = check(good_run.events)
-    assert (failed(report), unknown(report)) == (set(), {3, 7, "clocks"}), format_check(report)
+    assert (failed(report), unknown(report)) == (set(), {7}), format_check(report)
 
 
 def test_checker_that_crashes_says_unknown(good_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,19 +530,24 @@ def test_checker_that_crashes_says_unknown(good_run: Any, monkeypatch: pytest.Mo
         {"own_tokens": [1]},
     ],
 )
-def test_nonsense_never_holds_nor_crashes(good_run: Any, nonsense: dict[str, Any]) -> None:
-    """An event with a field of another type than it should have leaves a report, and not one that holds."""
-    for event in good_run.named("step_committed", step=9):
-        event |= nonsense
-    report = check(good_run.events)
-    assert len(report.judgements) == 10
-    assert report.verdict != "holds" or nonsense.keys() <= {"data"}
+def test_nonsense_never_holds_nor_crashes(good_run: Any, nonsense: dict[str, Any], tmp_path: Path) -> None:
+    """An event with a field of another type than it should have leaves a report which names it, and does not hold."""
+    lines = [untyped(event) for event in good_run.events]
+    wrong = next(number for number, line in enumerate(lines) if line.get("step") == 9 and "lr" in line)
+    lines[wrong] |= nonsense
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = check_folders(tmp_path)
+    assert len(report.judgements) == 9
+    assert report.verdict == "unknown"
+    (name,) = nonsense
+    assert f"all.jsonl:{wrong + 1} must have the fields of step_committed" in report[2].unknown[0]
+    assert f"$.{name}" in report[2].unknown[0]
     json.dumps(report.to_dict())
 
 
 def test_damaged_file_is_unknown(good_run: Any, tmp_path: Path) -> None:
     """A file with a line that is no event makes everything unknown, and is named with the line."""
-    lines = [json.dumps(event) for event in good_run.events]
+    lines = [json.dumps(untyped(event)) for event in good_run.events]
     (tmp_path / "all.jsonl").write_text("\n".join(lines) + "\n")
     assert check_folders(tmp_path).verdict == "holds"
     (tmp_path / "all.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]) + "\n")
@@ -585,14 +590,14 @@ def test_cut_anywhere_never_holds_nor_objects(good_run: Any) -> None:
 
 @pytest.mark.parametrize(
     ("target", "hit"),
-    [(2, True), ({"replica": 2}, True), ({"replica": 2, "rank": 1}, True), ({"replica": 0}, False), (None, False)],
+    [(Target(2), True), (Target(2, 1), True), (Target(0), False), (Target(lighthouse=True), False)],
 )
-def test_fault_dates_the_failure(good_run: Any, target: object, hit: bool) -> None:
-    """A failure began when a fault was aimed at its group, however the target is written."""
+def test_fault_dates_the_failure(good_run: Any, target: Target, hit: bool) -> None:
+    """A failure began when a fault was aimed at its group."""
     (fault,) = good_run.named("fault_injected")
-    fault["target"] = target
+    fault.target = target
     (failure,) = find_failures(good_run.events, [])
-    assert (failure.time == fault["time"]) == hit
+    assert (failure.time == fault.time) == hit
 
 
 @pytest.mark.parametrize(("leavers", "broken"), [([1], set()), ([0, 1, 2], {2})])
@@ -604,8 +609,8 @@ def test_group_that_left_with_another_digest(synthetic_run: Any, leavers: list[i
     for group in leavers:
         run.of("drained", group, step=4, reason="SIGTERM", in_order=True, digest=None, lineage=run.state)
     for event in run.events:
-        if event.get("replica") == 1 and event["event"] in ("step_committed", "drained") and event["step"] == 4:
-            event["digest"] = "bad"
+        if event.replica == 1 and event.name in ("step_committed", "drained") and event.step == 4:
+            event.digest = "bad"
     for group in leavers:
         run.exit(group, reason="ended", signal=None, code=0)
     if len(leavers) < 3:
@@ -622,7 +627,7 @@ def test_group_that_left_with_another_digest(synthetic_run: Any, leavers: list[i
 def test_group_whose_supervisor_was_killed(good_run: Any) -> None:
     """A group that fell silent is explained by a launch that ended badly and says so."""
     _fell_silent(good_run)
-    good_run.named("launch_finished")[0].update(code=1, reason="1 of 3 groups failed: 1")
+    change(good_run.named("launch_finished")[0], code=1, reason="1 of 3 groups failed: 1")
     report = check(good_run.events)
     assert report[8].verdict == "holds", format_check(report)
     assert "the launch says: 1 of 3 groups failed: 1" in report[8].notes[0]

@@ -10,22 +10,23 @@ from typing import Any
 
 import pytest
 
-from titan_ft.history.events import Event
+from tests.event_builder import event as make
 from titan_ft.history.goodput import Goodput, format_goodput, goodput, stalls
+from titan_ft.run.events import Event
 
 
-def say(time: float, event: str, replica: int | None = None, **fields: Any) -> Event:
+def say(time: float, event: str, replica: int | None = None, **fields: Any) -> Any:
     """Return an event of a group's rank 0, or of the launcher."""
     context = {} if replica is None else {"replica": replica, "rank": 0, "attempt": 0}
-    return {"time": 1e9 + time, "event": event, "pid": 1, **context, **fields}
+    return make(event, time=1e9 + time, **context | fields)
 
 
-def fault(time: float, name: str, replica: int | None = None, **fields: Any) -> Event:
+def fault(time: float, name: str, replica: int | None = None, **fields: Any) -> Any:
     target = {"lighthouse": True} if replica is None else {"replica": replica}
     return say(time, "fault_injected", fault=name, target=target, seed=1, **fields)
 
 
-def commit(time: float, step: int, replica: int, **fields: Any) -> Event:
+def commit(time: float, step: int, replica: int, **fields: Any) -> Any:
     """Return a commit of two groups that computed two microbatches each."""
     usual = {
         "participants": [0, 1],
@@ -64,17 +65,17 @@ def killed_run() -> list[Event]:
     events += [
         fault(12.5, "kill_group", 1, shot=0),
         say(12.6, "worker_exited", 1, signal="SIGKILL", stopped=False),
-        say(12.7, "replica_restarted", 1) | {"attempt": 1},
+        say(12.7, "replica_restarted", 1, attempt=1),
         say(13.0, "exchange_failed", 0, error="closed", seconds=0.3, step=3),
         commit(15.0, 4, 0, participants=[0], exchanges=2, seconds=3.0, exchange_seconds=2.2),
     ]
     events += [commit(11.0 + step, step, 0, participants=[0]) for step in (5, 6, 7)]
     events += [
-        say(16.0, "heal_started", 1, donor=0, from_step=5, step=5) | {"attempt": 1},
-        say(18.0, "heal_finished", 1, donor=0, from_step=5, step=7, bytes=9, seconds=2.0, replayed=2) | {"attempt": 1},
+        say(16.0, "heal_started", 1, donor=0, from_step=5, step=5, attempt=1),
+        say(18.0, "heal_finished", 1, donor=0, from_step=5, step=7, bytes=9, seconds=2.0, replayed=2, attempt=1),
     ]
     for step in (8, 9, 10):
-        events += [commit(11.0 + step, step, 0), commit(11.0 + step, step, 1) | {"attempt": 1}]
+        events += [commit(11.0 + step, step, 0), commit(11.0 + step, step, 1, attempt=1)]
     return events
 
 
@@ -116,8 +117,8 @@ def test_a_faster_step_does_not_make_up_for_a_stall() -> None:
     """No step counts for more than the usual one, nor for more than the time that it took."""
     events = calm_run()
     for event in events:
-        if event["event"] == "step_committed" and event["step"] == 5:
-            event["time"] += 0.4  # 1.4 s for this step, 0.6 s for the next
+        if event.name == "step_committed" and event.step == 5:
+            event.time += 0.4  # 1.4 s for this step, 0.6 s for the next
     assert goodput(events).effective_training_time == pytest.approx((9 + 0.6) / 20)
 
 
@@ -137,20 +138,23 @@ def test_waiting_is_one_attempt() -> None:
     """The many empty rounds of groups that wait for others are one attempt that was not committed."""
     events = calm_run()
     for event in events:
-        if event["event"] == "step_committed" and event["step"] == 5:
-            event["exchanges"] = 500
+        if event.name == "step_committed" and event.step == 5:
+            event.exchanges = 500
     events.append(say(13.2, "waiting", 0, step=4, participants=[0], reason="1 group(s) have a gradient, 2 needed"))
     events.append(say(13.2, "waiting", 1, step=4, participants=[0], reason="1 group(s) have a gradient, 2 needed"))
     figures = goodput(events)
     assert (figures.exchanges_committed, figures.exchanges_attempted) == (10, 11)
 
 
+LEFT_OUT = ("step_committed", 0, 4)
+
+
 def test_void_and_left_out_work_is_wasted() -> None:
     """A step that only a minority made, and a gradient that was left out, are attempts and passes for nothing."""
-    events = [event for event in calm_run() if not (event.get("step") == 4 and event.get("replica") == 0)]
+    events = [event for event in calm_run() if (event.name, event.replica, getattr(event, "step", 0)) != LEFT_OUT]
     for event in events:
-        if event["event"] == "step_committed" and event["step"] == 6:
-            event["participants"] = [1]
+        if event.name == "step_committed" and event.step == 6:
+            event.participants = [1]
     events.append(commit(13.0, 4, 0, lineage="f" * 12))
     events.append(say(13.05, "heal_started", 0, donor=1, from_step=4, step=4))
     events.append(say(13.1, "heal_finished", 0, donor=1, from_step=4, step=4, bytes=1, seconds=0.1, replayed=0))
@@ -176,7 +180,7 @@ def test_stall_of_a_kill() -> None:
 
 def test_death_without_a_fault() -> None:
     """A group that dies by itself is a failure too, named by what ended it."""
-    (stall,) = stalls(event for event in killed_run() if event["event"] != "fault_injected")
+    (stall,) = stalls(event for event in killed_run() if event.name != "fault_injected")
     assert (stall.fault, stall.injected, stall.replicas) == ("SIGKILL", False, (1,))
     assert stall.stall_seconds == pytest.approx(2.0)
 
@@ -191,8 +195,8 @@ def test_stall_counts_once() -> None:
 
 def test_fault_that_comes_while_a_step_is_late() -> None:
     """A stall that no fault precedes belongs to the first that came while it lasted."""
-    events = [event for event in killed_run() if event["event"] != "fault_injected"]
-    events = [event for event in events if event["event"] not in ("worker_exited", "replica_restarted")]
+    events = [event for event in killed_run() if event.name != "fault_injected"]
+    events = [event for event in events if event.name not in ("worker_exited", "replica_restarted")]
     events.append(fault(13.5, "kill_lighthouse", shot=1))
     (stall,) = stalls(events)
     assert stall.stall_seconds == pytest.approx(2.0)
@@ -209,7 +213,7 @@ def test_one_shot_that_hits_several_groups_is_one_failure() -> None:
 
 def test_no_survivor_no_stall() -> None:
     """Where no other group committed before and after a fault its stall is unknown, not zero."""
-    events = [event for event in killed_run() if event.get("replica") != 0]
+    events = [event for event in killed_run() if event.replica != 0]
     (stall,) = stalls(events)
     assert stall.stall_seconds is None
     assert goodput(events).mean_stall_seconds is None
@@ -249,13 +253,14 @@ def test_nothing_known() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_thinned_histories_add_up(seed: int) -> None:
-    """Histories of which lines or fields are missing still add up, and never commit more than they attempt."""
+    """Histories of which lines are missing, or fields are zero, add up, and never commit more than they attempt."""
     dice = random.Random(seed)
-    events = [
-        {name: value for name, value in event.items() if name in ("time", "event") or dice.random() < 0.9}
-        for event in killed_run()
-        if dice.random() < 0.8
-    ]
+    events = [event for event in killed_run() if dice.random() < 0.8]
+    for event in events:
+        zero = make(event.name)
+        for name in event.__struct_fields__:
+            if name != "time" and dice.random() < 0.1:
+                setattr(event, name, getattr(zero, name))
     figures = goodput(events)
     check_sums(figures)
     assert figures.exchanges_committed <= figures.exchanges_attempted

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -17,15 +18,16 @@ from typing import Any
 
 import pytest
 
+from tests.event_builder import build, change, named
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.history import timeline
 from titan_ft.history.check import check
-from titan_ft.history.events import Event
 from titan_ft.history.report import report_figures, write_report
 from titan_ft.history.report_facts import Span, duration
 from titan_ft.history.report_plots import MAX_POINTS, thin
 from titan_ft.history.report_style import OTHER, STATES, category
 from titan_ft.history.summary import summarize
+from titan_ft.run.events import Event, StepCommitted
 
 DEADLY = ("kill_rank", "kill_group", "segfault", "exception", "out_of_memory", "abort_process_group", "kill_donor")
 MILD = ("stop_group", "slow_rank", "network_dead", "nan_gradient", "flip_parameter", "kill_lighthouse", "disk_full")
@@ -37,7 +39,7 @@ class Job:
     """Play a job of many groups in virtual time, and write the events that it would write."""
 
     def __init__(self, num_groups: int, seed: int = 1, digest_every: int = 10) -> None:
-        self.events: list[Event] = []
+        self.events: list[Any] = []
         self.time = BEGIN
         self.step = 0
         self._random = random.Random(seed)
@@ -53,10 +55,10 @@ class Job:
         self.time = BEGIN + 3.0
 
     def _log(self, time: float, name: str, replica: int | None = None, rank: int | None = 0, **fields: Any) -> None:
-        event: Event = {"time": time, "mono": time - BEGIN, "event": name, "pid": 1}
         if replica is not None:
-            event |= {"replica": replica, "attempt": self._attempts[replica]} | ({} if rank is None else {"rank": rank})
-        self.events.append(event | fields)
+            fields |= {"replica": replica, "attempt": self._attempts[replica]}
+            fields |= {} if rank is None else {"rank": rank}
+        self.events.append(build(named(name), time=time, mono=time - BEGIN, **fields))
 
     def _start(self, replica: int, time: float) -> None:
         config = {"group_size": len(self._attempts), "min_replica_size": 1, "digest_every": self._digest_every}
@@ -158,7 +160,7 @@ class Job:
             known = {"step": self.step, "tokens": 512 * sum(self._batches), "digest": "ff", "lineage": self._lineage}
             self._log(self.time, "training_finished", replica, **known)
         self._log(self.time + 0.5, "launch_finished", code=0, reason="all groups finished")
-        return sorted(self.events, key=lambda event: event["time"])
+        return sorted(self.events, key=lambda event: event.time)
 
 
 def campaign(minutes: float = 20, num_groups: int = 4, every: float = 15, seed: int = 7) -> list[Event]:
@@ -244,7 +246,7 @@ def test_page_of_a_campaign(short_campaign: list[Event], tmp_path: Path) -> None
     for promise in range(1, 9):
         name = judged[promise].name
         assert name[:1].upper() + name[1:] in page.text
-    faults = [event["fault"] for event in short_campaign if event["event"] == "fault_injected"]
+    faults = [event.fault for event in short_campaign if event.name == "fault_injected"]
     rows = page.text[page.text.index("Updates replayed") :]
     assert faults
     assert all(rows.count(f" {fault} ") >= faults.count(fault) for fault in faults)
@@ -254,11 +256,11 @@ def test_page_of_a_campaign(short_campaign: list[Event], tmp_path: Path) -> None
 
 def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_path: Path) -> None:
     """A batch that is trained twice makes the page say which promise is broken, and where."""
-    broken = [dict(event) for event in short_campaign]
-    commits = [event for event in broken if event["event"] == "step_committed" and event["step"] > 100]
+    broken = copy.deepcopy(short_campaign)
+    commits = [event for event in broken if isinstance(event, StepCommitted) and event.step > 100]
     for event in commits:
-        if "0" in event["batches"]:
-            event["batches"] = event["batches"] | {"0": [event["batches"]["0"][0] - 1, 1]}
+        if 0 in event.batches:
+            event.batches[0] = (event.batches[0][0] - 1, 1)
     page = read_page(broken, tmp_path)
     row = page.text[page.text.index("Every batch once") :]
     assert row.startswith("Every batch once ✗ does not hold")
@@ -280,11 +282,11 @@ def test_words_of_events_are_escaped(tmp_path: Path) -> None:
     """Whatever an event says is text on the page, never markup."""
     evil = "<script>alert('&')</script>"
     job = Job(2)
-    job.events[0]["job_id"] = evil
-    job._log(BEGIN + 1, "chaos_started", seed=evil, plan=evil, schedule=evil)
+    change(job.events[0], job_id=evil)
+    job._log(BEGIN + 1, "chaos_started", seed=1, plan=evil, schedule=evil)
     job.train(BEGIN + 10)
-    job._log(job.time, "fault_injected", fault=evil, target={"replica": 1, "rank": evil}, seed=1, shot=0)
-    job._log(job.time, "fault_skipped", fault=evil, target={"replica": evil}, shot=1, reason=evil)
+    job._log(job.time, "fault_injected", fault=evil, target={"replica": 1}, seed=1, shot=0)
+    job._log(job.time, "fault_skipped", fault=evil, target={"replica": 1}, shot=1, reason=evil)
     job._log(job.time, "checkpoint_failed", 0, error=evil, step=3)
     job._log(job.time, "worker_exited", 1, signal=evil, reason=evil, stopped=False)
     job.train(BEGIN + 15)
@@ -300,21 +302,21 @@ QUICK = ("nothing", "one group without failures", "the end")  # the others are a
 def lacking() -> dict[str, list[Event]]:
     """Return histories that lack something, by what it is."""
     whole = campaign(minutes=1, num_groups=2)
-    fields = ("time", "event", "pid", "replica", "rank", "attempt", "step", "participants", "loss", "seconds")
     quiet = Job(1)
     quiet.train(BEGIN + 20)
-    late = [event for event in whole if event["time"] > BEGIN + 35]
-    no_loss = [event | {"loss": None} if event.get("step", 0) % 3 == 0 else event for event in whole]
+    late = [event for event in whole if event.time > BEGIN + 35]
+    no_loss: list[Any] = copy.deepcopy(whole)
+    for event in no_loss:
+        if isinstance(event, StepCommitted) and event.step % 3 == 0:
+            event.loss = None
     return {
         "nothing": [],
         "a launch": whole[:1],
-        "no step": [event for event in whole if event["event"] != "step_committed"],
+        "no step": [event for event in whole if event.name != "step_committed"],
         "one group without failures": quiet.finish(),
         "the beginning": late,
-        "the end": [event for event in whole if event["time"] < BEGIN + 35],
-        "new fields": [{name: event[name] for name in fields if name in event} for event in whole],
+        "the end": [event for event in whole if event.time < BEGIN + 35],
         "finite losses": no_loss,
-        "targets": [{n: v for n, v in event.items() if n not in ("target", "shot", "seed")} for event in whole],
     }
 
 

@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from titan_ft.history.events import Event
+from tests.event_builder import build, named
 from titan_ft.history.summary import RunSummary, format_summary, summarize
+from titan_ft.run.events import Event
 
 STEP_SECONDS = 0.3
 
 
-def event(name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Event:
+def event(name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Any:
     """Return one event as a worker or a supervisor (rank None) writes it."""
     context = {"replica": replica, "attempt": attempt} | ({} if rank is None else {"rank": rank})
-    return {"time": time, "event": name, "pid": 1, **context, **fields}
+    return build(named(name), time=time, **context | fields)
 
 
-def commit(time: float, step: int, replica: int, rank: int = 0, attempt: int = 0, **fields: Any) -> Event:
+def commit(time: float, step: int, replica: int, rank: int = 0, attempt: int = 0, **fields: Any) -> Any:
     """Return a commit of two groups without any trouble, with the given fields changed."""
     usual = {
         "participants": [0, 1],
@@ -64,7 +65,7 @@ def killed_run() -> list[Event]:
             event("heal_finished", 3.2 + rank / 10, 1, rank, 1, donor=0, from_step=9, bytes=2**20, seconds=0.4)
         )
         events += [finish(5.0, 0, rank, digest=f"end{rank}"), finish(5.0, 1, rank, 1, digest=f"end{rank}")]
-    events.append(event("worker_exited", 3.2, 1, None, 0, signal=9))
+    events.append(event("worker_exited", 3.2, 1, None, 0, signal="SIGKILL"))
     events.append(event("replica_restarted", 3.3, 1, None, 1, reason="SIGKILL"))
     return events
 
@@ -119,12 +120,10 @@ def test_empty_history_is_unknown() -> None:
     json.dumps(summary.to_dict(), allow_nan=False)
 
 
-def test_events_without_fields_never_crash() -> None:
-    """A history whose events lack every optional field, or hold odd ones, folds to zeros and unknowns."""
+def test_events_of_zeros_never_crash() -> None:
+    """A history whose events tell nothing folds to zeros and unknowns."""
     names = ["step_committed", "worker_exited", "heal_finished", "training_finished", "replica_restarted", "joined"]
-    events: list[Event] = [{"time": 1.0, "event": name} for name in names]
-    events += [{"time": 2.0, "event": name, "replica": 0} for name in names]
-    events += [event("step_committed", 3.0, 0, step=None, participants=None, loss=None, data=3, exchanges="many")]
+    events: list[Event] = [build(named(name), time=time) for time in (1.0, 2.0) for name in names]
     events += [event("worker_exited", 4.0, 0, None, signal=None, code=None)]
     summary = summarize(events)
     assert (summary.steps_committed, summary.failures, summary.final_digests) == (0, [], "unknown")
@@ -134,16 +133,13 @@ def test_events_without_fields_never_crash() -> None:
 @pytest.mark.parametrize(
     ("fields", "cause"),
     [
-        ({"signal": 9}, "SIGKILL"),
         ({"signal": "SIGTERM"}, "SIGTERM"),
-        ({"signal": 63}, "signal 63"),
-        ({"code": -11}, "SIGSEGV"),
         ({"code": 1}, "exit code 1"),
         ({"code": 1, "signal": None}, "exit code 1"),
     ],
 )
 def test_cause_of_a_failure(fields: dict[str, Any], cause: str) -> None:
-    """A failure is named by its signal, however it was reported, or by its exit code."""
+    """A failure is named by its signal, or by its exit code."""
     (failure,) = summarize([event("worker_exited", 1.0, 0, None, **fields)]).failures
     assert failure.cause == cause
 
@@ -151,8 +147,8 @@ def test_cause_of_a_failure(fields: dict[str, Any], cause: str) -> None:
 def test_exits_of_one_attempt_are_one_failure() -> None:
     """The first bad exit of an attempt counts, those of its other ranks do not; a good exit is none."""
     events = [
-        event("worker_exited", 2.0, 1, 0, signal=15),
-        event("worker_exited", 1.0, 1, 1, signal=9),
+        event("worker_exited", 2.0, 1, 0, signal="SIGTERM"),
+        event("worker_exited", 1.0, 1, 1, signal="SIGKILL"),
         event("worker_exited", 3.0, 1, 0, attempt=1, code=1),
         event("worker_exited", 4.0, 0, 0, code=0),
     ]
@@ -174,9 +170,9 @@ def test_workers_stopped_by_their_supervisor_did_not_fail() -> None:
 def test_injected_fault_dates_the_failure() -> None:
     """The time to rejoin counts from the fault itself, where the history has it, for the attempt that it hit."""
     events = [commit(float(t), t, 1, attempt=0) for t in range(1, 4)]
-    events += [{"time": t, "event": "fault_injected", "pid": 1, "target": target} for t, target in ((3.5, 1), (3.6, 0))]
-    events += [event("worker_exited", 6.0, 1, None, 0, signal=9), commit(9.5, 9, 1, attempt=1)]
-    events += [event("worker_exited", 12.0, 1, None, 1, signal=9)]
+    events += [build(named("fault_injected"), time=t, target={"replica": r}) for t, r in ((3.5, 1), (3.6, 0))]
+    events += [event("worker_exited", 6.0, 1, None, 0, signal="SIGKILL"), commit(9.5, 9, 1, attempt=1)]
+    events += [event("worker_exited", 12.0, 1, None, 1, signal="SIGKILL")]
     first, second = summarize(events).failures
     assert (first.time, first.rejoin_seconds) == (3.5, 6.0)
     assert second.time == 12.0
@@ -186,7 +182,7 @@ def test_group_that_never_contributes_again() -> None:
     """Commits of a returned group without weight of its own are no return, and without survivors no stall is known."""
     events = [
         commit(1.0, 1, 1),
-        event("worker_exited", 1.5, 1, None, signal=9),
+        event("worker_exited", 1.5, 1, None, signal="SIGKILL"),
         commit(2.0, 2, 1, attempt=1, participants=[0]),
     ]
     (failure,) = summarize(events).failures
@@ -198,9 +194,9 @@ def test_second_death_before_the_return() -> None:
     """Two deaths in a row both wait for the attempt that contributes at last."""
     events = [
         commit(1.0, 1, 1),
-        event("worker_exited", 2.0, 1, None, 0, signal=9),
+        event("worker_exited", 2.0, 1, None, 0, signal="SIGKILL"),
         event("heal_finished", 4.0, 1, 0, 1, donor=0, from_step=3, bytes=1, seconds=1.0),
-        event("worker_exited", 5.0, 1, None, 1, signal=9),
+        event("worker_exited", 5.0, 1, None, 1, signal="SIGKILL"),
         event("heal_finished", 8.0, 1, 0, 2, donor=2, from_step=7, bytes=3, seconds=1.0, replayed=4),
         commit(9.0, 8, 1, attempt=2),
     ]
@@ -216,7 +212,7 @@ def test_stall_is_never_negative_and_ignores_other_dead_groups() -> None:
     """A failure that cost nothing stalls 0 s; the gap of a group that died itself belongs to its own restart."""
     events = [commit(t / 10, t, 0, seconds=0.5) for t in range(1, 20)]
     events += [commit(0.1, 1, 2), commit(9.0, 19, 2, attempt=1)]
-    events += [commit(1.0, 10, 1), event("worker_exited", 1.05, 1, None, signal=9)]
+    events += [commit(1.0, 10, 1), event("worker_exited", 1.05, 1, None, signal="SIGKILL")]
     assert summarize(events).failures[0].stall_seconds == 0.0
 
 
@@ -224,7 +220,8 @@ def test_stall_of_a_group_whose_single_rank_died() -> None:
     """The window of a failure opens with the last sign of the rank that fell silent first."""
     events = [commit(t, step, 0, seconds=1.0) for step, t in enumerate((1.0, 2.0, 6.0, 7.0, 8.0, 9.0), start=1)]
     events += [commit(2.0, 2, 1, rank) for rank in range(2)]
-    events += [event("exchange_failed", 7.5, 1, 0, error="peer"), event("worker_exited", 7.6, 1, None, signal=9)]
+    events.append(event("exchange_failed", 7.5, 1, 0, error="peer"))
+    events.append(event("worker_exited", 7.6, 1, None, signal="SIGKILL"))
     assert summarize(events).failures[0].stall_seconds == pytest.approx(3.0)
 
 
@@ -289,7 +286,7 @@ def test_text_is_short_and_aligned() -> None:
     lines = text.splitlines()
     column = lines[0].index("2 x 2")
     assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
-    events = [event("worker_exited", float(k), 1, None, k, signal=9) for k in range(20)]
+    events = [event("worker_exited", float(k), 1, None, k, signal="SIGKILL") for k in range(20)]
     many = format_summary(summarize(events))
     assert "15 more" in many
     assert len(many.splitlines()) <= 20
@@ -320,7 +317,7 @@ def test_drained_group_did_not_fail() -> None:
 def test_restarts_by_a_standby_and_of_the_lighthouse() -> None:
     """Restarts that a standby took over, and those of the lighthouse, are counted."""
     events = [event("replica_restarted", 1.0, 1, None, 1, standby=True), event("replica_restarted", 2.0, 1, None, 2)]
-    events += [{"time": 3.0, "event": "lighthouse_restarted", "pid": 1}]
+    events += [build(named("lighthouse_restarted"), time=3.0)]
     summary = summarize(events)
     assert (summary.num_restarts, summary.num_standby_restarts, summary.num_lighthouse_restarts) == (2, 1, 1)
     assert "2 restarts (1 by a standby)" in format_summary(summary)
@@ -328,12 +325,9 @@ def test_restarts_by_a_standby_and_of_the_lighthouse() -> None:
 
 
 def test_batches_are_audited() -> None:
-    """The report tells whether every batch was trained once; a history without that knowledge is unknown."""
-    assert summarize(killed_run()).every_batch_once == "unknown"
+    """The report tells whether every batch was trained once; a history without its beginning is unknown."""
     events = [
-        commit(float(step), step, 0, lineage=f"{step:012x}", parent=f"{step - 1:012x}", participants=[0])
-        | {"batches": {"0": [2 * (step - 1), 2]}}
-        for step in range(1, 4)
+        commit(float(step), step, 0, participants=[0], batches={"0": [2 * (step - 1), 2]}) for step in range(1, 4)
     ]
     assert "6 trained once, 0 lost, 0 repeated, 0 void: every batch once holds" in format_summary(summarize(events))
     assert summarize(events[1:]).every_batch_once == "unknown"

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from titan_ft.history.events import Event
+from tests.event_builder import build, named
 from titan_ft.history.timeline import STATES, Interval, Timeline, timeline
+from titan_ft.run.events import Event
 
 
 class Run:
@@ -19,11 +20,11 @@ class Run:
 
     def __init__(self, replicas: int = 2) -> None:
         self.replicas = replicas
-        self.events: list[Event] = []
+        self.events: list[Any] = []
         self.say(0.0, "launch_started", replicas=replicas, ranks_per_replica=1, spares=0)
 
     def say(self, time: float, event: str, **fields: Any) -> None:
-        self.events.append({"time": 1e9 + time, "event": event, "pid": 1, **fields})
+        self.events.append(build(named(event), time=1e9 + time, **fields))
 
     def rank(self, time: float, event: str, replica: int, attempt: int = 0, **fields: Any) -> None:
         """Let rank 0 of a group speak."""
@@ -142,7 +143,8 @@ def killed_run() -> Run:
     run.join(20.4, 1, 1, quorum=0.3, rebuild=0.1)
     run.rank(20.5, "heal_started", 1, 1, donor=0, from_step=8, step=8)
     run.rank(21.5, "state_served", 0, joiner=1, step=8, bytes=1, copy_seconds=0.1, serve_seconds=1.0)
-    run.rank(22.5, "heal_finished", 1, 1, donor=0, from_step=8, step=11, bytes=1, seconds=2.0, replayed=3)
+    times = {"seconds": 2.0, "fetch_seconds": 1.0}
+    run.rank(22.5, "heal_finished", 1, 1, donor=0, from_step=8, step=11, bytes=1, replayed=3, **times)
     run.train(22.8, range(12, 14), [0])
     run.train(22.8, range(12, 14), [1], attempt=1)
     return run
@@ -177,8 +179,8 @@ def test_gradient_of_a_dead_group_counts_if_the_others_committed_it() -> None:
     """A group that dies after the others have its gradient has not wasted its work."""
     run = killed_run()
     for event in run.events:
-        if event["event"] == "step_committed" and event["step"] == 4:
-            event["participants"] = [0, 1]
+        if event.name == "step_committed" and event.step == 4:
+            event.participants = [0, 1]
     line = timeline(run.events)
     assert line.unfinished[0].kept
     assert "wasted" not in seconds(line, 1)
@@ -308,30 +310,15 @@ def test_stopped_run() -> None:
     assert spans(line, 0, "idle") == [(12.5, 13.0)]
 
 
-def test_old_history_is_coarser() -> None:
-    """Without the times of its parts a step is computing and exchange; a quorum without its own has the rebuild's."""
-    run = killed_run()
-    for event in run.events:
-        for name in ("compute_seconds", "apply_seconds", "quorum_seconds", "rebuild_seconds"):
-            event.pop(name, None)
-        if event["event"] == "fault_injected":
-            event["target"] = 1
-    line = timeline(run.events)
-    check_whole(line)
-    assert spans(line, 0, "detection") == [(14.7, 14.9)]
-    assert spans(line, 0, "quorum") == [(14.9, 15.5)]
-    assert spans(line, 1, "restart") == [(14.4, 20.4)]
-
-
 def test_wall_clock_that_is_set() -> None:
     """On one host the monotonic clock tells how much time passed, not a wall clock that was set in between."""
     run = killed_run()
     run.finish(25.0)
     straight = timeline(run.events)
     for event in run.events:
-        event["mono"] = event["time"] - 1e9 + 50.0
-        if event["time"] > 1e9 + 16.0:
-            event["time"] -= 3600.0
+        event.mono = event.time - 1e9 + 50.0
+        if event.time > 1e9 + 16.0:
+            event.time -= 3600.0
     turned = timeline(run.events)
     check_whole(turned)
     assert turned.wall_us == pytest.approx(straight.wall_us, abs=5)
@@ -353,7 +340,7 @@ NAMES = (
 
 
 def random_event(dice: random.Random) -> Event:
-    """Return an event of any kind, with fields that may be missing, senseless, or contradict the others."""
+    """Return an event of any kind, with fields that may be zero, senseless, or contradict the others."""
     fault = dice.choice(["kill_rank", "stop_group", "deadlock", "kill_lighthouse", "slow_rank"])
     values: dict[str, Any] = {
         "replica": dice.randrange(3),
@@ -367,7 +354,7 @@ def random_event(dice: random.Random) -> Event:
         "exchanges": dice.randrange(1, 4),
         "fault": fault,
         "shot": dice.randrange(3),
-        "target": dice.choice([0, {"replica": 1}, {"lighthouse": True}, None, [{"replica": 2, "rank": 0}]]),
+        "target": dice.choice([{"replica": 0}, {"replica": 1}, {"lighthouse": True}, {}, {"replica": 2, "rank": 0}]),
         "joiner": dice.randrange(3),
         "from_step": dice.randrange(8),
         "replicas": dice.randrange(4),
@@ -389,9 +376,10 @@ def random_event(dice: random.Random) -> Event:
         "quorum_seconds",
         "rebuild_seconds",
     ):
-        values[name] = dice.choice([None, dice.uniform(-1, 9), "x"])
-    kept = {name: value for name, value in values.items() if dice.random() < 0.8}
-    return {"time": dice.uniform(0, 50), "event": dice.choice(NAMES), "pid": 1, **kept}
+        values[name] = dice.choice([0.0, dice.uniform(-1, 9)])
+    kind = named(dice.choice(NAMES))
+    kept = {n: value for n, value in values.items() if n in kind.__struct_fields__ and dice.random() < 0.8}
+    return build(kind, time=dice.uniform(0, 50), **kept)
 
 
 @pytest.mark.parametrize("seed", range(200))

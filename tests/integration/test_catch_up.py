@@ -9,10 +9,9 @@ from statistics import median
 from typing import Any
 
 import pytest
+from harness.events import Event
 from harness.job import Job
 from harness.trajectory import check, check_killed, named
-
-from titan_ft.history.events import Event
 
 STEP = 4  # the step in which the first group is killed
 

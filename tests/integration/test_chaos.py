@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
+from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import check, check_finished, check_one_trajectory, named
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.orders import Orders
-from titan_ft.history.audit import audit
-from titan_ft.history.events import Event
 
 FLAGS = ("--fault_tolerance.chaos",)
 FORWARD_SECONDS = 0.1  # a forward takes that longer, so that a fault strikes amid training

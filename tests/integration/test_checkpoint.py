@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from harness.client import ZygoteClient
+from harness.events import Event
 from harness.job import Job
 from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
 
 from titan_ft.checkpoint_folder import complete_steps
-from titan_ft.history.events import Event
 
 STEPS, STOP = 20, 10
 

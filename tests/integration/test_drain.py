@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import by_process, check, named
 
-from titan_ft.history.audit import audit
-from titan_ft.history.events import Event
 from titan_ft.replica.drain import TERMINATED
 
 STEP = 4  # the step in which the first signal comes

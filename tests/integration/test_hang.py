@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import check, named
 
-from titan_ft.history.audit import audit
-from titan_ft.history.events import Event
 from titan_ft.launch.lighthouse import LighthouseSettings
 from titan_ft.replica.drain import TERMINATED
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from harness.events import audit
 from harness.job import Job
 from harness.trajectory import check_finished, check_one_trajectory, named
-
-from titan_ft.history.audit import audit
 
 STEP = 4
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from harness.events import audit
 from harness.job import Job
 from harness.trajectory import check_finished, check_one_trajectory, named
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.orders import Orders
-from titan_ft.history.audit import audit
 
 SECONDS = 12.0  # that the link is dead
 STALL = 10.0  # seconds; with nothing else to do it is five

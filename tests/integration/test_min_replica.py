@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from harness.events import audit
 from harness.job import Job
 from harness.trajectory import check, check_killed, named
-
-from titan_ft.history.audit import audit
 
 STEP = 4  # the step in which the trouble begins
 HANG_SECONDS = 3

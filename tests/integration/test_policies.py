@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 from harness.client import ZygoteClient
+from harness.events import Event, audit
 from harness.job import Job
 from harness.trajectory import check, check_killed, named
-
-from titan_ft.history.audit import audit
-from titan_ft.history.events import Event
 
 STEP = 4  # the step in which the first group is killed
 CONSTANT = "--fault_tolerance.batch_policy=constant"

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from titan_ft.history.events import read_events
+from tests.event_builder import untyped
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.log import read_events
 
 HERE = Path(__file__).parent
 
@@ -104,7 +105,7 @@ class FakeRun:
         self.wait_until(lambda: not path.exists(), what=f"{path.stem} obeyed")
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.paths.events) if event["event"] in names]
+        return [untyped(event) for event in read_events(self.paths.events) if event.name in names]
 
     def pids(self) -> list[int]:
         """List the processes of all workers so far, and what these started."""

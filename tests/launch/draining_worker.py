@@ -11,15 +11,17 @@ from types import FrameType
 
 import fake_worker
 
-from titan_ft.history.events import EventLog
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.events import Drained
+from titan_ft.run.log import EventLog
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TITAN_FT_ATTEMPT"])
     replica = int(fake_worker.flag("fault_tolerance.replica_id"))
     path = RunPaths(fake_worker.flag("job.dump_folder")).worker_events(replica, rank, attempt, os.getpid())
-    EventLog(path, replica=replica, rank=rank, attempt=attempt).emit("drained", step=12, reason="SIGTERM")
+    log = EventLog(path, replica=replica, rank=rank, attempt=attempt)
+    log.emit(Drained(step=12, reason="SIGTERM", in_order=True))
     sys.exit(0)
 
 

@@ -21,10 +21,11 @@ import sys
 import time
 from pathlib import Path
 
-from titan_ft.history.events import EventLog
 from titan_ft.launch.orphan import exit_with_parent
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.launch.standby import SOCKET_ENV, wait_for_go
+from titan_ft.run.events import StepCommitted, WorkerStarted
+from titan_ft.run.log import EventLog
 
 
 def flag(name: str) -> str:
@@ -43,7 +44,7 @@ def main() -> None:
     log = EventLog(
         paths.worker_events(replica, rank, attempt, os.getpid()), replica=replica, rank=rank, attempt=attempt
     )
-    log.emit("worker_started", config_digest="")
+    log.emit(WorkerStarted(config_digest="", host="here", slurm=None))
     helper = subprocess.Popen(["sleep", "600"])  # as a data loader's process would be: it dies with its worker's group
     me = f"{replica}-{rank}-{attempt}"
     about = {"pid": os.getpid(), "helper": helper.pid, "env": dict(os.environ), "argv": sys.argv[1:]}
@@ -83,7 +84,32 @@ def obey(words: list[str], log: EventLog, replica: int) -> None:
         case ["drain"]:
             signal.signal(signal.SIGTERM, finish)
         case ["step", number]:
-            log.emit("step_committed", step=int(number), loss=3.25, participants=[0, 1])
+            log.emit(committed(int(number)))
+
+
+def committed(step: int) -> StepCommitted:
+    """Return a step of two groups of which only the loss and the own part matter."""
+    return StepCommitted(
+        step=step,
+        lineage=f"{step:012x}",
+        parent=f"{step - 1:012x}",
+        participants=[0, 1],
+        tokens=2,
+        loss=3.25,
+        own_tokens=1,
+        own_loss=3.25,
+        grad_norm=1.0,
+        lr=1e-3,
+        seconds=0.1,
+        exchanges=1,
+        exchange_seconds=0.0,
+        compute_seconds=0.1,
+        apply_seconds=0.0,
+        forward_passes=1,
+        data=None,
+        extra_data=[],
+        batches={},
+    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from titan_ft.config import ConfigError
-from titan_ft.history.events import EventLog
 from titan_ft.launch.children import Children
 from titan_ft.launch.lighthouse_keeper import HOST, LighthouseKeeper
+from titan_ft.run.log import EventLog
 
 # Says that it listens, and does whatever the code that follows does.
 ANNOUNCE = "print('lighthouse listening at http://127.0.0.1:1', flush=True); "

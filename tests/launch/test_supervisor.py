@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from titan_ft.history.events import EventLog
+from tests.event_builder import event as make
 from titan_ft.launch import supervisor as supervisor_module
 from titan_ft.launch.supervisor import SENT_AWAY, root_failure
 from titan_ft.launch.worker_group import WorkerExit, visible_devices
+from titan_ft.run.log import EventLog
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -205,7 +206,7 @@ def finish_elsewhere(run: Any) -> Path:
     """Let another group have finished; returns the file that says so."""
     path = run.paths.events_file("replica-1-x")
     log = EventLog(path, replica=1, rank=0)
-    log.emit("training_finished", step=20)
+    log.emit(make("training_finished", step=20))
     log.close()
     return path
 

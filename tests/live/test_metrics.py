@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.event_builder import build, named
 from titan_ft.config import ConfigError
 from titan_ft.live import status
 from titan_ft.live.metrics import STATES, MetricsServer, split_address
@@ -42,12 +43,12 @@ def value(found: dict[Series, float], name: str, **labels: str) -> float:
     return found[f"titan_ft_{name}", tuple(sorted(labels.items()))]
 
 
-def event(name: str, replica: int | None = 0, rank: int | None = 0, attempt: int = 0, **fields: Any) -> dict[str, Any]:
+def event(name: str, replica: int | None = 0, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Any:
     whose = {"replica": replica, "rank": rank, "attempt": attempt}
-    return {"time": 0.0, "event": name, "pid": 1, **{k: v for k, v in whose.items() if v is not None}, **fields}
+    return build(named(name), **{k: v for k, v in whose.items() if v is not None}, **fields)
 
 
-def step(number: int, replica: int = 0, rank: int = 0, **fields: Any) -> dict[str, Any]:
+def step(number: int, replica: int = 0, rank: int = 0, **fields: Any) -> Any:
     usual = {"lineage": f"{number:012x}", "participants": [0, 1, 2, 3], "tokens": 1000, "loss": 2.5, "grad_norm": 0.75}
     usual |= {"lr": 1e-3, "seconds": 0.4, "exchanges": 1}
     return event("step_committed", replica, rank, step=number, **{**usual, **fields})

@@ -19,36 +19,37 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
-from titan_ft.history.events import EventLog
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, duration, frame, sparkline
+from titan_ft.run.events import Event, Target
+from titan_ft.run.log import EventLog
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the terminal's other screen
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"  # its cursor
 
 
-def event(
-    name: str, replica: int | None = 0, rank: int | None = 0, moment: float = 0.0, **fields: Any
-) -> dict[str, Any]:
+def event(name: str, replica: int | None = 0, rank: int | None = 0, moment: float = 0.0, **fields: Any) -> Any:
     whose = {"replica": replica, "rank": rank}
-    return {"time": moment, "event": name, "pid": 1, **{k: v for k, v in whose.items() if v is not None}, **fields}
+    return build(named(name), time=moment, **{k: v for k, v in whose.items() if v is not None}, **fields)
 
 
-def launched(replicas: int, moment: float = 0.0) -> dict[str, Any]:
+def launched(replicas: int, moment: float = 0.0) -> Any:
     return event("launch_started", None, None, moment, replicas=replicas, ranks_per_replica=2, spares=0)
 
 
-def step(number: int, replica: int = 0, moment: float = 0.0, rank: int = 0, **fields: Any) -> dict[str, Any]:
+def step(number: int, replica: int = 0, moment: float = 0.0, rank: int = 0, **fields: Any) -> Any:
     usual = {"lineage": f"{number:012x}", "participants": [0, 1], "tokens": 100, "loss": 9.0 - number, "exchanges": 1}
-    usual |= {"seconds": 1.0, "exchange_seconds": 0.25}
+    usual |= {"seconds": 1.0, "exchange_seconds": 0.25, "compute_seconds": 0.75}
     return event("step_committed", replica, rank, moment, step=number, **{**usual, **fields})
 
 
-def fold(*events: dict[str, Any]) -> RunStatus:
+def fold(*events: Event) -> RunStatus:
     run = RunStatus()
     for each in events:
         run.observe(each)
@@ -90,17 +91,17 @@ def test_fault_is_counted_once() -> None:
     told = event("fault_injected", None, None, fault="kill_groups", seed=5, shot=1)
     faults = InjectedFaults()
     for each in (
-        {**told, "target": {"replica": 0}},
-        {**told, "target": {"replica": 1}},
-        {**told, "shot": 2},
-        {**told, "fault": "kill_rank"},
-        {**told, "event": "fault_undone"},
+        msgspec.structs.replace(told, target=Target(0)),
+        msgspec.structs.replace(told, target=Target(1)),
+        msgspec.structs.replace(told, shot=2),
+        msgspec.structs.replace(told, fault="kill_rank"),
+        like(told, "fault_undone", fault=told.fault, shot=1),
     ):
         faults.observe(each)
     assert faults.num_injected == 3
     faults.observe(event("chaos_started", None, None, seed=1))
     assert faults.observe(told)
-    old = event("fault_injected", None, None, fault="kill_group", target=1, seed=0)
+    old = event("fault_injected", None, None, fault="kill_group", target={"replica": 1}, seed=0)
     assert [faults.observe(old), faults.observe(old)] == [True, True]
 
 
@@ -130,7 +131,7 @@ def test_figures_of_the_run() -> None:
 def test_row_of_a_group() -> None:
     """Each group tells its state, its own part of the step as a multiple of the others', its last fault, its donor."""
     run = story(replicas=3)
-    run.observe(step(31, 0, 36.0, seconds=3.25))
+    run.observe(step(31, 0, 36.0, seconds=3.25, compute_seconds=3.0))
     head, *rows = shown(run, width=160, now=41.0)[5:9]
     columns = "replica state step own loss own s x others restarts donor attempt host last fault"
     assert head.split() == columns.split()
@@ -270,10 +271,10 @@ def test_loss_that_another_rank_knows() -> None:
     assert (run.loss, run.losses) == (2.5, [2.5])
 
 
-def write_run(folder: Path, *events: dict[str, Any], name: str = "launcher-1") -> EventLog:
+def write_run(folder: Path, *events: Event, name: str = "launcher-1") -> EventLog:
     log = EventLog(folder / "events" / f"{name}.jsonl")
     for each in events:
-        log.emit(each["event"], **{key: value for key, value in each.items() if key not in ("time", "event", "pid")})
+        log.emit(each)
     return log
 
 

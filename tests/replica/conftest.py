@@ -31,10 +31,12 @@ from torch import nn  # noqa: E402
 from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 
+from tests.event_builder import untyped  # noqa: E402
 from titan_ft.config import FaultTolerance  # noqa: E402
-from titan_ft.history.events import EventLog  # noqa: E402
 from titan_ft.replica.membership import Membership, Quorum  # noqa: E402
 from titan_ft.replica.snapshot import TrainState  # noqa: E402
+from titan_ft.run.events import Event  # noqa: E402
+from titan_ft.run.log import EventLog  # noqa: E402
 
 DEADLINE = 20.0  # seconds that anything in these tests may take; only ever reached by a bug
 
@@ -134,10 +136,10 @@ class RecordedEvents(EventLog):
         self.all: list[dict[str, Any]] = []
         self._told = threading.Condition()
 
-    def emit(self, event: str, **fields: object) -> None:
+    def emit(self, event: Event) -> None:
         """Keep the event."""
         with self._told:
-            self.all.append({"event": event, **fields})
+            self.all.append(untyped(event))
             self._told.notify_all()
 
     def named(self, event: str) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.event_builder import untyped
 from titan_ft.config import FaultTolerance
-from titan_ft.history.events import EventLog
 from titan_ft.replica import heal, step
 from titan_ft.replica.errors import NonFiniteError
 from titan_ft.replica.exchange import Reduced, Told
@@ -27,6 +27,8 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.row import fold48
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import Committed, ReplicaDimension
+from titan_ft.run.events import Event
+from titan_ft.run.log import EventLog
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TOKENS = 100  # of a batch
@@ -174,15 +176,15 @@ class Events(EventLog):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.all: list[tuple[str, dict[str, object]]] = []
+        self.all: list[dict[str, object]] = []
 
-    def emit(self, event: str, **fields: object) -> None:
+    def emit(self, event: Event) -> None:
         """Keep the event."""
-        self.all.append((event, fields))
+        self.all.append(untyped(event))
 
     def named(self, event: str) -> list[dict[str, object]]:
-        """Return the fields of the events of one kind."""
-        return [fields for name, fields in self.all if name == event]
+        """Return the events of one kind."""
+        return [fields for fields in self.all if fields["event"] == event]
 
 
 class Groups:
@@ -309,7 +311,7 @@ def test_a_group_that_insisted_alone_spoils_no_sum(quorums: list[list[int]], lea
         assert told(committed) == ([1], [1])
     assert [group.applied for group in groups.all] == [[2.0], [2.0]]
     for group in groups.all:
-        assert group.events.named("gradient_excluded") == [{"step": 1, "slots": [0]}]
+        assert group.events.named("gradient_excluded") == [{"event": "gradient_excluded", "step": 1, "slots": [0]}]
 
 
 def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:

@@ -42,7 +42,9 @@ from bench_steps import Spread, compare, logged_steps, parse_stamp, step_seconds
 from bench_systems import OURS, PEER, STOCK, Command, commands, derive_config, rank_logs  # noqa: E402
 from bench_table import format_report, markdown  # noqa: E402
 
+from tests.event_builder import build, named  # noqa: E402
 from titan_ft.config import load_toml  # noqa: E402
+from titan_ft.run.events import Event, LaunchStarted, LighthouseRestarted, RolledBack, StepCommitted  # noqa: E402
 
 CONFIG = ROOT / "configs" / "llama3_debug.toml"
 
@@ -103,20 +105,20 @@ def test_torchft_logs_tell_votes_heals_and_steps_thrown_away() -> None:
     assert history.thrown_away == [start + 2.0]
 
 
-def commit_event(time: float, rank: int = 0, forward_passes: int = 1, **fields: Any) -> dict[str, Any]:
+def commit_event(time: float, rank: int = 0, forward_passes: int = 1, **fields: Any) -> Event:
     data = {"slot": 0, "first_batch": 0, "num_batches": 1}
     shape = {"rank": rank, "attempt": 0, "forward_passes": forward_passes, "data": data}
-    return {"time": time, "event": "step_committed", "replica": 0, "participants": [0, 1], **shape, **fields}
+    return build(StepCommitted, time=time, **{"replica": 0, "participants": [0, 1], **shape, **fields})
 
 
 def test_events_tell_commits_and_steps_thrown_away() -> None:
     events = [
-        {"time": 0.0, "event": "launch_started"},
+        build(LaunchStarted),
         commit_event(1.0),
         commit_event(1.0, rank=1),
         commit_event(2.0, participants=[1]),
         commit_event(3.0, forward_passes=2),
-        {"time": 4.0, "event": "rolled_back", "replica": 0, "rank": 0, "attempt": 0},
+        build(RolledBack, time=4.0),
         commit_event(5.0, replica=1),
     ]
     history = from_events(events, replica=0)
@@ -259,20 +261,20 @@ def test_the_report_is_a_table_per_part() -> None:
     assert "survivors' stall" not in format_report(report, ["rejoin"])
 
 
-def survivor_commits(*times: float) -> list[dict[str, Any]]:
+def survivor_commits(*times: float) -> list[Event]:
     return [commit_event(time) for time in times]
 
 
-def victim_event(time: float, event: str, attempt: int = 1, **fields: Any) -> dict[str, Any]:
-    return {"time": time, "event": event, "replica": 1, "rank": 0, "attempt": attempt, **fields}
+def victim_event(time: float, event: str, attempt: int = 1, **fields: Any) -> Event:
+    return build(named(event), time=time, **{"replica": 1, "rank": 0, "attempt": attempt, **fields})
 
 
-def victim_commit(time: float, attempt: int = 1, **fields: Any) -> dict[str, Any]:
+def victim_commit(time: float, attempt: int = 1, **fields: Any) -> Event:
     return commit_event(time, replica=1, attempt=attempt, **fields)
 
 
-def in_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(events, key=lambda event: event["time"])
+def in_order(events: list[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.time)
 
 
 def test_the_usual_step_is_of_the_last_steps_before() -> None:
@@ -356,8 +358,8 @@ def test_an_outage_is_the_pause_of_the_group_hit_hardest() -> None:
     events = survivor_commits(0.0, 1.0, 2.0, 3.0, 5.0, 6.0)
     events += [victim_commit(time) for time in (0.0, 1.0, 2.0, 3.0, 5.5, 6.0)]
     events += [
-        {"time": 1.5, "event": "lighthouse_restarted", "seconds": 9.0},
-        {"time": 4.0, "event": "lighthouse_restarted", "seconds": 0.7},
+        build(LighthouseRestarted, time=1.5, seconds=9.0),
+        build(LighthouseRestarted, time=4.0, seconds=0.7),
         victim_event(0.5, "replica_restarted"),
     ]
     outage = measure_outage(in_order(events), killed=3.2)

@@ -24,21 +24,21 @@ import bench_campaign_peer  # noqa: E402
 import bench_peer  # noqa: E402
 from bench_campaign_peer import Campaign, format_campaign, groups_up, peer_commands  # noqa: E402
 from bench_campaign_tries import Kill, measure  # noqa: E402
+from bench_events import StepTried  # noqa: E402
 from bench_run import BenchError  # noqa: E402
 
-from titan_ft.history.events import EventLog, read_events  # noqa: E402
-
-Event = dict[str, Any]
+from tests.event_builder import build, untyped  # noqa: E402
+from titan_ft.run.events import Event, StepCommitted, WorkerStarted  # noqa: E402
+from titan_ft.run.log import EventLog, encode, read_events  # noqa: E402
 
 
 def started(time: float, replica: int, attempt: int = 0, rank: int = 0, pid: int = 1) -> Event:
-    shape = {"replica": replica, "attempt": attempt, "rank": rank, "pid": pid}
-    return {"time": time, "event": "worker_started", **shape}
+    return build(WorkerStarted, time=time, replica=replica, attempt=attempt, rank=rank, pid=pid)
 
 
 def tried(time: float, step: int, replica: int = 0, attempt: int = 0, rank: int = 0, **fields: Any) -> Event:
     shape = {"replica": replica, "attempt": attempt, "rank": rank, "committed": True, "contributed": True}
-    return {"time": time, "event": "step_tried", "step": step, "own_loss": 4.0, **shape, **fields}
+    return build(StepTried, time=time, **{"step": step, "own_loss": 4.0, **shape, **fields})
 
 
 LOST = {"committed": False, "contributed": False}
@@ -80,7 +80,7 @@ def test_what_a_kill_destroys() -> None:
     # While the group that is back heals, it gives nothing to the step that it commits.
     events += [tried(8.0, 4, replica, attempt=replica, contributed=replica == 0) for replica in (0, 1)]
     events += [tried(9.0, 5, replica, attempt=replica) for replica in (0, 1)]
-    damage = measure(sorted(events, key=lambda event: event["time"]), [Kill(2.5, 1, 0)], began=0.5)
+    damage = measure(sorted(events, key=lambda event: event.time), [Kill(2.5, 1, 0)], began=0.5)
     assert (damage.steps_committed, damage.steps_tried) == (5, 6)
     assert (damage.passes, damage.passes_lost) == (11, 3)
     assert damage.effective_share == pytest.approx(3 / 8)
@@ -130,9 +130,9 @@ def test_the_table_stands_beside_a_run_of_ours(tmp_path: Path) -> None:
     damage = measure([*events, tried(3.0, 3, **LOST)], [Kill(1.5, 0, 0)], began=0.0)
     campaign = Campaign(2, 2, 7, 120.0, [Kill(1.5, 0, 0)], 1, "group-0 ended with status 1", damage)
     (tmp_path / "events").mkdir()
-    ours = {"pid": 1, "replica": 0, "rank": 0, "attempt": 0, "participants": [0], "exchanges": 1, "forward_passes": 1}
-    commits = [{"time": float(step), "event": "step_committed", "step": step, **ours} for step in (1, 2, 3)]
-    (tmp_path / "events" / "a.jsonl").write_text("\n".join(json.dumps(event) for event in commits) + "\n")
+    ours = {"participants": [0], "forward_passes": 1}
+    commits = [build(StepCommitted, time=float(step), step=step, **ours) for step in (1, 2, 3)]
+    (tmp_path / "events" / "a.jsonl").write_bytes(b"".join(map(encode, commits)))
     text = "\n".join(format_campaign(campaign, tmp_path))
     assert "torchtitan.experiments.ft, 2 groups x 2 ranks" in text
     assert "1 SIGKILLs of a group (1 skipped), 0 crashes of its own" in text
@@ -175,7 +175,7 @@ def test_the_observed_trainer_tells_votes_losses_and_digests(tmp_path: Path) -> 
     trainer = bench_peer.observed(FakeTrainer, log, 2)([True, False, True, True])
     for _ in range(4):
         trainer.train_step(None)
-    events = read_events(tmp_path)
+    events = [untyped(event) for event in read_events(tmp_path)]
     assert [(event["step"], event["committed"]) for event in events] == [(1, True), (2, False), (2, True), (3, True)]
     assert [event["contributed"] for event in events] == [True, False, True, True]
     assert [event["own_loss"] for event in events][:2] == [12.0, pytest.approx(-6.0)]

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,27 +21,27 @@ sys.path.insert(0, str(SCRIPTS))  # where scripts find each other
 
 from campaign_figures import ROWS, Digest, compare_digests, figures, stalls, table  # noqa: E402
 
+from tests.event_builder import build  # noqa: E402
+from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target  # noqa: E402
+from titan_ft.run.log import encode  # noqa: E402
+
 # It only notes what it is asked to run, and ends as the variables of its environment say.
 STAND_IN = """#!/bin/bash
 echo "$@" >>"$CALLS"
 case "$*" in
 *launch*--chaos\\ *)
     [[ -z $HANG ]] || { echo $$ >"$HANG"; exec sleep 60; }
-    all=$*
-    events=${all##*--run-dir }
-    events=${events%% *}/events
-    mkdir -p "$events"
-    echo '{"time": 1.0, "event": "'"${FAULT:-fault_injected}"'"}' >"$events/chaos.jsonl"
     exit "${LAUNCH:-0}" ;;
 *launch*) exit "${REFERENCE:-0}" ;;
 *check*) exit "${CHECK:-0}" ;;
 *report*) exit "${REPORT:-0}" ;;
+*--expect-faults*) exit "${FIGURES:-0}" ;;
 esac
 """
 
 
 def clean_environment(**environment: str) -> dict[str, str]:
-    ours = ("TITAN_FT_", "PYTHON", "CALLS", "HANG", "FAULT", "LAUNCH", "CHECK", "REPORT", "REFERENCE")
+    ours = ("TITAN_FT_", "PYTHON", "CALLS", "HANG", "LAUNCH", "CHECK", "REPORT", "REFERENCE", "FIGURES")
     return {**{name: value for name, value in os.environ.items() if not name.startswith(ours)}, **environment}
 
 
@@ -89,7 +88,7 @@ def test_a_campaign_is_launched_checked_and_reported(campaign: Campaign, tmp_pat
     assert "--lr_scheduler.total_steps=100000" in launch
     assert check == f"-m titan_ft check {run_dir}"
     assert report == f"-m titan_ft report {run_dir}"
-    assert shown == f"scripts/campaign_figures.py {run_dir}"
+    assert shown == f"scripts/campaign_figures.py --expect-faults {run_dir}"
     assert f"{run_dir}/report/index.html" in ended.stdout
 
 
@@ -111,7 +110,7 @@ def test_the_reference_is_the_same_run_without_faults(campaign: Campaign, tmp_pa
     assert set(flags[0]) - set(flags[1]) == {"--fault_tolerance.chaos"}
     assert set(flags[1]) < set(flags[0])
     assert check == f"-m titan_ft check {run_dir} --against {reference}"
-    assert shown == f"scripts/campaign_figures.py {run_dir} {reference}"
+    assert shown == f"scripts/campaign_figures.py --expect-faults {run_dir} {reference}"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_the_reference_is_the_same_run_without_faults(campaign: Campaign, tmp_pa
         ({"REPORT": "1"}, 1, ""),
         ({"LAUNCH": "1"}, 1, "the run did not end in order (status 1); its logs are in"),
         ({"LAUNCH": "1", "CHECK": "1"}, 1, "did not end in order"),
-        ({"FAULT": "fault_skipped"}, 1, "no fault was injected, so that this proves nothing; give it more --minutes"),
+        ({"FIGURES": "1"}, 1, ""),
     ],
 )
 def test_what_fails_is_told_and_still_judged_and_reported(
@@ -194,11 +193,15 @@ def test_a_campaign_that_is_stopped_ends_its_launch(tmp_path: Path) -> None:
         script.wait()
 
 
-def commit(time: float, step: int, replica: int = 0, **fields: Any) -> dict[str, Any]:
+def commit(time: float, step: int, replica: int = 0, **fields: Any) -> Event:
     shape = {"rank": 0, "attempt": 0, "participants": [0, 1], "exchanges": 1, "forward_passes": 1}
     data = {"slot": replica, "first_batch": step - 1, "num_batches": 1}
-    event = {"time": time, "event": "step_committed", "replica": replica, "step": step, "lineage": f"{step:012x}"}
-    return {**event, **shape, "data": data, "loss": 9.0 - step, "seconds": 1.0, **fields}
+    usual = {**shape, "data": data, "loss": 9.0 - step, "seconds": 1.0}
+    return build(StepCommitted, time=time, replica=replica, step=step, **usual | fields)
+
+
+def kill(time: float, replica: int) -> Event:
+    return build(FaultInjected, time=time, fault="kill_groups", shot=0, target=Target(replica))
 
 
 def test_figures_of_a_short_history() -> None:
@@ -210,9 +213,8 @@ def test_figures_of_a_short_history() -> None:
         for replica in (0, 1)
     ]
     # One shot that hits two groups is one failure.
-    fault = {"event": "fault_injected", "fault": "kill_groups", "shot": 0, "pid": 1}
-    events += [{"time": 2.1 + replica / 100, "target": {"replica": replica}, **fault} for replica in (0, 1)]
-    shown = figures(sorted(events, key=lambda event: event["time"]))
+    events += [kill(2.1 + replica / 100, replica) for replica in (0, 1)]
+    shown = figures(sorted(events, key=lambda event: event.time))
     assert list(shown) == list(ROWS)
     assert shown["failures injected"] == "1 of 1 kinds"
     assert shown["exchanges committed of attempted"] == "5 of 6 (83.3 %)"
@@ -271,12 +273,17 @@ def test_the_table_is_printed(tmp_path: Path) -> None:
     for name, last in (("a", 3), ("b", 4)):
         events = tmp_path / name / "events"
         events.mkdir(parents=True)
-        lines = [json.dumps({"pid": 1, **commit(float(step), step)}) for step in range(1, last + 1)]
-        (events / "replica-0.jsonl").write_text("\n".join(lines) + "\n")
+        lines = [encode(commit(float(step), step)) for step in range(1, last + 1)]
+        (events / "replica-0.jsonl").write_bytes(b"".join(lines))
     shown = run_figures(str(tmp_path / "a"), str(tmp_path / "b")).stdout
     assert "3 of 3 (100.0 %)" in shown
     assert "4 of 4 (100.0 %)" in shown
     assert [cell.strip() for cell in shown.splitlines()[-1].split("|")[2:4]] == ["7.000", "7.000"]
+    unbroken = run_figures("--expect-faults", str(tmp_path / "a"))
+    assert (unbroken.returncode, unbroken.stdout.splitlines()[-1][:4]) == (1, shown.splitlines()[-1][:4])
+    assert "no fault was injected, so that this proves nothing; give it more --minutes" in unbroken.stderr
+    (tmp_path / "a" / "events" / "chaos.jsonl").write_bytes(encode(kill(2.5, 0)))
+    assert run_figures("--expect-faults", str(tmp_path / "a"), str(tmp_path / "b")).returncode == 0
     empty = run_figures(str(tmp_path / "c"))
     assert empty.returncode == 1
     assert "has no events" in empty.stderr

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.event_builder import typed
+from titan_ft.run.events import Event
+from titan_ft.run.log import encode
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "expect_rejoin.py"
 
 
-def history(final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: bool = True) -> list[dict[str, Any]]:
+def history(final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: bool = True) -> list[Event]:
     """Two groups of one rank; group 1 is killed after step 1, is back for step 3, and both end after it."""
 
     def worker(time: float, event: str, replica: int, attempt: int = 0, **fields: Any) -> dict[str, Any]:
@@ -29,7 +32,9 @@ def history(final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: b
     events = [worker(0.0, "worker_started", r) for r in (0, 1)] + [commit(1.0, r, 1) for r in (0, 1)]
     if kill:
         supervisor = {"time": 1.2, "pid": 9, "replica": 1, "attempt": 0, "rank": 0}
-        events.append({"time": 1.1, "pid": 8, "event": "fault_injected", "fault": "sigkill_group", "target": 1})
+        events.append(
+            {"time": 1.1, "pid": 8, "event": "fault_injected", "fault": "sigkill_group", "target": {"replica": 1}}
+        )
         events.append({**supervisor, "event": "worker_exited", "signal": "SIGKILL", "stopped": False})
         events.append({**supervisor, "event": "replica_restarted", "attempt": 1})
     attempt = 1 if kill else 0
@@ -39,12 +44,12 @@ def history(final: str = "aa", at_step: str = "11", kill: bool = True, rejoin: b
         events.append(worker(1.5, "worker_started", 1, attempt))
         events.append(commit(3.0, 1, 3, attempt, digest=at_step))
         events.append(worker(4.0, "training_finished", 1, attempt, step=3, digest=final))
-    return events
+    return [typed({"time": 1e9 + event.pop("time"), **event}) for event in events]
 
 
-def expect_rejoin(run_dir: Path, events: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+def expect_rejoin(run_dir: Path, events: list[Event]) -> subprocess.CompletedProcess[str]:
     (run_dir / "events").mkdir()
-    (run_dir / "events" / "all.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (run_dir / "events" / "all.jsonl").write_bytes(b"".join(map(encode, events)))
     return subprocess.run([sys.executable, str(SCRIPT), str(run_dir)], capture_output=True, text=True, timeout=60)
 
 

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from titan_ft.history.events import read_events
+from tests.event_builder import build
+from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target, WorkerStarted
+from titan_ft.run.log import encode, read_events
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_group.py"
 Process = subprocess.Popen[bytes]
@@ -36,19 +36,20 @@ def start() -> Iterator[Callable[[str], Process]]:
         process.wait()
 
 
-def write(run_dir: Path, *events: dict[str, Any]) -> None:
+def write(run_dir: Path, *events: Event) -> None:
     folder = run_dir / "events"
     folder.mkdir(exist_ok=True)
-    lines = [json.dumps({"time": float(i), "pid": 1, **event}) + "\n" for i, event in enumerate(events)]
-    (folder / "workers.jsonl").write_text("".join(lines))
+    for moment, event in enumerate(events, start=1):
+        event.time = event.mono = float(moment)
+    (folder / "workers.jsonl").write_bytes(b"".join(map(encode, events)))
 
 
-def started(replica: int, attempt: int, process: Process) -> dict[str, Any]:
-    return {"event": "worker_started", "replica": replica, "attempt": attempt, "pid": process.pid}
+def started(replica: int, attempt: int, process: Process) -> Event:
+    return build(WorkerStarted, replica=replica, attempt=attempt, pid=process.pid)
 
 
-def committed(replica: int, step: int) -> dict[str, Any]:
-    return {"event": "step_committed", "replica": replica, "step": step}
+def committed(replica: int, step: int) -> Event:
+    return build(StepCommitted, replica=replica, step=step)
 
 
 def kill_group(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -75,8 +76,8 @@ def test_it_kills_all_of_the_groups_latest_attempt_and_nothing_else(
     assert result.returncode == 0, result.stderr
     assert {rank0.wait(10), rank1.wait(10)} == {-signal.SIGKILL}
     assert [process.poll() for process in (other, earlier, stranger)] == [None, None, None]
-    (fault,) = [event for event in read_events(tmp_path / "events") if event["event"] == "fault_injected"]
-    assert (fault["fault"], fault["target"], fault["seed"]) == ("sigkill_group", 1, None)
+    (fault,) = [event for event in read_events(tmp_path / "events") if isinstance(event, FaultInjected)]
+    assert (fault.fault, fault.target, fault.seed) == ("sigkill_group", Target(1), None)
 
 
 def test_it_waits_for_the_groups_own_step(tmp_path: Path, start: Callable[[str], Process]) -> None:
@@ -95,4 +96,4 @@ def test_a_group_without_a_live_worker_is_named(tmp_path: Path) -> None:
     result = kill_group(tmp_path, "--replica", "1")
     assert result.returncode == 1
     assert "replica 1 has no live worker on this host" in result.stderr
-    assert not [event for event in read_events(tmp_path / "events") if event["event"] == "fault_injected"]
+    assert not [event for event in read_events(tmp_path / "events") if isinstance(event, FaultInjected)]

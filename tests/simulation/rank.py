@@ -34,6 +34,7 @@ from titan_ft.replica.reach import Probe
 from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog, end_process
+from titan_ft.run.events import Drained, Event, Hung, RankSilent
 
 if TYPE_CHECKING:
     from tests.simulation.world import GroupRun, World
@@ -42,15 +43,16 @@ _BUCKET_BYTES = 4  # each parameter gets a bucket of its own
 
 
 class Events:
-    """Stands in for titan_ft.history.events.EventLog: events go into the trace and to the world's checks."""
+    """Stands in for titan_ft.run.log.EventLog: events go into the trace and to the world's checks."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
-    def emit(self, event: str, **fields: Any) -> None:
+    def emit(self, event: Event) -> None:
         """Tell of an event."""
         rank = self._rank
-        rank.world.saw(rank, event, fields)
+        fields = {n: getattr(event, n) for n in event.__struct_fields__ if n not in Event.__struct_fields__}
+        rank.world.saw(rank, event.name, fields)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -157,11 +159,11 @@ class Rank:
             rank=self.number,
             num_ranks=world.options.ranks,
             timeout_seconds=config.drain_timeout_seconds,
-            on_abandon=lambda reason: events.emit("drained", reason=reason, in_order=False),
+            on_abandon=lambda reason: events.emit(Drained(step=0, reason=reason, in_order=False)),
         )
         if world.told_to_drain(self):
             self.drain.request()
-        self._watchdog = Watchdog(config.hang_timeout_seconds, lambda: events.emit("hung"))
+        self._watchdog = Watchdog(config.hang_timeout_seconds, lambda: events.emit(Hung(step=0)))
         world_group: Any = "world"
         self._group = Group(torch.device("cpu"), world_group)
         # As the trainer does: who has met the others already would be waited for.
@@ -198,7 +200,9 @@ class Rank:
                 store=store,
                 key=f"titan_ft/ranks/{self.group.attempt}",
                 on_silence=lambda hosts, seconds: end_process(
-                    1, self._membership.fall_silent, lambda: events.emit("rank_silent", ranks=sorted(hosts))
+                    1,
+                    self._membership.fall_silent,
+                    lambda: events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
                 ),
             )
         self._exchange = GradientExchange(

@@ -14,16 +14,17 @@ from pathlib import Path
 from types import FrameType
 
 from titan_ft.chaos.faults import FAULTS
-from titan_ft.chaos.job import Event, Job
+from titan_ft.chaos.job import Job
 from titan_ft.chaos.orders import Orders
 from titan_ft.chaos.plan import Plan, load_plan, single
 from titan_ft.chaos.processes import LocalProcesses, Worker
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.slurm import SlurmProcesses
 from titan_ft.config import ConfigError
-from titan_ft.history.events import EventLog
-from titan_ft.launch.event_tail import EventTail
 from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.events import Event, LighthouseStarted
+from titan_ft.run.log import EventLog
+from titan_ft.run.tail import EventTail
 
 TICK_SECONDS = 0.1
 
@@ -169,9 +170,8 @@ class Follower:
             self._seen = self._tail.poll()
 
     def _note_lighthouse(self, event: Event) -> None:
-        pid = event.get("lighthouse_pid")
-        if event["event"] == "lighthouse_started" and isinstance(pid, int):
-            self._lighthouse = Worker("the lighthouse", pid, self._local.host, event.get("mono"))
+        if isinstance(event, LighthouseStarted):
+            self._lighthouse = Worker("the lighthouse", event.lighthouse_pid, self._local.host, event.mono)
 
 
 def catalogue() -> str:

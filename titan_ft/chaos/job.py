@@ -5,16 +5,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from titan_ft.chaos.faults import AGENT, CHECKPOINT, LIGHTHOUSE
 from titan_ft.chaos.processes import Worker
 from titan_ft.chaos.schedule import GroupView, Target, View
 from titan_ft.chaos.trouble import Trouble
-
-Event = Mapping[str, Any]
+from titan_ft.run.events import (
+    Drained,
+    Event,
+    FaultInjected,
+    GradientExcluded,
+    HealFinished,
+    Hung,
+    LaunchFinished,
+    LaunchStarted,
+    LaunchStopping,
+    RankSilent,
+    ReplicaGaveUp,
+    StepCommitted,
+    TrainingFinished,
+    WorkerExited,
+    WorkerStarted,
+)
 
 _KEPT_DIGESTS = 8
 """Newest steps whose digests are compared."""
@@ -106,64 +119,61 @@ class Job:
 
     def fold(self, event: Event) -> None:
         """Take in one event; they should come in order of time."""
-        name, replica = event["event"], event.get("replica")
-        match name:
-            case "launch_started":  # a run directory may hold several launches
+        match event:
+            case LaunchStarted():  # a run directory may hold several launches
                 self._forget()
-                self._num_groups, self._num_ranks = event.get("replicas", 0), event.get("ranks_per_replica", 1)
-            case "launch_stopping" | "launch_finished":
+                self._num_groups, self._num_ranks = event.replicas, event.ranks_per_replica
+            case LaunchStopping() | LaunchFinished():
                 self._stopping = True
-            case "gradient_excluded":
-                for slot in event.get("slots") or ():
+            case GradientExcluded():
+                for slot in event.slots:
                     for trouble in self._group(slot).troubles:
-                        trouble.exclude(event["time"])
-            case "fault_injected" if "attempt" not in event:
+                        trouble.exclude(event.time)
+            case FaultInjected() if event.attempt is None:
                 self._disturbed_from_outside(event)
-        if isinstance(replica, int):
-            self._fold_group(self._group(replica), event)
+        if event.replica is not None:
+            self._fold_group(self._group(event.replica), event)
 
     def _fold_group(self, group: _Group, event: Event) -> None:
-        name = event["event"]
-        if name == "worker_started":
+        if isinstance(event, WorkerStarted):
             self._start(group, event)
-        if "attempt" not in event or event["attempt"] != group.attempt:
+        if event.attempt is None or event.attempt != group.attempt:
             return  # what an earlier life said, or a supervisor about the next one
-        if name == "step_committed":
-            self._commit(group, event)
-        elif name == "training_finished":
-            self._finished.add(group.replica)
-        elif name in ("worker_exited", "drained", "hung", "rank_silent", "replica_gave_up"):
-            worker = group.workers.get(event.get("rank", 0))
-            if worker is None or event.get("worker_pid", worker.pid) == worker.pid:
+        match event:
+            case StepCommitted():
+                self._commit(group, event)
+            case TrainingFinished():
+                self._finished.add(group.replica)
+            case WorkerExited() if event.rank in group.workers and event.worker_pid != group.workers[event.rank].pid:
+                pass  # of a worker that was replaced since
+            case WorkerExited() | Drained() | Hung() | RankSilent() | ReplicaGaveUp():
                 group.dead, group.contributes = True, False
-        if name == "heal_finished":
-            for trouble in group.troubles:
-                trouble.heal(event["time"])
+            case HealFinished():
+                for trouble in group.troubles:
+                    trouble.heal(event.time)
 
-    def _start(self, group: _Group, event: Event) -> None:
+    def _start(self, group: _Group, event: WorkerStarted) -> None:
         """Note a worker; the first one of a new start ends what was known of the last."""
-        rank, attempt = event.get("rank", 0), event.get("attempt", 0)
+        rank, attempt = event.rank, event.attempt
         known = group.workers.get(rank)
-        if attempt != group.attempt or (known is not None and known.pid != event["pid"]):
+        if attempt != group.attempt or (known is not None and known.pid != event.pid):
             group.life += 1
             group.attempt, group.workers = attempt, {}
             group.dead, group.contributes, group.left_out_of = False, False, -1
             self._finished.discard(group.replica)
         name = f"rank {rank} of replica {group.replica}"
-        where = (event.get("host") or "", event.get("mono"), event.get("slurm"))
-        group.workers[rank] = Worker(name, event["pid"], *where)
+        group.workers[rank] = Worker(name, event.pid, event.host, event.mono, event.slurm)
         self._num_ranks = max(self._num_ranks, rank + 1)
-        config = event.get("config") or {}
-        self._num_groups = self._num_groups or config.get("group_size", 0)
-        self._has = {AGENT: bool(config.get("chaos", True)), CHECKPOINT: bool(config.get("checkpoint", True))}
+        if event.config is not None:
+            self._num_groups = self._num_groups or event.config.group_size
+            self._has = {AGENT: event.config.chaos, CHECKPOINT: event.config.checkpoint}
 
-    def _commit(self, group: _Group, event: Event) -> None:
+    def _commit(self, group: _Group, event: StepCommitted) -> None:
         """Note who contributed to a step. That a group is up, only its own word shows."""
-        step, participants = event.get("step", 0), event.get("participants") or []
-        rank = event.get("rank", 0)
-        if event.get("digest"):
-            self._compare(step, (group.replica, rank), event)
-        if rank != 0:
+        step, participants = event.step, event.participants
+        if event.digest:
+            self._compare(step, (group.replica, event.rank), event.digest, event.time)
+        if event.rank != 0:
             return
         if self._num_groups and all(replica in participants for replica in range(self._num_groups)):
             self.trained_together = True
@@ -171,13 +181,13 @@ class Job:
             if other.replica not in participants:
                 other.contributes, other.left_out_of = False, max(step, other.left_out_of)
         if group.replica in participants and not group.dead and step > group.left_out_of:
-            group.troubles = [trouble for trouble in group.troubles if not trouble.over(group.life, event["time"])]
+            group.troubles = [trouble for trouble in group.troubles if not trouble.over(group.life, event.time)]
             group.contributes = True
 
-    def _compare(self, step: int, who: tuple[int, int], event: Event) -> None:
+    def _compare(self, step: int, who: tuple[int, int], digest: str, time: float) -> None:
         """Tell groups with a flipped bit when a digest of theirs is another group's too: then it is gone."""
         digests = self._digests.setdefault(step, {})
-        digests[who] = (event["digest"], event["time"])
+        digests[who] = (digest, time)
         for old in sorted(self._digests)[:-_KEPT_DIGESTS]:
             del self._digests[old]
         for group in self._groups.values():
@@ -187,11 +197,10 @@ class Job:
                 if mine in others and (trouble.rank or 0) == who[1]:
                     trouble.agree(step, time)
 
-    def _disturbed_from_outside(self, event: Event) -> None:
+    def _disturbed_from_outside(self, event: FaultInjected) -> None:
         """Note a fault that a runner injected, unless this process did, which knows of it."""
-        target = event.get("target")
-        replica = target.get("replica") if isinstance(target, Mapping) else target
-        if event.get("pid") != os.getpid() and isinstance(replica, int) and not isinstance(replica, bool):
+        replica = event.target.replica
+        if event.pid != os.getpid() and replica is not None:
             self._group(replica).contributes = False
 
     def _group(self, replica: int) -> _Group:

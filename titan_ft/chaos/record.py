@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.schedule import Shot, Target
-from titan_ft.history.events import EventLog
+from titan_ft.run.events import ChaosFinished, ChaosStarted, FaultInjected, FaultSkipped, FaultUndone
+from titan_ft.run.log import EventLog
 
 
 class Record:
@@ -28,17 +29,18 @@ class Record:
 
     def started(self, plan: Plan) -> None:
         """Tell that the schedule's clock runs from now on."""
-        self._events.emit("chaos_started", seed=plan.seed, plan=plan.name, schedule=str(plan))
+        self._events.emit(ChaosStarted(seed=plan.seed, plan=plan.name, schedule=str(plan)))
         self._tell(f"chaos starts: {plan.name} with seed {plan.seed}")
 
     def finished(self) -> None:
         """Tell that nothing more will be injected."""
-        self._events.emit("chaos_finished", injected=self.num_injected, skipped=self.num_skipped)
+        self._events.emit(ChaosFinished(injected=self.num_injected, skipped=self.num_skipped))
 
-    def injecting(self, fault: str, target: Target, shot: Shot, params: Mapping[str, object]) -> None:
+    def injecting(self, fault: str, target: Target, shot: Shot, params: Mapping[str, float | str]) -> None:
         """Tell that a target is about to be hit, just before it is; agents tell it of themselves."""
-        fields = {"fault": fault, "target": target.to_dict(), "seed": shot.seed}
-        self._events.emit("fault_injected", **fields, shot=shot.number, params=params)
+        self._events.emit(
+            FaultInjected(fault=fault, target=target.told(), seed=shot.seed, shot=shot.number, params=dict(params))
+        )
 
     def hit(self, fault: str, target: Target, why: str = "") -> None:
         """Tell a person that a target was hit."""
@@ -46,13 +48,13 @@ class Record:
 
     def undone(self, shot: Shot, target: Target) -> None:
         """Tell that the target is left alone again."""
-        self._events.emit("fault_undone", fault=shot.fault, target=target.to_dict(), shot=shot.number)
+        self._events.emit(FaultUndone(fault=shot.fault, target=target.told(), shot=shot.number))
         self._tell(f"chaos: {_at(shot.fault, target)} undone")
 
     def missed(self, shot: Shot, target: Target | None, reason: str) -> None:
         """Tell that a target, or the shot as a whole, is not hit."""
-        where = None if target is None else target.to_dict()
-        self._events.emit("fault_skipped", fault=shot.fault, target=where, shot=shot.number, reason=reason)
+        where = None if target is None else target.told()
+        self._events.emit(FaultSkipped(fault=shot.fault, target=where, shot=shot.number, reason=reason))
         self._tell_missed(shot, target, reason)
 
     def missed_by_agent(self, shot: Shot, target: Target, reason: str) -> None:

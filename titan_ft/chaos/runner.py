@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
-from titan_ft.chaos.job import Event, Job
+from titan_ft.chaos.job import Job
 from titan_ft.chaos.orders import Orders
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.processes import Processes, Unreachable
@@ -16,9 +16,8 @@ from titan_ft.chaos.record import Record
 from titan_ft.chaos.schedule import Injection, Refusal, Shot, aim, shots
 from titan_ft.chaos.signals import Signals
 from titan_ft.chaos.standing_orders import StandingOrders
-from titan_ft.history.events import EventLog
-
-_TOLD_BY_AGENTS = ("fault_injected", "fault_skipped", "fault_undone")
+from titan_ft.run.events import Event, FaultInjected, FaultSkipped, FaultUndone
+from titan_ft.run.log import EventLog
 
 
 class ChaosRunner:
@@ -70,7 +69,8 @@ class ChaosRunner:
     def observe(self, event: Event) -> None:
         """Take in one event of the job; they should come in order of time."""
         self.job.fold(event)
-        if event["event"] in _TOLD_BY_AGENTS and "attempt" in event:  # which no runner writes
+        # An attempt is told by agents only, not by runners.
+        if isinstance(event, FaultInjected | FaultSkipped | FaultUndone) and event.attempt is not None:
             self._standing.note(event)
 
     def poll(self) -> None:

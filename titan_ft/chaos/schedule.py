@@ -9,11 +9,11 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from titan_ft.chaos.faults import CHECKPOINT, FAULTS, MISSING, Fault
 from titan_ft.chaos.plan import Limits, Plan
 from titan_ft.chaos.rules import Entry, Every, Listed, Poisson, Rule
+from titan_ft.run import events
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,9 @@ class Target:
     replica: int | None = None
     rank: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def told(self) -> events.Target:
         """Return the form that events have."""
-        if self.replica is None:
-            return {"lighthouse": True}
-        return {"replica": self.replica} if self.rank is None else {"replica": self.replica, "rank": self.rank}
+        return events.Target(self.replica, self.rank, lighthouse=self.replica is None)
 
 
 @dataclass(frozen=True)

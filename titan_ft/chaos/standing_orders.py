@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from titan_ft.chaos.faults import CHECKPOINT
-from titan_ft.chaos.job import Event, Job
+from titan_ft.chaos.job import Job
 from titan_ft.chaos.orders import Orders
 from titan_ft.chaos.processes import Unreachable
 from titan_ft.chaos.record import Record
 from titan_ft.chaos.schedule import Injection, Target
 from titan_ft.chaos.trouble import Trouble, trouble_of
+from titan_ft.run.events import FaultInjected, FaultSkipped, FaultUndone
 
 WAIT_SECONDS = 135.0
 """An order of which nothing was heard for this long is given up. Agents tell earlier that they do, if there are any."""
@@ -88,22 +89,23 @@ class StandingOrders:
         except OSError as error:
             raise Unreachable(f"the order could not be written ({error})") from error
 
-    def note(self, event: Event) -> None:
+    def note(self, event: FaultInjected | FaultSkipped | FaultUndone) -> None:
         """Take in what an agent tells: that it acts, that it does not, or that it has undone it."""
-        replica, target = event["replica"], Target(event["replica"], event.get("rank"))
-        if event["event"] == "fault_undone":
-            self._job.undo(replica, (event.get("fault"), event.get("shot")), event["time"])
+        replica, target = event.replica, Target(event.replica, event.rank)
+        assert replica is not None, "an agent is in a worker"
+        if isinstance(event, FaultUndone):
+            self._job.undo(replica, (event.fault, event.shot), event.time)
             return
         standing = next((standing for standing in self._standing if _is_about(event, standing.aimed)), None)
         if standing is None:  # another rank of the group has told it, or a link's other end, or it is another runner's
-            if event["event"] == "fault_skipped":
-                self._job.undo(replica, (event.get("fault"), event.get("shot")), event["time"])
+            if isinstance(event, FaultSkipped):
+                self._job.undo(replica, (event.fault, event.shot), event.time)
             return
         self._standing.remove(standing)
         shot = standing.aimed.shot
-        if event["event"] == "fault_skipped":
+        if isinstance(event, FaultSkipped):
             self._drop(standing)
-            self._record.missed_by_agent(shot, target, event.get("reason", ""))
+            self._record.missed_by_agent(shot, target, event.reason)
             self._record.count(False)
             return
         if not standing.lives:
@@ -111,8 +113,8 @@ class StandingOrders:
             standing.troubles[replica] = trouble
             self._job.add_trouble(replica, trouble)
         for trouble in standing.troubles.values():  # of a link both ends, although only one has spoken yet
-            trouble.act(event["time"], event.get("step"))
-        peer = (event.get("params") or {}).get("peer")
+            trouble.act(event.time, event.step)
+        peer = (event.params or {}).get("peer")
         self._record.hit(shot.fault, target, "" if peer is None else f", to replica {peer}")
         self._record.count(True)
 
@@ -148,6 +150,6 @@ def _params_at(aimed: Injection, target: Target) -> Mapping[str, float]:
     return {**aimed.shot.params, "peer": peer}
 
 
-def _is_about(event: Event, aimed: Injection) -> bool:
+def _is_about(event: FaultInjected | FaultSkipped, aimed: Injection) -> bool:
     shot = aimed.shot
-    return (event.get("fault"), event.get("shot"), event.get("seed")) == (shot.fault, shot.number, shot.seed)
+    return (event.fault, event.shot, event.seed) == (shot.fault, shot.number, shot.seed)

@@ -12,9 +12,8 @@ from statistics import mean
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.checks.record import Record
-from titan_ft.history.events import Event
-from titan_ft.history.failures import number
 from titan_ft.history.trajectory import ROOT
+from titan_ft.run.events import StepCommitted, WorkerStarted
 
 ROUNDING = 1e-4
 """Relative difference, times the step, that the order of additions may make with more than two groups."""
@@ -39,14 +38,14 @@ class Point:
     tokens: int
     loss: float | None
     whole: bool
-    event: Event
+    event: StepCommitted
 
 
 def curve(record: Record) -> list[Point]:
     """Return the steps of a run's trajectory."""
     told = [record.commits[state.lineage] for state in record.chain]
-    losses = [next((v for event in events if (v := number(event, "loss")) is not None), None) for events in told]
-    totals = accumulate(int(number(events[0], "tokens") or 0) for events in told)
+    losses = [next((event.loss for event in events if event.loss is not None), None) for events in told]
+    totals = accumulate(events[0].tokens for events in told)
     return [
         Point(state.step, total, loss, len(record.participants(state.lineage)) >= record.group_size, events[0])
         for state, events, loss, total in zip(record.chain, told, losses, totals, strict=True)
@@ -86,12 +85,11 @@ def _comparable(
 ) -> bool:
     """Tell whether both runs train the same from the beginning; say why not."""
     digests = [
-        {event["config_digest"] for event in each.named("worker_started") if event.get("config_digest")}
-        for each in (record, reference)
+        {event.config_digest for event in each.of(WorkerStarted) if event.config_digest} for each in (record, reference)
     ]
     if digests[0] and digests[1] and digests[0] != digests[1]:
         found.unknown.append("the two runs have different configs (config_digest)")
-    if ours[0].event.get("parent") != ROOT or theirs[0].event.get("parent") != ROOT:
+    if ours[0].event.parent != ROOT or theirs[0].event.parent != ROOT:
         found.unknown.append("the history of one of the runs does not begin with step 1")
     if not all(point.whole for point in theirs):
         found.notes.append("groups were missing in the other run too")
@@ -118,7 +116,7 @@ def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], groups: int,
     largest = 0.0
     for our, their in zip(ours[:steps], theirs[:steps], strict=True):
         for name in ("loss", "grad_norm", "lr", "tokens"):
-            mine, other = (number(point.event, name) for point in (our, their))
+            mine, other = (getattr(point.event, name) for point in (our, their))
             if mine is None or other is None:
                 continue
             difference = abs(mine - other) / max(abs(other), 1e-30)

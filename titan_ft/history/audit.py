@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from titan_ft.history.events import Event
-from titan_ft.history.failures import integer
 from titan_ft.history.trajectory import ROOT, State, chain_to, final_states, read_states, readings
+from titan_ft.run.events import DataReset, Event, StepCommitted
 
 Verdict = Literal["holds", "does not hold", "unknown"]
 MAX_FINDINGS_SHOWN = 10
@@ -88,13 +87,13 @@ class Audit:
 
 def audit(events: Iterable[Event]) -> Audit:
     """Find the lost and the repeated batches of a run in its events, given in any order."""
-    history = sorted(events, key=lambda event: event["time"])
+    history = sorted(events, key=lambda event: event.time)
     common = Audit(differing=_differing(history))
-    states = read_states(history, common.conflicts, common.unknown)
+    states = read_states(history, common.conflicts)
     for event in history:
-        if event["event"] == "data_reset":
-            reason = event.get("reason") or "no reason given"
-            common.unknown.append(f"the data began anew at a resume ({reason}): nothing before it compares with it")
+        if isinstance(event, DataReset):
+            told = f"the data began anew at a resume ({event.reason}): nothing before it compares with it"
+            common.unknown.append(told)
     if not states:
         common.unknown.append("no event tells of a committed step")
         return _decide(common)
@@ -122,7 +121,7 @@ def _decide(found: Audit) -> Audit:
 
 def _resets(history: Iterable[Event]) -> list[float]:
     """Return the times at which batches began to be numbered anew."""
-    return [event["time"] for event in history if event["event"] == "data_reset"]
+    return [event.time for event in history if isinstance(event, DataReset)]
 
 
 def _differing(history: Sequence[Event]) -> list[Finding]:
@@ -130,10 +129,11 @@ def _differing(history: Sequence[Event]) -> list[Finding]:
     resets = _resets(history)
     seen: dict[tuple[int, int, int, int, int], dict[str, int]] = defaultdict(dict)
     for event in history:
-        for slot, first, count, checksum in readings(event):
-            if checksum is not None:
-                key = (bisect_right(resets, event["time"]), slot, first, count, integer(event, "rank"))
-                seen[key].setdefault(str(checksum), integer(event, "step"))
+        if not isinstance(event, StepCommitted):
+            continue
+        for data in readings(event):
+            span = bisect_right(resets, event.time)
+            seen[span, data.slot, data.first_batch, data.num_batches, event.rank].setdefault(data.checksum, event.step)
     return [
         Finding(slot, first, count, tuple(sums.values()), f"differs when read again by rank {rank} ({_listed(sums)})")
         for (_, slot, first, count, rank), sums in seen.items()
@@ -159,24 +159,20 @@ def _audit_chain(states: Mapping[str, State], final: State, history: Iterable[Ev
             Finding(slot, first, count, (state.step,), f"void at step {state.step} ({state.lineage})")
             for state in sorted(states.values(), key=lambda state: state.step)
             if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut nobody can tell
-            for slot, (first, count) in (state.batches or {}).items()
+            for slot, (first, count) in state.batches.items()
         ],
     )
     if not whole:
         step, parent = chain[0].step, chain[0].parent
         found.unknown.append(f"the history is cut: no event tells how the state before step {step} ({parent}) was made")
-    silent = [state.step for state in chain if state.batches is None]
-    if silent:
-        found.unknown.append(f"{len(silent)} steps do not tell what they trained (first: step {silent[0]})")
     resets = _resets(history)
     uses: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for state in chain:
         _comparereadings(state, found)
-        for slot, (first, count) in (state.batches or {}).items():
+        for slot, (first, count) in state.batches.items():
             if count > 0:
-                # What follows a reset, or a step that tells nothing, does not compare with what was before it.
-                span = bisect_right(resets, state.time) + bisect_right(silent, state.step)
-                uses[slot, span].append((first, count, state.step))
+                # What follows a reset does not compare with what was before it.
+                uses[slot, bisect_right(resets, state.time)].append((first, count, state.step))
     for (slot, span), slot_uses in sorted(uses.items()):
         start = 0 if whole and span == 0 else min(slot_uses)[0]
         _count_uses(slot, slot_uses, start, found)
@@ -203,8 +199,6 @@ def _count_uses(slot: int, uses: Sequence[tuple[int, int, int]], start: int, fou
 
 def _comparereadings(state: State, found: Audit) -> None:
     """Compare the batches that a step counts with those that its groups read for it, as far as they told."""
-    if state.batches is None:
-        return
     counted = {(slot, batch) for slot, (first, count) in state.batches.items() for batch in range(first, first + count)}
     for replica, read in sorted(state.read.items()):
         for slot, first, count in _ranges(read - counted):

@@ -27,7 +27,8 @@ from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, count
 from titan_ft.history.checks.record import Record
 from titan_ft.history.checks.silence import check_silence
 from titan_ft.history.checks.work import check_work
-from titan_ft.history.events import Event, read_events
+from titan_ft.run.events import Event
+from titan_ft.run.log import read_events
 
 MAX_SHOWN = 5
 SYMBOLS: dict[Verdict, str] = {"holds": "\u2713", "does not hold": "\u2717", "unknown": "?"}
@@ -77,7 +78,7 @@ def check(events: Sequence[Event], against: Sequence[Event] | None = None) -> Re
             each.unknown.append("the history is not whole, see there")
         each.verdict = "unknown" if each.unknown and not each.offences else each.verdict
     clock = _judge("clocks", None, check_clock, record)
-    times = [event["time"] for event in record.events]
+    times = [event.time for event in record.events]
     return Report([*promises, whole, clock], min(times, default=0.0))
 
 

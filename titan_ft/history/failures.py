@@ -4,19 +4,24 @@
 
 from __future__ import annotations
 
-import signal
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
-from titan_ft.history.events import Event
+from titan_ft.run.events import (
+    Drained,
+    Event,
+    FaultEvent,
+    FaultInjected,
+    HealFinished,
+    RankEvent,
+    StepCommitted,
+    WorkerExited,
+)
 
 Attempt = tuple[int, int]  # replica, attempt
-_NUMBERS = (int, float)
-SUPERVISOR_EVENTS = ("worker_exited", "replica_restarted", "replica_gave_up")
 
 
 @dataclass
@@ -27,8 +32,8 @@ class Heal:
     attempt: int
     time: float
     """Unix seconds at which the last rank was done."""
-    donor: Any
-    from_step: int | None
+    donor: int
+    from_step: int
     num_bytes: int
     """Bytes of all ranks."""
     seconds: float
@@ -69,63 +74,38 @@ class Drain:
     """What the group hit hardest lost beyond a usual step; None where no other group committed on both sides."""
 
 
-def number(event: Mapping[str, Any], name: str) -> float | None:
-    """Return a numeric field, or None where it is missing or no number."""
-    value = event.get(name)
-    return value if type(value) in _NUMBERS else None  # asked for millions of times; bool is a subclass of int
+def attempt_of(event: Event) -> Attempt | None:
+    """Return replica and attempt (0 where it is not told) of an event, or None for one of no replica."""
+    return None if event.replica is None else (event.replica, event.attempt or 0)
 
 
-def integer(event: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """Return a whole-numbered field, or the default where it is missing or no number."""
-    value = number(event, name)
-    return default if value is None else int(value)
+def is_of_worker(event: Event) -> bool:
+    """Tell whether a worker tells an event: its own, or those of the chaos agent in it."""
+    return isinstance(event, RankEvent) or (isinstance(event, FaultEvent) and event.rank is not None)
 
 
-def attempt_of(event: Mapping[str, Any]) -> Attempt | None:
-    """Return replica and attempt (0 where it is missing) of an event, or None for one of no replica."""
-    replica = number(event, "replica")
-    return None if replica is None else (int(replica), integer(event, "attempt"))
+def group_commits(events: Iterable[Event]) -> list[StepCommitted]:
+    """Return one commit per group and step: that of rank 0, which speaks for the group."""
+    return [event for event in events if isinstance(event, StepCommitted) and event.rank == 0]
 
 
-def targets(event: Event) -> set[int]:
-    """Return the replicas that a fault was aimed at: a number, `{"replica": r}` with or without a rank, or several."""
-    target = event.get("target")
-    found = set()
-    for each in target if isinstance(target, list) else [target]:
-        replica = number(each if isinstance(each, Mapping) else {"replica": each}, "replica")
-        if replica is not None:
-            found.add(int(replica))
-    return found
-
-
-def group_commits(events: Iterable[Event]) -> list[Event]:
-    """Return one `step_committed` per group and step: that of rank 0, which speaks for the group."""
-    return [
-        event
-        for event in events
-        if event["event"] == "step_committed" and attempt_of(event) is not None and integer(event, "rank") == 0
-    ]
-
-
-def contributed(event: Event) -> bool:
-    """Tell whether the group of a `step_committed` gave weight to that step."""
-    participants = event.get("participants")
-    return isinstance(participants, list) and event.get("replica") in participants
+def contributed(commit: StepCommitted) -> bool:
+    """Tell whether the group of a commit gave weight to that step."""
+    return commit.replica in commit.participants
 
 
 def find_heals(events: Iterable[Event]) -> list[Heal]:
-    """Fold the ranks' `heal_finished` of one group into one transfer each, in order of time."""
-    found: dict[tuple[Attempt, int | None], Heal] = {}
+    """Fold what the ranks of a group tell of a heal into one transfer, in order of time."""
+    found: dict[tuple[Attempt, int], Heal] = {}
     for event in events:
-        attempt = attempt_of(event)
-        if event["event"] != "heal_finished" or attempt is None:
+        if not isinstance(event, HealFinished):
             continue
-        step = None if number(event, "from_step") is None else integer(event, "from_step")
-        heal = found.setdefault((attempt, step), Heal(*attempt, event["time"], event.get("donor"), step, 0, 0.0, 0))
-        heal.time = event["time"]
-        heal.num_bytes += integer(event, "bytes")
-        heal.seconds = max(heal.seconds, number(event, "seconds") or 0.0)
-        heal.replayed = max(heal.replayed, integer(event, "replayed"))
+        attempt, step = (event.replica, event.attempt), event.from_step
+        heal = found.setdefault((attempt, step), Heal(*attempt, event.time, event.donor, step, 0, 0.0, 0))
+        heal.time = event.time
+        heal.num_bytes += event.bytes
+        heal.seconds = max(heal.seconds, event.seconds)
+        heal.replayed = max(heal.replayed, event.replayed)
     return sorted(found.values(), key=lambda heal: heal.time)
 
 
@@ -133,28 +113,30 @@ def find_failures(events: Sequence[Event], heals: Iterable[Heal]) -> list[Failur
     """Return one failure per replica and attempt that a signal or a nonzero code ended, in order of time."""
     commits = group_commits(events)
     usual = median_seconds(commits)
-    drained = {attempt_of(event) for event in events if event["event"] == "drained"}
+    drained = {(event.replica, event.attempt) for event in events if isinstance(event, Drained)}
     spans = _signs_of_life(events)
     healed = sorted(heals, key=lambda heal: heal.time)
     failures: dict[Attempt, Failure] = {}
     for event in events:
-        attempt, cause = attempt_of(event), _cause(event)
-        if event["event"] != "worker_exited" or attempt is None or cause is None or event.get("stopped"):
+        if not isinstance(event, WorkerExited):
+            continue
+        attempt, cause = (event.replica, event.attempt), cause_of(event)
+        if cause is None or event.stopped:
             continue  # a worker that its supervisor stopped did not fail
         if attempt in drained and cause == "SIGTERM":
             continue  # nor did one that was asked to leave
         if attempt in failures:
             continue  # the first exit of an attempt is the failure; other ranks die of it
-        exited = float(event["time"])
+        exited = event.time
         born, last_seen = spans.get(attempt, (exited, exited))
         died = _injected(events, attempt[0], born, exited) or exited
         stall = _stall(commits, attempt[0], min(last_seen, died), exited, usual)
         back = next((c for c in commits if _is_return(c, attempt)), None)
         heal = None
         if back is not None:
-            before = [h for h in healed if (h.replica, h.attempt) == attempt_of(back) and h.time <= back["time"]]
+            before = [h for h in healed if (h.replica, h.attempt) == attempt_of(back) and h.time <= back.time]
             heal = before[-1] if before else None
-        rejoin = None if back is None else max(0.0, back["time"] - died)
+        rejoin = None if back is None else max(0.0, back.time - died)
         failures[attempt] = Failure(*attempt, died, cause, stall, rejoin, heal)
     return list(failures.values())
 
@@ -165,32 +147,22 @@ def find_drains(events: Sequence[Event]) -> list[Drain]:
     usual = median_seconds(commits)
     drains: dict[Attempt, Drain] = {}
     for event in events:
-        attempt = attempt_of(event)
-        if event["event"] == "drained" and attempt is not None and attempt not in drains:
-            left = float(event["time"])
-            stall = _stall(commits, attempt[0], left, left, usual)
-            drains[attempt] = Drain(*attempt, left, event.get("in_order") is not False, stall)
+        if isinstance(event, Drained) and (event.replica, event.attempt) not in drains:
+            attempt, left = (event.replica, event.attempt), event.time
+            stall = _stall(commits, event.replica, left, left, usual)
+            drains[attempt] = Drain(*attempt, left, event.in_order, stall)
     return list(drains.values())
 
 
-def median_seconds(commits: Iterable[Event]) -> float | None:
+def median_seconds(commits: Iterable[StepCommitted]) -> float | None:
     """Return the median duration of a step, or None without any."""
-    seconds = [value for value in (number(event, "seconds") for event in commits) if value is not None]
+    seconds = [commit.seconds for commit in commits]
     return median(seconds) if seconds else None
 
 
-def _cause(event: Event) -> str | None:
+def cause_of(event: WorkerExited) -> str | None:
     """Return what ended a worker, or None where it ended well."""
-    ended_by = event.get("signal")
-    code = event.get("code")
-    if not ended_by and isinstance(code, int) and code < 0:
-        ended_by = -code  # how Python's subprocess reports a signal
-    if ended_by:
-        try:
-            return signal.Signals(ended_by).name
-        except ValueError:  # a name already, or a number that this platform has no name for
-            return ended_by if isinstance(ended_by, str) else f"signal {ended_by}"
-    return None if code in (None, 0) else f"exit code {code}"
+    return event.signal or (f"exit code {event.code}" if event.code else None)
 
 
 def _signs_of_life(events: Iterable[Event]) -> dict[Attempt, tuple[float, float]]:
@@ -200,11 +172,10 @@ def _signs_of_life(events: Iterable[Event]) -> dict[Attempt, tuple[float, float]
     last: dict[Attempt, dict[int, float]] = defaultdict(dict)
     for event in events:
         attempt = attempt_of(event)
-        # What a supervisor writes about a rank is no sign of life of it.
-        if attempt is None or number(event, "rank") is None or event["event"] in SUPERVISOR_EVENTS:
+        if attempt is None or not is_of_worker(event):
             continue
-        first.setdefault(attempt, event["time"])
-        last[attempt][integer(event, "rank")] = event["time"]
+        first.setdefault(attempt, event.time)
+        last[attempt][event.rank or 0] = event.time
     return {attempt: (first[attempt], min(times.values())) for attempt, times in last.items()}
 
 
@@ -214,14 +185,16 @@ def _injected(events: Iterable[Event], replica: int, born: float, exited: float)
     A supervisor notes a death only after it has stopped the other ranks, which may take seconds.
     """
     times = [
-        event["time"]
+        event.time
         for event in events
-        if event["event"] == "fault_injected" and replica in targets(event) and born <= event["time"] <= exited
+        if isinstance(event, FaultInjected) and replica == event.target.replica and born <= event.time <= exited
     ]
     return max(times, default=None)
 
 
-def _stall(commits: Iterable[Event], failed: int, start: float, exited: float, usual: float | None) -> float | None:
+def _stall(
+    commits: Iterable[StepCommitted], failed: int, start: float, exited: float, usual: float | None
+) -> float | None:
     """Return the longest time between two commits of a survivor around a failure, less a usual step.
 
     The supervisor may note a death long after the survivors went on. So each gap counts that touches the time between
@@ -229,9 +202,8 @@ def _stall(commits: Iterable[Event], failed: int, start: float, exited: float, u
     """
     times: dict[Attempt, list[float]] = defaultdict(list)
     for event in commits:
-        attempt = attempt_of(event)
-        if attempt is not None and attempt[0] != failed:
-            times[attempt].append(event["time"])
+        if event.replica != failed:
+            times[event.replica, event.attempt].append(event.time)
     gaps = [
         after - before
         for moments in times.values()
@@ -241,7 +213,6 @@ def _stall(commits: Iterable[Event], failed: int, start: float, exited: float, u
     return max(0.0, max(gaps) - (usual or 0.0)) if gaps else None
 
 
-def _is_return(commit: Event, failed: Attempt) -> bool:
+def _is_return(commit: StepCommitted, failed: Attempt) -> bool:
     """Tell whether a commit is one to which a later attempt of the failed group contributed."""
-    attempt = attempt_of(commit)
-    return attempt is not None and attempt[0] == failed[0] and attempt[1] > failed[1] and contributed(commit)
+    return commit.replica == failed[0] and commit.attempt > failed[1] and contributed(commit)

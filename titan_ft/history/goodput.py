@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
-from titan_ft.history.events import Event
-from titan_ft.history.failures import contributed, integer
+from titan_ft.history.failures import contributed
 from titan_ft.history.job_facts import JobFacts
-from titan_ft.history.lives import Moment
 from titan_ft.history.stalls import Stall, find_stalls, stalls
 from titan_ft.history.timeline import STATES, Timeline, fold_time
+from titan_ft.run.events import Event, ExchangeFailed, StepCommitted, Waiting
 
 __all__ = ["Goodput", "Stall", "format_goodput", "goodput", "stalls"]
 
@@ -90,10 +89,10 @@ def goodput(events: Iterable[Event]) -> Goodput:
         assert sum(totals.values()) == line.wall_us, f"the time of group {replica} does not add up"
     result.job_us = dict(sum((Counter(states) for states in result.groups_us.values()), Counter()))
     assert sum(result.job_us.values()) == result.group_us, "the job's time does not add up"
-    steps: dict[int, Moment] = {}
+    steps: dict[int, tuple[int, StepCommitted]] = {}
     for time, event in job.commits:
-        if event.get("lineage") not in job.void:
-            steps.setdefault(integer(event, "step"), (time, event))
+        if event.lineage not in job.void:
+            steps.setdefault(event.step, (time, event))
     usual = job.usual_step_us()
     result.usual_step_seconds = usual / 1e6 if usual else None
     result.effective_training_time, result.effective_training_time_in_training = effective_training_time(
@@ -104,7 +103,7 @@ def goodput(events: Iterable[Event]) -> Goodput:
     result.forward_passes, result.wasted = _count_passes(job, line)
     if line.wall_us:
         result.steps_per_hour = len(steps) * 3600e6 / line.wall_us
-        result.tokens_per_second = sum(integer(event, "tokens") for _, event in steps.values()) * 1e6 / line.wall_us
+        result.tokens_per_second = sum(event.tokens for _, event in steps.values()) * 1e6 / line.wall_us
     found = find_stalls(job)
     known = [stall.stall_seconds for stall in found if stall.stall_seconds is not None]
     result.num_failures = len(found)
@@ -113,7 +112,7 @@ def goodput(events: Iterable[Event]) -> Goodput:
 
 
 def effective_training_time(
-    steps: Mapping[int, Moment], usual_us: int, line: Timeline
+    steps: Mapping[int, tuple[int, StepCommitted]], usual_us: int, line: Timeline
 ) -> tuple[float | None, float | None]:
     """Return the effective training time as a share of the whole time, and of the time between first and last step.
 
@@ -135,8 +134,7 @@ def effective_training_time(
         return None, None
     effective, before = 0.0, line.begin_us
     for _, (time, event) in sorted(steps.items()):
-        slots = event.get("participants")
-        share = len(slots) / len(line.groups) if isinstance(slots, list) else 0.0
+        share = len(event.participants) / len(line.groups)
         effective += min(max(0, time - before), usual_us) * min(1.0, share)
         before = time
     times = [time for time, _ in steps.values()]
@@ -162,17 +160,16 @@ def count_exchanges(job: JobFacts) -> tuple[int, int]:
     waited: set[tuple[int, int]] = set()
     broken: dict[int, int] = {}  # step -> exchanges that groups made for it which did not commit it
     for _, event in job.moments:
-        if event["event"] not in ("exchange_failed", "waiting", "step_committed") or integer(event, "rank") != 0:
+        if not isinstance(event, ExchangeFailed | Waiting | StepCommitted) or event.rank != 0:
             continue
-        key = integer(event, "replica", -1), integer(event, "step") + 1
-        if event["event"] == "exchange_failed":
-            failed[key] += 1
-        elif event["event"] == "waiting":
-            waited.add(key)
+        if isinstance(event, ExchangeFailed):
+            failed[event.replica, event.step + 1] += 1
+        elif isinstance(event, Waiting):
+            waited.add((event.replica, event.step + 1))
         else:
-            key = key[0], integer(event, "step")
-            fails, state = failed.pop(key, 0), (key[1], str(event.get("lineage")))
-            count = fails + 2 if key in waited else max(integer(event, "exchanges", 1), fails + 1)
+            key, state = (event.replica, event.step), (event.step, event.lineage)
+            fails = failed.pop(key, 0)
+            count = fails + 2 if key in waited else max(event.exchanges, fails + 1)
             waited.discard(key)
             made[state] = max(made.get(state, 1), count)
     for (_, step), fails in failed.items():
@@ -190,7 +187,7 @@ def count_steps(job: JobFacts, line: Timeline) -> tuple[int, int]:
     A step that a group computed does not count when it died or healed before it had committed it (unless the others
     committed it with its gradient), when its gradient was left out, or when the state that it made was thrown away.
     """
-    begun = [event for _, event in job.commits if integer(event, "forward_passes", 1) > 0]
+    begun = [event for _, event in job.commits if event.forward_passes > 0]
     kept = sum(_counts(event, job.void) for event in begun) + sum(one.kept for one in line.unfinished)
     return len(begun) + len(line.unfinished), kept
 
@@ -199,10 +196,10 @@ def _count_passes(job: JobFacts, line: Timeline) -> tuple[int, dict[str, int]]:
     """Return the forward passes of all groups, and those that were for nothing by reason."""
     passes, wasted = 0, Counter[str]()
     for _, event in job.commits:
-        count = integer(event, "forward_passes")
+        count = event.forward_passes
         passes += count
         if not _counts(event, job.void):
-            void = event.get("lineage") in job.void
+            void = event.lineage in job.void
             wasted["the state was thrown away" if void else "the gradient was left out"] += count
     for one in line.unfinished:
         passes += one.forward_passes
@@ -211,9 +208,9 @@ def _count_passes(job: JobFacts, line: Timeline) -> tuple[int, dict[str, int]]:
     return passes, {reason: count for reason, count in wasted.items() if count}
 
 
-def _counts(commit: Event, void: set[str]) -> bool:
+def _counts(commit: StepCommitted, void: set[str]) -> bool:
     """Say whether what a group computed for a step is in the job's state."""
-    return commit.get("lineage") not in void and contributed(commit)
+    return commit.lineage not in void and contributed(commit)
 
 
 def format_goodput(goodput: Goodput) -> str:

@@ -6,16 +6,26 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.events import Event
-from titan_ft.history.failures import contributed, integer, number
+from titan_ft.history.failures import contributed
 from titan_ft.history.intervals import STATES, Interval, Strip
 from titan_ft.history.job_facts import JobFacts
-from titan_ft.history.lives import DEADLOCKS, STOPS, Life, Moment
+from titan_ft.history.lives import DEADLOCKS, STOPS, Life
+from titan_ft.run.events import (
+    Drained,
+    ExchangeFailed,
+    HealFinished,
+    HealStarted,
+    Joined,
+    RolledBack,
+    StepCommitted,
+    TrainingFinished,
+    Waiting,
+)
 
+_Pending = Joined | ExchangeFailed | Waiting
 _AWAY = {"start", "restart", "idle", "unknown"}
 
 
@@ -39,16 +49,16 @@ class GroupFold:
         self._job, self._replica, self._lives = job, replica, job.lives.get(replica, [])
         self._strip = Strip(job.begin, job.end)
         self.unfinished: list[Unfinished] = []
-        commits = [e for life in self._lives for _, e in life.moments if e["event"] == "step_committed"]
-        self._own_steps = {integer(event, "step") for event in commits}
+        commits = [event for life in self._lives for _, event in life.moments if isinstance(event, StepCommitted)]
+        self._own_steps = {event.step for event in commits}
         parts = [_parts(event) for event in commits]
         self._usual_compute = round(median(part[0] for part in parts)) if parts else 0
         self._usual_exchange = round(median(part[1] for part in parts)) if parts else 0
-        self._passes = max((integer(event, "forward_passes") for event in commits[-1:]), default=0)
+        self._passes = max((event.forward_passes for event in commits[-1:]), default=0)
         self._step = 0  # that the group holds
         self._begun = False  # whether the attempt has committed or begun to heal
-        self._heal: Moment | None = None  # the begin of the one under way
-        self._pending: list[Moment] = []  # of the step under way
+        self._heal: int | None = None  # when the one under way began
+        self._pending: list[tuple[int, _Pending]] = []  # of the step under way
 
     def run(self) -> tuple[Interval, ...]:
         strip, cause = self._strip, ""
@@ -73,52 +83,55 @@ class GroupFold:
 
     def _prepare(self, life: Life, state: str, cause: str) -> None:
         """Fill the time until the process asks for its first quorum."""
-        words = ("joined", "step_committed", "heal_started", "training_finished")
-        ready = next((moment for moment in life.moments if moment[1]["event"] in words), None)
-        if ready is None:
-            until = life.last_us if life.died_us is None else life.died_us
-        else:
-            until = ready[0]
-            if ready[1]["event"] == "joined":
-                until -= _us(ready[1], "quorum_seconds") + _us(ready[1], "rebuild_seconds")
-            elif ready[1]["event"] == "step_committed":
-                until -= sum(_parts(ready[1]))
+        until = life.last_us if life.died_us is None else life.died_us
+        for time, event in life.moments:
+            if isinstance(event, Joined | StepCommitted | HealStarted | TrainingFinished):
+                until = time
+                if isinstance(event, Joined):
+                    until -= _us(event.quorum_seconds) + _us(event.rebuild_seconds)
+                elif isinstance(event, StepCommitted):
+                    until -= sum(_parts(event))
+                break
         self._strip.fill(until, state, cause)
 
     def _live(self, life: Life) -> bool:
         """Walk through rank 0's events; returns whether the attempt has still to be ended."""
         died, strip = life.died_us, self._strip
         for time, event in life.moments:
-            name = event["event"]
-            if died is not None and time > died and name != "training_finished":
+            if died is not None and time > died and not isinstance(event, TrainingFinished):
                 continue
-            if name in ("joined", "exchange_failed", "waiting"):
-                self._pending.append((time, event))
-            elif name == "step_committed":
-                self._commit(time, event)
-            elif name == "heal_started":
-                self._begin_heal(time, event)
-            elif name == "heal_finished" and self._heal is not None:
-                self._end_heal(time, event)
-            elif name == "rolled_back" and self._heal is not None:
-                strip.fill(time, "heal", "went back: nobody holds the state")
-                self._heal = None
-            elif name == "drained":
-                if event.get("in_order") is False:
-                    self._break_off(time, "drained")
-                strip.fill(time, "overhead")
-                return False
-            elif name == "training_finished":
-                strip.fill(time, "idle", "waits for the others to finish")
-                return False
+            match event:
+                case Joined() | ExchangeFailed() | Waiting():
+                    self._pending.append((time, event))
+                case StepCommitted():
+                    self._commit(time, event)
+                case HealStarted():
+                    self._begin_heal(time)
+                case HealFinished() if self._heal is not None:
+                    self._end_heal(time, event, begun=self._heal)
+                case RolledBack() if self._heal is not None:
+                    strip.fill(time, "heal", "went back: nobody holds the state")
+                    self._heal = None
+                case Drained():
+                    if not event.in_order:
+                        self._break_off(time, "drained")
+                    strip.fill(time, "overhead")
+                    return False
+                case TrainingFinished():
+                    strip.fill(time, "idle", "waits for the others to finish")
+                    return False
         return True
 
-    def _commit(self, time: int, event: Event) -> None:
+    def _commit(self, time: int, event: StepCommitted) -> None:
         """Fill the time of a step: what was before it, computing, the exchange, and the update."""
         strip, begun = self._strip, self._begun
         compute, exchange, update = _parts(event)
         gap = max(0, time - strip.cursor)
-        breaks = [at - _us(e, "seconds") for at, e in self._pending if e["event"] in ("exchange_failed", "waiting")]
+        breaks = [
+            at - (_us(each.seconds) if isinstance(each, ExchangeFailed) else 0)
+            for at, each in self._pending
+            if not isinstance(each, Joined)
+        ]
         if not begun:  # the first step's exchange counts from the first meeting on
             exchange = min(exchange, max(self._usual_exchange, time - update - min(breaks, default=time)))
         update = min(update, gap)
@@ -131,10 +144,10 @@ class GroupFold:
         done = min(compute + update, head + tail)
         applying = min(tail, max(update, done - head))
         computing = min(head, done - applying)
-        void = event.get("lineage") in self._job.void
+        void = event.lineage in self._job.void
         counts = not void and (contributed(event) or _trained(event))
         why = "" if counts else "the step is void" if void else "its gradient did not count"
-        before = "overhead" if number(event, "seconds") is not None else "unknown"
+        before = "overhead"
         if self._heal is not None or not begun:
             before = "wait_for_groups" if not begun else "heal"  # the heal's end is not told
         strip.fill(strip.cursor + head - computing, before, "" if begun else "first meeting")
@@ -143,33 +156,28 @@ class GroupFold:
         self._paint_exchange(strip.cursor)
         strip.fill(strip.cursor + applying, "wasted" if void else "productive", "the step is void" if void else "")
         strip.fill(time, "overhead")
-        self._begun, self._heal, self._step = True, None, integer(event, "step")
-        self._passes = integer(event, "forward_passes", self._passes)
+        self._begun, self._heal, self._step = True, None, event.step
+        self._passes = event.forward_passes
 
     def _paint_exchange(self, until: int) -> None:
         """Say of what the wait in the exchange until `until` consisted."""
-        paint, waiting, failed = self._strip.paint, {"exchange_wait", "unknown"}, None
+        paint, waiting = self._strip.paint, {"exchange_wait", "unknown"}
         for time, event in self._pending:
-            if event["event"] == "exchange_failed":
-                start = self._job.last_fault(time - _us(event, "seconds"), time)
-                paint(start, time, "detection", waiting, str(event.get("error", ""))[:80])
+            if isinstance(event, ExchangeFailed):
+                start = self._job.last_fault(time - _us(event.seconds), time)
+                paint(start, time, "detection", waiting, event.error[:80])
         for time, event in self._pending:
-            if event["event"] == "exchange_failed":
-                failed = time
-            elif event["event"] == "joined":
-                built = time - _us(event, "rebuild_seconds")
-                asked = built - _us(event, "quorum_seconds")
-                if number(event, "quorum_seconds") is None:  # an old history
-                    asked = built if failed is None else failed
-                slots = event.get("participants")
-                paint(asked, built, "quorum", {*waiting, "detection"})
-                paint(built, time, "rebuild", {*waiting, "detection", "quorum", "wait_for_groups"}, f"groups {slots}")
+            if isinstance(event, Joined):
+                built = time - _us(event.rebuild_seconds)
+                over = {*waiting, "detection"}
+                paint(built - _us(event.quorum_seconds), built, "quorum", over)
+                paint(built, time, "rebuild", {*over, "quorum", "wait_for_groups"}, f"groups {event.participants}")
         for time, event in self._pending:
-            if event["event"] == "waiting":
-                paint(time, until, "wait_for_groups", {*waiting, "quorum"}, str(event.get("reason", "")))
+            if isinstance(event, Waiting):
+                paint(time, until, "wait_for_groups", {*waiting, "quorum"}, event.reason)
         self._pending = []
 
-    def _begin_heal(self, time: int, event: Event) -> None:
+    def _begin_heal(self, time: int) -> None:
         if self._heal is not None:  # the next donor's turn
             self._strip.fill(time, "heal", "looks for another donor")
         elif self._begun:
@@ -177,18 +185,14 @@ class GroupFold:
         else:
             self._strip.fill(time, "exchange_wait", "joins the others' round")
             self._paint_exchange(time)
-        self._begun, self._heal = True, (time, event)
+        self._begun, self._heal = True, time
 
-    def _end_heal(self, time: int, event: Event) -> None:
-        """Fill the time of a heal: the fetch ends when the donors have served the state."""
-        assert self._heal is not None
-        start, step = self._heal[0], integer(event, "from_step", -1)
-        seconds = number(event, "fetch_seconds")
-        served = [at for at, which in self._job.served[self._replica] if which == step and start <= at <= time]
-        arrived = max(served, default=time) if seconds is None else start + round(seconds * 1e6)
-        self._strip.fill(min(arrived, time), "heal", f"from group {event.get('donor')}")
-        self._strip.fill(time, "replay", f"{integer(event, 'replayed')} updates")
-        self._heal, self._step = None, integer(event, "step", self._step)
+    def _end_heal(self, time: int, event: HealFinished, begun: int) -> None:
+        """Fill the time of a heal: the fetch, and the replay."""
+        arrived = begun + round(event.fetch_seconds * 1e6)
+        self._strip.fill(min(arrived, time), "heal", f"from group {event.donor}")
+        self._strip.fill(time, "replay", f"{event.replayed} updates")
+        self._heal, self._step = None, event.step
         self._pending = []
 
     def _break_off(self, until: int, reason: str) -> None:
@@ -236,13 +240,13 @@ class GroupFold:
     def _rest(self, life: Life) -> None:
         """Fill the time behind the last attempt."""
         strip, stopping = self._strip, self._job.stopping
-        ended = next((e["event"] for _, e in life.moments if e["event"] in ("training_finished", "drained")), None)
+        ended = next((e for _, e in life.moments if isinstance(e, TrainingFinished | Drained)), None)
         if life.gave_up_us is not None:
             strip.fill(life.gave_up_us, "restart", life.cause)
             strip.fill(strip.end, "idle", "gave up")
         elif ended is not None or (life.exit_us is not None and not life.failed):
-            words = {"training_finished": "finished", "drained": "drained"}
-            strip.fill(strip.end, "idle", words.get(ended or "", "stopped"))
+            how = "stopped" if ended is None else "drained" if isinstance(ended, Drained) else "finished"
+            strip.fill(strip.end, "idle", how)
         elif life.failed:  # a restart that was not seen to begin
             strip.fill(life.last_us if stopping is None else stopping, "restart", life.cause)
             if stopping is not None:
@@ -255,25 +259,16 @@ class GroupFold:
         return times[index] if index < len(times) else self._job.end
 
 
-def _us(event: Mapping[str, object], name: str) -> int:
-    """Return a field of seconds in microseconds; 0 where it is missing or negative."""
-    return max(0, round((number(event, name) or 0.0) * 1e6))
+def _us(seconds: float) -> int:
+    """Return seconds in microseconds; 0 where they are negative."""
+    return max(0, round(seconds * 1e6))
 
 
-def _parts(commit: Event) -> tuple[int, int, int]:
-    """Return the microseconds of a step that went into computing, the exchange and the update.
-
-    An old history does not tell the last from the first.
-    """
-    exchange, update = _us(commit, "exchange_seconds"), _us(commit, "apply_seconds")
-    if number(commit, "compute_seconds") is not None:
-        return _us(commit, "compute_seconds"), exchange, update
-    return max(0, _us(commit, "seconds") - exchange - update), exchange, update
+def _parts(commit: StepCommitted) -> tuple[int, int, int]:
+    """Return the microseconds of a step that went into computing, the exchange and the update."""
+    return _us(commit.compute_seconds), _us(commit.exchange_seconds), _us(commit.apply_seconds)
 
 
-def _trained(commit: Event) -> bool:
+def _trained(commit: StepCommitted) -> bool:
     """Say whether the group's own batch counts as trained: one without labels has no weight, and is."""
-    batches, data = commit.get("batches"), commit.get("data")
-    if not isinstance(batches, Mapping) or not isinstance(data, Mapping):
-        return False
-    return str(data.get("slot")) in {str(slot) for slot in batches}
+    return commit.data is not None and commit.data.slot in commit.batches

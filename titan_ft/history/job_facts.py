@@ -6,15 +6,23 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import TypeVar
 
-from titan_ft.history.events import Event
-from titan_ft.history.failures import integer, number
-from titan_ft.history.lives import Moment, read_faults, read_lives, read_moments
-from titan_ft.history.trajectory import RESTARTS, chain_to, final_states, read_states
+from titan_ft.history.lives import read_faults, read_lives, read_moments
+from titan_ft.history.trajectory import chain_to, final_states, read_states
+from titan_ft.run.events import (
+    Event,
+    LaunchFinished,
+    LaunchStarted,
+    LaunchStopping,
+    LighthouseRestarted,
+    StepCommitted,
+    WorkerStarted,
+)
 
-_OF_STATES = {"step_committed", "training_finished", *RESTARTS}
+E = TypeVar("E", bound=Event)
 
 
 class JobFacts:
@@ -30,56 +38,45 @@ class JobFacts:
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.moments = moments = read_moments(events)
-        named: dict[str, list[Moment]] = defaultdict(list)
-        for moment in moments:
-            named[moment[1]["event"]].append(moment)
-        self.named: Mapping[str, Sequence[Moment]] = named
-        starts, finishes, last = named["launch_started"], named["launch_finished"], moments[-1][0] if moments else 0
+        starts, finishes = self.of(LaunchStarted), self.of(LaunchFinished)
+        last = moments[-1][0] if moments else 0
         self.begin = starts[0][0] if starts else moments[0][0] if moments else 0
         closed = bool(finishes) and (not starts or finishes[-1][0] >= starts[-1][0])
         self.end = max(self.begin, finishes[-1][0] if closed else last)
-        self.stopping = named["launch_stopping"][-1][0] if named["launch_stopping"] else None
+        self.stopping = max((time for time, _ in self.of(LaunchStopping)), default=None)
         self.faults = read_faults(moments)
         self._fault_times = [fault.time_us for fault in self.faults]
         self.lives = read_lives(moments, self.faults)
-        launched = range(integer(starts[-1][1], "replicas")) if starts else range(0)
+        launched = range(starts[-1][1].replicas) if starts else range(0)
         self.replicas = sorted({*launched, *self.lives})
-        speaking = named["step_committed"]
-        self.commits = [(at, e) for at, e in speaking if number(e, "replica") is not None and integer(e, "rank") == 0]
+        self.commits = [(at, event) for at, event in self.of(StepCommitted) if event.rank == 0]
         self.void = self._find_void()
         self.first_commit = self.commits[0][0] if self.commits else last + 1
         self.makers: dict[int, set[int]] = defaultdict(set)
         for _, event in self.commits:
-            if event.get("lineage") not in self.void:
-                self.makers[integer(event, "step")].update(slot for slot in slots_of(event) if isinstance(slot, int))
-        self.served: dict[int, list[tuple[int, int]]] = defaultdict(list)  # joiner -> (time, step)
-        for time, event in named["state_served"]:
-            self.served[integer(event, "joiner", -1)].append((time, integer(event, "step", -1)))
-        self.outages = self._find_outages(named["lighthouse_restarted"])
-        self.hang_us: int | None = None
-        for _, event in named["worker_started"]:
-            config = event.get("config")
-            seconds = number(config, "hang_timeout_seconds") if isinstance(config, Mapping) else None
-            self.hang_us = self.hang_us if seconds is None else round(seconds * 1e6)
+            if event.lineage not in self.void:
+                self.makers[event.step].update(event.participants)
+        self.outages = self._find_outages(self.of(LighthouseRestarted))
+        configs = [started.config for _, started in self.of(WorkerStarted) if started.config is not None]
+        self.hang_us = round(configs[-1].hang_timeout_seconds * 1e6) if configs else None
+
+    def of(self, kind: type[E]) -> list[tuple[int, E]]:
+        """Return the events of a kind, each with its Unix microseconds."""
+        return [(time, event) for time, event in self.moments if isinstance(event, kind)]
 
     def _find_void(self) -> set[str]:
         """Return the lineages off the job's trajectory; below a cut of the history nobody can tell."""
-        told = ("event", "time", "replica", "step", "lineage", "parent")  # the rest is the audit's, and costs time
-        history = [
-            {name: event[name] for name in told if name in event}
-            for _, event in self.moments
-            if event["event"] in _OF_STATES
-        ]
-        states = read_states(history, [], [])
+        history = [event for _, event in self.moments]
+        states = read_states(history, [])
         if not states:
             return set()
         chain = chain_to(states, final_states(states, history, [])[0])
         kept = {state.lineage for state in chain}
         return {state.lineage for state in states.values() if state.step >= chain[0].step} - kept
 
-    def _find_outages(self, restarts: Sequence[Moment]) -> list[tuple[int, int]]:
+    def _find_outages(self, restarts: Sequence[tuple[int, LighthouseRestarted]]) -> list[tuple[int, int]]:
         """Return the times without a lighthouse."""
-        outages = [(time - round((number(event, "seconds") or 0.0) * 1e6), time) for time, event in restarts]
+        outages = [(time - round(event.seconds * 1e6), time) for time, event in restarts]
         for fault in self.faults:
             if fault.lighthouse:
                 back = fault.undone_us or next((time for time, _ in restarts if time >= fault.time_us), self.end)
@@ -98,19 +95,13 @@ class JobFacts:
         """
         first: dict[int, int] = {}
         calm: dict[int, bool] = {}
-        most = max((len(slots_of(event)) for _, event in self.commits), default=0)
+        most = max((len(event.participants) for _, event in self.commits), default=0)
         for time, event in self.commits:
-            if event.get("lineage") not in self.void:
-                step = integer(event, "step")
+            if event.lineage not in self.void:
+                step = event.step
                 first.setdefault(step, time)
-                alike = len(slots_of(event)) == most and event.get("exchanges", 1) == 1
+                alike = len(event.participants) == most and event.exchanges == 1
                 calm[step] = calm.get(step, True) and alike
         gaps = {step: time - first[step - 1] for step, time in first.items() if time > first.get(step - 1, time)}
         quiet = [gap for step, gap in gaps.items() if calm[step] and calm[step - 1]]
         return round(median(quiet or gaps.values())) if gaps else 0
-
-
-def slots_of(commit: Event) -> list[object]:
-    """Return the groups that contributed to a step; none where that is not told."""
-    slots = commit.get("participants")
-    return slots if isinstance(slots, list) else []

@@ -9,14 +9,24 @@ fault for its moment (a supervisor notes a death only afterwards).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from titan_ft.history.events import Event
-from titan_ft.history.failures import attempt_of, integer, number
+from titan_ft.history.failures import attempt_of, cause_of, is_of_worker
+from titan_ft.run.events import (
+    Event,
+    FaultInjected,
+    FaultUndone,
+    HealFinished,
+    Hung,
+    LaunchStarted,
+    ReplicaGaveUp,
+    StepCommitted,
+    Target,
+    WorkerExited,
+    WorkerStarted,
+)
 
-SUPERVISOR_EVENTS = ("worker_exited", "replica_restarted", "replica_gave_up", "spare_took_over")
 STOPS = ("stop_rank", "stop_group")
 DEADLOCKS = ("deadlock",)
 _DEADLY = ("segfault", "out_of_memory", "exception")
@@ -77,7 +87,7 @@ class Life:
         """Return when it ended: at the fault that ended it, if one is known, else when that was noticed."""
         if self.exit_us is None or self.fault is None or not self.fault.deadly:
             return self.exit_us
-        spoke = [time for time, event in self.moments if event["event"] in ("step_committed", "heal_finished")]
+        spoke = [time for time, event in self.moments if isinstance(event, StepCommitted | HealFinished)]
         return max([self.fault.time_us, *spoke[-1:]])
 
 
@@ -87,54 +97,41 @@ def read_moments(events: Iterable[Event]) -> list[Moment]:
     Wall clocks may be set while a run goes on. Where all events are of one host its monotonic clock tells how much
     time really passed.
     """
-    history = sorted(events, key=lambda event: event["time"])
-    hosts = {event.get("host") for event in history if event["event"] == "worker_started"}
-    launches = sum(event["event"] == "launch_started" for event in history)
-    ticks = [number(event, "mono") for event in history]
-    known = [(event["time"] - tick, event) for event, tick in zip(history, ticks, strict=True) if tick is not None]
-    steady = not known or max(known, key=lambda pair: pair[0])[0] - min(known, key=lambda pair: pair[0])[0] < 0.1
-    if steady or len(known) < len(history) or len(hosts) != 1 or None in hosts or launches > 1:
-        return [(round(event["time"] * 1e6), event) for event in history]
-    offset, _ = min(known, key=lambda pair: float(pair[1]["mono"]))
-    moments = [(round((event["mono"] + offset) * 1e6), event) for event in history]
+    history = sorted(events, key=lambda event: event.time)
+    hosts = {event.host for event in history if isinstance(event, WorkerStarted)}
+    launches = sum(isinstance(event, LaunchStarted) for event in history)
+    offsets = [event.time - event.mono for event in history]
+    steady = not offsets or max(offsets) - min(offsets) < 0.1
+    if steady or len(hosts) != 1 or launches > 1:
+        return [(round(event.time * 1e6), event) for event in history]
+    first = min(history, key=lambda event: event.mono)
+    offset = first.time - first.mono
+    moments = [(round((event.mono + offset) * 1e6), event) for event in history]
     return sorted(moments, key=lambda moment: moment[0])
 
 
 def read_faults(moments: Sequence[Moment]) -> list[Fault]:
     """Return the injected faults, in order of time."""
-    undone: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    undone: dict[tuple[str, int | None, Target], list[int]] = defaultdict(list)
     for time, event in moments:
-        if event["event"] == "fault_undone":
-            for target in _targets(event):
-                undone[(event.get("fault"), event.get("shot"), *target)].append(time)
+        if isinstance(event, FaultUndone):
+            undone[event.fault, event.shot, event.target].append(time)
     faults = []
     for time, event in moments:
-        if event["event"] != "fault_injected":
-            continue
-        params = event.get("params")
-        seconds = number(params, "seconds") if isinstance(params, Mapping) else None
-        shot = None if number(event, "shot") is None else integer(event, "shot")
-        for target in _targets(event):
-            ends = undone.get((event.get("fault"), event.get("shot"), *target), [])
+        if isinstance(event, FaultInjected):
+            ends = undone.get((event.fault, event.shot, event.target), [])
             end = next((end for end in ends if end >= time), None)
-            if end is None and seconds is not None:
+            if end is None and (seconds := seconds_of(event)):
                 end = time + round(seconds * 1e6)
-            faults.append(Fault(time, str(event.get("fault")), *target, shot, end))
+            target = event.target
+            faults.append(Fault(time, event.fault, target.replica, target.rank, target.lighthouse, event.shot, end))
     return faults
 
 
-def _targets(event: Event) -> list[tuple[int | None, int | None, bool]]:
-    """Return replica, rank and whether it is the lighthouse, of each target; a bare number is a replica."""
-    found: list[tuple[int | None, int | None, bool]] = []
-    target = event.get("target")
-    for each in target if isinstance(target, list) else [target]:
-        if isinstance(each, Mapping):
-            replica, rank = number(each, "replica"), number(each, "rank")
-            lighthouse = bool(each.get("lighthouse"))
-        else:
-            replica, rank, lighthouse = number({"replica": each}, "replica"), None, False
-        found.append((None if replica is None else int(replica), None if rank is None else int(rank), lighthouse))
-    return found
+def seconds_of(fault: FaultInjected) -> float:
+    """Return how long a fault lasts by its parameters; 0 where they do not tell."""
+    seconds = (fault.params or {}).get("seconds", 0.0)
+    return seconds if isinstance(seconds, int | float) else 0.0
 
 
 def read_lives(moments: Sequence[Moment], faults: Sequence[Fault]) -> dict[int, list[Life]]:
@@ -148,15 +145,15 @@ def read_lives(moments: Sequence[Moment], faults: Sequence[Fault]) -> dict[int, 
             lives[key] = Life(*key, begin_us=time)
         life = lives[key]
         life.last_us = time
-        name = event["event"]
-        if name == "worker_exited":
-            _note_exit(life, time, event)
-        elif name == "replica_gave_up":
-            life.gave_up_us = time
-        elif name == "hung":
-            life.hung_us = life.hung_us or time
-        elif name not in SUPERVISOR_EVENTS and integer(event, "rank") == 0:
-            life.moments.append((time, event))
+        match event:
+            case WorkerExited():
+                _note_exit(life, time, event)
+            case ReplicaGaveUp():
+                life.gave_up_us = time
+            case Hung():
+                life.hung_us = life.hung_us or time
+            case _ if is_of_worker(event) and event.rank == 0:
+                life.moments.append((time, event))
     groups: dict[int, list[Life]] = defaultdict(list)
     for life in sorted(lives.values(), key=lambda life: life.attempt):
         before = groups[life.replica][-1].exit_us if groups[life.replica] else None
@@ -165,14 +162,13 @@ def read_lives(moments: Sequence[Moment], faults: Sequence[Fault]) -> dict[int, 
     return dict(groups)
 
 
-def _note_exit(life: Life, time: int, event: Event) -> None:
+def _note_exit(life: Life, time: int, event: WorkerExited) -> None:
     life.exit_us = time if life.exit_us is None else life.exit_us
-    by_signal, code = event.get("signal"), event.get("code")
-    if event.get("stopped"):
+    cause = cause_of(event)
+    if event.stopped:
         life.stopped = life.stopped or not life.failed
-    elif (by_signal or code not in (None, 0)) and not life.failed:
-        life.failed, life.stopped = True, False
-        life.cause = str(by_signal) if by_signal else f"exit code {code}"
+    elif cause is not None and not life.failed:
+        life.failed, life.stopped, life.cause = True, False, cause
 
 
 def _find_fault(life: Life, faults: Sequence[Fault], since: int) -> None:
@@ -180,7 +176,7 @@ def _find_fault(life: Life, faults: Sequence[Fault], since: int) -> None:
     if not life.failed or life.exit_us is None:
         return
     hits = [f for f in faults if f.replica == life.replica and since <= f.time_us <= (life.exit_us or 0)]
-    commits = [time for time, event in life.moments if event["event"] == "step_committed"]
+    commits = [time for time, event in life.moments if isinstance(event, StepCommitted)]
     last = commits[-1] if commits else 0
     fatal = [f for f in hits if f.deadly] or [f for f in hits if (f.undone_us or f.time_us) >= last]
     if fatal:

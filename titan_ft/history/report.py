@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from titan_ft.history import report_page, report_plots
 from titan_ft.history.check import check
-from titan_ft.history.events import Event
 from titan_ft.history.goodput import Goodput, goodput
 from titan_ft.history.lives import read_moments
 from titan_ft.history.report_canvas import Drawing
@@ -27,6 +28,7 @@ from titan_ft.history.report_facts import (
 )
 from titan_ft.history.summary import summarize
 from titan_ft.history.timeline import timeline
+from titan_ft.run.events import Event
 
 
 def write_report(events: Iterable[Event], folder: Path, against: Sequence[Event] | None = None) -> Path:
@@ -64,7 +66,7 @@ def gather(events: Iterable[Event], against: Sequence[Event] | None = None) -> R
     line = timeline(events)
     begin = line.begin_us / 1e6
     # As the timeline has them, whatever was done to the wall clocks.
-    history: list[Event] = [event | {"time": moment / 1e6} for moment, event in read_moments(events)]
+    history: list[Event] = [msgspec.structs.replace(event, time=moment / 1e6) for moment, event in read_moments(events)]
     return RunReport(
         summary=summarize(events),
         goodput=goodput(events),

@@ -6,37 +6,62 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titan_ft.history.check import Report
 from titan_ft.history.checks.judgement import Offence
-from titan_ft.history.events import Event
-from titan_ft.history.failures import group_commits, integer, number
+from titan_ft.history.failures import group_commits
 from titan_ft.history.goodput import Goodput
 from titan_ft.history.stalls import Stall, stalls
 from titan_ft.history.summary import RunSummary
+from titan_ft.run.events import (
+    ChaosStarted,
+    CheckpointFailed,
+    DataReset,
+    DigestMismatch,
+    Event,
+    FaultInjected,
+    FaultSkipped,
+    ForeignMember,
+    GradientExcluded,
+    HealFailed,
+    Hung,
+    LaunchFinished,
+    LaunchStarted,
+    LaunchStopping,
+    LighthouseRestarted,
+    RankSilent,
+    ReplicaGaveUp,
+    RolledBack,
+    SpareTookOver,
+    StartedAnew,
+    StepCommitted,
+    Straggler,
+    Target,
+    Waiting,
+)
 
 # Events that a reader should know of, and the fields that say why.
-NOTABLE: dict[str, tuple[str, ...]] = {
-    "fault_skipped": ("fault", "reason"),
-    "heal_failed": ("donor", "error"),
-    "digest_mismatch": ("step", "minority"),
-    "gradient_excluded": ("step", "slots"),
-    "straggler": ("slot", "factor"),
-    "hung": ("step",),
-    "rank_silent": ("ranks", "hosts"),
-    "foreign_member": (),
-    "rolled_back": ("step", "lost"),
-    "started_anew": ("reason",),
-    "data_reset": ("reason",),
-    "checkpoint_failed": ("step", "error", "reason"),
-    "replica_gave_up": ("reason",),
-    "spare_took_over": (),
-    "lighthouse_restarted": ("reason",),
-    "waiting": ("reason",),
-    "launch_stopping": ("reason",),
+NOTABLE: dict[type[Event], tuple[str, ...]] = {
+    FaultSkipped: ("fault", "reason"),
+    HealFailed: ("donor", "error"),
+    DigestMismatch: ("step", "minority"),
+    GradientExcluded: ("step", "slots"),
+    Straggler: ("slot", "factor"),
+    Hung: ("step",),
+    RankSilent: ("ranks", "hosts"),
+    ForeignMember: (),
+    RolledBack: ("step", "lost"),
+    StartedAnew: (),
+    DataReset: ("reason",),
+    CheckpointFailed: ("step", "error"),
+    ReplicaGaveUp: ("reason",),
+    SpareTookOver: (),
+    LighthouseRestarted: ("reason",),
+    Waiting: ("reason",),
+    LaunchStopping: ("reason",),
 }
 
 
@@ -127,31 +152,28 @@ class RunReport:
 def fold_commits(history: Sequence[Event], begin: float) -> Commits:
     """Fold the commits of a history that is sorted by time."""
     commits = group_commits(history)
-    best: dict[int, Event] = {}
+    best: dict[int, StepCommitted] = {}
     for event in commits:
-        step = integer(event, "step")
-        known = best.get(step)
-        again = known is not None and event.get("lineage") != known.get("lineage")  # the job went back
-        if known is None or again or integer(event, "replica") < integer(known, "replica"):
-            best[step] = event
-    steps = sorted(best)
-    counted = [(event["time"] - begin, event["participants"]) for event in best.values() if "participants" in event]
+        known = best.get(event.step)
+        again = known is not None and event.lineage != known.lineage  # the job went back
+        if known is None or again or event.replica < known.replica:
+            best[event.step] = event
     return Commits(
-        losses=[(step, number(best[step], "loss")) for step in steps if "loss" in best[step]],
-        participants=sorted((time, len(slots)) for time, slots in counted if isinstance(slots, list)),
-        step_seconds=[seconds for event in commits if (seconds := number(event, "seconds")) is not None],
-        tokens=sum(integer(best[step], "tokens") for step in steps),
+        losses=[(step, best[step].loss) for step in sorted(best)],
+        participants=sorted((event.time - begin, len(event.participants)) for event in best.values()),
+        step_seconds=[event.seconds for event in commits],
+        tokens=sum(event.tokens for event in best.values()),
     )
 
 
 def find_faults(history: Sequence[Event], begin: float) -> list[Fault]:
     """Return the faults and the failures of a history that is sorted by time."""
     commits = group_commits(history)
-    times = [event["time"] for event in commits]
+    times = [event.time for event in commits]
     faults = []
     for cost in stalls(history):
         after = bisect_left(times, cost.time)
-        step = integer(commits[after], "step") if after < len(commits) else None
+        step = commits[after].step if after < len(commits) else None
         faults.append(Fault(cost.time - begin, _name_groups(cost), step, cost))
     return faults
 
@@ -163,14 +185,11 @@ def _name_groups(cost: Stall) -> str:
     return groups if cost.rank is None else f"{groups}, rank {cost.rank}"
 
 
-def name_target(target: object) -> str:
+def name_target(target: Target) -> str:
     """Return the target of a skipped fault in words."""
-    if isinstance(target, Mapping):
-        if target.get("lighthouse"):
-            return "lighthouse"
-        rank = target.get("rank")
-        return f"group {target.get('replica')}" + ("" if rank is None else f", rank {rank}")
-    return f"group {target}"
+    if target.lighthouse:
+        return "lighthouse"
+    return f"group {target.replica}" + ("" if target.rank is None else f", rank {target.rank}")
 
 
 def count_kinds(kinds: Iterable[str]) -> list[tuple[str, int]]:
@@ -203,12 +222,14 @@ def find_notes(history: Iterable[Event], begin: float) -> list[Note]:
     """Return what else a reader should know; the same words again in a row are counted."""
     notes: list[Note] = []
     for event in history:
-        fields = NOTABLE.get(event["event"])
-        if fields is None or integer(event, "rank"):  # rank 0 speaks for its group
+        fields = NOTABLE.get(type(event))
+        if fields is None or event.rank:  # rank 0 speaks for its group
             continue
-        details = [_say(name, event[name]) for name in fields if event.get(name) is not None]
-        where = name_target(event["target"]) if event.get("target") is not None else _group(event)
-        note = Note(event["time"] - begin, event["event"], where, ", ".join(details))
+        details = [_say(name, getattr(event, name)) for name in fields]
+        where = "job" if event.replica is None else f"group {event.replica}"
+        if isinstance(event, FaultSkipped) and event.target is not None:
+            where = name_target(event.target)
+        note = Note(event.time - begin, event.name, where, ", ".join(details))
         last = notes[-1] if notes else None
         if last is not None and (last.event, last.where, last.text) == (note.event, note.where, note.text):
             notes[-1] = Note(last.time, last.event, last.where, last.text, last.count + 1)
@@ -226,28 +247,21 @@ def _say(name: str, value: Any) -> str:
     return str(value) if name in ("reason", "error", "fault") else f"{name} {value}"
 
 
-def _group(event: Event) -> str:
-    replica = number(event, "replica")
-    return "job" if replica is None else f"group {int(replica)}"
-
-
 def plan_of(history: Iterable[Event]) -> dict[str, Any]:
     """Return seed, plan and schedule of a run's chaos, its job's id and why it ended; the last word on each."""
     found: dict[str, Any] = {}
     for event in history:
-        names = {
-            "chaos_started": ("seed", "plan", "schedule"),
-            "launch_started": ("job_id",),
-            "launch_finished": ("reason",),
-            "fault_injected": ("seed",),
-        }
-        if event["event"] == "launch_started":
-            found.pop("reason", None)  # an earlier launch ended so
-        for name in names.get(event["event"], ()):
+        match event:
+            case ChaosStarted():
+                found |= {"seed": event.seed, "plan": event.plan, "schedule": event.schedule}
+            case LaunchStarted():
+                found.pop("reason", None)  # an earlier launch ended so
+                found["job_id"] = event.job_id
+            case LaunchFinished():
+                found["reason"] = event.reason
             # A fault of a plan has a seed of its own, which follows from the plan's.
-            told = event.get(name) is not None and not (event["event"] == "fault_injected" and "plan" in found)
-            if told:
-                found[name] = event[name]
+            case FaultInjected(seed=int(seed)) if "plan" not in found:
+                found["seed"] = seed
     return found
 
 

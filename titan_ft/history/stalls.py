@@ -11,11 +11,15 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from titan_ft.history.events import Event
-from titan_ft.history.failures import Heal, contributed, find_heals, integer
-from titan_ft.history.job_facts import JobFacts
-from titan_ft.history.lives import Fault, Life, Moment
+import msgspec
 
+from titan_ft.history.failures import Heal, contributed, find_heals
+from titan_ft.history.job_facts import JobFacts
+from titan_ft.history.lives import Fault, Life
+from titan_ft.run.events import Event, HealFinished, StepCommitted
+
+Commits = Mapping[int, Sequence[tuple[int, StepCommitted]]]
+"""Those of each group's rank 0, with their Unix microseconds."""
 _SAME_SHOT_US = 2_000_000  # faults of one shot within this time are one failure
 
 
@@ -73,12 +77,12 @@ def stalls(events: Iterable[Event]) -> list[Stall]:
 
 def find_stalls(job: JobFacts) -> list[Stall]:
     """Return the stalls of a run of which the facts are read."""
-    commits: dict[int, list[Moment]] = defaultdict(list)
+    commits: dict[int, list[tuple[int, StepCommitted]]] = defaultdict(list)
     for time, event in job.commits:
-        commits[integer(event, "replica")].append((time, event))
+        commits[event.replica].append((time, event))
     blows = _find_blows(job.faults, job.lives)
     _attribute(blows, commits, job.usual_step_us())
-    heals = find_heals({**event, "time": time / 1e6} for time, event in job.named.get("heal_finished", ()))
+    heals = find_heals(msgspec.structs.replace(event, time=time / 1e6) for time, event in job.of(HealFinished))
     return [_describe(blow, blows, commits, heals) for blow in blows]
 
 
@@ -116,7 +120,7 @@ def _one_shot(one: Fault, other: Fault) -> bool:
     return alike and abs(one.time_us - other.time_us) <= _SAME_SHOT_US
 
 
-def _attribute(blows: Sequence[_Blow], commits: Mapping[int, Sequence[Moment]], usual: int) -> None:
+def _attribute(blows: Sequence[_Blow], commits: Commits, usual: int) -> None:
     """Count the survivors' stalls for the blows that caused them."""
     times = [blow.time_us for blow in blows]
     for replica, made in commits.items():
@@ -126,7 +130,7 @@ def _attribute(blows: Sequence[_Blow], commits: Mapping[int, Sequence[Moment]], 
                 blow.stall_us = blow.stall_us or 0
         for (before, first), (after, second) in pairwise(made):
             due = before + usual
-            if after <= due or first.get("attempt") != second.get("attempt"):
+            if after <= due or first.attempt != second.attempt:
                 continue
             earlier = [b for b in blows[: bisect_right(times, due)] if b.reach_us >= before]
             meanwhile = blows[bisect_right(times, due) : bisect_left(times, after)]
@@ -135,9 +139,7 @@ def _attribute(blows: Sequence[_Blow], commits: Mapping[int, Sequence[Moment]], 
                 cause.stall_us = max(cause.stall_us or 0, after - due)
 
 
-def _describe(
-    blow: _Blow, blows: Sequence[_Blow], commits: Mapping[int, Sequence[Moment]], heals: Sequence[Heal]
-) -> Stall:
+def _describe(blow: _Blow, blows: Sequence[_Blow], commits: Commits, heals: Sequence[Heal]) -> Stall:
     """Find out when the groups were back, and put it all together."""
     backs: list[int | None] = []
     last: Heal | None = None
@@ -152,7 +154,7 @@ def _describe(
             (
                 time
                 for time, event in commits.get(replica, ())
-                if time > due and contributed(event) and (not attempts or integer(event, "attempt") > max(attempts))
+                if time > due and contributed(event) and (not attempts or event.attempt > max(attempts))
             ),
             None,
         )

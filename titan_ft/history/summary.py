@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
 from titan_ft.history import audit
-from titan_ft.history.events import Event
 from titan_ft.history.failures import (
     Drain,
     Failure,
@@ -22,11 +21,10 @@ from titan_ft.history.failures import (
     find_failures,
     find_heals,
     group_commits,
-    integer,
     median_seconds,
-    number,
 )
 from titan_ft.history.trajectory import readings
+from titan_ft.run.events import Drained, Event, LighthouseRestarted, ReplicaRestarted, StepCommitted, TrainingFinished
 
 Verdict = Literal["equal", "differ", "unknown"]
 MAX_FAILURES_SHOWN = 5
@@ -82,35 +80,34 @@ class RunSummary:
 
 
 def summarize(events: Iterable[Event]) -> RunSummary:
-    """Fold events, in any order, into the figures of the run. Events that lack a field count for nothing there."""
-    history = sorted(events, key=lambda event: event["time"])
+    """Fold events, in any order, into the figures of the run."""
+    history = sorted(events, key=lambda event: event.time)
     commits = group_commits(history)
     heals = find_heals(history)
     ranks = defaultdict(set)
-    restarts = [event for event in history if event["event"] == "replica_restarted"]
+    restarts = [event for event in history if isinstance(event, ReplicaRestarted)]
     for event in history:
         attempt = attempt_of(event)
         if attempt is not None:
-            ranks[attempt[0]].add(integer(event, "rank"))
-    finished = [event for event in history if event["event"] == "training_finished"]
-    left = [event for event in history if event["event"] == "drained" and event.get("digest")]
+            ranks[attempt[0]].add(event.rank or 0)
+    finished = [event for event in history if isinstance(event, TrainingFinished)]
+    left = [event for event in history if isinstance(event, Drained) and event.digest]
     exchanges: dict[int, int] = {}
     for event in commits:
-        step = integer(event, "step")
-        exchanges[step] = max(exchanges.get(step, 1), integer(event, "exchanges", 1))
+        exchanges[event.step] = max(exchanges.get(event.step, 1), event.exchanges)
     summary = RunSummary(
         num_groups=len(ranks),
         ranks_per_group=max((max(indices) + 1 for indices in ranks.values()), default=0),
-        seconds=history[-1]["time"] - history[0]["time"] if history else 0.0,
-        tokens=max((integer(event, "tokens") for event in finished), default=0),
+        seconds=history[-1].time - history[0].time if history else 0.0,
+        tokens=max((event.tokens for event in finished), default=0),
         steps_committed=max(exchanges, default=0),
         exchanges_committed=len(exchanges),
         exchanges_attempted=sum(exchanges.values()),
         step_seconds=median_seconds(commits),
         recomputed_forward_passes=sum(_recomputed(event) for event in commits),
         num_restarts=len(restarts),
-        num_standby_restarts=sum(event.get("standby") is True for event in restarts),
-        num_lighthouse_restarts=sum(event["event"] == "lighthouse_restarted" for event in history),
+        num_standby_restarts=sum(event.standby for event in restarts),
+        num_lighthouse_restarts=sum(isinstance(event, LighthouseRestarted) for event in history),
         drains=find_drains(history),
         failures=find_failures(history, heals),
         heals=heals,
@@ -124,20 +121,19 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     return summary
 
 
-def _recomputed(commit: Event) -> int:
+def _recomputed(commit: StepCommitted) -> int:
     """Return the forward passes of a step beyond one per batch; 0 for a group without weight, whose batch waits."""
-    if not isinstance(commit.get("data"), Mapping) or not contributed(commit):
+    if commit.data is None or not contributed(commit):
         return 0
-    return max(0, integer(commit, "forward_passes") - sum(count for _, _, count, _ in readings(commit)))
+    return max(0, commit.forward_passes - sum(data.num_batches for data in readings(commit)))
 
 
-def _losses(commits: Iterable[Event]) -> list[tuple[int, float | None]]:
+def _losses(commits: Iterable[StepCommitted]) -> list[tuple[int, float | None]]:
     """Return the loss of the first, the last and the quartile steps, each from the lowest replica that has it."""
     best: dict[int, tuple[int, float | None]] = {}
     for event in commits:
-        step, replica = integer(event, "step"), integer(event, "replica")
-        if "loss" in event and replica <= best.get(step, (replica, None))[0]:
-            best[step] = (replica, number(event, "loss"))
+        if event.replica <= best.get(event.step, (event.replica, None))[0]:
+            best[event.step] = (event.replica, event.loss)
     steps = sorted(best)
     if not steps:
         return []
@@ -145,26 +141,27 @@ def _losses(commits: Iterable[Event]) -> list[tuple[int, float | None]]:
     return [(steps[index], best[steps[index]][1]) for index in indices]
 
 
-def _by_key(events: Iterable[Event], keys: Sequence[str]) -> dict[tuple[int, ...], dict[int, set[str]]]:
+def _by_key(
+    events: Iterable[Drained | StepCommitted | TrainingFinished], keys: Sequence[str]
+) -> dict[tuple[int, ...], dict[int, set[str]]]:
     """Return the digests of events per key, and there per replica."""
     table: dict[tuple[int, ...], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for event in events:
-        attempt = attempt_of(event)
-        if attempt is not None and event.get("digest"):
-            table[tuple(integer(event, key) for key in keys)][attempt[0]].add(str(event["digest"]))
+        if event.digest:
+            table[tuple(getattr(event, key) for key in keys)][event.replica].add(event.digest)
     return table
 
 
-def _last_to_leave(left: Iterable[Event]) -> list[Event]:
+def _last_to_leave(left: Iterable[Drained]) -> list[Drained]:
     """Return the groups that left together at the end of a run that was ended before its training."""
     left = list(left)
-    last = max(left, key=lambda event: integer(event, "step"), default=None)
-    return [event for event in left if last is not None and event.get("lineage") == last.get("lineage")]
+    last = max(left, key=lambda event: event.step, default=None)
+    return [event for event in left if last is not None and event.lineage == last.lineage]
 
 
-def _compare_final(summary: RunSummary, finished: Iterable[Event]) -> None:
+def _compare_final(summary: RunSummary, finished: Iterable[Drained | TrainingFinished]) -> None:
     """Compare the digests with which the ranks ended, and note who ended."""
-    last = {(integer(event, "replica"), integer(event, "rank")): event for event in finished if attempt_of(event)}
+    last = {(event.replica, event.rank): event for event in finished}
     summary.finished_replicas = sorted({replica for replica, _ in last})
     table = _by_key(last.values(), ["rank"])
     compared = [digests for digests in table.values() if len(digests) > 1]
@@ -174,7 +171,7 @@ def _compare_final(summary: RunSummary, finished: Iterable[Event]) -> None:
 
 def _compare_steps(summary: RunSummary, history: Iterable[Event]) -> None:
     """Compare the digests that ranks of the same index took at the same step."""
-    table = _by_key((event for event in history if event["event"] == "step_committed"), ["step", "rank"])
+    table = _by_key((event for event in history if isinstance(event, StepCommitted)), ["step", "rank"])
     compared = {key: digests for key, digests in table.items() if len(digests) > 1}
     summary.num_step_digests = len(compared)
     summary.differing_steps = sorted({key[0] for key, d in compared.items() if len(set().union(*d.values())) > 1})

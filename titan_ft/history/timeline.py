@@ -29,10 +29,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from titan_ft.history.events import Event
 from titan_ft.history.group_time import GroupFold, Unfinished
 from titan_ft.history.intervals import STATES, Interval, total_us
 from titan_ft.history.job_facts import JobFacts
+from titan_ft.run.events import Event
 
 __all__ = ["STATES", "Interval", "Timeline", "Unfinished", "fold_time", "timeline"]
 
@@ -56,7 +56,7 @@ class Timeline:
 
 
 def timeline(events: Iterable[Event]) -> Timeline:
-    """Fold events, in any order, into what each group did. Fields that old histories lack make it coarser."""
+    """Fold events, in any order, into what each group did."""
     return fold_time(JobFacts(events))
 
 

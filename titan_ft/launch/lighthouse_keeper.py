@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titan_ft.config import ConfigError
-from titan_ft.history.events import EventLog
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.lighthouse import ANNOUNCEMENT
 from titan_ft.launch.restart_policy import backoff_seconds
+from titan_ft.run.events import LighthouseRestarted, LighthouseStarted
+from titan_ft.run.log import EventLog
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -79,7 +80,7 @@ class LighthouseKeeper:
         self._log_offset = self.log.stat().st_size if self.log.exists() else 0
         self._child = self._children.start("lighthouse", self._command, self.log, needed_by_others=True)
         self._start_at = now
-        self._events.emit("lighthouse_started", lighthouse_pid=self._child.process.pid, address=self.address)
+        self._events.emit(LighthouseStarted(lighthouse_pid=self._child.process.pid, address=self.address))
 
     @property
     def pid(self) -> int | None:
@@ -98,7 +99,7 @@ class LighthouseKeeper:
         if self._down_since is not None:
             seconds = round(now - self._down_since, 3)
             self._down_since = None
-            self._events.emit("lighthouse_restarted", reason=self._down_reason, seconds=seconds, address=self.address)
+            self._events.emit(LighthouseRestarted(reason=self._down_reason, seconds=seconds, address=self.address))
 
     def _note_death(self, child: Child, now: float) -> None:
         reason = f"the {child.describe_end()}"

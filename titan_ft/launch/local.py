@@ -14,9 +14,7 @@ from types import FrameType
 from titan_ft.chaos.orders import Orders
 from titan_ft.chaos.processes import LocalProcesses
 from titan_ft.chaos.runner import ChaosRunner
-from titan_ft.history.events import EventLog
 from titan_ft.launch.children import Child, Children
-from titan_ft.launch.event_tail import EventTail
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.log_tail import last_error_line
@@ -26,6 +24,9 @@ from titan_ft.launch.supervisor import GRACE_SECONDS
 from titan_ft.live import status
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.status_view import make_view
+from titan_ft.run.events import CheckpointSaved, Drained, LaunchFinished, LaunchStarted, LaunchStopping, StepCommitted
+from titan_ft.run.log import EventLog
+from titan_ft.run.tail import EventTail
 
 TICK_SECONDS = 0.1
 QUIET_SECONDS = 40.0
@@ -79,7 +80,7 @@ class LocalRun:
             self._refresh()
             if self._time_is_up and code == 0:
                 code, reason = self._judge_leaving()
-            self._events.emit("launch_finished", code=code, reason=reason)
+            self._events.emit(LaunchFinished(code=code, reason=reason))
             self._events.close()
             self._lighthouse.close()
             if self._metrics:
@@ -89,8 +90,11 @@ class LocalRun:
 
     def _run(self) -> tuple[int, str]:
         plan = self.plan
-        fields = {"replicas": plan.num_replicas, "ranks_per_replica": plan.num_ranks, "spares": plan.spares}
-        self._events.emit("launch_started", **fields, job_id=plan.job_id)
+        self._events.emit(
+            LaunchStarted(
+                replicas=plan.num_replicas, ranks_per_replica=plan.num_ranks, spares=plan.spares, job_id=plan.job_id
+            )
+        )
         self._lighthouse.poll()
         # Supervisors import torch, and then wait for the lighthouse's address.
         for replica in range(plan.num_replicas):
@@ -165,7 +169,7 @@ class LocalRun:
     def _refresh(self) -> None:
         """Fold and show what happened since the last call."""
         for event in self._tail.poll():
-            if event["event"] == "step_committed" and self._trains_since is None:
+            if isinstance(event, StepCommitted) and self._trains_since is None:
                 self._trains_since = time.monotonic()
             if self._chaos is not None:
                 self._chaos.observe(event)
@@ -175,7 +179,7 @@ class LocalRun:
                 self._metrics.observe(event)
             # When the whole run is stopped, workers do not "die" one by one.
             stopping = self.num_signals or self._time_is_up
-            if line is not None and (not stopping or event["event"] in ("drained", "checkpoint_saved")):
+            if line is not None and (not stopping or isinstance(event, Drained | CheckpointSaved)):
                 self.view.line(line)
         if self._metrics:
             self._metrics.update(self.groups)
@@ -226,7 +230,7 @@ class LocalRun:
 
     def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:
         limit = self.plan.drain_seconds
-        self._events.emit("launch_stopping", reason=reason, drain_seconds=limit)
+        self._events.emit(LaunchStopping(reason=reason, drain_seconds=limit))
         self.groups = status.draining(self.groups)
         self.view.line(f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)")
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 
-from titan_ft.history.events import EventLog
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
+from titan_ft.run.events import SpareTookOver
+from titan_ft.run.log import EventLog
 
 
 def may_replace(code: int | None, gave_up: bool) -> bool:
@@ -56,6 +57,6 @@ class Spares:
                 continue
             attempt = self._plan.paths.next_attempt(replica)
             child.tell(json.dumps({"replica": replica, "attempt": attempt}))
-            self._events.emit("spare_took_over", replica=replica, attempt=attempt)
+            self._events.emit(SpareTookOver(replica=replica, attempt=attempt))
             return child
         return None

@@ -18,18 +18,27 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from titan_ft.history.events import EventLog
 from titan_ft.launch.log_tail import last_error_line
 from titan_ft.launch.orphan import PARENT_PID_ENV, exit_with_parent
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, RestartPolicy
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.launch.standby import Standby, StandbyKeeper
+from titan_ft.run.events import (
+    Drained,
+    Event,
+    ReplicaGaveUp,
+    ReplicaRestarted,
+    StepCommitted,
+    TrainingFinished,
+    WorkerExited,
+)
+from titan_ft.run.log import EventLog, whole_events
 
 if TYPE_CHECKING:
     from titan_ft.launch.worker_group import WorkerExit, WorkerGroup
@@ -173,9 +182,7 @@ class Supervisor:
         logs = {rank: spec.paths.logs(spec.replica, attempt, rank) for rank in range(spec.num_ranks)}
         standby = self._keeper.take()
         if restarted_because:
-            self._events.emit(
-                "replica_restarted", attempt=attempt, reason=restarted_because, standby=standby is not None
-            )
+            self._events.emit(ReplicaRestarted(attempt=attempt, reason=restarted_because, standby=standby is not None))
         if standby is not None:
             # One that dies right now costs its start-up time, but is not the group's failure.
             if standby.go(spec.args, {**spec.env, **attempt_env(attempt)}, logs):
@@ -210,34 +217,37 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _emit_exit(self, attempt: int, exit: WorkerExit, reason: str, stopped: bool = False) -> None:
-        ending = {"code": exit.code} if exit.code >= 0 else {"signal": signal.Signals(-exit.code).name}
-        fields = {"worker_pid": exit.pid, "reason": reason, "stopped": stopped, **ending}
-        self._events.emit("worker_exited", rank=exit.rank, attempt=attempt, **fields)
+        event = WorkerExited(rank=exit.rank, attempt=attempt, worker_pid=exit.pid, reason=reason, stopped=stopped)
+        if exit.code >= 0:
+            event.code = exit.code
+        else:
+            event.signal = signal.Signals(-exit.code).name
+        self._events.emit(event)
 
     def _has_committed(self, attempt: int) -> bool:
         """Tell whether the group contributed to a committed step in this attempt."""
         files = self.spec.paths.attempt_events(self.spec.replica, attempt)
-        return _tell_of("step_committed", files, but_not=b'"own_tokens": 0,')
+        return any(isinstance(event, StepCommitted) and event.own_tokens > 0 for event in _read(files, StepCommitted))
 
     def _was_sent_away(self, attempt: int) -> bool:
         """Tell whether somebody asked the workers to leave while others train on: then the group is to come back.
 
         Who asks this process too wants the group to be gone. And nobody comes back to a job that is over.
         """
-        drained = _tell_of("drained", self.spec.paths.attempt_events(self.spec.replica, attempt))
-        return drained and not self._job_is_over()
+        drained = _read(self.spec.paths.attempt_events(self.spec.replica, attempt), Drained)
+        return any(drained) and not self._job_is_over()
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
         """Tell whether a group has finished since this process was started, at least so long ago."""
         written = ((path, path.stat().st_mtime) for path in self.spec.paths.events.glob("replica-*.jsonl"))
         files = (path for path, when in written if self._started <= when <= time.time() - seconds)
-        return _tell_of("training_finished", files)
+        return any(_read(files, TrainingFinished))
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: str) -> None:
         log = self.spec.paths.logs(self.spec.replica, attempt, failure.rank)
         line = last_error_line(log)
-        fields = {"reason": f"{failure.describe()}; {why}", "log": str(log), "error": line}
-        self._events.emit("replica_gave_up", attempt=attempt, rank=failure.rank, **fields)
+        reason = f"{failure.describe()}; {why}"
+        self._events.emit(ReplicaGaveUp(attempt=attempt, rank=failure.rank, reason=reason, log=str(log), error=line))
         print(f"replica {self.spec.replica}: {failure.describe()}; {why}; {log}: {line}", file=sys.stderr, flush=True)
 
     def _pause(self, seconds: float) -> None:
@@ -247,10 +257,9 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
 
-def _tell_of(event: str, files: Iterable[Path], but_not: bytes = b"\n") -> bool:
-    """Tell whether one of the event files has an event of that name, in a line without `but_not`."""
-    name = f'"event": "{event}"'.encode()
-    return any(name in line and but_not not in line for path in files for line in path.read_bytes().split(b"\n"))
+def _read(files: Iterable[Path], wanted: type[Event]) -> Iterator[Event]:
+    """Yield the events of a class in some files."""
+    return (event for path in files for event in whole_events(path.read_bytes(), wanted))
 
 
 def start_standby(spec: GroupSpec) -> Standby:

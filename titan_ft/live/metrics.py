@@ -7,10 +7,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import ConfigError
-from titan_ft.history.failures import Attempt, attempt_of
+from titan_ft.history.failures import Attempt, cause_of
 from titan_ft.live import status
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults
-from titan_ft.live.status import Event, Groups
+from titan_ft.live.status import Groups
+from titan_ft.run.events import (
+    CheckpointSaved,
+    DigestMismatch,
+    Drained,
+    Event,
+    FaultInjected,
+    HealFinished,
+    LighthouseRestarted,
+    ReplicaRestarted,
+    StepCommitted,
+    WorkerExited,
+)
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -58,9 +70,9 @@ class RunMetrics:
 
         self.registry: CollectorRegistry = CollectorRegistry()
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
-        self._failed_attempts: set[Attempt | None] = set()
-        self._drained_attempts: set[Attempt | None] = set()
-        self._differing_steps: set[object] = set()
+        self._failed_attempts: set[Attempt] = set()
+        self._drained_attempts: set[Attempt] = set()
+        self._differing_steps: set[int] = set()
         self._define_metrics()
 
     def _define_metrics(self) -> None:
@@ -104,26 +116,27 @@ class RunMetrics:
 
     def observe(self, event: Event) -> None:
         """Count an event."""
-        new_fault, speaks = self._injected.observe(event), event.get("rank", 0) == 0
-        match event["event"]:
-            case "step_committed":
+        new_fault, speaks = self._injected.observe(event), not event.rank
+        match event:
+            case StepCommitted():
                 self._count_step(event)
-            case "worker_exited":
+            case WorkerExited():
                 self._count_exit(event)
-            case "replica_restarted":
-                standby = "true" if event.get("standby") else "false"
-                self._restarts.labels(str(event.get("replica")), standby).inc()
-            case "fault_injected" if new_fault:
-                self._faults.labels(str(event.get("fault"))).inc()
-            case "lighthouse_restarted":
+            case ReplicaRestarted():
+                self._restarts.labels(str(event.replica), "true" if event.standby else "false").inc()
+            case FaultInjected() if new_fault:
+                self._faults.labels(event.fault).inc()
+            case LighthouseRestarted():
                 self._lighthouses.inc()
-            case "drained" if speaks:
-                self._drained_attempts.add(attempt_of(event))
-            case "heal_finished" if speaks:
-                self._count_heal(event)
-            case "digest_mismatch" if speaks:
-                self._count_mismatch(event)
-            case "checkpoint_saved" if speaks:
+            case Drained() if speaks:
+                self._drained_attempts.add((event.replica, event.attempt))
+            case HealFinished() if speaks:
+                self._heals.labels(str(event.replica)).inc()
+                self._heal_seconds.observe(event.seconds)
+            case DigestMismatch() if speaks and event.step not in self._differing_steps:  # each group tells it
+                self._differing_steps.add(event.step)
+                self._mismatches.inc()
+            case CheckpointSaved() if speaks:
                 self._saved.inc()
 
     def update(self, groups: Groups) -> None:
@@ -137,11 +150,11 @@ class RunMetrics:
             for state in STATES:
                 self._state.labels(str(replica), state).set(group.state == state)
 
-    def _count_step(self, event: Event) -> None:
-        if event.get("rank", 0) != 0:
+    def _count_step(self, event: StepCommitted) -> None:
+        if event.rank != 0:
             # With pipeline parallelism, only the ranks of the last stage know the loss.
-            if event.get("loss") is not None and self._steps.is_last(event):
-                self._loss.set(event["loss"])
+            if event.loss is not None and self._steps.is_last(event):
+                self._loss.set(event.loss)
             return
         new, exchanges = self._steps.observe(event)
         self._exchanges.inc(exchanges)
@@ -149,35 +162,21 @@ class RunMetrics:
         if not new:
             return
         self._committed.inc()
-        self._tokens.inc(event.get("tokens") or 0)
-        self._step.set(event.get("step") or 0)
-        self._participants.set(len(event.get("participants") or ()))
-        for gauge, name in ((self._loss, "loss"), (self._grad_norm, "grad_norm"), (self._lr, "lr")):
-            value = event.get(name)
+        self._tokens.inc(event.tokens)
+        self._step.set(event.step)
+        self._participants.set(len(event.participants))
+        for gauge, value in ((self._loss, event.loss), (self._grad_norm, event.grad_norm), (self._lr, event.lr)):
             gauge.set(float("nan") if value is None else value)
-        if event.get("seconds") is not None:
-            self._step_seconds.observe(event["seconds"])
+        self._step_seconds.observe(event.seconds)
 
-    def _count_exit(self, event: Event) -> None:
+    def _count_exit(self, event: WorkerExited) -> None:
         """Count the first end of an attempt that was none in order; its other ranks die of it."""
-        attempt, cause = attempt_of(event), event.get("signal")
-        if not cause and event.get("code"):
-            cause = f"exit code {event['code']}"
+        attempt, cause = (event.replica, event.attempt), cause_of(event)
         asked = attempt in self._drained_attempts and cause == "SIGTERM"
-        if not cause or event.get("stopped") or asked or attempt in self._failed_attempts:
+        if cause is None or event.stopped or asked or attempt in self._failed_attempts:
             return
         self._failed_attempts.add(attempt)
-        self._failures.labels(str(event.get("replica")), str(cause)).inc()
-
-    def _count_heal(self, event: Event) -> None:
-        self._heals.labels(str(event.get("replica"))).inc()
-        if event.get("seconds") is not None:
-            self._heal_seconds.observe(event["seconds"])
-
-    def _count_mismatch(self, event: Event) -> None:
-        if event.get("step") not in self._differing_steps:  # each group tells it
-            self._differing_steps.add(event.get("step"))
-            self._mismatches.inc()
+        self._failures.labels(str(event.replica), cause).inc()
 
 
 class MetricsServer:

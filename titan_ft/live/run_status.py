@@ -5,10 +5,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from titan_ft.live import status
-from titan_ft.live.status import Event
+from titan_ft.run.events import (
+    ChaosStarted,
+    Event,
+    FaultInjected,
+    LaunchFinished,
+    LaunchStarted,
+    LaunchStopping,
+    LighthouseRestarted,
+    StepCommitted,
+    WorkerStarted,
+)
 
 RATE_SECONDS = 60.0
 """The tokens per second are those of this time before the last step."""
@@ -25,16 +34,16 @@ class CommittedSteps:
         self.num_committed = 0
         self.num_attempted = 0
         """Exchanges that the committed steps took; of the group with most of them."""
-        self._exchanges: dict[tuple[object, object], int] = {}
-        self._last: tuple[object, object] | None = None
+        self._exchanges: dict[tuple[int, str], int] = {}
+        self._last: tuple[int, str] | None = None
 
-    def observe(self, event: Event) -> tuple[bool, int]:
-        """Take a `step_committed`; return whether it is a new step, and how many exchanges it adds to those known.
+    def observe(self, event: StepCommitted) -> tuple[bool, int]:
+        """Take a commit; return whether it is a new step, and how many exchanges it adds to those known.
 
         The same step number comes again when groups went on from an earlier state; then its lineage differs.
         """
-        key = (event.get("step"), event.get("lineage"))
-        known, exchanges = self._exchanges.get(key), max(1, event.get("exchanges", 1))
+        key = (event.step, event.lineage)
+        known, exchanges = self._exchanges.get(key), max(1, event.exchanges)
         added = max(0, exchanges - (known or 0))
         self._exchanges[key] = max(exchanges, known or 0)
         if len(self._exchanges) > MAX_STEPS_REMEMBERED:
@@ -44,9 +53,9 @@ class CommittedSteps:
         self.num_attempted += added
         return known is None, added
 
-    def is_last(self, event: Event) -> bool:
-        """Tell whether a `step_committed` is of the step that was counted last."""
-        return self._last == (event.get("step"), event.get("lineage"))
+    def is_last(self, event: StepCommitted) -> bool:
+        """Tell whether a commit is of the step that was counted last."""
+        return self._last == (event.step, event.lineage)
 
 
 class InjectedFaults:
@@ -58,12 +67,12 @@ class InjectedFaults:
 
     def observe(self, event: Event) -> bool:
         """Take any event; return whether it tells a fault that is new."""
-        if event["event"] == "chaos_started":
+        if isinstance(event, ChaosStarted):
             self._shots.clear()  # the same plan may be carried out again
-        if event["event"] != "fault_injected":
+        if not isinstance(event, FaultInjected):
             return False
-        shot = (event.get("fault"), event.get("seed"), event.get("shot"))
-        if shot[-1] is not None and shot in self._shots:
+        shot = (event.fault, event.seed, event.shot)
+        if event.shot is not None and shot in self._shots:
             return False
         self._shots.add(shot)
         self.num_injected += 1
@@ -119,55 +128,53 @@ class RunStatus:
 
     def observe(self, event: Event) -> None:
         """Take the next event."""
-        name, moment = event["event"], float(event["time"])
-        if name == "launch_started":
-            self._begin(event.get("replicas", 0))
-            self._launched, self.num_ranks = True, event.get("ranks_per_replica", 0)
-        self.started = moment if self.started is None else min(self.started, moment)
-        self.last = max(self.last, moment)
+        if isinstance(event, LaunchStarted):
+            self._begin(event.replicas)
+            self._launched, self.num_ranks = True, event.ranks_per_replica
+        self.started = event.time if self.started is None else min(self.started, event.time)
+        self.last = max(self.last, event.time)
         self._add_groups(event)
         self.faults.observe(event)
         before = self.groups
         self.groups = status.fold(before, event)
-        match name:
-            case "step_committed":
+        match event:
+            case StepCommitted():
                 self._take_step(event)
-            case "lighthouse_restarted":
+            case LighthouseRestarted():
                 self.num_lighthouse_restarts += 1
-            case "launch_stopping":
+            case LaunchStopping():
                 self.groups = status.draining(self.groups)
-            case "launch_finished":
-                self.code, self._reason = event.get("code", 0), str(event.get("reason", ""))
-        told = _WORDS_OF_LAUNCH.get(name)
-        line = told(event) if told else status.describe(before, self.groups, event)
+            case LaunchFinished():
+                self.code, self._reason = event.code, event.reason
+        line = _describe_launch(event) or status.describe(before, self.groups, event)
         if line:
-            self.lines.append((moment, line))
+            self.lines.append((event.time, line))
 
     def _add_groups(self, event: Event) -> None:
         """Add groups that no launcher has announced."""
-        replica, size = event.get("replica"), 0
-        if event["event"] == "worker_started":
-            size = (event.get("config") or {}).get("group_size", 0)
+        replica, size = event.replica, 0
+        if isinstance(event, WorkerStarted):
+            size = 0 if event.config is None else event.config.group_size
         elif replica in self.groups:
             return
-        found = {replica} if isinstance(replica, int) and replica >= 0 else set()
+        found = set() if replica is None else {replica}
         missing = (found | set(range(size))) - self.groups.keys()
         if missing:
             groups = {**self.groups, **{replica: status.GroupStatus(replica) for replica in missing}}
             self.groups = dict(sorted(groups.items()))
 
-    def _take_step(self, event: Event) -> None:
-        if event.get("rank", 0) != 0:
+    def _take_step(self, event: StepCommitted) -> None:
+        if event.rank != 0:
             # With pipeline parallelism, only the ranks of the last stage know the loss.
-            if self.loss is None and event.get("loss") is not None and self.steps.is_last(event):
-                self.loss = self.losses[-1] = event["loss"]
+            if self.loss is None and event.loss is not None and self.steps.is_last(event):
+                self.loss = self.losses[-1] = event.loss
             return
         if not self.steps.observe(event)[0]:
             return
-        self.step, self.loss = event.get("step"), event.get("loss")
-        self.participants = tuple(event.get("participants", ()))
+        self.step, self.loss = event.step, event.loss
+        self.participants = tuple(event.participants)
         self.losses.append(self.loss)
-        self._tokens.append((float(event["time"]), event.get("tokens") or 0))
+        self._tokens.append((event.time, event.tokens))
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the start, up to the end where it is over."""
@@ -185,9 +192,13 @@ class RunStatus:
         return sum(tokens for _, tokens in recent[1:]) / (until - recent[0][0])
 
 
-# The launcher tells these by itself, so `status.describe` leaves them out.
-_WORDS_OF_LAUNCH: dict[str, Callable[[Event], str]] = {
-    "launch_started": lambda e: f"launched: {e.get('replicas')} groups x {e.get('ranks_per_replica')} ranks",
-    "launch_stopping": lambda e: f"all groups are asked to leave: {e.get('reason')}",
-    "launch_finished": lambda e: f"over: {e.get('reason')} (exit status {e.get('code')})",
-}
+def _describe_launch(event: Event) -> str | None:
+    """Return what the launcher tells by itself, so that `status.describe` leaves it out."""
+    match event:
+        case LaunchStarted():
+            return f"launched: {event.replicas} groups x {event.ranks_per_replica} ranks"
+        case LaunchStopping():
+            return f"all groups are asked to leave: {event.reason}"
+        case LaunchFinished():
+            return f"over: {event.reason} (exit status {event.code})"
+    return None

@@ -4,13 +4,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from titan_ft.chaos.faults import FAULTS
-
-Event = Mapping[str, Any]
+from titan_ft.run.events import (
+    CatchUpWaiting,
+    ChaosEvent,
+    ChaosFinished,
+    ChaosStarted,
+    CheckpointFailed,
+    CheckpointSaved,
+    DataReset,
+    DigestMismatch,
+    Drained,
+    Event,
+    FaultEvent,
+    FaultInjected,
+    FaultSkipped,
+    FaultUndone,
+    ForeignMember,
+    GradientExcluded,
+    HealFailed,
+    HealFinished,
+    HealStarted,
+    Hung,
+    Joined,
+    LighthouseRestarted,
+    RankEvent,
+    RankSilent,
+    ReplicaGaveUp,
+    ReplicaRestarted,
+    RolledBack,
+    SpareTookOver,
+    StepCommitted,
+    Straggler,
+    StragglerRecovered,
+    TrainingFinished,
+    Waiting,
+    WorkerExited,
+    WorkerStarted,
+)
 
 WAITING = "waiting"
 STARTING = "starting"
@@ -68,33 +102,34 @@ def draining(groups: Groups) -> Groups:
 
 def fold(groups: Groups, event: Event) -> Groups:
     """Return the status after an event. Of a group's ranks, rank 0 speaks; a rank that died does so for itself."""
-    if event["event"] == "fault_injected":
-        hit = {replica: groups[replica] for replica in fault_replicas(event.get("target")) if replica in groups}
-        new = {"fault": str(event.get("fault")), "fault_time": event["time"]}
-        return {**groups, **{replica: replace(group, **new) for replica, group in hit.items()}} if hit else groups
-    group = groups.get(event.get("replica", -1))
-    if group is None or event.get("attempt", group.attempt) < group.attempt:
+    if isinstance(event, FaultInjected):
+        hit = groups.get(-1 if event.target.replica is None else event.target.replica)
+        if hit is None:
+            return groups
+        return {**groups, hit.replica: replace(hit, fault=event.fault, fault_time=event.time)}
+    group = groups.get(-1 if event.replica is None else event.replica)
+    if group is None or (event.attempt is not None and event.attempt < group.attempt):
         return groups
     changed = _apply(group, event)
     return groups if changed is group else {**groups, group.replica: changed}
 
 
 def _apply(group: GroupStatus, event: Event) -> GroupStatus:
-    match event["event"]:
-        case "worker_exited" if group.state == FAILED or (group.state == DRAINED and event.get("stopped")):
+    match event:
+        case WorkerExited() if group.state == FAILED or (group.state == DRAINED and event.stopped):
             return group
-        case "worker_exited" if event.get("code") != 0:
+        case WorkerExited() if event.code != 0:
             return replace(group, state=DIED, own_seconds=None)
-        case "worker_exited" if group.state != DRAINED and event.get("rank") == 0 and not event.get("stopped"):
+        case WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:
             return replace(group, state=FINISHED)
-        case "spare_took_over":  # its supervisor tells that it restarts the group
-            return replace(group, state=STARTING, attempt=event["attempt"], own_seconds=None)
-        case "replica_restarted":
+        case SpareTookOver():  # its supervisor tells that it restarts the group
+            return replace(group, state=STARTING, attempt=event.attempt, own_seconds=None)
+        case ReplicaRestarted():
             restarts = group.restarts + 1
-            return replace(group, state=STARTING, attempt=event["attempt"], restarts=restarts, own_seconds=None)
-        case "replica_gave_up":
+            return replace(group, state=STARTING, attempt=event.attempt, restarts=restarts, own_seconds=None)
+        case ReplicaGaveUp():
             return replace(group, state=FAILED)
-    if event.get("rank", 0) != 0 or group.state == FAILED:
+    if event.rank != 0 or group.state == FAILED:
         return group
     changed = _apply_word_of_rank_0(group, event)
     # A group that was asked to leave goes on with its step meanwhile.
@@ -104,101 +139,69 @@ def _apply(group: GroupStatus, event: Event) -> GroupStatus:
 
 
 def _apply_word_of_rank_0(group: GroupStatus, event: Event) -> GroupStatus:
-    match event["event"]:
-        case "worker_started":
-            attempt, host = event.get("attempt", group.attempt), event.get("host", group.host)
-            return replace(group, state=STARTING, attempt=attempt, host=host, own_seconds=None)
-        case "joined":
+    match event:
+        case WorkerStarted():
+            return replace(group, state=STARTING, attempt=event.attempt, host=event.host, own_seconds=None)
+        case Joined():
             state = JOINED if group.state in (WAITING, STARTING) else group.state
-            return replace(group, state=state, participants=tuple(event.get("participants", ())))
-        case "heal_started":
-            return replace(group, state=HEALING, donor=event.get("donor"))
-        case "heal_finished":
+            return replace(group, state=state, participants=tuple(event.participants))
+        case HealStarted():
+            return replace(group, state=HEALING, donor=event.donor)
+        case HealFinished():
             return replace(group, state=JOINED)
-        case "step_committed":
+        case StepCommitted():
             return replace(
                 group,
                 state=TRAINING,
-                step=event.get("step"),
-                loss=event.get("loss"),
-                participants=tuple(event.get("participants", ())),
-                own_loss=event.get("own_loss"),
-                own_seconds=own_seconds(event),
+                step=event.step,
+                loss=event.loss,
+                participants=tuple(event.participants),
+                own_loss=event.own_loss,
+                own_seconds=event.compute_seconds + event.apply_seconds,
             )
-        case "drained":
-            return replace(group, state=DRAINED, step=event.get("step", group.step))
-        case "training_finished":
-            return replace(group, state=FINISHED, step=event.get("step", group.step))
+        case Drained():
+            return replace(group, state=DRAINED, step=event.step)
+        case TrainingFinished():
+            return replace(group, state=FINISHED, step=event.step)
     return group
-
-
-def own_seconds(event: Event) -> float | None:
-    """Return what a committed step took the group without the exchange, or None where the event does not tell."""
-    compute, apply = event.get("compute_seconds"), event.get("apply_seconds")
-    if compute is not None and apply is not None:
-        return float(compute + apply)
-    whole, exchange = event.get("seconds"), event.get("exchange_seconds")
-    return None if whole is None or exchange is None else max(0.0, whole - exchange)
-
-
-def fault_replicas(target: Any) -> list[int]:
-    """Return the groups that a fault's target names; older histories have a bare number there."""
-    if isinstance(target, Mapping):
-        target = target.get("replica")
-    if isinstance(target, list | tuple):
-        return [replica for part in target for replica in fault_replicas(part)]
-    return [target] if isinstance(target, int) else []
 
 
 def describe(before: Groups, after: Groups, event: Event) -> str | None:
     """Return the line that tells a change, or None when the event is not worth one."""
-    if (tell_chaos := _WORDS_OF_CHAOS.get(event["event"])) is not None:
+    if isinstance(event, ChaosEvent):
         # The agents of all ranks tell what befell their group.
-        return tell_chaos(event) if event.get("rank", 0) == 0 or not _hits_groups(event) else None
-    if event["event"] == "lighthouse_restarted":
-        return f"{event.get('reason')}; it is back at the same address after {event.get('seconds', 0.0):.2f} s"
-    replica = event.get("replica", -1)
-    if replica not in after:
+        return None if event.rank and isinstance(event, FaultEvent) and _hits_groups(event) else _describe_chaos(event)
+    if isinstance(event, LighthouseRestarted):
+        return f"{event.reason}; it is back at the same address after {event.seconds:.2f} s"
+    replica = event.replica
+    if replica is None or replica not in after:
         return None
     name, new = f"replica {replica}", after[replica]
-    match event["event"]:
-        case "worker_exited" if new.state == DIED and not event.get("stopped", False):
-            return f"{name} died: {event.get('reason') or 'a worker ended'}"
-        case "replica_restarted":
+    match event:
+        case WorkerExited() if new.state == DIED and not event.stopped:
+            return f"{name} died: {event.reason or 'a worker ended'}"
+        case ReplicaRestarted():
             return f"{name} restarting (attempt {new.attempt})"
-        case "replica_gave_up":
-            return f"{name} failed: {event.get('reason')}; {event.get('log')}: {event.get('error')}"
-        case "spare_took_over":
+        case ReplicaGaveUp():
+            return f"{name} failed: {event.reason}; {event.log}: {event.error}"
+        case SpareTookOver():
             return f"{name}: a spare takes its place (attempt {new.attempt})"
-        case "hung":
-            return f"{name} hangs: rank {event.get('rank')} made no progress and ends itself; its log has the stacks"
-        case "rank_silent":
-            return f"{name}: ranks {_listed(event.get('ranks', ()))} are silent, so that the group ends"
-    if event.get("rank", 0) != 0 or event.get("attempt", new.attempt) < new.attempt:
+        case Hung():
+            return f"{name} hangs: rank {event.rank} made no progress and ends itself; its log has the stacks"
+        case RankSilent():
+            return f"{name}: ranks {_listed(event.ranks)} are silent, so that the group ends"
+    if not isinstance(event, RankEvent) or event.rank != 0 or event.attempt < new.attempt:
         return None
-    if event["event"] == "joined":
+    if isinstance(event, Joined):
         joins = new.state == JOINED and before[replica].state != JOINED
         return f"{name} joined (groups {_listed(new.participants)})" if joins else None
-    if event["event"] in _SEEN_BY_ALL and not _tells_for_all(after, replica):
+    if isinstance(event, _SEEN_BY_ALL) and not _tells_for_all(after, replica):
         return None
-    if event["event"].startswith("straggler"):
-        return _describe_speed(event)
-    if event["event"] == "gradient_excluded":
-        whose = f"replica {_listed(event.get('slots', ()))}"
-        return f"step {event.get('step')} goes without {whose}: gradient not finite; the batch is trained again"
-    tell = _WORDS_OF_RANK_0.get(event["event"])
-    return f"{name} {tell(event)}" if tell is not None else None
+    return _describe_job(event) or _describe_group(event, name)
 
 
 # Every group comes to the same finding: one line is enough.
-_SEEN_BY_ALL = (
-    "waiting",
-    "straggler",
-    "straggler_recovered",
-    "digest_mismatch",
-    "gradient_excluded",
-    "rolled_back",
-)
+_SEEN_BY_ALL = (Waiting, Straggler, StragglerRecovered, DigestMismatch, GradientExcluded, RolledBack)
 
 
 def _tells_for_all(groups: Groups, replica: int) -> bool:
@@ -206,81 +209,99 @@ def _tells_for_all(groups: Groups, replica: int) -> bool:
     return all(group.state not in (JOINED, TRAINING) for group in groups.values() if group.replica < replica)
 
 
-def _describe_speed(event: Event) -> str:
-    name = f"replica {event.get('slot', event['replica'])}"
-    if event["event"] == "straggler_recovered":
-        return f"{name} is as fast as the others again"
-    factor = event.get("factor")
-    return f"{name} is slow" + (f": {factor:.1f} times the others' step time" if factor is not None else "")
+def _describe_job(event: RankEvent) -> str | None:
+    """Return what rank 0 of a group tells of others."""
+    match event:
+        case Straggler():
+            return f"replica {event.slot} is slow: {event.factor:.1f} times the others' step time"
+        case StragglerRecovered():
+            return f"replica {event.slot} is as fast as the others again"
+        case GradientExcluded():
+            whose = f"replica {_listed(event.slots)}"
+            return f"step {event.step} goes without {whose}: gradient not finite; the batch is trained again"
+    return None
 
 
-def _healed(event: Event) -> str:
-    seconds = event.get("seconds")
-    return "healed" + (f" in {seconds:.2f} s" if seconds is not None else "")
+def _describe_group(event: RankEvent, name: str) -> str | None:
+    """Return what rank 0 tells of its own group."""
+    match event:
+        case HealStarted():
+            told = f"healing from replica {event.donor} at step {event.from_step}"
+        case HealFinished():
+            told = f"healed in {event.seconds:.2f} s"
+        case HealFailed():
+            told = f"got no state from replica {event.donor}: {_first_line(event.error)}"
+        case RolledBack():
+            told = f"goes on from step {event.step}: steps lost with their groups: {event.lost}"
+        case CheckpointFailed():
+            told = f"could not save the checkpoint of step {event.step}: {_first_line(event.error)}"
+        case DigestMismatch():
+            minority = _listed(event.minority) or "none, a tie"
+            told = f"sees different digests at step {event.step} (minority: {minority})"
+        case Waiting():
+            told = f"waits after step {event.step}: {event.reason or 'too few groups'}"
+        case CatchUpWaiting():
+            told = f"cannot queue more updates: the others wait until it has step {event.step}"
+        case Drained():
+            told = f"left after step {event.step}{_because(event.reason)}"
+        case ForeignMember():
+            told = f"leaves {event.member} aside{_because(event.reason)}"
+        case CheckpointSaved():
+            told = f"saved the checkpoint of step {event.step}"
+        case DataReset():
+            told = f"starts its data anew{_because(event.reason)}"
+        case TrainingFinished():
+            told = f"finished at step {event.step}"
+        case _:
+            return None
+    return f"{name} {told}"
 
 
-def _hits_groups(event: Event) -> bool:
+def _describe_chaos(event: ChaosEvent) -> str | None:
+    """Return what the chaos runner and its agents do, to whomever."""
+    match event:
+        case ChaosStarted():
+            return f"chaos begins: {event.plan}, seed {event.seed}: {event.schedule}"
+        case ChaosFinished():
+            return f"chaos ends: faults injected: {event.injected}, skipped: {event.skipped}"
+        case FaultInjected():
+            return f"fault: {_fault(event)}{_params(event)}"
+        case FaultUndone():
+            return f"fault undone: {_fault(event)}"
+        case FaultSkipped():
+            return f"fault skipped: {_fault(event)}{_because(event.reason)}"
+    return None
+
+
+def _hits_groups(event: FaultEvent) -> bool:
     """Tell whether a fault is one that hits whole groups."""
-    fault = FAULTS.get(str(event.get("fault")))
+    fault = FAULTS.get(event.fault)
     return fault is not None and fault.scope in ("group", "groups", "link")
 
 
-def _fault(event: Event) -> str:
+def _fault(event: FaultEvent) -> str:
     """Return a fault with its target: "kill_rank on replica 2, rank 1"."""
-    name, target = event.get("fault"), event.get("target")
-    if isinstance(target, Mapping) and target.get("lighthouse"):
-        return f"{name} on the lighthouse"
-    if not (replicas := fault_replicas(target)):
-        return str(name)
-    rank = target.get("rank") if isinstance(target, Mapping) and not _hits_groups(event) else None
-    return f"{name} on replica {_listed(replicas)}" + (f", rank {rank}" if rank is not None else "")
+    target = event.target
+    if target is None:
+        return event.fault
+    if target.lighthouse:
+        return f"{event.fault} on the lighthouse"
+    rank = None if _hits_groups(event) else target.rank
+    return f"{event.fault} on replica {target.replica}" + (f", rank {rank}" if rank is not None else "")
 
 
-def _params(event: Event) -> str:
-    params = event.get("params") or {}
+def _params(event: FaultInjected) -> str:
+    params = event.params or {}
     values = [f"{name} {value:g}" for name, value in params.items() if isinstance(value, int | float)]
     return f" ({', '.join(values)})" if values else ""
 
 
-def _first_line(text: Any) -> str:
-    return (str(text).splitlines() or [""])[0][:200]
+def _first_line(text: str) -> str:
+    return (text.splitlines() or [""])[0][:200]
 
 
-# What the chaos runner and its agents do, to whomever.
-_WORDS_OF_CHAOS: dict[str, Callable[[Event], str]] = {
-    "chaos_started": lambda e: f"chaos begins: {e.get('plan')}, seed {e.get('seed')}: {e.get('schedule')}",
-    "chaos_finished": lambda e: f"chaos ends: faults injected: {e.get('injected')}, skipped: {e.get('skipped')}",
-    "fault_injected": lambda e: f"fault: {_fault(e)}{_params(e)}",
-    "fault_undone": lambda e: f"fault undone: {_fault(e)}",
-    "fault_skipped": lambda e: f"fault skipped: {_fault(e)}{_because(e)}",
-}
-
-
-def _because(event: Event) -> str:
-    return f" ({event['reason']})" if event.get("reason") else ""
-
-
-# What each event of a group's rank 0 says after the group's name.
-_WORDS_OF_RANK_0: dict[str, Callable[[Event], str]] = {
-    "heal_started": lambda e: f"healing from replica {e.get('donor')} at step {e.get('from_step')}",
-    "heal_finished": _healed,
-    "heal_failed": lambda e: f"got no state from replica {e.get('donor')}: {_first_line(e.get('error'))}",
-    "rolled_back": lambda e: f"goes on from step {e.get('step')}: steps lost with their groups: {e.get('lost')}",
-    "checkpoint_failed": lambda e: (
-        f"could not save the checkpoint of step {e.get('step')}: {_first_line(e.get('error'))}"
-    ),
-    "digest_mismatch": lambda e: (
-        f"sees different digests at step {e.get('step')} (minority: {_listed(e.get('minority', ())) or 'none, a tie'})"
-    ),
-    "waiting": lambda e: f"waits after step {e.get('step')}: {e.get('reason') or 'too few groups'}",
-    "catch_up_waiting": lambda e: f"cannot queue more updates: the others wait until it has step {e.get('step')}",
-    "drained": lambda e: f"left after step {e.get('step')}{_because(e)}",
-    "foreign_member": lambda e: f"leaves {e.get('member')} aside{_because(e)}",
-    "refused": lambda e: f"refused {e.get('member')}{_because(e)}",
-    "checkpoint_saved": lambda e: f"saved the checkpoint of step {e.get('step')}",
-    "data_reset": lambda e: f"starts its data anew{_because(e)}",
-    "training_finished": lambda e: f"finished at step {e.get('step')}",
-}
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
 
 
 def describe_progress(groups: Groups) -> str | None:

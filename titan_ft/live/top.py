@@ -16,10 +16,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.event_tail import EventTail
 from titan_ft.launch.run_paths import RunPaths
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
+from titan_ft.run.tail import EventTail
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

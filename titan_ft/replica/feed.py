@@ -19,6 +19,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.run.events import Batches
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # inputs, labels: as torchtitan's loaders yield them
 
@@ -34,15 +35,12 @@ class Reading:
     batches: list[Batch]
     checksum: str
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Batches:
         """Return what events tell of it."""
         entry = self.entry
-        return {
-            "slot": entry.slot,
-            "first_batch": entry.first_batch,
-            "num_batches": entry.num_batches,
-            "checksum": self.checksum,
-        }
+        return Batches(
+            slot=entry.slot, first_batch=entry.first_batch, num_batches=entry.num_batches, checksum=self.checksum
+        )
 
 
 class Feed:

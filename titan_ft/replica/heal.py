@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 
 from titan_ft.config import FaultTolerance
-from titan_ft.history.events import EventLog
 from titan_ft.replica.catch_up import CatchUp, Fetched
 from titan_ft.replica.decision import (
     Broken,
@@ -38,6 +37,8 @@ from titan_ft.replica.round import PAUSE_SECONDS, Rounds
 from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_fetch import fetch
+from titan_ft.run.events import CatchUpWaiting, HealFailed, HealFinished, HealStarted, RolledBack
+from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class Heal:
         address, slot, config = self._rounds.peer_address(donor), made.quorum.slots[donor], self._config
         step = made.verdict.step
         self._position.fetch(slot, awaited=config.catch_up == "wait")
-        self._events.emit("heal_started", donor=slot, from_step=step, step=step)
+        self._events.emit(HealStarted(donor=slot, from_step=step, step=step))
         return CatchUp(
             slot,
             step,
@@ -191,7 +192,7 @@ class Heal:
                 "state is not there yet",
                 self._config.catch_up_max_steps,
             )
-            self._events.emit("catch_up_waiting", donor=attempt.donor, step=attempt.target_step)
+            self._events.emit(CatchUpWaiting(donor=attempt.donor, step=attempt.target_step))
 
     def _fail(self, attempt: CatchUp, reason: str) -> None:
         """Give the attempt up. The next donor is asked after a rest that doubles: each one pays with a copy."""
@@ -200,7 +201,7 @@ class Heal:
         self._rest = min(2 ** (self._position.heals - 1), _MAX_REST) - 1
         self._position.end_fetch(rest=self._rest > 0)
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
-        self._events.emit("heal_failed", donor=attempt.donor, from_step=attempt.from_step, error=reason)
+        self._events.emit(HealFailed(donor=attempt.donor, from_step=attempt.from_step, error=reason))
 
     def _replay_some(self, attempt: CatchUp) -> None:
         """Load the state, then replay what fits into half of a step: the others must not wait for more.
@@ -242,14 +243,15 @@ class Heal:
         self._position.heal()
         self._attempt = None
         self._events.emit(
-            "heal_finished",
-            donor=attempt.donor,
-            from_step=attempt.from_step,
-            step=attempt.target_step,
-            bytes=attempt.snapshot().payload.numel(),
-            seconds=attempt.seconds,
-            fetch_seconds=attempt.fetch_seconds,
-            replayed=attempt.replayed,
+            HealFinished(
+                donor=attempt.donor,
+                from_step=attempt.from_step,
+                step=attempt.target_step,
+                bytes=attempt.snapshot().payload.numel(),
+                seconds=attempt.seconds,
+                fetch_seconds=attempt.fetch_seconds,
+                replayed=attempt.replayed,
+            )
         )
 
     def _is_about_to_miss(self, outcome: Round | Broken) -> bool:
@@ -272,7 +274,7 @@ class Heal:
         logger.warning(
             "the state after step %d is lost with its groups; going on from step %d", position.seen, position.step
         )
-        self._events.emit("rolled_back", step=position.step, lost=position.seen - position.step)
+        self._events.emit(RolledBack(step=position.step, lost=position.seen - position.step))
         if self._attempt is not None:
             self._attempt.cancel()
         self._attempt = None

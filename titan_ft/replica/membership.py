@@ -28,7 +28,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
-from titan_ft.history.events import EventLog
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.member import Admission, Member, Quorum, admit
 from titan_ft.replica.partition import Partition
@@ -36,6 +35,8 @@ from titan_ft.replica.pulse import SILENT_BEATS, Pulse, Watch
 from titan_ft.replica.reach import Peer
 from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.seat import Seat, bracketed
+from titan_ft.run.events import ForeignMember, Joined, PeerSilent
+from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -226,12 +227,13 @@ class Membership:
             error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
             if error is None:
                 self._events.emit(
-                    "joined",
-                    quorum=reply.quorum_id,
-                    participants=[member.slot for member in members],
-                    step=step,
-                    quorum_seconds=answered - asked,
-                    rebuild_seconds=time.monotonic() - answered,
+                    Joined(
+                        quorum=reply.quorum_id,
+                        participants=[member.slot for member in members],
+                        step=step,
+                        quorum_seconds=answered - asked,
+                        rebuild_seconds=time.monotonic() - answered,
+                    )
                 )
         self._rendezvous.others = [member for member in members if member != self.member]
         # With others in the quorum the largest step may be their claim.
@@ -276,7 +278,7 @@ class Membership:
             self._named.add(name)
             reason = admission.strangers[name]
             logger.warning("left aside at the lighthouse: member %r, because %s", name, reason)
-            self._events.emit("foreign_member", member=name, reason=reason)
+            self._events.emit(ForeignMember(member=name, reason=reason))
 
     # Members that fall silent
 
@@ -301,7 +303,7 @@ class Membership:
         """Break off the exchange under way because members of it are silent."""
         slots = sorted(Member.parse(name).slot for name in silent)
         logger.warning("no heartbeat from groups %s for %.1f s: breaking off the exchange", slots, max(silent.values()))
-        self._events.emit("peer_silent", slots=slots, seconds=max(silent.values()))
+        self._events.emit(PeerSilent(slots=slots, seconds=max(silent.values())))
         self._rendezvous.abort(self._looked_at)
 
 

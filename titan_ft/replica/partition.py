@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.config import FaultTolerance
-from titan_ft.history.events import EventLog
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group_store import set_for_all
@@ -35,6 +34,8 @@ from titan_ft.replica.pulse import SILENT_BEATS, StatusPage, Watch
 from titan_ft.replica.reach import Peer
 from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.seat import Seat
+from titan_ft.run.events import LinkBack, LinkDead, Outside
+from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class Partition:
             logger.warning(
                 "groups %s live and cannot be reached: see to the network between them and this group", slots
             )
-            self._events.emit("link_dead", slots=slots)
+            self._events.emit(LinkDead(slots=slots))
         lost.extend(self._accusers)
         if all(own.names(peer) for peer in lost):
             return ""
@@ -206,7 +207,7 @@ class Partition:
         if self._group_rank == 0:
             slots = [member.slot for member in lost]
             logger.warning("groups %s can be reached again, or are gone: this group comes back", slots)
-            self._events.emit("link_back", slots=slots)
+            self._events.emit(LinkBack(slots=slots))
 
     def _leave_quorum(self, admission: Admission) -> None:
         """Stop the heartbeats, which would make the others wait for this group."""
@@ -221,7 +222,7 @@ class Partition:
                 members,
                 slots,
             )
-            self._events.emit("outside", members=members, unreached=slots)
+            self._events.emit(Outside(members=members, unreached=slots))
 
         def leave(_: set[str]) -> str:
             self._seat.leave()

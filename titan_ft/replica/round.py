@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
-from titan_ft.history.events import EventLog
 from titan_ft.replica.decision import Broken, Round, judge, spoiled
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -28,6 +27,8 @@ from titan_ft.replica.position import Position
 from titan_ft.replica.row import Row, Standing, fold48
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.watchdog import Watchdog
+from titan_ft.run.events import DigestMismatch, ExchangeFailed
+from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class Rounds:
     def _break(self, error: str, started: float) -> Broken:
         step, seconds = self._position.step, time.monotonic() - started
         logger.warning("the exchange after step %d broke: %s", step, error)
-        self._events.emit("exchange_failed", error=error, seconds=seconds, step=step)
+        self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.broke()
         return Broken(error, spoiled=any(self._group.gather(int(self._nonfinite))))
 
@@ -245,11 +246,12 @@ class Rounds:
         minority = sorted(made.slots(made.verdict.strays))
         logger.error("the groups' states differ after step %d; minority: groups %s", made.verdict.step, minority)
         self._events.emit(
-            "digest_mismatch",
-            step=made.verdict.step,
-            digests={str(row.slot): f"{row.digest:012x}" for row in claims},
-            lineages={str(row.slot): f"{row.lineage:012x}" for row in claims},
-            minority=minority,
+            DigestMismatch(
+                step=made.verdict.step,
+                digests={row.slot: f"{row.digest:012x}" for row in claims},
+                lineages={row.slot: f"{row.lineage:012x}" for row in claims},
+                minority=minority,
+            )
         )
 
 

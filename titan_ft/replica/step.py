@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
-from titan_ft.history.events import EventLog
 from titan_ft.replica.decision import (
     Begin,
     Broken,
@@ -42,6 +41,8 @@ from titan_ft.replica.ledger import Ledger, share_out
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, Rounds, Use
 from titan_ft.replica.straggler import Stragglers
+from titan_ft.run.events import GradientExcluded, Straggler, StragglerRecovered, Waiting
+from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ class ReplicaDimension:
         excluded = made.slots(verdict.excluded)
         if excluded:
             logger.warning("step %d is made without the gradients of groups %s: not finite", update.step, excluded)
-            self._events.emit("gradient_excluded", step=update.step, slots=excluded)
+            self._events.emit(GradientExcluded(step=update.step, slots=excluded))
         self._position.exclude(excluded, self._config.replica_id)
         self._position.advance(update)
         self._compare_speeds(made)
@@ -297,7 +298,7 @@ class ReplicaDimension:
             self._waiting = True
             logger.warning("step %d waits: %s", self._position.step + 1, reason)
             participants = outcome.slots(outcome.verdict.contributors)
-            self._events.emit("waiting", step=self._position.step, participants=participants, reason=reason)
+            self._events.emit(Waiting(step=self._position.step, participants=participants, reason=reason))
         time.sleep(PAUSE_SECONDS)
 
     def _compare_speeds(self, made: Round) -> None:
@@ -306,12 +307,8 @@ class ReplicaDimension:
         for change in self._stragglers.observe(seconds):
             what = "is as fast as the others again" if change.recovered else f"is {change.ratio:.1f} times slower"
             logger.warning("group %d %s", change.slot, what)
-            self._events.emit(
-                "straggler_recovered" if change.recovered else "straggler",
-                slot=change.slot,
-                factor=change.ratio,
-                step=self._position.step,
-            )
+            kind = StragglerRecovered if change.recovered else Straggler
+            self._events.emit(kind(slot=change.slot, factor=change.ratio, step=self._position.step))
 
 
 def _end_if_told(decision: Decision) -> None:

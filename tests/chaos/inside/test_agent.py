@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from tests.event_builder import untyped
 from titan_ft import device
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.inside import blackhole, faults
@@ -31,10 +32,10 @@ from titan_ft.chaos.inside import shot as shot_module
 from titan_ft.chaos.inside.agent import ChaosAgent
 from titan_ft.chaos.inside.victim import Victim
 from titan_ft.chaos.orders import LIFETIME_SECONDS, Orders
-from titan_ft.history.events import EventLog, read_events
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_fetch import fetch
 from titan_ft.replica.state_server import StateServer
+from titan_ft.run.log import EventLog, read_events
 
 device.prepare()
 
@@ -110,7 +111,7 @@ class Worker:
         return found[-1]
 
     def told(self, *events: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.folder / "events") if event["event"] in events]
+        return [untyped(event) for event in read_events(self.folder / "events") if event.name in events]
 
     def wait_until_read(self) -> None:
         """Wait until the agent has taken every order so far: orders are taken one after the other."""

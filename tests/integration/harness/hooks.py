@@ -56,6 +56,7 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from harness import flavor
+from harness.events import Computed
 from harness.mask import mask_labels
 from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
@@ -68,6 +69,7 @@ from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.wire import TransferError
+from titan_ft.run.events import FaultInjected, Target
 from titan_ft.step_log import StepLog
 from titan_ft.trainer import ReplicaTrainer
 
@@ -119,8 +121,9 @@ class Worker:
             if due and not any((self.markers / mark).exists() for mark in fault.get("unless", ())):
                 self.mark("down")
                 self.fetching.unlink(missing_ok=True)
-                target = {"replica": SETTINGS["replica"], "rank": SETTINGS["rank"]}
-                self.events.emit("fault_injected", fault=f"sigkill:{point}", target=target, seed=None, step=self.step)
+                target = Target(SETTINGS["replica"], SETTINGS["rank"])
+                told = FaultInjected(fault=f"sigkill:{point}", target=target, seed=None, step=self.step)
+                self.events.emit(told)
                 os.kill(os.getpid(), signal.SIGKILL)
                 signal.pause()  # the signal may come to another thread
 
@@ -227,8 +230,7 @@ def install_progress() -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
 
     def report(_: StepLog, committed: Any, *__: Any) -> None:
-        WORKER.events.emit(
-            "computed",
+        told = Computed(
             step=committed.update.step,
             forwards=WORKER.forwards,
             reductions=WORKER.all_reductions,
@@ -236,6 +238,7 @@ def install_progress() -> None:
             rate=WORKER.rate,
             held_seconds=round(WORKER.held_seconds, 3),
         )
+        WORKER.events.emit(told)
 
     def encode(*_: Any, **__: Any) -> None:
         WORKER.samples += 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness.client import REPOSITORY, Process, ZygoteClient
-from titan_ft.history.events import Event, read_events
+from harness.events import Event, read
 from titan_ft.launch.run_paths import RunPaths
 
 CONFIG = REPOSITORY / "configs" / "llama3_debug.toml"
@@ -175,7 +175,7 @@ class Job:
 
     def events(self, *names: str) -> list[Event]:
         """Return the events of the run so far, all or those of these names."""
-        events = read_events(self.paths.events)
+        events = read(self.paths.events)
         return [event for event in events if event["event"] in names] if names else events
 
     def output(self, replica: int, rank: int = 0, attempt: int = 0) -> str:

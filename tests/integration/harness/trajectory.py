@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from harness.events import Event
 from harness.job import Job
-from titan_ft.history.events import Event
 from titan_ft.replica.drain import TERMINATED
 
 # Clearly below process_group_timeout_ms (10000): who waits for a dead peer's timeout waits longer.

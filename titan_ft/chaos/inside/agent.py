@@ -17,7 +17,8 @@ from titan_ft.chaos.inside.faults import AT_ONCE, DONOR, IN_WAITING, WHOLE_GROUP
 from titan_ft.chaos.inside.shot import Order, Shot
 from titan_ft.chaos.inside.victim import Victim
 from titan_ft.chaos.orders import LIFETIME_SECONDS
-from titan_ft.history.events import EventLog
+from titan_ft.run.log import EventLog
+from titan_ft.run.tail import FileTail
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class ChaosAgent:
     ) -> None:
         self._victim, self._events = victim, events
         self._replica, self._rank, self._attempt = replica, rank, attempt
-        self._tail = _Tail(orders)
+        self._tail = FileTail(orders)
         self._born = time.time()
         self._waiting: list[Shot] = []
         self._thread = threading.Thread(target=self._follow, name="titan_ft_chaos", daemon=True)
@@ -59,7 +60,7 @@ class ChaosAgent:
 
     def _follow(self) -> None:
         while not self._victim.closing.wait(_POLL_SECONDS):
-            for line in self._tail.poll():
+            for line in self._tail.poll().splitlines():
                 try:
                     self._take(Order.parse(line))
                 except Exception:  # a thread's edge; whatever a fault's set-up does, training goes on
@@ -96,25 +97,3 @@ class ChaosAgent:
                 (order.attempt, self._attempt),
             )
         )
-
-
-class _Tail:
-    """Reads the lines that a file has grown by."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0  # bytes of whole lines
-
-    def poll(self) -> list[bytes]:
-        """Return the whole lines that were not returned before."""
-        try:
-            if self._path.stat().st_size <= self._read:
-                return []
-            with open(self._path, "rb") as file:
-                file.seek(self._read)
-                data = file.read()
-        except OSError:  # not there yet, or a network file system that has no answer right now
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return whole.splitlines()

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_ft.history.events import EventLog
+from titan_ft.run.events import FaultInjected, FaultSkipped, FaultUndone, Target
+from titan_ft.run.log import EventLog
 
 PATIENCE_SECONDS = 120.0
 """How long a fault waits for its occasion, such as a transfer or a checkpoint; a heal may take a restart to come."""
@@ -55,7 +56,7 @@ class Shot:
     def __init__(self, order: Order, events: EventLog, me: tuple[int, int], claim: Path | None) -> None:
         self.order = order
         self._events, self._claim = events, claim
-        self._target = {"replica": me[0], "rank": me[1]}
+        self._target = Target(*me)
         self._deadline = time.monotonic() + PATIENCE_SECONDS
         self._restore: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -66,37 +67,51 @@ class Shot:
         """Call `restore` when the shot waits no more."""
         self._restore.append(restore)
 
-    def begin(self, **facts: object) -> bool:
-        """Say whether to act now, and tell that it happens; false if it has begun before, or elsewhere, or is over."""
-        return self._end_wait("fault_injected", params=self.order.params, **facts)
+    def begin(self, **facts: Any) -> bool:
+        """Say whether to act now, and tell that it happens; false if it has begun before, or elsewhere, or is over.
+
+        Args:
+            facts: further fields of `FaultInjected`.
+        """
+        order = self.order
+        return self._end_wait(
+            FaultInjected(
+                fault=order.fault,
+                target=self._target,
+                seed=order.seed,
+                shot=order.shot,
+                params={**order.params},
+                **facts,
+            )
+        )
 
     def skip(self, reason: str) -> None:
         """Give it up before it began."""
-        self._end_wait("fault_skipped", reason=reason)
+        order = self.order
+        self._end_wait(
+            FaultSkipped(fault=order.fault, target=self._target, shot=order.shot, reason=reason, seed=order.seed)
+        )
 
     def undone(self) -> None:
         """Tell that its effect is over."""
-        self._events.emit("fault_undone", **self._facts())
+        self._events.emit(FaultUndone(fault=self.order.fault, target=self._target, shot=self.order.shot))
 
     def expire(self) -> None:
         """Give it up when there was no occasion for too long."""
         if self.waits and time.monotonic() > self._deadline:
             self.skip(f"there was no occasion for it within {PATIENCE_SECONDS:g} s")
 
-    def _end_wait(self, event: str, **facts: object) -> bool:
+    def _end_wait(self, event: FaultInjected | FaultSkipped) -> bool:
         with self._lock:
             if not self.waits:
                 return False
             self.waits = False
             mine = self._take()
             if mine:
-                self._events.emit(event, **self._facts(), seed=self.order.seed, **facts)
+                self._events.emit(event)
         for restore in self._restore:
             restore()
         return mine
-
-    def _facts(self) -> dict[str, Any]:
-        return {"fault": self.order.fault, "target": self._target, "shot": self.order.shot}
 
     def _take(self) -> bool:
         """Be the first to create the claim."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.checks.record import Record
-from titan_ft.history.failures import number
 
 FIGURES = ("loss", "grad_norm", "lr", "tokens")
 
@@ -19,10 +18,10 @@ def check_arithmetic(record: Record, found: Judgement) -> None:
     num_states = 0
     for lineage, events in record.commits.items():
         first: dict[str, float] = {}
-        num_states += len({event.get("replica") for event in events}) > 1
+        num_states += len({event.replica for event in events}) > 1
         for event in events:
             for name in FIGURES:
-                value = number(event, name)  # a rank without the last pipeline stage knows no loss
+                value = getattr(event, name)  # a rank without the last pipeline stage knows no loss
                 if value is not None and first.setdefault(name, value) != value:
                     text = f"tells {name} {value!r} of the state {lineage}; another group tells {first[name]!r}"
                     found.object_to(text, event)

@@ -8,8 +8,8 @@ import math
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.checks.record import Record
-from titan_ft.history.events import Event
-from titan_ft.history.failures import contributed, integer, number
+from titan_ft.history.failures import contributed
+from titan_ft.run.events import GradientExcluded, StepCommitted
 
 RELATIVE_TOLERANCE = 1e-6
 """Of the loss: the groups' means are rounded once more on their way into the history."""
@@ -21,20 +21,13 @@ def check_average(record: Record, found: Judgement) -> None:
     for lineage, events in record.commits.items():
         first = events[0]
         for event in events[1:]:
-            if event.get("participants") != first.get("participants"):
-                told, other = event.get("participants"), first.get("participants")
-                text = f"participants {told} of the state {lineage}, others tell {other}"
+            if event.participants != first.participants:
+                text = f"participants {event.participants} of the state {lineage}, others tell {first.participants}"
                 found.object_to(text, event)
         for event in events:
-            if not contributed(event) and integer(event, "own_tokens"):
-                found.object_to(f"had {event['own_tokens']} tokens of weight and is no participant", event)
+            if not contributed(event) and event.own_tokens:
+                found.object_to(f"had {event.own_tokens} tokens of weight and is no participant", event)
         checked += _check_sums(events, record.participants(lineage), found)
-    told = [event for events in record.commits.values() for event in events if contributed(event)]
-    untold = sum(number(event, "own_tokens") is None for event in told)
-    if untold:
-        found.unknown.append(
-            f"{count(untold, 'commit')} of participants that do not tell their own tokens (own_tokens)"
-        )
     excluded = _check_excluded(record, found)
     total = len(record.commits)
     found.statement = (
@@ -44,25 +37,24 @@ def check_average(record: Record, found: Judgement) -> None:
         found.unknown.append("no state of which all participants are told of")
 
 
-def _check_sums(events: list[Event], participants: frozenset[int], found: Judgement) -> bool:
+def _check_sums(events: list[StepCommitted], participants: frozenset[int], found: Judgement) -> bool:
     """Check tokens and loss of one state; False if some participant does not tell its own. It may have died."""
-    tokens: dict[int, float] = {}
+    tokens: dict[int, int] = {}
     losses: dict[int, float] = {}
     for event in events:
-        own, loss, replica = number(event, "own_tokens"), number(event, "own_loss"), integer(event, "replica")
-        if contributed(event) and own is not None:
-            tokens.setdefault(replica, own)
-            if loss is not None:
-                losses.setdefault(replica, loss)
+        if contributed(event):
+            tokens.setdefault(event.replica, event.own_tokens)
+            if event.own_loss is not None:
+                losses.setdefault(event.replica, event.own_loss)
     if not participants or tokens.keys() != participants:
         return False
-    told, total = number(events[0], "tokens"), sum(tokens.values())
+    told, total = events[0].tokens, sum(tokens.values())
     if told != total:
         found.object_to(f"{told} tokens, the participants' own are {total} ({tokens})", events[0])
         return True
-    loss = next((value for event in events if (value := number(event, "loss")) is not None), None)
-    same = len({event["loss"] for event in events if event.get("loss") is not None}) <= 1
-    if loss is None or not same or losses.keys() != participants or total <= 0:
+    told_losses = {event.loss for event in events} - {None}
+    loss = next((event.loss for event in events if event.loss is not None), None)
+    if loss is None or len(told_losses) > 1 or losses.keys() != participants or total <= 0:
         return True
     mean = sum(losses[replica] * tokens[replica] for replica in participants) / total
     if not math.isclose(loss, mean, rel_tol=RELATIVE_TOLERANCE, abs_tol=RELATIVE_TOLERANCE):
@@ -74,15 +66,15 @@ def _check_excluded(record: Record, found: Judgement) -> str:
     """Check that gradients which were left out are not in the update; return what to say of them."""
     exclusions: set[tuple[object, int]] = set()
     for process in record.processes:
-        pending: Event | None = None
+        pending: GradientExcluded | None = None
         for event in process.events:
-            if event["event"] == "gradient_excluded":
+            if isinstance(event, GradientExcluded):
                 pending = event
-            elif event["event"] == "step_committed":
-                if pending is not None and pending.get("step") == event.get("step"):
-                    slots = set(pending.get("slots") or [])
-                    exclusions.update((event.get("lineage"), slot) for slot in slots)
-                    if slots & set(event.get("participants") or []):
+            elif isinstance(event, StepCommitted):
+                if pending is not None and pending.step == event.step:
+                    slots = set(pending.slots)
+                    exclusions.update((event.lineage, slot) for slot in slots)
+                    if slots & set(event.participants):
                         found.object_to(f"gradients of groups {sorted(slots)} were excluded, and they count", event)
                 pending = None
     return f"; left out as not finite: {count(len(exclusions), 'gradient')}" if exclusions else ""

@@ -5,10 +5,17 @@
 from __future__ import annotations
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record, is_commit
-from titan_ft.history.events import Event
-from titan_ft.history.failures import integer, number
+from titan_ft.history.checks.record import Record
 from titan_ft.history.trajectory import ROOT, State
+from titan_ft.run.events import (
+    CheckpointLoaded,
+    CheckpointSaved,
+    GradientExcluded,
+    HealFinished,
+    StepCommitted,
+    TrainingFinished,
+    WorkerStarted,
+)
 
 
 def check_counters(record: Record, found: Judgement) -> None:
@@ -32,7 +39,7 @@ def _check_steps(record: Record, found: Judgement) -> None:
             text = f"step {state.step} changes the state of step {before}; steps must go up by one"
             found.object_to(text, record.commits[state.lineage][0])
         for event in record.commits[state.lineage]:
-            if (integer(event, "step"), event.get("parent")) != (state.step, state.parent):
+            if (event.step, event.parent) != (state.step, state.parent):
                 found.object_to(f"step and parent of the state {state.lineage} are not what others tell", event)
 
 
@@ -42,20 +49,20 @@ def _check_rates(record: Record, found: Judgement) -> int:
     A schedule that advanced on a failed exchange gives another LR to the same step of a group that did not see it
     fail, and to its repetition.
     """
-    rates: dict[tuple[object, ...], tuple[float, Event]] = {}
+    rates: dict[tuple[object, ...], tuple[float, StepCommitted]] = {}
     compared = 0
     for process in record.processes:
-        digest: object = None
+        digest = ""
         for event in process.events:
-            digest = event.get("config_digest", digest)
-            rate = number(event, "lr")
-            if rate is None or not is_commit(event) or event["lineage"] not in record.states:
+            if isinstance(event, WorkerStarted):
+                digest = event.config_digest
+            if not isinstance(event, StepCommitted):
                 continue
-            share = len(record.states[event["lineage"]].batches or ())
-            first, other = rates.setdefault((digest, integer(event, "step"), share), (rate, event))
+            rate, share = event.lr, len(record.states[event.lineage].batches)
+            first, other = rates.setdefault((digest, event.step, share), (rate, event))
             compared += other is not event
             # Within one state a difference is that of its groups' arithmetic.
-            if first != rate and other["lineage"] != event["lineage"]:
+            if first != rate and other.lineage != event.lineage:
                 found.object_to(
                     f"LR {rate!r}; it was {first!r} at this step before, of the same share of the batch", event
                 )
@@ -64,22 +71,20 @@ def _check_rates(record: Record, found: Judgement) -> int:
 
 def _check_finished(record: Record, found: Judgement) -> None:
     """Check the final counts of steps and tokens against the trajectory."""
-    tokens: dict[object, float] = {}
-    for event in record.named("training_finished"):
-        state, told = record.states.get(str(event.get("lineage"))), number(event, "tokens")
-        if state is not None and integer(event, "step") != state.step:
-            found.object_to(f"finished with step {event.get('step')} in the state of step {state.step}", event)
-        if told is None:
-            continue
-        if tokens.setdefault(event.get("lineage"), told) != told:
-            found.object_to(f"finished with {told} tokens, others with {tokens[event.get('lineage')]}", event)
-        elif record.chain and event.get("lineage") == record.chain[-1].lineage and record.chain[0].parent == ROOT:
-            _check_tokens(record, event, told, found)
+    tokens: dict[str, int] = {}
+    for event in record.of(TrainingFinished):
+        state, told = record.states.get(event.lineage), event.tokens
+        if state is not None and event.step != state.step:
+            found.object_to(f"finished with step {event.step} in the state of step {state.step}", event)
+        if tokens.setdefault(event.lineage, told) != told:
+            found.object_to(f"finished with {told} tokens, others with {tokens[event.lineage]}", event)
+        elif record.chain and event.lineage == record.chain[-1].lineage and record.chain[0].parent == ROOT:
+            _check_tokens(record, event, found)
 
 
-def _check_tokens(record: Record, event: Event, told: float, found: Judgement) -> None:
+def _check_tokens(record: Record, event: TrainingFinished, found: Judgement) -> None:
     """Compare a final count with the sum of the steps' tokens. Tokens without a label are in the count only."""
-    sums = [(state, integer(record.commits[state.lineage][0], "tokens")) for state in record.chain]
+    told, sums = event.tokens, [(state, record.commits[state.lineage][0].tokens) for state in record.chain]
     total = sum(tokens for _, tokens in sums)
     full = {tokens / batches for state, tokens in sums if (batches := _num_batches(state))}
     if told < total or (len(full) == 1 and told != total):
@@ -87,7 +92,7 @@ def _check_tokens(record: Record, event: Event, told: float, found: Judgement) -
 
 
 def _num_batches(state: State) -> int:
-    return sum(num_batches for _, num_batches in (state.batches or {}).values())
+    return sum(num_batches for _, num_batches in state.batches.values())
 
 
 def _check_saved(record: Record, found: Judgement) -> int:
@@ -96,11 +101,11 @@ def _check_saved(record: Record, found: Judgement) -> int:
     for process in record.processes:
         held = set()
         for event in process.events:
-            if event["event"] in ("step_committed", "heal_finished", "checkpoint_loaded", "training_finished"):
-                held.add(event.get("step"))
-            elif event["event"] == "checkpoint_saved":
+            if isinstance(event, StepCommitted | HealFinished | CheckpointLoaded | TrainingFinished):
+                held.add(event.step)
+            elif isinstance(event, CheckpointSaved):
                 saved += 1
-                if event.get("step") not in held:
+                if event.step not in held:
                     found.object_to("saved a checkpoint of a step that it had not committed", event)
     return saved
 
@@ -109,16 +114,16 @@ def _check_sizes(record: Record, found: Judgement) -> None:
     """Check that no state was made by fewer groups than `min_replica_size`; those with void gradients were there."""
     untold = 0
     for process in record.processes:
-        least = number(process.config, "min_replica_size")
+        least = None if process.config is None else process.config.min_replica_size
         excluded: list[int] = []
         for event in process.events:
-            if event["event"] == "gradient_excluded":
-                excluded = event.get("slots") or []
-            elif is_commit(event):
-                present = len(event.get("participants") or []) + len(excluded)
+            if isinstance(event, GradientExcluded):
+                excluded = event.slots
+            elif isinstance(event, StepCommitted):
+                present = len(event.participants) + len(excluded)
                 untold += least is None
                 if least is not None and present < least:
-                    found.object_to(f"committed with {count(present, 'group')}; min_replica_size is {least:g}", event)
+                    found.object_to(f"committed with {count(present, 'group')}; min_replica_size is {least}", event)
                 excluded = []
     if untold:
         found.unknown.append(f"{count(untold, 'commit')} of workers that do not tell their min_replica_size")

@@ -5,15 +5,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from itertools import dropwhile
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.checks.record import Process, Record
-from titan_ft.history.events import Event
-from titan_ft.history.failures import contributed, integer
+from titan_ft.history.failures import contributed
+from titan_ft.run.events import (
+    DigestMismatch,
+    Drained,
+    Event,
+    HealFinished,
+    LaunchStarted,
+    StepCommitted,
+    TrainingFinished,
+)
 
-Telling = tuple[Process, Event, str]
+Teller = StepCommitted | TrainingFinished | Drained
+Telling = tuple[Process, Teller, str]
 """A process, the event in which it told a digest, and the digest."""
 
 
@@ -25,13 +34,11 @@ def check_digests(record: Record, found: Judgement) -> None:
     """
     table: dict[tuple[str, int], list[Telling]] = defaultdict(list)
     for telling in _tellings(record):
-        table[telling[1]["lineage"], telling[0].rank].append(telling)
+        table[telling[1].lineage or "", telling[0].rank].append(telling)
     compared = {key: told for key, told in table.items() if len({process.replica for process, _, _ in told}) > 1}
     differing = {key: told for key, told in compared.items() if len({digest for _, _, digest in told}) > 1}
     for (lineage, _), told in differing.items():
-        _judge_difference(
-            record, told, integer(record.commits[lineage][0], "step") if lineage in record.commits else 0, found
-        )
+        _judge_difference(record, told, record.commits[lineage][0].step if lineage in record.commits else 0, found)
     final = _compare_ends(record, found)
     digests = sum(len(told) for told in compared.values())
     states = len({lineage for lineage, _ in compared})
@@ -47,10 +54,8 @@ def check_digests(record: Record, found: Judgement) -> None:
 def _tellings(record: Record) -> Iterator[Telling]:
     for process in record.processes:
         for event in process.events:
-            if event["event"] in ("step_committed", "training_finished", "drained"):
-                digest = event.get("digest")
-                if digest and isinstance(event.get("lineage"), str):
-                    yield process, event, str(digest)
+            if isinstance(event, Teller) and event.digest and event.lineage:
+                yield process, event, event.digest
 
 
 def _judge_difference(record: Record, told: list[Telling], step: int, found: Judgement) -> None:
@@ -65,7 +70,7 @@ def _judge_difference(record: Record, told: list[Telling], step: int, found: Jud
                 text = f"contributed again without a heal, though its digest at step {step} was found to differ"
                 found.object_to(text, again)
             mended.append(process.replica)
-        elif not after and event["event"] != "training_finished" and process.exit is not None:
+        elif not after and not isinstance(event, TrainingFinished) and process.exit is not None:
             left.append((process, digest))
         else:
             kept.append((process, digest))
@@ -85,37 +90,34 @@ def _judge_difference(record: Record, told: list[Telling], step: int, found: Jud
 def _named(record: Record, step: int) -> set[int]:
     """Return the groups that differed, as the groups themselves found out."""
     found: set[int] = set()
-    for event in record.named("digest_mismatch"):
-        if integer(event, "step", -1) == step and isinstance(event.get("minority"), list):
-            found.update(slot for slot in event["minority"] if isinstance(slot, int))
+    for event in record.of(DigestMismatch):
+        if event.step == step:
+            found.update(event.minority)
     return found
 
 
-def _after(process: Process, event: Event) -> list[Event]:
+def _after(process: Process, event: Event) -> list[StepCommitted | HealFinished | TrainingFinished]:
     """Return what the process told after an event, other than of the differing state itself."""
     rest = list(dropwhile(lambda each: each is not event, process.events))[1:]
-    return [each for each in rest if each["event"] in ("step_committed", "heal_finished", "training_finished")]
+    return [each for each in rest if isinstance(each, StepCommitted | HealFinished | TrainingFinished)]
 
 
-def _contribution_before_heal(after: list[Event]) -> Event | None:
+def _contribution_before_heal(after: Sequence[StepCommitted | HealFinished | TrainingFinished]) -> Event | None:
     for event in after:
-        if event["event"] == "heal_finished":
+        if isinstance(event, HealFinished):
             return None
-        if event["event"] == "training_finished" or contributed(event):
+        if isinstance(event, TrainingFinished) or contributed(event):
             return event
     return None
 
 
 def _compare_ends(record: Record, found: Judgement) -> str:
     """Check that the groups finished with one state; return what to say of it."""
-    since = max((event["time"] for event in record.named("launch_started")), default=0.0)
-    last: dict[tuple[int, int], Event] = {}
-    for event in record.named("training_finished"):
-        if event["time"] >= since:
-            last[integer(event, "replica"), integer(event, "rank")] = event
-    ends: Mapping[object, Event] = {event.get("lineage"): event for event in last.values()}
+    since = max((event.time for event in record.of(LaunchStarted)), default=0.0)
+    last = {(event.replica, event.rank): event for event in record.of(TrainingFinished) if event.time >= since}
+    ends = {event.lineage: event for event in last.values()}
     if len(ends) > 1:
-        states = ", ".join(f"step {event.get('step')} ({lineage})" for lineage, event in ends.items())
+        states = ", ".join(f"step {event.step} ({lineage})" for lineage, event in ends.items())
         found.object_to(f"groups finished with different states: {states}", next(reversed(last.values())))
     groups = len({replica for replica, _ in last})
     return f"; {count(groups, 'group')} finished, with one state" if len(ends) == 1 else ""

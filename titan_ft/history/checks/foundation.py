@@ -10,9 +10,16 @@ from itertools import pairwise
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.checks.record import Record
-from titan_ft.history.events import Event
-from titan_ft.history.failures import integer, number
 from titan_ft.history.trajectory import ROOT
+from titan_ft.run.events import (
+    CheckpointLoaded,
+    Drained,
+    Event,
+    LaunchFinished,
+    LaunchStarted,
+    TrainingFinished,
+    WorkerStarted,
+)
 
 TOLERANCE_SECONDS = 1.0
 """What a wall clock may gain or lose between two events, as one that is disciplined by NTP does."""
@@ -29,12 +36,12 @@ def check_whole(record: Record, found: Judgement) -> None:
         found.unknown.append("no event tells of a committed step")
         return
     _check_end(record, found)
-    begun = {(event.get("pid"), event.get("replica")) for event in record.named("worker_started")}
+    begun = {(event.pid, event.replica) for event in record.of(WorkerStarted)}
     for process in record.processes:
         if (process.pid, process.replica) not in begun:
             found.unknown.append(f"the history is cut: the first events of {process.name} are missing")
     first = record.chain[0]
-    loaded = {event.get("lineage") for event in record.named("checkpoint_loaded")}
+    loaded = {event.lineage for event in record.of(CheckpointLoaded)}
     if first.parent != ROOT and first.parent not in loaded:
         found.unknown.append(f"the history is cut: no event tells how the state before step {first.step} was made")
     elif first.parent == ROOT and first.step != 1:
@@ -47,10 +54,10 @@ def check_whole(record: Record, found: Judgement) -> None:
 
 def _check_end(record: Record, found: Judgement) -> None:
     """Find out whether the end of the run is in the history."""
-    if record.named("launch_started"):
+    if record.of(LaunchStarted):
         if record.launch_end is None:
             found.unknown.append("the history is cut: the launch did not end (no launch_finished)")
-        elif not record.named("training_finished", "drained") and _ended_well(record):
+        elif not record.of(TrainingFinished) and not record.of(Drained) and _ended_well(record):
             found.unknown.append("the history is cut: the launch ended well, and no group tells that it finished")
     else:
         last = {(process.replica, process.rank): process for process in record.processes}
@@ -59,19 +66,18 @@ def _check_end(record: Record, found: Judgement) -> None:
             found.unknown.append(f"the history is cut: groups {running} neither finished nor left")
     for process in record.processes:
         exit = process.exit
-        if exit is not None and exit.get("code") == 0 and not exit.get("stopped") and not process.ended_in_order:
+        if exit is not None and exit.code == 0 and not exit.stopped and not process.ended_in_order:
             found.unknown.append(f"the history is cut: {process.name} ended well, and its last events are missing")
 
 
 def _ended_well(record: Record) -> bool:
-    return record.named("launch_finished")[-1].get("code") == 0
+    return record.of(LaunchFinished)[-1].code == 0
 
 
 def check_clock(record: Record, found: Judgement) -> None:
     """Check that each host's wall clock advanced as its monotonic clock did."""
     hosts = _by_host(record)
     jumps = [jump for events in hosts.values() for jump in _jumps(events)]
-    silent = sum(number(event, "mono") is None for event in record.events)
     found.statement = f"{count(len(hosts), 'clock')} advanced evenly"
     if jumps:
         found.statement = f"wall clocks jumped {count(len(jumps), 'time')}: what rests on times cannot be told"
@@ -80,8 +86,6 @@ def check_clock(record: Record, found: Judgement) -> None:
         found.object_to(
             f"the wall clock was {abs(seconds):.1f} s further {way} than before, as its process saw it", event
         )
-    if silent:
-        found.unknown.append(f"{count(silent, 'event')} without a monotonic time (mono)")
     if not record.events:
         found.unknown.append("there are no events")
 
@@ -93,28 +97,21 @@ def clock_jumped(record: Record) -> bool:
 
 def _by_host(record: Record) -> dict[object, list[Event]]:
     """Return the events that share a monotonic clock, in its order: those of one host, or of one process."""
-    host_of = {
-        integer(event, "pid"): event["host"]
-        for event in record.named("worker_started")
-        if event.get("host") is not None
-    }
+    host_of = {event.pid: event.host for event in record.of(WorkerStarted)}
     known = set(host_of.values())
     only = known.pop() if len(known) == 1 else None
     found: dict[object, list[Event]] = defaultdict(list)
     for event in record.events:
-        if number(event, "mono") is not None:
-            pid = integer(event, "pid")
-            found[host_of.get(pid, only) or (pid, *(event.get(n) for n in ("replica", "rank", "attempt")))].append(
-                event
-            )
+        host = host_of.get(event.pid, only)
+        found[host or (event.pid, event.replica, event.rank, event.attempt)].append(event)
     for events in found.values():
-        events.sort(key=lambda event: event["mono"])
+        events.sort(key=lambda event: event.mono)
     return found
 
 
 def _jumps(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
     """Yield each event before which the wall clock was set, and by how many seconds."""
     for before, after in pairwise(events):
-        seconds = (after["time"] - before["time"]) - (after["mono"] - before["mono"])
+        seconds = (after.time - before.time) - (after.mono - before.mono)
         if abs(seconds) > TOLERANCE_SECONDS:
             yield after, seconds

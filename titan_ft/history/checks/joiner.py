@@ -14,8 +14,23 @@ from statistics import median
 from titan_ft.history.checks.foundation import clock_jumped
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.checks.record import Process, Record
-from titan_ft.history.events import Event
-from titan_ft.history.failures import number
+from titan_ft.history.lives import seconds_of
+from titan_ft.run.events import (
+    CatchUpWaiting,
+    Drained,
+    Event,
+    ExchangeFailed,
+    FaultInjected,
+    HealFailed,
+    HealFinished,
+    HealStarted,
+    Hung,
+    Joined,
+    LighthouseRestarted,
+    StepCommitted,
+    Waiting,
+    WorkerExited,
+)
 
 LONG_STEPS = 4
 """Usual steps that a heal must last to tell anything; what a shorter one could stall is no more than that."""
@@ -24,7 +39,14 @@ LEAST_RATE = 0.5
 LEAST_RATE_OF_ONE = 0.25
 """The same for one heal by itself, of `TELLING_STEPS` usual steps or more."""
 TELLING_STEPS = 10
-DISTURBANCES = ("exchange_failed", "worker_exited", "fault_injected", "lighthouse_restarted", "hung", "drained")
+DISTURBANCES: tuple[type[Event], ...] = (
+    ExchangeFailed,
+    WorkerExited,
+    FaultInjected,
+    LighthouseRestarted,
+    Hung,
+    Drained,
+)
 """They have costs of their own, which are not the joiner's."""
 
 
@@ -52,8 +74,7 @@ def check_joiner(record: Record, found: Judgement) -> None:
     longer during the heals: a joiner on the same machine takes its share of it, and that is no wait. A group that asks
     the others to wait says so (`catch_up_waiting`).
     """
-    wanted = {process.config.get("catch_up") for process in record.processes} - {None}
-    if "wait" in wanted:
+    if any(process.config is not None and process.config.catch_up == "wait" for process in record.processes):
         found.asked = False
         found.statement = 'not asked: the others wait for a joiner, as fault_tolerance.catch_up = "wait" says'
         return
@@ -109,12 +130,8 @@ class _Stage:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._commits = {
-            id(process): [event for event in process.events if event["event"] == "step_committed"]
-            for process in record.processes
-            if process.rank == 0
-        }
-        self._times = {key: [event["time"] for event in events] for key, events in self._commits.items()}
+        self._commits = {id(process): list(process.commits()) for process in record.processes if process.rank == 0}
+        self._times = {key: [event.time for event in events] for key, events in self._commits.items()}
         self._spans = sorted(self._disturbed())
 
     @cached_property
@@ -125,30 +142,29 @@ class _Stage:
 
     @cached_property
     def compute(self) -> float | None:
-        """Return the median time that a step's own computing took, or None where the history does not tell."""
-        events = (event for commits in self._commits.values() for event in commits)
-        seconds = [value for event in events if (value := number(event, "compute_seconds")) is not None]
+        """Return the median time that a step's own computing took, or None without any."""
+        seconds = [event.compute_seconds for commits in self._commits.values() for event in commits]
         return median(seconds) if seconds else None
 
     def heals(self, process: Process) -> Iterator[_Heal]:
         """Yield the heals of a process, at least one other group training on from before to after."""
-        begun: Event | None = None
+        begun: HealStarted | None = None
         joined: float | None = None  # until its first commit the others may wait for it since then
         for event in process.events:
-            if event["event"] == "joined" and joined is None:
-                joined = event["time"]
-            elif event["event"] == "heal_started":
+            if isinstance(event, Joined) and joined is None:
+                joined = event.time
+            elif isinstance(event, HealStarted):
                 begun = event
-            elif event["event"] in ("heal_finished", "heal_failed") and begun is not None:
-                heal = self._heal(process, begun, joined or begun["time"], event["time"])
-                begun, joined = None, event["time"]
+            elif isinstance(event, HealFinished | HealFailed) and begun is not None:
+                heal = self._heal(process, begun, joined or begun.time, event.time)
+                begun, joined = None, event.time
                 if heal is not None:
                     yield heal
-            elif event["event"] == "step_committed":
-                joined = event["time"]
+            elif isinstance(event, StepCommitted):
+                joined = event.time
 
     def _heal(self, process: Process, event: Event, since: float, end: float) -> _Heal | None:
-        start = min(since, event["time"])
+        start = min(since, event.time)
         best: _Heal | None = None
         for other in self._record.processes:
             times = self._times.get(id(other), [])
@@ -159,7 +175,7 @@ class _Stage:
             longest = max(after - before for before, after in pairwise(around))
             if best is None or last - first > best.commits:
                 made = self._commits[id(other)][first:last]
-                compute = tuple(v for commit in made if (v := number(commit, "compute_seconds")) is not None)
+                compute = tuple(commit.compute_seconds for commit in made)
                 best = _Heal(event, start, end, last - first, longest, compute, not self._hits(start, end))
         return best
 
@@ -169,25 +185,23 @@ class _Stage:
 
     def _disturbed(self) -> Iterator[tuple[float, float]]:
         """Yield from when to when something else may have cost time."""
-        for event in self._record.named(*DISTURBANCES):
-            params = event.get("params")
-            seconds = number(params, "seconds") if isinstance(params, dict) else None
-            yield event["time"], event["time"] + (seconds or 0.0)
-        for event in self._record.named("waiting"):
+        for event in self._record.of(*DISTURBANCES):
+            yield event.time, event.time + (seconds_of(event) if isinstance(event, FaultInjected) else 0.0)
+        for event in self._record.of(Waiting):
             if not _waits_for_joiner(event):
-                yield event["time"], event["time"]
+                yield event.time, event.time
 
 
-def _waits_for_joiner(event: Event) -> bool:
-    return "fetch the state" in str(event.get("reason"))
+def _waits_for_joiner(event: Waiting) -> bool:
+    return "fetch the state" in event.reason
 
 
 def _check_waits(record: Record, found: Judgement) -> None:
     """Object to a wait for a joiner that did not ask for it. Counts what was said, whenever it was."""
-    asked = {event.get("replica") for event in record.named("catch_up_waiting")}
-    waits = [event for event in record.named("waiting") if _waits_for_joiner(event)]
+    asked = {event.replica for event in record.of(CatchUpWaiting)}
+    waits = [event for event in record.of(Waiting) if _waits_for_joiner(event)]
     for event in waits if not asked else []:
-        found.object_to(f"waited for a joiner that did not ask for it: {event.get('reason')}", event)
+        found.object_to(f"waited for a joiner that did not ask for it: {event.reason}", event)
     if asked:
-        steps = len({event.get("step") for event in waits})
+        steps = len({event.step for event in waits})
         found.notes.append(f"groups {sorted(map(str, asked))} asked the others to wait, for {count(steps, 'step')}")

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from titan_ft.history.events import Event
-from titan_ft.history.failures import number
+from titan_ft.run.events import Event
 
 Verdict = Literal["holds", "does not hold", "unknown"]
 _WORST_FIRST: tuple[Verdict, ...] = ("does not hold", "unknown", "holds")
@@ -55,8 +54,7 @@ class Judgement:
         if event is None:
             self.offences.append(Offence(text))
             return
-        replica, rank, step = (_integer(event, name) for name in ("replica", "rank", "step"))
-        self.offences.append(Offence(text, number(event, "time"), replica, rank, step))
+        self.offences.append(Offence(text, event.time, event.replica, event.rank, getattr(event, "step", None)))
 
     def decide(self) -> Judgement:
         """Set the verdict by what was found, the first offences in front; what objects counts whatever was asked."""
@@ -68,11 +66,6 @@ class Judgement:
     def to_dict(self) -> dict[str, Any]:
         """Return the judgement as plain dictionaries, lists and numbers, for JSON."""
         return asdict(self)
-
-
-def _integer(event: Event, name: str) -> int | None:
-    value = number(event, name)
-    return None if value is None else int(value)
 
 
 def count(value: int, noun: str, plural: str = "") -> str:

@@ -8,13 +8,28 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from titan_ft.history.events import Event
-from titan_ft.history.failures import SUPERVISOR_EVENTS, contributed, integer, number
+from titan_ft.history.failures import contributed, is_of_worker
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
+from titan_ft.run.events import (
+    CheckpointLoaded,
+    Drained,
+    Event,
+    HealFinished,
+    LaunchFinished,
+    LaunchStarted,
+    RolledBack,
+    StartedAnew,
+    StepCommitted,
+    TrainingFinished,
+    WorkerConfig,
+    WorkerExited,
+    WorkerStarted,
+)
 
-HEALED = ("heal_finished", "checkpoint_loaded", "rolled_back", "started_anew")
+E = TypeVar("E", bound=Event)
+Healed = HealFinished | CheckpointLoaded | RolledBack | StartedAnew
 """After these a process goes on from another state than the one it held."""
 
 
@@ -27,7 +42,7 @@ class Process:
     attempt: int
     pid: int
     events: list[Event] = field(default_factory=list)
-    exit: Event | None = None
+    exit: WorkerExited | None = None
     """What its supervisor told of its end."""
 
     @property
@@ -35,82 +50,67 @@ class Process:
         return f"replica {self.replica}, attempt {self.attempt}, rank {self.rank}"
 
     @property
-    def config(self) -> dict[str, Any]:
-        """Return what it told of its config; empty in histories that do not tell."""
-        started = next((event for event in self.events if event["event"] == "worker_started"), {})
-        config = started.get("config")
-        return config if isinstance(config, dict) else {}
+    def config(self) -> WorkerConfig | None:
+        """Return what it told of its config; None where that is missing."""
+        return next((event.config for event in self.events if isinstance(event, WorkerStarted)), None)
 
     @property
     def ended_in_order(self) -> bool:
         """Say whether it told that it finished, or left because it was asked to."""
-        return any(event["event"] in ("training_finished", "drained") for event in self.events)
+        return any(isinstance(event, TrainingFinished | Drained) for event in self.events)
 
-    def commits(self) -> Iterator[Event]:
-        """Yield its commits that name a state."""
-        return (event for event in self.events if is_commit(event))
-
-
-def is_commit(event: Event) -> bool:
-    """Tell whether an event is a commit that names the state that it made."""
-    return event["event"] == "step_committed" and isinstance(event.get("lineage"), str)
+    def commits(self) -> Iterator[StepCommitted]:
+        """Yield its commits."""
+        return (event for event in self.events if isinstance(event, StepCommitted))
 
 
 class Record:
     """The events of a run. Everything is worked out when it is first asked for: what fails there fails one checker."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self.events = sorted(events, key=lambda event: event["time"])
+        self.events = sorted(events, key=lambda event: event.time)
 
     @cached_property
-    def by_name(self) -> dict[str, list[Event]]:
-        """Return the events of each name."""
-        found: dict[str, list[Event]] = defaultdict(list)
+    def _by_kind(self) -> dict[type[Event], list[Event]]:
+        found: dict[type[Event], list[Event]] = defaultdict(list)
         for event in self.events:
-            found[event["event"]].append(event)
+            found[type(event)].append(event)
         return found
 
-    def named(self, *names: str) -> list[Event]:
-        """Return the events of some names, in order of time if it is one."""
-        return [event for name in names for event in self.by_name.get(name, [])]
+    def of(self, *kinds: type[E]) -> list[E]:
+        """Return the events of some kinds, in order of time if it is one."""
+        found: list[Any] = [event for kind in kinds for event in self._by_kind.get(kind, [])]
+        return found
 
     @cached_property
     def processes(self) -> list[Process]:
         """Return the worker processes."""
         found: dict[tuple[int, int, int, int], Process] = {}
         for event in self.events:
-            if event["event"] not in SUPERVISOR_EVENTS and number(event, "replica") is not None and "rank" in event:
-                key = tuple(integer(event, name) for name in ("replica", "rank", "attempt", "pid"))
-                process = found.setdefault(key, Process(*key))  # type: ignore[arg-type]  # four of them
-                process.events.append(event)
+            if is_of_worker(event):
+                key = (event.replica or 0, event.rank or 0, event.attempt or 0, event.pid)
+                found.setdefault(key, Process(*key)).events.append(event)
         for process in found.values():
             # The wall clock may have been set meanwhile; the other one cannot be.
-            if all(number(event, "mono") is not None for event in process.events):
-                process.events.sort(key=lambda event: event["mono"])
-        for event in self.named("worker_exited"):
-            replica, rank, attempt = (integer(event, name) for name in ("replica", "rank", "attempt"))
-            pid = number(event, "worker_pid")
-            for process in found.values():
-                if (process.replica, process.rank, process.attempt) == (replica, rank, attempt) and pid in (
-                    None,
-                    process.pid,
-                ):
-                    process.exit = event
+            process.events.sort(key=lambda event: event.mono)
+        for exit in self.of(WorkerExited):
+            ended = found.get((exit.replica, exit.rank, exit.attempt, exit.worker_pid))
+            if ended is not None:
+                ended.exit = exit
         return list(found.values())
 
     @cached_property
-    def commits(self) -> dict[str, list[Event]]:
+    def commits(self) -> dict[str, list[StepCommitted]]:
         """Return the commits of all ranks by the state that they made."""
-        found: dict[str, list[Event]] = defaultdict(list)
-        for event in self.named("step_committed"):
-            if is_commit(event):
-                found[event["lineage"]].append(event)
+        found: dict[str, list[StepCommitted]] = defaultdict(list)
+        for event in self.of(StepCommitted):
+            found[event.lineage].append(event)
         return found
 
     @cached_property
     def states(self) -> dict[str, State]:
         """Return the states that commits made."""
-        return read_states(self.named("step_committed"), [], [])
+        return read_states(self.of(StepCommitted), [])
 
     @cached_property
     def chain(self) -> list[State]:
@@ -132,30 +132,25 @@ class Record:
     @cached_property
     def group_size(self) -> int:
         """Return how many groups the job has when all are there; 0 if nothing tells."""
-        told = [integer(process.config, "group_size") for process in self.processes]
-        told += [integer(event, "replicas") for event in self.named("launch_started")]
+        told = [process.config.group_size for process in self.processes if process.config is not None]
+        told += [event.replicas for event in self.of(LaunchStarted)]
         return max(told, default=0)
 
     @cached_property
     def launch_end(self) -> float | None:
         """Return when the last launch ended, or None if it did not, or there was none."""
-        started = self.named("launch_started")
+        started = self.of(LaunchStarted)
         if not started:
             return None
-        ends = [event["time"] for event in self.named("launch_finished") if event["pid"] == started[-1]["pid"]]
+        ends = [event.time for event in self.of(LaunchFinished) if event.pid == started[-1].pid]
         return max(ends, default=None)
 
     @cached_property
     def step_seconds(self) -> float | None:
         """Return the median duration of a step, or None without any."""
-        seconds = sorted(
-            value
-            for event in self.named("step_committed")
-            if contributed(event) and (value := number(event, "seconds")) is not None
-        )
+        seconds = sorted(event.seconds for event in self.of(StepCommitted) if contributed(event))
         return seconds[len(seconds) // 2] if seconds else None
 
     def participants(self, lineage: str) -> frozenset[int]:
         """Return the groups that gave weight to a state, as the first event that made it says."""
-        told = next((event.get("participants") for event in self.commits[lineage]), None)
-        return frozenset(slot for slot in told or [] if isinstance(slot, int))
+        return frozenset(self.commits[lineage][0].participants) if lineage in self.commits else frozenset()

@@ -5,25 +5,49 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from titan_ft.history.checks.foundation import clock_jumped
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.checks.record import Process, Record
-from titan_ft.history.events import Event
-from titan_ft.history.failures import integer, number, targets
+from titan_ft.run.events import (
+    CheckpointFailed,
+    DataReset,
+    DigestMismatch,
+    Drained,
+    Event,
+    FaultInjected,
+    ForeignMember,
+    GroupEvent,
+    HealFailed,
+    HealFinished,
+    HealStarted,
+    Hung,
+    LaunchFinished,
+    LaunchStopping,
+    LighthouseRestarted,
+    RankSilent,
+    ReplicaGaveUp,
+    ReplicaRestarted,
+    RolledBack,
+    SpareTookOver,
+    StartedAnew,
+    StepCommitted,
+    TrainingFinished,
+    WorkerExited,
+)
 
-NOTED = (
-    "digest_mismatch",
-    "hung",
-    "rank_silent",
-    "rolled_back",
-    "started_anew",
-    "data_reset",
-    "foreign_member",
-    "checkpoint_failed",
-    "replica_gave_up",
-    "lighthouse_restarted",
+NOTED: tuple[type[Event], ...] = (
+    DigestMismatch,
+    Hung,
+    RankSilent,
+    RolledBack,
+    StartedAnew,
+    DataReset,
+    ForeignMember,
+    CheckpointFailed,
+    ReplicaGaveUp,
+    LighthouseRestarted,
 )
 """Nothing that breaks a promise by itself, but worth knowing."""
 DEADLY = (
@@ -41,7 +65,7 @@ DEADLY = (
 END_SECONDS = 30.0
 """A group that ends so shortly before the launch does is not started again."""
 CLOCK_SECONDS = 1.0
-FOLLOWED = ("replica_restarted", "replica_gave_up", "spare_took_over")
+FOLLOWED: tuple[type[GroupEvent], ...] = (ReplicaRestarted, ReplicaGaveUp, SpareTookOver)
 
 
 def check_silence(record: Record, found: Judgement) -> None:
@@ -55,7 +79,7 @@ def check_silence(record: Record, found: Judgement) -> None:
     found.statement = (
         f"{count(exits, 'exit')} of workers explained, {count(faults, 'fault')} seen to have followed by their ends"
     )
-    counts = Counter(event["event"] for event in record.named(*NOTED))
+    counts = Counter(event.name for event in record.of(*NOTED))
     found.notes += [f"{name}: {count(times, 'event')}" for name, times in counts.items()]
     if jumped:
         found.unknown.append("the wall clock jumped: what followed what cannot be told")
@@ -67,9 +91,9 @@ def _check_ends(record: Record, found: Judgement) -> None:
     """Object to processes that fell silent without a word of themselves or their supervisor."""
     latest: dict[int, int] = defaultdict(int)
     for event in record.events:
-        if number(event, "replica") is not None:
-            latest[integer(event, "replica")] = max(latest[integer(event, "replica")], integer(event, "attempt"))
-    failure = next((event.get("reason") for event in record.named("launch_finished")[-1:] if event.get("code")), None)
+        if event.replica is not None:
+            latest[event.replica] = max(latest[event.replica], event.attempt or 0)
+    failure = next((event.reason for event in record.of(LaunchFinished)[-1:] if event.code), None)
     untold = []
     for process in record.processes:
         if process.ended_in_order or process.exit is not None or process.attempt < latest[process.replica]:
@@ -88,40 +112,40 @@ def _check_ends(record: Record, found: Judgement) -> None:
 
 def _check_exits(record: Record, found: Judgement, jumped: bool) -> int:
     """Object to exits without a reason, and to failed groups that are neither restarted nor given up."""
-    exits = record.named("worker_exited")
-    followed: dict[int, list[Event]] = defaultdict(list)
-    for event in record.named(*FOLLOWED):
-        followed[integer(event, "replica")].append(event)
-    stopping = min((event["time"] for event in record.named("launch_stopping")), default=None)
+    exits = record.of(WorkerExited)
+    followed: dict[int, list[GroupEvent]] = defaultdict(list)
+    for later in record.of(*FOLLOWED):
+        followed[later.replica].append(later)
+    stopping = min((event.time for event in record.of(LaunchStopping)), default=None)
     for event in exits:
-        if not event.get("reason") or (event.get("code") is None and not event.get("signal")):
+        if not event.reason or (event.code is None and not event.signal):
             found.object_to("a worker ended without a reason", event)
-        if event.get("stopped") or not (event.get("signal") or event.get("code")) or jumped:
+        if event.stopped or not (event.signal or event.code) or jumped:
             continue
-        if any(_follows(event, later) for later in followed[integer(event, "replica")]):
+        if any(_follows(event, later) for later in followed[event.replica]):
             continue
         # Where the launch's own end is missing, so may be what followed.
-        ended = record.launch_end is None or record.launch_end - event["time"] <= END_SECONDS
-        if not ended and not (stopping is not None and stopping <= event["time"]):
+        ended = record.launch_end is None or record.launch_end - event.time <= END_SECONDS
+        if not ended and not (stopping is not None and stopping <= event.time):
             found.object_to("a worker failed, and its group was neither started again nor given up", event)
     return len(exits)
 
 
-def _follows(exit: Event, later: Event) -> bool:
+def _follows(exit: WorkerExited, later: GroupEvent) -> bool:
     """Tell whether an event is about what became of a group after an exit."""
-    least = integer(exit, "attempt") + (later["event"] != "replica_gave_up")
-    return integer(later, "attempt") >= least or later["time"] >= exit["time"]
+    least = exit.attempt + (not isinstance(later, ReplicaGaveUp))
+    return later.attempt >= least or later.time >= exit.time
 
 
 def _check_heals(process: Process, record: Record, found: Judgement) -> None:
     """Object to a heal that neither ended nor failed in a process that trained on."""
-    begun: Event | None = None
+    begun: HealStarted | None = None
     for event in process.events:
-        if event["event"] == "heal_started":
+        if isinstance(event, HealStarted):
             begun = event
-        elif event["event"] in ("heal_finished", "heal_failed", "rolled_back"):
+        elif isinstance(event, HealFinished | HealFailed | RolledBack):
             begun = None
-        elif event["event"] in ("step_committed", "training_finished") and begun is not None:
+        elif isinstance(event, StepCommitted | TrainingFinished) and begun is not None:
             found.object_to("began a heal, and trains on without a word how it ended", begun)
             begun = None
     if begun is not None and process.exit is None and not process.ended_in_order and record.launch_end is None:
@@ -131,28 +155,29 @@ def _check_heals(process: Process, record: Record, found: Judgement) -> None:
 def _check_faults(record: Record, found: Judgement, jumped: bool) -> int:
     """Object to faults that must end a process, and after which none ended; return how many others there are."""
     ends: dict[int, list[Event]] = defaultdict(list)
-    for event in record.named("worker_exited", "drained", *FOLLOWED):
-        ends[integer(event, "replica")].append(event)
-    finished = {integer(event, "replica"): event["time"] for event in record.named("training_finished")}
+    for end in record.of(WorkerExited, Drained, *FOLLOWED):
+        ends[end.replica or 0].append(end)
+    finished = {event.replica: event.time for event in record.of(TrainingFinished)}
     seen = 0
-    for event in record.named("fault_injected"):
-        if event.get("fault") == "kill_lighthouse":
-            later = record.named("lighthouse_restarted", "launch_finished")
-        elif event.get("fault") in DEADLY:
-            later = [end for replica in targets(event) for end in ends[replica]]
+    for event in record.of(FaultInjected):
+        later: Sequence[Event]
+        if event.fault == "kill_lighthouse":
+            later = [*record.of(LighthouseRestarted), *record.of(LaunchFinished)]
+        elif event.fault in DEADLY:
+            later = [] if event.target.replica is None else ends[event.target.replica]
         else:
             continue
         if jumped:
             continue
-        over = _is_over(event, targets(event), finished, record)
-        if any(end["time"] >= event["time"] - CLOCK_SECONDS for end in later):
+        if any(end.time >= event.time - CLOCK_SECONDS for end in later):
             seen += 1
-        elif not over:
-            found.object_to(f"the fault {event.get('fault')} was injected, and nothing is told to have ended", event)
+        elif not _is_over(event, finished, record):
+            found.object_to(f"the fault {event.fault} was injected, and nothing is told to have ended", event)
     return seen
 
 
-def _is_over(fault: Event, replicas: Iterable[int], finished: dict[int, float], record: Record) -> bool:
-    """Tell whether a fault came when its targets had finished, or the launch was about to end."""
-    late = record.launch_end is None or record.launch_end - fault["time"] <= END_SECONDS
-    return late or any(finished.get(replica, fault["time"] + 1) <= fault["time"] for replica in replicas)
+def _is_over(fault: FaultInjected, finished: dict[int, float], record: Record) -> bool:
+    """Tell whether a fault came when its target had finished, or the launch was about to end."""
+    late = record.launch_end is None or record.launch_end - fault.time <= END_SECONDS
+    replica = fault.target.replica
+    return late or (replica is not None and finished.get(replica, fault.time + 1) <= fault.time)

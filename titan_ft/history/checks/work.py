@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import HEALED, Process, Record, is_commit
-from titan_ft.history.events import Event
-from titan_ft.history.failures import contributed, number
+from titan_ft.history.checks.record import Healed, Process, Record
+from titan_ft.history.failures import contributed
 from titan_ft.history.trajectory import ROOT, readings
+from titan_ft.run.events import FaultInjected, GradientExcluded, HealFinished, StepCommitted, WorkerStarted
 
 
 def check_work(record: Record, found: Judgement) -> None:
@@ -34,13 +34,11 @@ def _check_passes(process: Process, found: Judgement) -> int:
     """Object to commits with other than one forward pass for each batch that was read; return the passes."""
     total = 0
     for event in process.commits():
-        passes = number(event, "forward_passes")
-        if passes is None:
-            continue
-        total += int(passes)
-        read = sum(num_batches for _, _, num_batches, _ in readings(event))
+        passes = event.forward_passes
+        total += passes
+        read = sum(data.num_batches for data in readings(event))
         if passes != read:
-            found.object_to(f"{_passes(int(passes))} for {count(read, 'batch', 'batches')}", event)
+            found.object_to(f"{_passes(passes)} for {count(read, 'batch', 'batches')}", event)
     return total
 
 
@@ -49,23 +47,23 @@ def _check_order(process: Process, record: Record, found: Judgement) -> None:
 
     A state of which no event tells at all is missing from the history: nobody can say who made it.
     """
-    held: Event | None = None
+    held: StepCommitted | None = None
     # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
-    free = not any(event["event"] == "worker_started" for event in process.events)
+    free = not any(isinstance(event, WorkerStarted) for event in process.events)
     for event in process.events:
-        if event["event"] in HEALED:
+        if isinstance(event, Healed):
             free = True
-        elif is_commit(event):
-            parent = event.get("parent")
+        elif isinstance(event, StepCommitted):
+            parent = event.parent
             known = parent == ROOT or parent in record.states
-            if not known and not free and (held is None or parent != held["lineage"]):
-                found.unknown.append(f"the history is cut: no event of {process.name} before step {event.get('step')}")
+            if not known and not free and (held is None or parent != held.lineage):
+                found.unknown.append(f"the history is cut: no event of {process.name} before step {event.step}")
             elif not free and held is None and parent != ROOT:
                 found.object_to(
                     f"its first commit changes the state {parent}, which it did not get from anybody", event
                 )
-            elif not free and held is not None and parent != held["lineage"]:
-                before = f"{held['lineage']} (step {held.get('step')})"
+            elif not free and held is not None and parent != held.lineage:
+                before = f"{held.lineage} (step {held.step})"
                 text = f"goes on from the state {parent}; it held {before}, and did not heal between"
                 found.object_to(text, event)
             held, free = event, False
@@ -75,8 +73,8 @@ def _fell_behind(process: Process) -> int:
     """Return how often a process that had committed healed: its gradients of the step under way were thrown away."""
     committed, times = False, 0
     for event in process.events:
-        committed = committed or event["event"] == "step_committed"
-        times += committed and event["event"] == "heal_finished"
+        committed = committed or isinstance(event, StepCommitted)
+        times += committed and isinstance(event, HealFinished)
     return times
 
 
@@ -89,21 +87,22 @@ def _count_wasted(process: Process, record: Record, found: Judgement) -> dict[st
     void: dict[tuple[int, int], str | None] = {}  # (slot, first batch) -> why its first computation does not count
     excluded: set[int] = set()
     for event in process.events:
-        if event["event"] in (*HEALED, "fault_injected"):
+        if isinstance(event, Healed | FaultInjected):
             void = {batch: why or "steps that were thrown away" for batch, why in void.items()}
-        elif event["event"] == "gradient_excluded":
-            excluded = set(event.get("slots") or [])
-        elif is_commit(event):
-            counted = contributed(event) and event["lineage"] in record.on_chain
-            batches = record.states[event["lineage"]].batches if event["lineage"] in record.states else None
-            for slot, first, num_batches, _ in readings(event):
+        elif isinstance(event, GradientExcluded):
+            excluded = set(event.slots)
+        elif isinstance(event, StepCommitted):
+            counted = contributed(event) and event.lineage in record.on_chain
+            batches = record.states[event.lineage].batches
+            for data in readings(event):
+                slot, first = data.slot, data.first_batch
                 if (slot, first) in void:
                     why = void.pop((slot, first))
                     if why is None:
                         found.object_to(f"computed batch {first} of slot {slot} again", event)
                     else:
-                        wasted[why] = wasted.get(why, 0) + num_batches
-                if not counted or (batches is not None and slot not in batches):
+                        wasted[why] = wasted.get(why, 0) + data.num_batches
+                if not counted or slot not in batches:
                     void[slot, first] = "gradients that were not finite" if process.replica in excluded else None
             excluded = set()
     return wasted

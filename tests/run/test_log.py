@@ -1,0 +1,237 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The event log of a process, and reading a folder of them back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.event_builder import build
+from titan_ft.run.events import (
+    CheckpointFailed,
+    FaultInjected,
+    Hung,
+    RankEvent,
+    StepCommitted,
+    Target,
+    WorkerExited,
+    WorkerStarted,
+)
+from titan_ft.run.log import EventLog, encode, read_events
+
+
+def write(folder: Path, name: str, *lines: bytes | str) -> None:
+    (folder / name).write_bytes(b"".join(line.encode() if isinstance(line, str) else line for line in lines))
+
+
+def test_line_has_header_and_fields(tmp_path: Path) -> None:
+    """Each line is a JSON object with its name, times, process, who it is about, and the event's own fields."""
+    log = EventLog(tmp_path / "events" / "a.jsonl", replica=1, rank=0, attempt=None)
+    before, mono = time.time(), round(time.monotonic(), 6)
+    log.emit(WorkerExited(rank=1, attempt=2, worker_pid=7, reason="it got SIGKILL", stopped=False, signal="SIGKILL"))
+    log.close()
+    text = (tmp_path / "events" / "a.jsonl").read_text()
+    assert text.endswith("\n")
+    event = json.loads(text)
+    assert before <= event.pop("time") <= time.time()
+    assert mono <= event.pop("mono") <= time.monotonic() + 1e-6
+    assert event == {
+        "event": "worker_exited",
+        "pid": os.getpid(),
+        "replica": 1,
+        "rank": 1,
+        "attempt": 2,
+        "worker_pid": 7,
+        "reason": "it got SIGKILL",
+        "stopped": False,
+        "signal": "SIGKILL",
+    }
+
+
+def test_event_comes_back(tmp_path: Path) -> None:
+    """What was emitted is what is read, with its parts; nothing is told of what is absent."""
+    log = EventLog(tmp_path / "a.jsonl", replica=1, rank=0, attempt=2)
+    data = {"slot": 1, "first_batch": 4, "num_batches": 2, "checksum": "c5"}
+    told = build(StepCommitted, step=3, participants=[0, 1], data=data, batches={"1": [4, 2]}, loss=2.5)
+    told.replica = told.rank = told.attempt = -1  # as an emitter leaves them
+    log.emit(told)
+    log.emit(FaultInjected(fault="kill_group", target=Target(lighthouse=True), seed=None, params={"bit": 3}))
+    assert '"digest"' not in (tmp_path / "a.jsonl").read_text()
+    commit, fault = read_events(tmp_path)
+    assert commit == told
+    assert isinstance(commit, StepCommitted)
+    assert (commit.replica, commit.rank, commit.attempt, commit.pid) == (1, 0, 2, os.getpid())
+    assert (commit.data, commit.batches) == (told.data, {1: (4, 2)})
+    assert isinstance(fault, FaultInjected)
+    assert (fault.target, fault.params, fault.replica) == (Target(lighthouse=True), {"bit": 3}, 1)
+
+
+def test_lines_are_in_the_file_at_once(tmp_path: Path) -> None:
+    """What was emitted can be read before the log is closed, and survives a SIGKILL of its writer."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; from titan_ft.run.log import EventLog\n"
+        "from titan_ft.run.events import Hung\n"
+        "log = EventLog(Path(sys.argv[1]), replica=0, rank=0, attempt=0); [log.emit(Hung(step=i)) for i in range(10)]\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.jsonl")], timeout=60, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == list(range(10))
+
+
+def test_threads_and_logs_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
+    """Several threads, and several logs on one file, never mix their lines."""
+    logs = [EventLog(tmp_path / "a.jsonl", replica=i, attempt=0) for i in range(2)]
+
+    def emit(log: EventLog, thread: int) -> None:
+        for i in range(100):
+            log.emit(CheckpointFailed(step=i, rank=thread, error="x" * 300))
+
+    threads = [threading.Thread(target=emit, args=(logs[t % 2], t)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    told = [(e.rank, e.step) for e in read_events(tmp_path) if isinstance(e, CheckpointFailed)]
+    assert sorted(told) == [(t, i) for t in range(4) for i in range(100)]
+
+
+def test_log_without_path_or_after_close_discards(tmp_path: Path) -> None:
+    """A log without a path writes nothing, and neither does one that was closed; closing twice is harmless."""
+    log = EventLog(None, replica=0)
+    log.emit(Hung(step=1))
+    log.close()
+    log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
+    log.emit(Hung(step=2))
+    log.close()
+    log.close()
+    log.emit(Hung(step=3))
+    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == [2]
+
+
+def test_values_that_json_does_not_know(tmp_path: Path) -> None:
+    """Tuples become lists, scalars of other libraries numbers, paths their text, and NaN and infinity null."""
+
+    class Scalar:
+        def item(self) -> float:
+            return 2.5
+
+    log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
+    told = build(StepCommitted, participants=[1, 2], batches={0: [0, 1]})
+    told.loss, told.grad_norm, told.own_loss = float("nan"), float("inf"), np.float32("nan")
+    told.lr, told.seconds, told.step, told.participants = Scalar(), np.float64(0.5), np.int64(3), (1, 2)
+    told.lineage = Path("x/y")
+    log.emit(told)
+    line = (tmp_path / "a.jsonl").read_text()
+    event = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (event["loss"], event["grad_norm"], event["own_loss"]) == (None, None, None)
+    assert (event["lr"], event["seconds"], event["step"], event["lineage"]) == (2.5, 0.5, 3, "x/y")
+    assert (event["participants"], event["batches"]) == ([1, 2], {"0": [0, 1]})
+    assert len(read_events(tmp_path)) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_full_disk_is_an_error() -> None:
+    """An event that cannot be written raises instead of vanishing."""
+    log = EventLog(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left"):
+        log.emit(Hung(step=1))
+
+
+def test_line_that_is_written_in_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes only a part of a line raises, with the event's name."""
+    log = EventLog(tmp_path / "a.jsonl")
+    write_all = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write_all(fd, data[:5]))
+    with pytest.raises(OSError, match="event 'hung' was written only in part"):
+        log.emit(Hung(step=1))
+
+
+def test_events_are_sorted_by_time_across_files(tmp_path: Path) -> None:
+    """Events of all files come back in order of time; equal times keep the order of file names, then of lines."""
+    told = [build(Hung, time=time, step=step) for step, time in enumerate((1.0, 3.5, 3.5, 3.5))]
+    write(tmp_path, "b.jsonl", encode(told[0]), encode(told[3]))
+    write(tmp_path, "a.jsonl", encode(told[1]), encode(told[2]))
+    write(tmp_path, "notes.txt", "not an event")
+    assert read_events(tmp_path) == told
+
+
+@pytest.mark.parametrize("tail", ['{"time": 2, "eve', '{"time": 2', "\x00\x00", "{", '{"time": 2, "event": "hung"}'])
+def test_cut_last_line_is_skipped(tmp_path: Path, tail: str) -> None:
+    """The last line of a writer that died in it counts for nothing; the lines before it stay."""
+    whole = build(Hung, time=1.0)
+    write(tmp_path, "a.jsonl", encode(whole), tail)
+    assert read_events(tmp_path) == [whole]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"time": 1}', '{"event": "hung"}', '{"event": "hung", "time": "now"}'])
+def test_whole_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
+    """A whole line that is no event is an error with file and line, never passed over."""
+    write(tmp_path, "a.jsonl", encode(build(Hung, time=1.0)), line + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 must be a JSON object"):
+        read_events(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"step": None}, r"\$\.step"),
+        ({"step": "x"}, r"\$\.step"),
+        ({"step": ...}, "`step`"),
+        ({"pid": ...}, "pid is missing"),
+        ({"mono": ...}, "mono is missing"),
+        ({"replica": ...}, "replica is missing"),
+        ({"rank": "0"}, r"\$\.rank"),
+    ],
+)
+def test_event_with_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    """A known event that lacks a field, or has one of another type, is an error with file, line and field."""
+    line = json.loads(encode(build(Hung, time=1.0)))
+    line = {name: value for name, value in {**line, **change}.items() if value is not ...}
+    write(tmp_path, "a.jsonl", encode(build(Hung, time=1.0)), json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2 must have the fields of hung \(see docs/events\.md\).*{named}"):
+        read_events(tmp_path)
+
+
+def test_what_a_newer_version_may_have_written_is_skipped(tmp_path: Path) -> None:
+    """An event of an unknown name is passed over, and so is a field that its class has not."""
+    known = build(Hung, time=2.0, step=7)
+    line = json.loads(encode(known)) | {"mood": "bad"}
+    write(tmp_path, "a.jsonl", '{"event": "of_tomorrow", "time": 1.0}\n', json.dumps(line) + "\n")
+    assert read_events(tmp_path) == [known]
+
+
+def test_separators_do_not_matter(tmp_path: Path) -> None:
+    """Lines as other writers of JSON make them are read as well."""
+    known = build(WorkerStarted, time=2.0, host="here")
+    write(tmp_path, "a.jsonl", json.dumps(json.loads(encode(known)), separators=(",", ":")) + "\n")
+    assert read_events(tmp_path) == [known]
+
+
+def test_program_with_events_of_its_own(tmp_path: Path) -> None:
+    """A class of events that a benchmark or a test derives is read where it is defined."""
+
+    class Weighed(RankEvent, kw_only=True):
+        grams: float
+
+    EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0).emit(Weighed(grams=2.0))
+    (event,) = read_events(tmp_path)
+    assert isinstance(event, Weighed)
+    assert (event.name, event.grams) == ("weighed", 2.0)
+
+
+def test_missing_or_empty_folder_has_no_events(tmp_path: Path) -> None:
+    """A run that has not begun has an empty history."""
+    assert read_events(tmp_path / "missing") == []
+    (tmp_path / "a.jsonl").write_text("")
+    assert read_events(tmp_path) == []

@@ -1,0 +1,103 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Following the files of a run while they grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.event_builder import build
+from titan_ft.run.events import Hung
+from titan_ft.run.log import EventLog, encode
+from titan_ft.run.tail import EventTail, FileTail
+
+
+def hung(step: int) -> Hung:
+    return build(Hung, step=step)
+
+
+def steps(tail: EventTail) -> list[int]:
+    return [event.step for event in tail.poll() if isinstance(event, Hung)]
+
+
+def test_events_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
+    """What the folder holds when the tail is made was told by the earlier run; the rest of such a file is new."""
+    log = EventLog(tmp_path / "a.jsonl")
+    log.emit(hung(1))
+    tail = EventTail(tmp_path)
+    EventLog(tmp_path / "b.jsonl").emit(hung(2))
+    log.emit(hung(3))
+    assert steps(tail) == [2, 3]
+
+
+def test_unfinished_lines_are_read_later(tmp_path: Path) -> None:
+    """The tail returns each whole line once, in the order of time over all files, and skips damage."""
+    tail = EventTail(tmp_path / "events")
+    assert tail.poll() == []
+    first, second = (EventLog(tmp_path / "events" / f"{name}.jsonl", replica=0) for name in "ba")
+    first.emit(hung(1))
+    second.emit(hung(2))
+    assert steps(tail) == [1, 2]
+    line = encode(build(Hung, time=1.0, step=3))
+    with (tmp_path / "events" / "a.jsonl").open("ab") as file:
+        file.write(b"broken\n" + line[:40])
+        file.flush()
+        assert tail.poll() == []
+        file.write(line[40:])
+    assert steps(tail) == [3]
+    assert tail.poll() == []
+
+
+def test_from_the_start(tmp_path: Path) -> None:
+    """Asked to, the tail begins with what the files hold already, and goes on with what is new."""
+    log = EventLog(tmp_path / "a.jsonl")
+    log.emit(hung(1))
+    tail = EventTail(tmp_path, from_start=True)
+    log.emit(hung(2))
+    EventLog(tmp_path / "b.jsonl").emit(hung(3))
+    assert steps(tail) == [1, 2, 3]
+    log.emit(hung(4))
+    assert steps(tail) == [4]
+
+
+@pytest.mark.parametrize("from_start", [False, True])
+def test_folder_that_comes_and_goes(tmp_path: Path, from_start: bool) -> None:
+    """A folder that is not there, yet or any more, has no events."""
+    folder = tmp_path / "events"
+    tail = EventTail(folder, from_start=from_start)
+    assert tail.poll() == []
+    path = folder / "a.jsonl"
+    EventLog(path).emit(hung(1))
+    assert steps(tail) == [1]
+    path.unlink()
+    folder.rmdir()
+    assert tail.poll() == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[]", "3", '{"time": 1.0}', '{"time": "x", "event": "hung"}', '{"time": 1.0, "event": 3}'),
+        *('{"time": 1.0, "event": "hung", "mono": 1.0, "pid": 1}', '{"time": 1.0, "event": "of_a_newer_version"}'),
+    ],
+)
+def test_what_is_no_event_is_skipped(tmp_path: Path, line: str) -> None:
+    """Only an object with a number as time, a name as event and that event's fields is one."""
+    (tmp_path / "a.jsonl").write_bytes(line.encode() + b"\n" + encode(build(Hung, time=2.0, step=7)))
+    assert steps(EventTail(tmp_path, from_start=True)) == [7]
+
+
+def test_lines_of_any_file(tmp_path: Path) -> None:
+    """The tail of a file that is not there yet is empty; then it returns whole lines, each once."""
+    path = tmp_path / "orders"
+    tail = FileTail(path)
+    assert tail.poll() == b""
+    path.write_bytes(b"one\ntw")
+    assert tail.poll() == b"one\n"
+    assert tail.poll() == b""
+    with path.open("ab") as file:
+        file.write(b"o\n")
+    assert tail.poll() == b"two\n"
+    assert FileTail(path, offset=4).poll() == b"two\n"

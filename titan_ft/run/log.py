@@ -1,0 +1,171 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Write and read the events of a run: one JSON object a line, one file per process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from titan_ft.run.events import Event, kinds
+
+_UNTOLD = (None, -1)
+
+
+class EventLog:
+    """Append events to one file of a process; safe to share between threads.
+
+    Args:
+        path: the file, made with its folders if missing. None discards all events.
+        replica, rank, attempt: of all events that do not say otherwise; None where they do not apply.
+    """
+
+    def __init__(
+        self, path: Path | None, *, replica: int | None = None, rank: int | None = None, attempt: int | None = None
+    ) -> None:
+        self._who = {"replica": replica, "rank": rank, "attempt": attempt}
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def emit(self, event: Event) -> None:
+        """Write one event, whose header is filled in. After `close` it is discarded.
+
+        Raises:
+            OSError: the line could not be written whole, for example because the disk is full.
+        """
+        # Without a buffer of our own, what was emitted before a SIGKILL is in the file.
+        with self._lock:
+            if self._fd is None:
+                return
+            event.time, event.mono, event.pid = time.time(), round(time.monotonic(), 6), os.getpid()
+            for name, value in self._who.items():
+                if value is not None and getattr(event, name) in _UNTOLD:
+                    setattr(event, name, value)
+            line = encode(event)
+            if os.write(self._fd, line) != len(line):
+                raise OSError(f"event {event.name!r} was written only in part; is the disk full?")
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+
+def encode(event: Event) -> bytes:
+    """Return the line of an event. Numbers that are not finite become null, scalars of NumPy or torch numbers."""
+    # With a space behind each colon and comma, as people read it and their tools may search for it.
+    return msgspec.json.format(_ENCODER.encode(event), indent=0) + b"\n"
+
+
+def decode(line: bytes, *wanted: type[Event]) -> Event | None:
+    """Return the event of a line; None for one that is not wanted, or that this version does not know.
+
+    Args:
+        wanted: classes of events; none wants all.
+
+    Raises:
+        ValueError: it is no event, or one whose fields are not those of its class; says which.
+    """
+    try:
+        head = _HEAD.decode(line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"must be a JSON object with time and event, got {line[:80]!r}") from error
+    kind = _kind(head.event)
+    if kind is None or (wanted and not issubclass(kind, wanted)):
+        return None
+    try:
+        event: Event = _decoder(kind).decode(line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"must have the fields of {head.event} (see docs/events.md): {error}") from error
+    missing = [name for name, untold in _header(kind) if getattr(event, name) == untold]
+    if missing:
+        raise ValueError(f"must have the fields of {head.event} (see docs/events.md): {missing[0]} is missing")
+    return event
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Read all `*.jsonl` files of a folder, sorted by time; equal times keep the order of files, then of lines.
+
+    A file's last line is skipped when it was cut by the death of its writer, and so are events that this version does
+    not know. A missing folder has no events.
+
+    Raises:
+        ValueError: names the file and line that is no event, and the field that is wrong.
+    """
+    events: list[Event] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            try:
+                event = decode(line) if line else None
+            except ValueError as error:
+                if number < len(lines):  # the text behind the last newline is a line that was cut
+                    raise ValueError(f"{path}:{number} {error}") from error
+                continue
+            if event is not None:
+                events.append(event)
+    return sorted(events, key=lambda event: event.time)
+
+
+def whole_events(data: bytes, *wanted: type[Event]) -> Iterator[Event]:
+    """Yield the events of some lines. One that is damaged is passed over: `titan-ft report` names it.
+
+    For those who must go on whatever is in the file, such as a supervisor.
+    """
+    for line in data.split(b"\n"):
+        try:
+            event = decode(line, *wanted) if line else None
+        except ValueError:
+            continue
+        if event is not None:
+            yield event
+
+
+class _Head(msgspec.Struct):
+    time: float
+    event: str
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON knows of a value that it does not: a number, or its text."""
+    if callable(getattr(value, "item", None)):  # a scalar of NumPy or torch, which this layer does not import
+        return value.item()
+    return str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+_HEAD = msgspec.json.Decoder(_Head)
+_KINDS: dict[str, type[Event]] = {}
+
+
+def _kind(name: str) -> type[Event] | None:
+    """Return the class of an event, which may have been defined since the last call."""
+    if name not in _KINDS:
+        _KINDS.update((str(kind.__struct_config__.tag), kind) for kind in kinds())
+    return _KINDS.get(name)
+
+
+@cache
+def _decoder(kind: type[Event]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+@cache
+def _header(kind: type[Event]) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of the header that each line of a class has, and what they are where a line has not."""
+    header = Event.__struct_fields__
+    return tuple(
+        (f.name, f.default) for f in msgspec.structs.fields(kind) if f.name in header and f.default is not None
+    )

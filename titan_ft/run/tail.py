@@ -1,0 +1,59 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Follow files of a run while they grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titan_ft.run.events import Event
+from titan_ft.run.log import whole_events
+
+
+class FileTail:
+    """Read the lines that a file has grown by since the last call.
+
+    Args:
+        path: the file, which may not exist yet.
+        offset: bytes of it to leave out.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path, self._offset = path, offset
+
+    def poll(self) -> bytes:
+        """Return the new whole lines; one that is not whole yet is left for later."""
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return b""
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:  # not there, yet or any more, or a network file system that has no answer right now
+            return b""
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        return data[:whole]
+
+
+class EventTail:
+    """Read the events that were added to the files of a folder since the last call.
+
+    Args:
+        folder: holds the files, also those that are made later.
+        from_start: whether the first call returns what the files hold already. A launcher wants only what is new: the
+            rest is of an earlier run in the folder, and would be taken for this one's.
+    """
+
+    def __init__(self, folder: Path, *, from_start: bool = False) -> None:
+        self._folder = folder
+        existing = () if from_start else folder.glob("*.jsonl")
+        self._tails = {path: FileTail(path, path.stat().st_size) for path in existing}
+
+    def poll(self) -> list[Event]:
+        """Return the new events of all files, sorted by time. One that is damaged is passed over."""
+        events: list[Event] = []
+        for path in sorted(self._folder.glob("*.jsonl")):
+            tail = self._tails.setdefault(path, FileTail(path))
+            events += whole_events(tail.poll())
+        return sorted(events, key=lambda event: event.time)
