@@ -714,15 +714,13 @@ class World(standins.World):
         """A state that nobody has changed must not be outvoted by one that somebody has."""
         minority = set(fields.get("minority", ()))
         lineages = fields.get("lineages", {})
-        tainted = {slot: self._is_tainted(slot) for slot in map(int, fields.get("digests", {})) if slot in self.groups}
+        tainted = {slot: self._is_tainted(slot) for slot in fields.get("digests", {}) if slot in self.groups}
         self.tied = len(minority) == len(tainted) and any(
             2 * len(corrupt) >= len(alike) for corrupt, alike in self._split(fields, tainted) if corrupt
         )
         for slot in minority:
             majority = [
-                other
-                for other in tainted
-                if other not in minority and lineages.get(str(other)) == lineages.get(str(slot))
+                other for other in tainted if other not in minority and lineages.get(other) == lineages.get(slot)
             ]
             if not tainted.get(slot, True) and any(tainted[other] for other in majority):
                 self.report("one trajectory", f"g{slot} is sound, and outvoted by corrupt groups {majority}")
@@ -734,7 +732,7 @@ class World(standins.World):
         """
         lineages, digests = fields.get("lineages", {}), fields.get("digests", {})
         for lineage in sorted(set(lineages.values())):
-            alike = {slot for slot in tainted if lineages.get(str(slot)) == lineage and int(digests[str(slot)], 16)}
+            alike = {slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)}
             yield {slot for slot in alike & self.flipped if tainted[slot]}, alike
 
     def _judge_end(self, rank: Rank) -> None:
