@@ -28,7 +28,7 @@ PURE = (
     "titan_ft.history.audit",
     "titan_ft.history.summary",
     "titan_ft.launch.metrics",
-    "titan_ft.launch.run_paths",
+    "titan_ft.run.paths",
     "titan_ft.launch.status",
     "titan_ft.launch.top",
     "titan_ft.run.events",

@@ -12,9 +12,9 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.links import Links
 from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 from titan_ft.sabotage.agent import ChaosAgent
 from titan_ft.sabotage.victim import Victim
 from titan_ft.sabotage.whereabouts import Whereabouts
