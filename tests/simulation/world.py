@@ -95,6 +95,7 @@ class GroupRun:
         self.delays = [kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
+        self.members: frozenset[int] = frozenset()  # slots of the quorum that it was in last
         self.ranks: list[Rank] = []
         for number in range(options.ranks):
             process = world.new_process(f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), slot)
@@ -458,6 +459,8 @@ class World(standins.World):
         if self.traces:
             told = " ".join(f"{name}={_short(value)}" for name, value in fields.items() if not name.endswith("seconds"))
             self.say(rank.process.name, f"{event} {told}")
+        if event == "joined":
+            rank.group.members = frozenset(fields["participants"])
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
         if event == "rolled_back":
@@ -518,8 +521,7 @@ class World(standins.World):
                 self.gone[group.slot] = "drained"
         if self.final is None and group.ended == "finished":
             # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late.
-            here = {int(name.split("/")[1]) for name in self.lighthouse.quorum[1]}
-            others = [self.groups[slot] for slot in sorted(here) if slot in self.groups]
+            others = [self.groups[slot] for slot in sorted(group.members) if slot in self.groups]
             self.final = {other.slot for other in others if other.ready and self._linked(group, other)}
             self.final.add(rank.slot)
         self._judge_end(rank)
