@@ -26,10 +26,10 @@ from bench_systems import PEER, Command, commands, derive_config
 from campaign_figures import ROWS, describe_part, describe_share, describe_stalls, figures, table
 from kill_group import latest_workers
 
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.events import Event
 from titan_ft.run.log import read_events
 from titan_ft.run.process import is_running_worker
+from titan_ft.run.paths import RunPaths
 
 KILL_EVERY_SECONDS = 15.0
 START_SECONDS = 240.0

@@ -17,9 +17,9 @@ from bench_steps import STAMP, parse_stamp
 from bench_systems import OURS, rank_logs
 
 from titan_ft.history.failures import contributed
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.events import Event, HealStarted, RolledBack, StepCommitted
 from titan_ft.run.log import read_events
+from titan_ft.run.paths import RunPaths
 
 _VOTE = re.compile(
     STAMP + r"torchft\.manager - INFO - \[\S+/0 - step \d+\] (?P<what>should_commit=True|should_commit=False|healing)",

@@ -22,8 +22,8 @@ from bench_commits import Commit, GroupHistory, read_group
 from bench_run import POLL_SECONDS, BenchError, Run
 from kill_group import latest_workers
 
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.log import read_events
+from titan_ft.run.paths import RunPaths
 
 SURVIVOR, VICTIM = 0, 1
 SETTLE_STEPS = 5

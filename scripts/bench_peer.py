@@ -23,9 +23,9 @@ from bench_events import StepTried
 
 from titan_ft import device
 from titan_ft.launch.orphan import exit_with_parent
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.events import WorkerStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 
 OBSERVE_FLAG = "--observe-every="
 

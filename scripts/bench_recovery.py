@@ -28,9 +28,9 @@ from kill_group import latest_workers
 
 from titan_ft.history.failures import group_commits
 from titan_ft.launch.lighthouse_keeper import HEALTHY_SECONDS
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.events import Drained, Event, HealFinished, LighthouseRestarted, ReplicaRestarted
 from titan_ft.run.log import read_events
+from titan_ft.run.paths import RunPaths
 
 STEPS = 100_000
 """More than any of it takes."""

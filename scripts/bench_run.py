@@ -19,7 +19,7 @@ import tomli_w
 from bench_systems import RANKS_PER_GROUP, Command, commands
 
 import titan_ft
-from titan_ft.launch.log_tail import last_error_line
+from titan_ft.run.tail import last_error_line
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 15.0

@@ -18,9 +18,9 @@ from bench_table import markdown
 from titan_ft.history.audit import audit
 from titan_ft.history.failures import group_commits
 from titan_ft.history.goodput import goodput
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.events import Drained, Event, FaultInjected, StepCommitted, TrainingFinished
 from titan_ft.run.log import read_events
+from titan_ft.run.paths import RunPaths
 
 ROWS = (
     "length (min)",

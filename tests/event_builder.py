@@ -44,7 +44,7 @@ def build(kind: type[E], /, **fields: Any) -> E:
     Raises:
         ValueError: the class has no such field, or a value is not of the field's type.
     """
-    usual: dict[str, Any] = {"mono": fields.get("time", 0.0), "pid": 1, "exchanges": 1, "in_order": True}
+    usual: dict[str, Any] = {"time": 0.0, "mono": fields.get("time", 0.0), "pid": 1, "exchanges": 1, "in_order": True}
     header = {field.name: field.default for field in msgspec.structs.fields(kind)}
     usual |= {name: 0 for name in ("replica", "rank", "attempt") if header[name] is not None}
     if "step" in kind.__struct_fields__ and "lineage" in kind.__struct_fields__:

@@ -28,7 +28,7 @@ PURE = (
     "titan_ft.history.audit",
     "titan_ft.history.summary",
     "titan_ft.live.metrics",
-    "titan_ft.launch.run_paths",
+    "titan_ft.run.paths",
     "titan_ft.live.status",
     "titan_ft.live.top",
     "titan_ft.run.events",

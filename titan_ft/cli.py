@@ -260,7 +260,7 @@ def _chaos(command: Chaos) -> int:
 
 def _check(command: Check) -> int:
     from titan_ft.history.check import check_folders, format_check
-    from titan_ft.launch.run_paths import RunPaths
+    from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir, command.against)
     against = None if command.against is None else RunPaths(command.against).events
@@ -278,8 +278,8 @@ def _top(command: Top) -> int:
 def _report(command: Report) -> int:
     from titan_ft.history.report import report_figures, write_report
     from titan_ft.history.summary import format_summary, summarize
-    from titan_ft.launch.run_paths import RunPaths
     from titan_ft.run.log import read_events
+    from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir, command.against)
     events = read_events(RunPaths(command.run_dir).events)
@@ -305,8 +305,8 @@ def _require_folders(run_dir: Path, against: Path | None = None) -> None:
 
 def _audit(command: Audit) -> int:
     from titan_ft.history import audit
-    from titan_ft.launch.run_paths import RunPaths
     from titan_ft.run.log import read_events
+    from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir)
     try:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torchtitan.config import JobConfig
 
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.events import WorkerConfig, WorkerStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 
 
 @dataclass(frozen=True)

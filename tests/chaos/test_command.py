@@ -22,8 +22,8 @@ from titan_ft.chaos.command import ChaosCommand, Follower, catalogue, run_chaos
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.rules import Listed
 from titan_ft.config import ConfigError
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.log import encode, read_events
+from titan_ft.run.paths import RunPaths
 
 COMMAND = (
     "import json, sys; from pathlib import Path; from titan_ft.chaos.command import ChaosCommand, run_chaos; "

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.event_builder import untyped
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.log import read_events
+from titan_ft.run.paths import RunPaths
 
 HERE = Path(__file__).parent
 

@@ -11,9 +11,9 @@ from types import FrameType
 
 import fake_worker
 
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.events import Drained
 from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 
 
 def leave(signum: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.event_builder import build
 from titan_ft.run.events import Hung
 from titan_ft.run.log import EventLog, encode
-from titan_ft.run.tail import EventTail, FileTail
+from titan_ft.run.tail import EventTail, FileTail, last_error_line
 
 
 def hung(step: int) -> Hung:
@@ -101,3 +101,21 @@ def test_lines_of_any_file(tmp_path: Path) -> None:
         file.write(b"o\n")
     assert tail.poll() == b"two\n"
     assert FileTail(path, offset=4).poll() == b"two\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("one\nValueError: x\n[rank0]: done\n\n", "ValueError: x"),
+        ("[rank1]: torch.OutOfMemoryError: y\nafter\n", "[rank1]: torch.OutOfMemoryError: y"),
+        ("one\ntwo\n", "two"),
+        ("\n", "(empty log)"),
+        (None, "(no log)"),
+    ],
+)
+def test_why_a_worker_failed(tmp_path: Path, text: str | None, line: str) -> None:
+    """The last line that names an exception, else the last that says anything, else a note."""
+    path = tmp_path / "rank-0.log"
+    if text is not None:
+        path.write_text(text)
+    assert last_error_line(path) == line

@@ -21,9 +21,9 @@ from titan_ft.chaos.processes import LocalProcesses, Worker
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.slurm import SlurmProcesses
 from titan_ft.config import ConfigError
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.run.events import Event, LighthouseStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail
 
 TICK_SECONDS = 0.1

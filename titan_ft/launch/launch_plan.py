@@ -18,9 +18,9 @@ from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load
 from titan_ft.launch.lighthouse import LighthouseSettings
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.resume import check_resume, split_headers
-from titan_ft.launch.run_paths import RunPaths
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
+from titan_ft.run.paths import RunPaths
 
 # Config modules whose [fault_tolerance] table is known here; any other may add fields, which its workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")

@@ -16,6 +16,7 @@ from titan_ft.launch.lighthouse import ANNOUNCEMENT
 from titan_ft.launch.restart_policy import backoff_seconds
 from titan_ft.run.events import LighthouseRestarted, LighthouseStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.tail import FileTail
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -52,7 +53,7 @@ class LighthouseKeeper:
         self._children = children
         self._events = events
         self._child: Child | None = None
-        self._log_offset = 0
+        self._new_lines = FileTail(log)
         self._start_at = 0.0
         """Earliest moment of the next start, then the moment of the start."""
         self._up_since: float | None = None
@@ -77,7 +78,7 @@ class LighthouseKeeper:
             self._note_death(self._child, now)
 
     def _start(self, now: float) -> None:
-        self._log_offset = self.log.stat().st_size if self.log.exists() else 0
+        self._new_lines.poll()  # of its earlier lives
         self._child = self._children.start("lighthouse", self._command, self.log, needed_by_others=True)
         self._start_at = now
         self._events.emit(LighthouseStarted(lighthouse_pid=self._child.process.pid, address=self.address))
@@ -88,9 +89,7 @@ class LighthouseKeeper:
         return None if self._child is None or self._child.code is not None else self._child.process.pid
 
     def _look(self, now: float) -> None:
-        with self.log.open("rb") as file:
-            file.seek(self._log_offset)
-            self.listens = ANNOUNCEMENT.encode() in file.read()
+        self.listens = ANNOUNCEMENT.encode() in self._new_lines.poll()
         if not self.listens:
             if now >= self._start_at + START_SECONDS:
                 self.failure = f"the lighthouse did not come up within {START_SECONDS:.0f} s"

@@ -17,7 +17,7 @@ from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
-from titan_ft.launch.log_tail import last_error_line
+from titan_ft.live.metrics import MetricsServer
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.launch.spares import Spares, may_replace
 from titan_ft.launch.supervisor import GRACE_SECONDS
@@ -26,7 +26,7 @@ from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.status_view import make_view
 from titan_ft.run.events import CheckpointSaved, Drained, LaunchFinished, LaunchStarted, LaunchStopping, StepCommitted
 from titan_ft.run.log import EventLog
-from titan_ft.run.tail import EventTail
+from titan_ft.run.tail import EventTail, last_error_line
 
 TICK_SECONDS = 0.1
 QUIET_SECONDS = 40.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_ft.config import ConfigError, load_toml
-from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.paths import RunPaths
 
 HEADER = "# titan-ft launch "
 MISSING = "not set"

@@ -32,9 +32,9 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event",
         attempt: how often that group was started before.
     """
 
-    time: float = 0.0
-    mono: float = 0.0
-    pid: int = 0
+    time: float = -1.0  # -1 until it is filled in
+    mono: float = -1.0
+    pid: int = -1
     replica: int | None = None
     rank: int | None = None
     attempt: int | None = None

@@ -1,13 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Follow files of a run while they grow."""
+"""Follow files of a run while they grow, and find in a log what was said last."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from titan_ft.run.events import Event
 from titan_ft.run.log import whole_events
+
+_EXCEPTION = re.compile(r"^(\[rank\d+\]:\s*)?([A-Za-z_][\w.]*\.)?\w*(Error|Exception|Interrupt|Exit)\b")
 
 
 class FileTail:
@@ -57,3 +60,20 @@ class EventTail:
             tail = self._tails.setdefault(path, FileTail(path))
             events += whole_events(tail.poll())
         return sorted(events, key=lambda event: event.time)
+
+
+def last_error_line(path: Path, max_bytes: int = 65536) -> str:
+    """Return the line of a worker's log that says why it failed.
+
+    That is the last one that names an exception, else the last that is not empty, else a note that there is none.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - max_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return "(no log)"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    exceptions = [line for line in lines if _EXCEPTION.match(line)]
+    return (exceptions or lines or ["(empty log)"])[-1]

@@ -15,7 +15,7 @@ import pytest
 
 from harness.client import REPOSITORY, Process, ZygoteClient
 from harness.events import Event, read
-from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.paths import RunPaths
 
 CONFIG = REPOSITORY / "configs" / "llama3_debug.toml"
 TINY = (

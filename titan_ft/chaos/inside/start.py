@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 from titan_ft.chaos.inside.agent import ChaosAgent
 from titan_ft.chaos.inside.victim import Victim
 from titan_ft.chaos.inside.whereabouts import Whereabouts
-from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.paths import RunPaths
 from titan_ft.links import Links
 from titan_ft.run.log import EventLog
 from titan_ft.worker import Launch

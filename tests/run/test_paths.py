@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from titan_ft.launch.run_paths import RunPaths
+from titan_ft.run.paths import RunPaths
 
 
 def test_layout() -> None:
