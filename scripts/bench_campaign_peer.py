@@ -28,8 +28,8 @@ from kill_group import latest_workers
 
 from titan_ft.run.events import Event
 from titan_ft.run.log import read_events
-from titan_ft.run.process import is_running_worker
 from titan_ft.run.paths import RunPaths
+from titan_ft.run.process import is_running_worker
 
 KILL_EVERY_SECONDS = 15.0
 START_SECONDS = 240.0

@@ -22,9 +22,9 @@ from typing import Any
 from bench_events import StepTried
 
 from titan_ft import device
-from titan_ft.launch.orphan import exit_with_parent
 from titan_ft.run.events import WorkerStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.paths import RunPaths
 
 OBSERVE_FLAG = "--observe-every="
@@ -39,8 +39,8 @@ def main() -> None:
     import torchtitan.experiments.ft.train as peer
     from torchtitan.config import ConfigManager
 
-    from titan_ft import spec
     from titan_ft.data.datasets import register_datasets
+    from titan_ft.training import spec
 
     register_datasets()
     job_config = ConfigManager().parse_args(sys.argv[1:])

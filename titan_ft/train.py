@@ -22,9 +22,9 @@ from typing import Any
 
 from titan_ft import config as ft_config
 from titan_ft.config import ConfigError
-from titan_ft.launch.orphan import exit_with_parent
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.standby import wait_for_go
+from titan_ft.run.orphan import exit_with_parent
 
 # What a worker imports only on its way to the first step; a standby does so before.
 IMPORTED_LATER = (
@@ -128,12 +128,13 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
     job_config = _read_config(*args)
     import torchtitan.train
 
-    from titan_ft import device, spec
+    from titan_ft import device
+    from titan_ft.training import spec
 
     trainer_class: type[torchtitan.train.Trainer] = torchtitan.train.Trainer
     if job_config.fault_tolerance.enable:
         from titan_ft.trainer import ReplicaTrainer
-        from titan_ft.worker import Launch
+        from titan_ft.training.worker import Launch
 
         device.require(job_config.fault_tolerance.process_group)
         launch = Launch(

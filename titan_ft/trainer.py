@@ -21,11 +21,6 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from titan_ft import spec
-from titan_ft.checkpoint import ReplicaCheckpoints
-from titan_ft.checkpoint_host import CheckpointHost
-from titan_ft.counters import Counters
-from titan_ft.links import Links
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -41,8 +36,13 @@ from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
 from titan_ft.run.events import Drained, Hung, StartedAnew, TrainingFinished
-from titan_ft.step_log import StepLog, Work
-from titan_ft.worker import Launch, begin_events
+from titan_ft.training import spec
+from titan_ft.training.checkpoint import ReplicaCheckpoints
+from titan_ft.training.checkpoint_host import CheckpointHost
+from titan_ft.training.counters import Counters
+from titan_ft.training.links import Links
+from titan_ft.training.step_log import StepLog, Work
+from titan_ft.training.worker import Launch, begin_events
 
 if TYPE_CHECKING:
     from titan_ft.chaos.inside.agent import ChaosAgent

@@ -14,7 +14,7 @@ from harness.events import Event
 from harness.job import Job
 from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
 
-from titan_ft.checkpoint_folder import complete_steps
+from titan_ft.training.checkpoint_folder import complete_steps
 
 STEPS, STOP = 20, 10
 

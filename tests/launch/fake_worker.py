@@ -21,10 +21,10 @@ import sys
 import time
 from pathlib import Path
 
-from titan_ft.launch.orphan import exit_with_parent
 from titan_ft.launch.standby import SOCKET_ENV, wait_for_go
 from titan_ft.run.events import StepCommitted, WorkerStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.paths import RunPaths
 
 

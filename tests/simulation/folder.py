@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Node
-from titan_ft.checkpoint_folder import MANIFEST, Manifest
 from titan_ft.replica.snapshot import Snapshot
+from titan_ft.training.checkpoint_folder import MANIFEST, Manifest
 
 PATH = "/checkpoints"
 

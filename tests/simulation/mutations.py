@@ -249,7 +249,7 @@ MUTATIONS = [
     Mutation(
         "each rank lists the folder of checkpoints by itself",
         _one(
-            "titan_ft.checkpoint_choice",
+            "titan_ft.training.checkpoint_choice",
             "rank == 0 else NONE, folder, gather))[0]",
             "True else NONE, folder, gather))[rank]",
         ),
@@ -352,7 +352,7 @@ def find(mutation: Mutation, schedules: int = SCHEDULES) -> Found | str:
 
 
 def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
-    anew = ("titan_ft.replica", "titan_ft.checkpoint_choice", "tests.simulation")
+    anew = ("titan_ft.replica", "titan_ft.training.checkpoint_choice", "tests.simulation")
     for name in [name for name in sys.modules if name.startswith(anew)]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder(mutation.changes))

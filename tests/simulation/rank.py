@@ -17,7 +17,6 @@ import torch
 from tests.simulation import folder, training
 from tests.simulation.kernel import Process
 from tests.simulation.transfer import SnapshotServer
-from titan_ft.checkpoint_choice import NONE, agree_on_step
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Round, Update
 from titan_ft.replica.donor import Donor
@@ -35,6 +34,7 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog, end_process
 from titan_ft.run.events import Drained, Event, Hung, RankSilent
+from titan_ft.training.checkpoint_choice import NONE, agree_on_step
 
 if TYPE_CHECKING:
     from tests.simulation.world import GroupRun, World

@@ -38,7 +38,12 @@ from tests.simulation import kernel as kernels
 from tests.simulation.kernel import Kernel, Killed, NotSimulatedError, Process, Task
 from titan_ft import device
 
-PACKAGES = ("titan_ft.replica", "titan_ft.run", "titan_ft.checkpoint_choice", "titan_ft.checkpoint_folder")
+PACKAGES = (
+    "titan_ft.replica",
+    "titan_ft.run",
+    "titan_ft.training.checkpoint_choice",
+    "titan_ft.training.checkpoint_folder",
+)
 """What the engine is made of."""
 
 
@@ -746,8 +751,6 @@ def _is_error(member: Any) -> bool:
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Put the stand-ins into the engine's modules; everything is as before afterwards."""
-    import titan_ft.checkpoint_choice
-    import titan_ft.replica.state_server  # noqa: F401  # whatever is to be replaced is loaded
 
     replacements, changed = _replacements(), []
     targets = [module for name, module in sys.modules.items() if name.startswith(PACKAGES) and module is not None]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ft.launch.orphan import PARENT_PID_ENV
+from titan_ft.run.orphan import PARENT_PID_ENV
 
 LAST_SECONDS = 2.0
 """Time for an end at once, before SIGKILL."""

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from titan_ft.config import ConfigError
-from titan_ft.launch.orphan import PARENT_PID_ENV, exit_with_parent
+from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
 
 ANNOUNCEMENT = "lighthouse listening at "
 

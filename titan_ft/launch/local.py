@@ -17,7 +17,6 @@ from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
-from titan_ft.live.metrics import MetricsServer
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.launch.spares import Spares, may_replace
 from titan_ft.launch.supervisor import GRACE_SECONDS

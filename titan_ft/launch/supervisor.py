@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from titan_ft.launch.orphan import PARENT_PID_ENV, exit_with_parent
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, RestartPolicy
 from titan_ft.launch.standby import Standby, StandbyKeeper
 from titan_ft.run.events import (
@@ -37,6 +36,7 @@ from titan_ft.run.events import (
     WorkerExited,
 )
 from titan_ft.run.log import EventLog, whole_events
+from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import last_error_line
 

@@ -16,9 +16,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_ft.config import ConfigError
-from titan_ft.run.paths import RunPaths
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
+from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail
 
 if TYPE_CHECKING:

@@ -70,8 +70,8 @@ from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.wire import TransferError
 from titan_ft.run.events import FaultInjected, Target
-from titan_ft.step_log import StepLog
 from titan_ft.trainer import ReplicaTrainer
+from titan_ft.training.step_log import StepLog
 
 SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
 _HOLD_SECONDS = 60.0

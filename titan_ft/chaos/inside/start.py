@@ -15,10 +15,10 @@ from torchtitan.tools.logging import logger
 from titan_ft.chaos.inside.agent import ChaosAgent
 from titan_ft.chaos.inside.victim import Victim
 from titan_ft.chaos.inside.whereabouts import Whereabouts
-from titan_ft.run.paths import RunPaths
-from titan_ft.links import Links
 from titan_ft.run.log import EventLog
-from titan_ft.worker import Launch
+from titan_ft.run.paths import RunPaths
+from titan_ft.training.links import Links
+from titan_ft.training.worker import Launch
 
 
 def start_agent(

@@ -32,7 +32,7 @@ from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.watchdog import end_process
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.log import EventLog
-from titan_ft.worker import Launch
+from titan_ft.training.worker import Launch
 
 
 class Links:

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ft import device
 from titan_ft.config import ConfigError, FaultTolerance
-from titan_ft.slot_loaders import SlotLoaders
+from titan_ft.training.slot_loaders import SlotLoaders
 
 
 def register(model_name: str, fault_tolerance: FaultTolerance) -> SlotLoaders:

@@ -25,8 +25,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from titan_ft.checkpoint_choice import NONE, agree_on_step, check_still_there, together
-from titan_ft.checkpoint_folder import (
+from titan_ft.config import ConfigError
+from titan_ft.replica.errors import ReplicaError
+from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.position import Position
+from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
+from titan_ft.run.log import EventLog
+from titan_ft.training.checkpoint_choice import NONE, agree_on_step, check_still_there, together
+from titan_ft.training.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
     check_model,
@@ -36,12 +42,6 @@ from titan_ft.checkpoint_folder import (
     partial_folder,
     publish,
 )
-from titan_ft.config import ConfigError
-from titan_ft.replica.errors import ReplicaError
-from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.position import Position
-from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
-from titan_ft.run.log import EventLog
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete
 from titan_ft.config import ConfigError
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.row import fold48
+from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ device.prepare()
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
-from titan_ft.links import _group_shape  # noqa: E402
 from titan_ft.replica.group import Group  # noqa: E402
+from titan_ft.training.links import _group_shape  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -33,13 +33,13 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E4
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
-from titan_ft import checkpoint_choice  # noqa: E402
-from titan_ft.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
-from titan_ft.checkpoint_choice import LoadError  # noqa: E402
-from titan_ft.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
+from titan_ft.training import checkpoint_choice  # noqa: E402
+from titan_ft.training.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
+from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
+from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
 
 LINEAGE = 0xABCDEF
 
@@ -466,7 +466,7 @@ def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(
 ) -> None:
     """A synchronous save longer than join_timeout_ms costs the writer its place in the quorum: say what to change."""
     said: list[str] = []
-    monkeypatch.setattr("titan_ft.checkpoint.logger.warning", lambda text, *_: said.append(text))
+    monkeypatch.setattr("titan_ft.training.checkpoint.logger.warning", lambda text, *_: said.append(text))
     run = make_run()
     run.train(5)
     assert said == []

@@ -22,7 +22,7 @@ device.prepare()
 import torchtitan.protocols.train_spec as train_spec  # noqa: E402  # after the seam
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 
-from titan_ft import spec  # noqa: E402
+from titan_ft.training import spec  # noqa: E402
 
 FOUR_GROUPS = FaultTolerance(enable=True, group_size=4, replica_id=2)
 
