@@ -282,8 +282,12 @@ def _report(command: Report) -> int:
     from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir, command.against)
-    events = read_events(RunPaths(command.run_dir).events)
-    against = None if command.against is None else read_events(RunPaths(command.against).events)
+    try:
+        events = read_events(RunPaths(command.run_dir).events)
+        against = None if command.against is None else read_events(RunPaths(command.against).events)
+    except ValueError as error:
+        print(f"titan-ft report: {error}", file=sys.stderr)
+        return 1
     if not events:
         print(f"titan-ft report: {command.run_dir} has no events (events/*.jsonl)", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.event_builder import build
+from titan_ft.cli import main
 from titan_ft.run.events import (
     CheckpointFailed,
     FaultInjected,
@@ -235,3 +236,14 @@ def test_missing_or_empty_folder_has_no_events(tmp_path: Path) -> None:
     assert read_events(tmp_path / "missing") == []
     (tmp_path / "a.jsonl").write_text("")
     assert read_events(tmp_path) == []
+
+
+def test_report_names_a_line_of_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A history that cannot be read costs one line on stderr, which says where, what and what to do, and status 1."""
+    (tmp_path / "events").mkdir()
+    write(tmp_path / "events", "a.jsonl", '{"event": "hung", "time": 1.0}\n')
+    assert main(["report", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"titan-ft report: {tmp_path / 'events' / 'a.jsonl'}:1 must have the fields of hung")
+    assert "`step`" in line
+    assert line.endswith("read an older version's run with that version")

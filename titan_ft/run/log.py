@@ -17,6 +17,7 @@ import msgspec
 from titan_ft.run.events import Event, kinds
 
 _UNTOLD = (None, -1)
+_WRONG_FIELDS = "must have the fields of {} (see docs/events.md): {}; read an older version's run with that version"
 
 
 class EventLog:
@@ -88,10 +89,10 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     try:
         event: Event = _decoder(kind).decode(line)
     except msgspec.DecodeError as error:
-        raise ValueError(f"must have the fields of {head.event} (see docs/events.md): {error}") from error
+        raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
     missing = [name for name, untold in _header(kind) if getattr(event, name) == untold]
     if missing:
-        raise ValueError(f"must have the fields of {head.event} (see docs/events.md): {missing[0]} is missing")
+        raise ValueError(_WRONG_FIELDS.format(head.event, f"{missing[0]} is missing"))
     return event
 
 
