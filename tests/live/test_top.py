@@ -320,7 +320,9 @@ class Terminal:
         fcntl.ioctl(self.screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.settings = termios.tcgetattr(self.screen)
         code = (
-            "import fcntl, sys, termios; from pathlib import Path; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+            "import fcntl, signal, sys, termios; from pathlib import Path; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+            # As a shell starts it in the foreground, also where these tests run in the background and ignore it.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "from titan_ft.config import ConfigError; from titan_ft.live.top import top\n"
             "try: sys.exit(top(Path(sys.argv[1])))\n"
             "except ConfigError as error: print(error); sys.exit(2)\n"

@@ -349,7 +349,7 @@ class Flip(Fault):
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
         """With as many corrupt holders as sound ones nobody can tell which are right."""
-        return error == "DivergedError" and (world.tied or bool(world.gone))
+        return error == "DivergedError" and (world.tied or "DivergedError" in world.gone.values())
 
     def shorter(self) -> list[Fault]:
         return [replace(self, moment="")] if self.moment and self.slot >= 0 else []

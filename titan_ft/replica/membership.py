@@ -99,6 +99,7 @@ class Membership:
         self._former: tuple[int, list[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
         self._named: set[str] = set()  # strangers
         self._failures = 0  # votes in a row that failed
+        self._closed = False
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
         shared: dict[str, Any] = {"store": own_store, "process": self.member.unique}  # of the first name
         self._rendezvous = Rendezvous(
@@ -170,6 +171,8 @@ class Membership:
             self._partition.before_no()
         with self.waiting():  # for a sibling whose exchange is not complete
             agreed = self._seat.vote(step, ok)
+        if agreed:
+            self._partition.forget()
         self._failures = 0 if agreed else self._failures + 1
         self._pending, self._rendezvous.others = None, []
         return agreed
@@ -196,8 +199,9 @@ class Membership:
 
     def close(self) -> None:
         """Leave: stop the heartbeats and close the process group; a second call does nothing."""
-        if self._seat.closed:
+        if self._closed:
             return
+        self._closed = True
         self._seat.close()
         for watch in self._watches:
             watch.close()
@@ -262,7 +266,7 @@ class Membership:
                 restarted = reply.quorum_id < former_id
                 restarted |= reply.quorum_id == former_id and names != former_names
             # A member that knows of no restart waits for nobody, and meets nobody as long as this group waits.
-            another_broke = names == earlier[1] and reply.quorum_id != earlier[0]
+            another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
             if another_broke or not (restarted and missing):
                 break
             earlier = reply.quorum_id, names

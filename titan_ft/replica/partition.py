@@ -124,6 +124,10 @@ class Partition:
         if self._lost[0] == self._rendezvous.prefix:
             set_for_all(self._store, self._lost_key())
 
+    def forget(self) -> None:
+        """Take back what the watch has found: the exchange worked all the same."""
+        self._lost = (None, [])
+
     def hear(self, admission: Admission) -> None:
         """Take in who is in the quorum, and who of them cannot reach this group."""
         self._members, self._accusers = admission.members, admission.accusers

@@ -86,6 +86,8 @@ class Rendezvous:
         if self.prefix and self._group_world_size > 1:
             self._store.set(self._broken_key(self.prefix), "1")  # lets the old quorum's watcher end
         with self._lock:
+            if self._closed:  # the peers would wait for one that never exchanges
+                return "this group has left the job"
             self.key, self.prefix = key, f"titan_ft/{key}/{self._builds[key]}"
             self._lock.notify_all()
         prefix, rank = f"{self.prefix}/{self._group_rank}", members.index(own)

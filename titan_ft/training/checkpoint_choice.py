@@ -27,6 +27,7 @@ NONE = -1
 _CHOICES = 3  # of checkpoints that vanish right after they were chosen
 _SIGHT_SECONDS = 60.0  # NFS's default for how old a host's view of a folder may be
 _LOOK_SECONDS = 0.05
+_PAUSE_SECONDS = 0.5  # before another choice: what vanished may be replaced just now
 
 Gather = Callable[[int], list[int]]
 """Gathers an integer of every rank of the group, in rank order."""
@@ -48,7 +49,8 @@ def agree_on_step(folder: str, wanted: int, initial: str | None, rank: int, gath
         ConfigError: the checkpoint is not complete, or not all ranks see it. On all ranks.
         LoadError: the folder cannot be read, or what was chosen there vanished. On all ranks.
     """
-    for _ in range(_CHOICES):
+    choices = _CHOICES if wanted == -1 else 1
+    for _ in range(choices):
         step = gather(together(lambda: _choose(folder, wanted) if rank == 0 else NONE, folder, gather))[0]
         if step == NONE:
             if initial:
@@ -57,8 +59,9 @@ def agree_on_step(folder: str, wanted: int, initial: str | None, rank: int, gath
         if _all_see(Path(folder, f"step-{step}"), gather):
             return step
         logger.warning("the checkpoint of step %d vanished from %s right after it was chosen", step, folder)
+        time.sleep(_PAUSE_SECONDS)
     raise LoadError(
-        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {_CHOICES} that vanished "
+        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {choices} that vanished "
         "right after they were chosen; see what deletes them there"
     )
 
@@ -87,19 +90,19 @@ def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
 
     Raises:
         ConfigError: `act` has raised it on some rank.
-        LoadError: it has raised an OSError on some rank.
+        LoadError: it has raised anything else on some rank.
     """
-    error: ConfigError | OSError | None = None
+    error: Exception | None = None
     try:
         found = act()
-    except (ConfigError, OSError) as raised:
+    except Exception as raised:  # noqa: BLE001  # also what unpickling half of a file raises; it is raised below
         error = raised
     kinds = {0: None, 1: LoadError, 2: ConfigError}
     told = gather(0 if error is None else 2 if isinstance(error, ConfigError) else 1)
     if isinstance(error, ConfigError):
         raise error
     if error is not None:
-        raise LoadError(f"checkpoint: {folder} cannot be read: {error}") from error
+        raise LoadError(f"checkpoint: {folder} cannot be read: {error or type(error).__name__}") from error
     for rank, kind in enumerate(told):
         if (kind_of_error := kinds[kind]) is not None:
             raise kind_of_error(f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log")
@@ -134,28 +137,28 @@ def _latest(folder: str, steps: list[int]) -> int:
 
 
 def _all_see(folder: Path, gather: Gather) -> bool:
-    """Wait until all ranks see the checkpoint in `folder`; returns False if rank 0 does not any more.
+    """Wait until all ranks see the same checkpoint in `folder`; returns False if rank 0 sees none any more.
 
     Another host's view of a network folder is given the time to catch up with rank 0's. The looks are counted: by its
     own clock one rank might stop, and the others wait for it.
 
     Raises:
-        ConfigError: not all ranks see it. On all ranks.
+        ConfigError: not all ranks come to see it. On all ranks.
     """
     for _ in range(round(_SIGHT_SECONDS / _LOOK_SECONDS)):
         seen = gather(_look(folder))
         if not seen[0]:
             return False
-        if all(seen):
-            break
+        if len(set(seen)) == 1:
+            return True
         time.sleep(_LOOK_SECONDS)
     _check_same(seen, folder, "checkpoint.folder")
     return True
 
 
 def _check_all_see_model(folder: Path, gather: Gather) -> None:
-    there = together(folder.is_dir, str(folder), gather)
-    _check_same(gather(_fold(folder) if there else 0), folder, "checkpoint.initial_load_path")
+    fold = together(lambda: _fold(folder) if folder.is_dir() else 0, str(folder), gather)
+    _check_same(gather(fold), folder, "checkpoint.initial_load_path")
 
 
 def _check_same(seen: list[int], folder: Path, setting: str) -> None:
