@@ -60,9 +60,10 @@ def children(parent: int) -> dict[int, list[str]]:
     """Return pid and command line of each running process that `parent` started."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        status = read_status(int(folder.name))
-        if status is not None and status.parent == parent and (command := read_command(int(folder.name))):
-            found[int(folder.name)] = command
+        with contextlib.suppress(OSError):  # somebody else's, who hides it
+            status = read_status(int(folder.name))
+            if status is not None and status.parent == parent and (command := read_command(int(folder.name))):
+                found[int(folder.name)] = command
     return found
 
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
+from titan_ft.chaos.inside.blackhole import Blackhole, supported
 from titan_ft.replica import reach
 from titan_ft.replica.reach import Peer, Probe, address_key, within
 from titan_ft.replica.state_server import StateServer
-from titan_ft.sabotage.blackhole import Blackhole, supported
 
 TOKEN = "a shared secret"
 DEADLINE = 20.0  # seconds; only ever reached by a bug

@@ -247,3 +247,25 @@ def test_report_names_a_line_of_another_version(tmp_path: Path, capsys: pytest.C
     assert line.startswith(f"titan-ft report: {tmp_path / 'events' / 'a.jsonl'}:1 must have the fields of hung")
     assert "`step`" in line
     assert line.endswith("read an older version's run with that version")
+
+
+def test_text_that_is_not_utf_8_ends_nobody(tmp_path: Path) -> None:
+    """A path of bytes that are no UTF-8 comes as lone surrogates; the line is written, and can be read."""
+    with_path = build(CheckpointFailed, error="no /data/\udcff")
+    log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
+    log.emit(with_path)
+    (event,) = read_events(tmp_path)
+    assert isinstance(event, CheckpointFailed)
+    assert event.error == "no /data/?"
+    (tmp_path / "b.jsonl").write_bytes(b'{"time": 1, "event": "\xff"}\n')
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        read_events(tmp_path)
+
+
+def test_a_learning_rate_that_is_no_number_can_be_read(tmp_path: Path) -> None:
+    """A schedule of the user's may give a NaN: the run's record is read all the same."""
+    log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
+    log.emit(build(StepCommitted, lr=float("nan")))
+    (event,) = read_events(tmp_path)
+    assert isinstance(event, StepCommitted)
+    assert event.lr is None

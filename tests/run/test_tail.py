@@ -119,3 +119,14 @@ def test_why_a_worker_failed(tmp_path: Path, text: str | None, line: str) -> Non
     if text is not None:
         path.write_text(text)
     assert last_error_line(path) == line
+
+
+def test_a_file_that_was_cut_begins_anew(tmp_path: Path) -> None:
+    """A log is emptied or replaced while somebody follows it."""
+    path = tmp_path / "a.log"
+    path.write_text("one\ntwo\n")
+    tail = FileTail(path)
+    assert tail.poll() == b"one\ntwo\n"
+    path.write_text("3\n")
+    assert tail.poll() == b"3\n"
+    assert tail.poll() == b""

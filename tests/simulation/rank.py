@@ -100,7 +100,6 @@ class Rank:
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
         self.met: list[int] = []  # slots of the groups in the last round that worked
-        self.givers: set[int] = set()  # those of them that had gradients
         self.sent = 0  # values of gradients that it has summed with others in the last round
         self.position = Position()
         self.rank_watch: RankWatch | None = None
@@ -113,6 +112,11 @@ class Rank:
     def held(self) -> tuple[int, int]:
         """Return step and lineage of its state."""
         return self.state.held
+
+    @property
+    def computed(self) -> bool:
+        """Say whether it has computed gradients for the step under way."""
+        return bool(self._read)
 
     def votes(self) -> None:
         """Count what was sent in the round that ends now."""
@@ -292,6 +296,7 @@ class Rank:
 
     def _heal(self, computed: bool) -> None:
         self.world.heals(self, computed)
+        self._read.clear()
         self.state.zero_grad()
         self.dimension.heal()
         self.ready = True

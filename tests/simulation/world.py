@@ -541,7 +541,8 @@ class World(standins.World):
         held = [group.ranks[rank.number].held for group in holders]
         # One that has healed for this very round has computed nothing yet.
         rear = sum(
-            group.runs and group.slot in rank.givers and group.ranks[rank.number].held == rank.held for group in holders
+            group.runs and group.ranks[rank.number].computed and group.ranks[rank.number].held == rank.held
+            for group in holders
         )
         ahead = sum(step == rank.held[0] + 1 for step, _ in held)
         if rear > ahead > 0 and held.count(rank.held) + ahead == len(held) and rank.held[0] + 1 < self.options.steps:
@@ -550,7 +551,6 @@ class World(standins.World):
     def made_round(self, rank: Rank, made: Round) -> None:
         """Take note of a round that worked on all ranks of a group, before anything follows from it."""
         rank.met = made.quorum.slots
-        rank.givers = {slot for slot, row in zip(made.quorum.slots, made.rows, strict=True) if row.tokens}
         if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
             self.report(
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"

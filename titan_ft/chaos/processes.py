@@ -139,7 +139,10 @@ def _open(worker: Worker) -> int | None:
 
 def _is_worker(worker: Worker) -> bool:
     """Tell whether what has a worker's pid now is one, and no younger than the worker's event."""
-    status = read_status(worker.pid)
+    try:
+        status = read_status(worker.pid)
+    except OSError:  # somebody else's, who hides it
+        return False
     if status is None or not is_running_worker(worker.pid):
         return False
     if worker.mono is None:

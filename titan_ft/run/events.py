@@ -201,7 +201,7 @@ class StepCommitted(RankEvent, kw_only=True):
     own_tokens: int
     own_loss: float | None
     grad_norm: float | None
-    lr: float
+    lr: float | None
     seconds: float
     exchanges: int
     exchange_seconds: float
@@ -811,6 +811,7 @@ def kinds(base: type[Event] = Event) -> Iterator[type[Event]]:
     """Yield the classes of all events below a class, in the order in which they were defined.
 
     A program with events of its own, such as a benchmark, derives their classes; they are read where they are imported.
+    It derives them from the bases, such as `RankEvent`: a class that others are derived from is no event any more.
     """
     below = base.__subclasses__()
     if not below and base is not Event:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -67,7 +68,12 @@ class EventLog:
 def encode(event: Event) -> bytes:
     """Return the line of an event. Numbers that are not finite become null, scalars of NumPy or torch numbers."""
     # With a space behind each colon and comma, as people read it and their tools may search for it.
-    return msgspec.json.format(_ENCODER.encode(event), indent=0) + b"\n"
+    try:
+        line = _ENCODER.encode(event)
+    except UnicodeEncodeError:  # a path or a message that is not UTF-8: what it cannot say must not end who says it
+        plain = msgspec.to_builtins(event, str_keys=True, enc_hook=_plain)
+        line = json.dumps(plain, ensure_ascii=False).encode(errors="replace")
+    return msgspec.json.format(line, indent=0) + b"\n"
 
 
 def decode(line: bytes, *wanted: type[Event]) -> Event | None:
@@ -81,14 +87,14 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     """
     try:
         head = _HEAD.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"must be a JSON object with time and event, got {line[:80]!r}") from error
     kind = _kind(head.event)
     if kind is None or (wanted and not issubclass(kind, wanted)):
         return None
     try:
         event: Event = _decoder(kind).decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
     missing = [name for name, untold in _header(kind) if getattr(event, name) == untold]
     if missing:

@@ -27,7 +27,10 @@ class FileTail:
     def poll(self) -> bytes:
         """Return the new whole lines; one that is not whole yet is left for later."""
         try:
-            if self._path.stat().st_size <= self._offset:
+            size = self._path.stat().st_size
+            if size < self._offset:  # somebody has cut or replaced it
+                self._offset = 0
+            if size == self._offset:
                 return b""
             with self._path.open("rb") as file:
                 file.seek(self._offset)

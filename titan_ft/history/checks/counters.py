@@ -49,7 +49,7 @@ def _check_rates(record: Record, found: Judgement) -> int:
     A schedule that advanced on a failed exchange gives another LR to the same step of a group that did not see it
     fail, and to its repetition.
     """
-    rates: dict[tuple[object, ...], tuple[float, StepCommitted]] = {}
+    rates: dict[tuple[object, ...], tuple[float | None, StepCommitted]] = {}
     compared = 0
     for process in record.processes:
         digest = ""
