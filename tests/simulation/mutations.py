@@ -239,6 +239,7 @@ MUTATIONS = [
         _one("group_store", "    store.check([key])", "    pass"),
         ("drain",),
         ("ranks never part", "no state given up", "liveness"),
+        first=3400,
     ),
     Mutation(
         "a joiner begins with the fetched state before all ranks of its group have it",
