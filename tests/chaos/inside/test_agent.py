@@ -398,8 +398,8 @@ def test_a_dead_link(worker: Worker, tmp_path: Path) -> None:
         print('["port"]', file=peer.stdin, flush=True)
         port = int(peer.stdout.readline())
         with socket.create_connection(("127.0.0.1", port), DEADLINE) as old:
-            worker.order("link_dead", rank=None, params={"seconds": 1.0, "peer": 1})
-            assert worker.wait("fault_injected")["params"] == {"seconds": 1.0, "peer": 1}
+            worker.order("link_dead", rank=None, params={"seconds": 4.0, "peer": 1})
+            assert worker.wait("fault_injected")["params"] == {"seconds": 4.0, "peer": 1}
             worker.process_group.configure(port)
             new = worker.process_group.connection
             assert new is not None
