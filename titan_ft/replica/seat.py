@@ -81,7 +81,7 @@ class Seat:
         """Heartbeat as `member` from now on, on rank 0; returns what `take` needs on all ranks.
 
         Raises:
-            LighthouseError: the lighthouse does not answer, or this group is leaving; the former seat stays.
+            LighthouseError: the lighthouse does not answer; the former seat stays.
         """
         from torchft.coordination import ManagerServer
 
