@@ -562,6 +562,39 @@ def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
     assert group.aborted.is_set()
 
 
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_process_group_that_cannot_be_aborted(seats: Any, stuck: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The other ranks of the group are told all the same, the log says why, and the next quorum is watched as well."""
+
+    class Stuck(FakeProcessGroup):
+        def abort(self, errored: bool = True) -> None:
+            super().abort(errored)
+            if errored:
+                raise OSError("no such socket")
+
+    groups: list[FakeProcessGroup] = [Stuck() if rank == stuck else FakeProcessGroup() for rank in range(2)]
+    ranks = [seats.take(0, rank=rank, world_size=2, process_group=groups[rank]) for rank in range(2)]
+    for _ in range(2):
+        seats.meet(*ranks)
+        caplog.clear()
+        ranks[0].abort()
+        assert groups[1].aborted.wait(DEADLINE)
+        assert seats.together(*[lambda r=r: r.vote(0, False) for r in ranks]) == [False, False]
+        assert "no such socket" in caplog.text
+
+
+def test_closing_after_the_silence(seats: Any) -> None:
+    """A group that has fallen silent asks for nothing more, and can still be closed, once or twice."""
+    member, other = seats.take(0), seats.take(1)
+    seats.meet(member, other)
+    member.fall_silent()
+    assert member.member not in seats.meet(other)[0].members
+    with pytest.raises(LighthouseError, match="left the job"):
+        member._seat.request(0, 0)
+    member.close()
+    member.close()
+
+
 def watchers() -> int:
     """Count the threads that wait for an abort."""
     return sum(thread.name == "titan_ft_abort_watch" for thread in threading.enumerate())

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from titan_ft.replica.pulse import Pulse, read_heartbeats
+from titan_ft.replica.pulse import Pulse, Watch, read_heartbeats
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 SILENCE_SECONDS = 0.3  # of listening for what must not come: many looks
@@ -162,3 +162,26 @@ def test_a_lighthouse_that_hears_late_breaks_nothing_off(
         if silent:
             assert silences.get(timeout=DEADLINE) == {"1:c": 3.5}
     assert silences.empty()
+
+
+def test_an_exchange_that_ends_meanwhile_is_the_one_that_is_broken_off() -> None:
+    """Who has found something wrong acts while that exchange lasts, and not on the next one of the same members."""
+    found, over = threading.Event(), threading.Event()
+    went_on: list[bool] = []
+
+    def act(wrong: dict[str, str]) -> None:
+        found.set()
+        went_on.append(over.wait(SILENCE_SECONDS))
+
+    watch = Watch("test_watch", lambda: 0.0, 1.0, lambda: {"1:c": "silent"}, act)
+
+    def exchange() -> None:
+        with watch.watching():
+            assert found.wait(DEADLINE)
+        over.set()
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    thread.join(DEADLINE)
+    watch.close()
+    assert went_on == [False]

@@ -34,7 +34,8 @@ from titan_ft.replica.partition import Partition
 from titan_ft.replica.pulse import SILENT_BEATS, Pulse, Watch
 from titan_ft.replica.reach import Peer
 from titan_ft.replica.rendezvous import Rendezvous
-from titan_ft.replica.seat import Seat, bracketed
+from titan_ft.replica.seat import Seat
+from titan_ft.run.address import join_address
 from titan_ft.run.events import ForeignMember, Joined, PeerSilent
 from titan_ft.run.log import EventLog
 
@@ -85,9 +86,16 @@ class Membership:
     ) -> None:
         self._config, self._group_rank, self._events = config, group_rank, events
         own_store = _connect(store)
-        rank: dict[str, Any] = {"group_rank": group_rank, "group_world_size": group_world_size}
-        self._seat = Seat(config, lighthouse=lighthouse, host=host, store=own_store, address=address, **rank)
-        where = f"{bracketed(host)}:{store[1]}"  # of the store: on rank 0's host
+        self._seat = Seat(
+            config,
+            lighthouse=lighthouse,
+            host=host,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            store=own_store,
+            address=address,
+        )
+        where = join_address(host, store[1])  # of the store: on rank 0's host
         self._seat.enter(
             f"titan_ft/server/{attempt}",
             lambda: Member(
@@ -101,16 +109,20 @@ class Membership:
         self._failures = 0  # votes in a row that failed
         self._closed = False
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
-        shared: dict[str, Any] = {"store": own_store, "process": self.member.unique}  # of the first name
+        process = self.member.unique  # of the first name
         self._rendezvous = Rendezvous(
             process_group,
             timedelta(milliseconds=config.process_group_timeout_ms),
             connect=lambda: _connect(store),
+            store=own_store,
+            process=process,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
             address=address,
-            **shared,
-            **rank,
         )
-        self._agreement = Agreement(own_store, f"titan_ft/agreed/{attempt}", **rank)
+        self._agreement = Agreement(
+            own_store, f"titan_ft/agreed/{attempt}", group_rank=group_rank, group_world_size=group_world_size
+        )
         self._partition = Partition(
             config,
             seat=self._seat,
@@ -118,13 +130,14 @@ class Membership:
             agreement=self._agreement,
             probe=probe,
             told_to_leave=told_to_leave,
+            store=own_store,
+            process=process,
             group_rank=group_rank,
             lighthouse=lighthouse,
             events=events,
-            **shared,
         )
         self._watches: list[Watch] = [self._watch_pulse(lighthouse)] if group_rank == 0 else []  # it tells the others
-        self._watches.append(self._partition.watch())
+        self._watches.append(self._partition.watch(self._find_others))
 
     @property
     def member(self) -> Member:
@@ -174,7 +187,7 @@ class Membership:
         if agreed:
             self._partition.forget()
         self._failures = 0 if agreed else self._failures + 1
-        self._pending, self._rendezvous.others = None, []
+        self._pending = None
         return agreed
 
     def peer_address(self, rank: int) -> str:
@@ -239,7 +252,6 @@ class Membership:
                         rebuild_seconds=time.monotonic() - answered,
                     )
                 )
-        self._rendezvous.others = [member for member in members if member != self.member]
         # With others in the quorum the largest step may be their claim.
         alone = len(members) == len(reply.replica_ids)
         max_step = reply.max_step if alone else max(step, self._rendezvous.step)
@@ -298,10 +310,17 @@ class Membership:
             on_silence=self._break_off,
         )
 
+    def _find_others(self) -> list[Member]:
+        """Return the other members of the exchange under way; none as long as its quorum is not there."""
+        pending = self._pending  # the training thread drops it after the vote
+        if pending is None or not pending.done() or pending.cancelled() or pending.exception() is not None:
+            return []
+        return [member for member in pending.result().members if member != self.member]
+
     def _find_exchanging(self) -> list[str]:
         """Return the names of the other members of the exchange under way, and note which one it is."""
         self._looked_at = self._rendezvous.prefix
-        return [member.replica_id for member in self._rendezvous.others]
+        return [member.replica_id for member in self._find_others()]
 
     def _break_off(self, silent: dict[str, float]) -> None:
         """Break off the exchange under way because members of it are silent."""

@@ -22,6 +22,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
@@ -91,21 +92,26 @@ class Partition:
 
     # 1. While an exchange is waited for
 
-    def watch(self) -> Watch:
-        """Start to look at the links of exchanges that take long."""
+    def watch(self, others: Callable[[], list[Member]]) -> Watch:
+        """Start to look at the links of exchanges that take long.
+
+        Args:
+            others: returns the other members of the exchange under way.
+        """
         # Peers that are slow are asked too: seldom, for they pay for it.
-        return Watch("titan_ft_link_watch", self._look_after, 2.0, self._find_lost, self._break_off)
+        look = partial(self._find_lost, others)
+        return Watch("titan_ft_link_watch", self._look_after, 2.0, look, self._break_off)
 
     def _look_after(self) -> float:
         """Return the seconds that an exchange may wait before this rank looks at its links."""
         return SILENT_BEATS * self._beat * (1 + len(self._members) // _MANY)
 
-    def _find_lost(self) -> dict[str, str]:
+    def _find_lost(self, others: Callable[[], list[Member]]) -> dict[str, str]:
         """Return which members of the exchange under way this rank cannot reach, and why.
 
         A peer that is slow answers, and one that is busy does at the second time; only the network loses everything.
         """
-        self._probed, members = self._rendezvous.prefix, self._rendezvous.others
+        self._probed, members = self._rendezvous.prefix, others()
         for _ in range(2):
             lost = self._find_dead(members)
             members = [member for member in members if member.unique in lost]

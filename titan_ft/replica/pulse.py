@@ -111,9 +111,11 @@ class Watch:
                 if self._exchange is not exchange:
                     continue
             wrong = self._look()
-            if wrong and self._exchange is exchange:
-                self._act(wrong)
-                with self._changed:  # once is enough
+            # The lock keeps this exchange from ending before it is acted on: the next one would be broken off.
+            with self._changed:
+                if wrong and self._exchange is exchange:
+                    self._act(wrong)
+                    # Once is enough.
                     self._changed.wait_for(lambda over=exchange: self._closed or self._exchange is not over)  # type: ignore[misc]  # bound by default
 
 

@@ -24,10 +24,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.pulse import StatusPage
+from titan_ft.replica.pulse import SILENT_BEATS, StatusPage
+from titan_ft.run.address import bracketed, join_address, split_address
 
 _MAX_BEATS = 400.0  # a second, of all ranks together: in large groups each of them beats more seldom
-_SILENT_BEATS = 2  # heartbeat timeouts; a restart costs more than the quorum that the lighthouse leaves a group out of
 _MISSED_BEATS = 5  # where beats are so seldom that this takes longer
 _LOOKS = 4  # of rank 0 in the time after which a rank counts as silent
 
@@ -61,7 +61,7 @@ class RankWatch:
         from torchft.coordination import LighthouseServer, ManagerServer
 
         interval = max(config.heartbeat_interval_ms / 1000, num_ranks / _MAX_BEATS)
-        self._patience = max(_SILENT_BEATS * config.heartbeat_timeout_ms / 1000, _MISSED_BEATS * interval)
+        self._patience = max(SILENT_BEATS * config.heartbeat_timeout_ms / 1000, _MISSED_BEATS * interval)
         self._rank, self._num_ranks, self._store, self._key = rank, num_ranks, store, key
         self._on_silence = on_silence
         self._closed = threading.Event()
@@ -69,10 +69,10 @@ class RankWatch:
         if rank == 0:
             # It is asked for no quorum, so that nothing of its own timing matters.
             self._lighthouse = LighthouseServer(
-                bind=f"{_bracketed(config.bind_address or host)}:0", min_replicas=1, quorum_tick_ms=1000
+                bind=f"{bracketed(config.bind_address or host)}:0", min_replicas=1, quorum_tick_ms=1000
             )
-            port = self._lighthouse.address().rpartition(":")[2]
-            store.set(f"{key}/lighthouse", f"http://{_bracketed(host)}:{port}")
+            _, port = split_address(self._lighthouse.address())
+            store.set(f"{key}/lighthouse", f"http://{join_address(host, port)}")
         address = store.get(f"{key}/lighthouse").decode()
         store.set(f"{key}/host/{rank}", hostname)
         try:
@@ -156,7 +156,3 @@ def say_silent(config: FaultTolerance, hosts: dict[int, str], seconds: float) ->
 
 def _name(rank: int) -> str:
     return f"rank/{rank}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -30,6 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.wire import prove, read_line, write_line
+from titan_ft.run.address import split_address
 
 CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second
 _BACK_SECONDS = 1.0  # for the other end's own connection; below what this end waits for its answer
@@ -185,8 +186,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
 
 def _connect(address: str, seconds: float) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), seconds)
+    return socket.create_connection(split_address(address), seconds)
 
 
 def _is_all_acknowledged(connection: socket.socket) -> bool:
@@ -200,9 +200,8 @@ def _look_up(peer: Peer, group_rank: int) -> str:
     _connect(peer.store, CONNECT_SECONDS).close()  # torch's store tries again and again
 
     def read() -> str:
-        host, _, port = peer.store.rpartition(":")
         timeout = timedelta(seconds=CONNECT_SECONDS)
-        store = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(*split_address(peer.store), is_master=False, wait_for_workers=False, timeout=timeout)
         return store.get(address_key(peer.unique, group_rank)).decode()
 
     return within(2 * CONNECT_SECONDS, read)

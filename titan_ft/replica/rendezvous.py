@@ -8,6 +8,7 @@ the next quorum.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from titan_ft.replica.member import Member
 from titan_ft.replica.reach import within
+from titan_ft.run.address import split_address
+
+logger = logging.getLogger(__name__)
 
 _RENDEZVOUS_SECONDS = 2.0  # all members got the quorum's reply at the same moment; one that is silent so long is gone
 
@@ -38,7 +42,6 @@ class Rendezvous:
         peers: state servers (host:port) of its members, by rank.
         addresses: the same by the member's unique name.
         step: largest number of updates that a member had when it was built.
-        others: the other members of the exchange under way; none as long as they are not known.
     """
 
     def __init__(
@@ -61,7 +64,6 @@ class Rendezvous:
         self.peers: dict[int, str] = {}
         self.addresses: dict[str, str] = {}
         self.step = 0
-        self.others: list[Member] = []
         self._builds: Counter[str] = Counter()  # how often a process group was built for each key
         self._peer_stores: dict[str, TCPStore] = {}
         self._lock = threading.Condition()
@@ -143,13 +145,12 @@ class Rendezvous:
         Args:
             address: host:port of the store where they meet.
         """
-        host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=_RENDEZVOUS_SECONDS)
 
         def exchange() -> list[str]:
             # Kept: every new connection costs a reverse DNS lookup on both sides, even of numeric addresses.
             kept = self._peer_stores.pop(address, None) or TCPStore(
-                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout
+                *split_address(address), is_master=False, wait_for_workers=False, timeout=timeout
             )
             store = PrefixStore(prefix, kept)
             store.set(str(rank), f"{self._address} {step}")
@@ -163,21 +164,25 @@ class Rendezvous:
 
     def _watch(self, store: TCPStore) -> None:
         """Abort whenever another rank of this group reports the exchange of the quorum in force as broken."""
-        try:
-            watched = ""
-            while not self._closed:
-                with self._lock:
-                    self._lock.wait_for(lambda before=watched: self.prefix != before or self._closed)  # type: ignore[misc]  # bound by default
-                    watched = self.prefix
+        watched = ""
+        while not self._closed:
+            with self._lock:
+                self._lock.wait_for(lambda before=watched: self.prefix != before or self._closed)  # type: ignore[misc]  # bound by default
+                watched = self.prefix
+            try:
                 store.wait([self._broken_key(watched)], timedelta(days=365))
-                self._abort_own(watched)
-        except Exception:  # noqa: BLE001  # thread edge: the store ended with the group, nothing is left to watch
-            return
+            except RuntimeError:  # the store ended with the group: nothing is left to watch
+                return
+            self._abort_own(watched)
 
     def _abort_own(self, prefix: str) -> None:
         with self._lock:
-            if prefix == self.prefix:
+            if prefix != self.prefix:
+                return
+            try:
                 self.process_group.abort()
+            except Exception:  # the other ranks must be told, and later exchanges watched, all the same
+                logger.exception("the exchange cannot be broken off here: it ends when its timeout is over")
 
     def _broken_key(self, prefix: str) -> str:
         return f"titan_ft/broken/{self._process}/{prefix}"

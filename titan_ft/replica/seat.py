@@ -22,6 +22,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica.errors import LighthouseError
 from titan_ft.replica.member import Member
 from titan_ft.replica.reach import address_key
+from titan_ft.run.address import bracketed, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -179,9 +180,8 @@ class Seat:
 
     def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
         """Raise if nobody listens at the lighthouse's address; else it only waits for other groups."""
-        host, _, port = self._lighthouse.split("//", 1)[-1].rstrip("/").rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), self._config.connect_timeout_seconds).close()
+            socket.create_connection(split_address(self._lighthouse), self._config.connect_timeout_seconds).close()
         except OSError as refused:
             raise self._unreachable("quorum", timeout, refused) from error
 
@@ -191,8 +191,3 @@ class Seat:
             f"({seconds:g} s): {error}; check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
             "name it"
         )
-
-
-def bracketed(host: str) -> str:
-    """Return a numeric host as addresses have it: one of IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host

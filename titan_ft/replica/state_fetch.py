@@ -23,6 +23,7 @@ from titan_ft import device
 from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import TransferError, octets, prove, read_line, write_line
+from titan_ft.run.address import split_address
 
 logger = logging.getLogger(__name__)
 
@@ -167,10 +168,9 @@ class _Connection:
     """The joiner's end of one connection."""
 
     def __init__(self, address: str, token: str, patience: _Patience) -> None:
-        host, _, port = address.rpartition(":")
         self._address = address
         timeout = min(patience.remaining(), patience.stall_seconds)
-        self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout)
+        self._socket = socket.create_connection(split_address(address), timeout)
         self._stream = BufferedRWPair(_Incoming(self._socket, patience), self._socket.makefile("wb", buffering=0))
         try:
             prove(self._stream, address, token)

@@ -30,6 +30,7 @@ from titan_ft.replica.shape import describe_shape
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.watchdog import end_process
+from titan_ft.run.address import join_address, split_address
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.log import EventLog
 from titan_ft.training.worker import Launch
@@ -77,8 +78,8 @@ class Links:
         self.server.close()
 
     def _join(self, host: str, shape: str) -> Membership:
-        config, launch, port = self._config, self._launch, self.server.port
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        config, launch = self._config, self._launch
+        address = join_address(host, self.server.port)
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         return Membership(
             config,
@@ -176,8 +177,7 @@ def _layout(model_parts: Sequence[nn.Module]) -> str:
 
 def _resolve_address(lighthouse: str) -> str:
     """Return the numeric address of the interface that leads to the lighthouse; no name lookup of this host."""
-    host, _, port = lighthouse.split("//", 1)[-1].rstrip("/").rpartition(":")
-    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, target = socket.getaddrinfo(*split_address(lighthouse), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # a datagram socket: chooses the route, sends nothing
         return str(probe.getsockname()[0])
