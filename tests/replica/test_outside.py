@@ -435,6 +435,31 @@ def test_a_group_that_is_told_to_leave_outside(network: Network, start: Callable
     stays.wait_for([0], steps=20)
 
 
+@pytest.mark.parametrize("told", [0, 1])
+def test_leaving_outside_waits_for_no_look(network: Network, start: Callable[..., Group], told: int) -> None:
+    """A look at dead links may take longer than drain_timeout_seconds: no rank of the group waits for it to end."""
+    stays, leaves = start(0, world_size=2), start(1, world_size=2)
+    stays.wait_for([0, 1])
+    network.cut(0, 1)
+    leaves.wait_for_event("outside")
+    looks, over = threading.Semaphore(0), threading.Event()
+
+    def never_answered(peers: Sequence[Peer]) -> dict[str, str]:
+        looks.release()
+        over.wait(DEADLINE)
+        return {}
+
+    for seat in leaves.ranks:
+        seat._partition._probe = never_answered
+    for _ in leaves.ranks:
+        assert looks.acquire(timeout=DEADLINE)
+    leaves.sigterm.add(told)
+    for thread in leaves.threads:
+        thread.join(DEADLINE / 2)
+    assert leaves.left == {0, 1}
+    over.set()
+
+
 def test_a_group_that_is_told_to_leave_with_the_others(network: Network, start: Callable[..., Group]) -> None:
     """While it is a member it is not for the quorum to let it go: it leaves after a step."""
     groups = [start(0), start(1)]

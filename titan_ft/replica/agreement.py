@@ -17,7 +17,7 @@ from titan_ft.replica.errors import LighthouseError
 
 
 class Agreement:
-    """Lets rank 0 decide from what all ranks of the group have found. All ranks call `decide` alike.
+    """Lets rank 0 decide for the group from what all of its ranks have found.
 
     Args:
         store: the group's.
@@ -32,17 +32,21 @@ class Agreement:
         self.number = 0
         """How many were made."""
 
-    def decide(self, found: Collection[str], judge: Callable[[set[str]], str]) -> str:
-        """Return on all ranks what `judge`, on rank 0 alone, makes of the words that any rank has `found`.
+    def rank0_decides(self, found: Collection[str], decide: Callable[[set[str]], str]) -> str:
+        """Return on all ranks what `decide`, called on rank 0 alone, returns. A collective.
 
-        Rank 0 alone looks at clocks and at the lighthouse, so that the ranks cannot part.
+        Whatever depends on a clock or on the lighthouse belongs into `decide`: two ranks that looked for themselves
+        could go different ways.
+
+        Args:
+            found: words that this rank has found; `decide` gets those of all ranks.
         """
         self.number += 1
         keys = [f"{self._key}/{self.number}/{rank}" for rank in range(self._group_world_size)]
         if self._group_rank == 0:
             self._await(keys[1:])
             said = [self._store.get(key).decode().split() for key in keys[1:]]
-            self._store.set(keys[0], f"={judge(set(found).union(*said))}")
+            self._store.set(keys[0], f"={decide(set(found).union(*said))}")
         else:
             self._store.set(keys[self._group_rank], " ".join(found))
             self._await(keys[:1])

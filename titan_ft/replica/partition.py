@@ -22,6 +22,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
@@ -47,7 +48,8 @@ _PROBE_PAUSE_SECONDS = 1.0  # between two looks of a group that is outside at th
 _GOOD_LOOKS = 2  # in a row, until it comes back; twice as many each time that a link which was back has failed again
 _MOST_GOOD_LOOKS = 60
 _RELAPSE_SECONDS = 300.0  # a link that is lost again this soon after it was back has only flickered
-_LEAVE = "leave"  # a rank's word, and the group's decision; neither a process's name nor a seat
+_LEAVE = "leave"  # a rank's word, and the group's decision; no process has this name
+_POLL_SECONDS = 0.1  # between two questions whether a rank was told to leave
 
 
 class Partition:
@@ -88,6 +90,7 @@ class Partition:
         self._lost: tuple[str | None, list[str]] = (None, [])
         self._unreached: set[str] = set()  # at the last look
         self._good_looks = _GOOD_LOOKS  # that the next return from outside needs
+        self._looks = ThreadPoolExecutor(1, "titan_ft_outside_look")
         self._returned = -math.inf  # when this group came back from outside
 
     # 1. While an exchange is waited for
@@ -159,12 +162,12 @@ class Partition:
             found = []
             if failures >= _PROBE_AFTER:  # else another rank has found something, and the others need not be waited for
                 found = self._find_dead([peer for peer in peers if peer not in self._accusers])
-        seat = self._agreement.decide(found, lambda dead: self._report(peers, dead, step))
-        if seat:
-            self._seat.take(seat)
+        server = self._agreement.rank0_decides(found, lambda dead: self._report(peers, dead, step))
+        if server:
+            self._seat.take(server)
 
     def _report(self, peers: Sequence[Member], dead: set[str], step: int) -> str:
-        """Open the seat whose name tells whom this group cannot reach; none if there is nothing new to tell."""
+        """Open the server whose name says whom this group cannot reach; returns nothing if all of that is known."""
         own, living = self._seat.member, self._find_living(dead)
         lost = [peer for peer in peers if peer.unique in living]
         slots = [peer.slot for peer in lost if not own.names(peer)]
@@ -204,20 +207,39 @@ class Partition:
                 return ""
             return self._seat.reopen(self._seat.member.afresh(uuid.uuid4().hex))
 
-        seat = ""
-        while not seat:
-            self._agreement.pause(_PROBE_PAUSE_SECONDS)
-            # At drain_timeout_seconds it would end without having left in order: there is no vote to leave after.
-            found = [_LEAVE] if self._told_to_leave() else self._find_dead(lost)
-            seat = self._agreement.decide(found, come_back)
-        if seat == _LEAVE:
+        decision = ""
+        while not decision:
+            decision = self._agreement.rank0_decides(self._look_outside(lost), come_back)
+        if decision == _LEAVE:
             raise Leaving
-        self._seat.take(seat)
+        self._seat.take(decision)
         self._returned = time.monotonic()
         if self._group_rank == 0:
             slots = [member.slot for member in lost]
             logger.warning("groups %s can be reached again, or are gone: this group comes back", slots)
             self._events.emit(LinkBack(slots=slots))
+
+    def _look_outside(self, lost: Sequence[Member]) -> list[str]:
+        """Look at the links to `lost` after a pause; returns as soon as a rank of this group was told to leave.
+
+        There is no vote to leave after, and the time that leaving may take (`drain_timeout_seconds`) can be shorter
+        than a look at links that lose everything: the rank would end without having left in order, and its siblings
+        wait for its word.
+        """
+
+        def look() -> list[str]:
+            self._agreement.pause(_PROBE_PAUSE_SECONDS)
+            return self._find_dead(lost)
+
+        leave_key = f"titan_ft/leave/{self._process}"
+        looked = self._looks.submit(look)
+        while not looked.done():
+            if self._told_to_leave():
+                self._store.set(leave_key, "1")
+            if self._store.check([leave_key]):
+                return [_LEAVE]
+            self._agreement.pause(_POLL_SECONDS)
+        return looked.result()
 
     def _leave_quorum(self, admission: Admission) -> None:
         """Stop the heartbeats, which would make the others wait for this group."""
@@ -238,8 +260,8 @@ class Partition:
             self._seat.leave()
             return ""
 
-        # Each rank has had the seat's last answer when it agrees.
-        self._agreement.decide((), leave)
+        # Each rank has had the server's last answer when it agrees.
+        self._agreement.rank0_decides((), leave)
 
     # Who can be reached, and who lives
 

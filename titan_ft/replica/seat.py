@@ -112,11 +112,11 @@ class Seat:
             logger.warning("no seat under a new name yet: %s", error)
             return ""
 
-    def take(self, seat: str) -> None:
-        """Ask and vote at the server that rank 0 has opened."""
+    def take(self, server: str) -> None:
+        """Ask and vote at the server that rank 0 has opened, as `open` describes it."""
         from torchft.coordination import ManagerClient
 
-        address, replica_id = seat.split(" ", 1)
+        address, replica_id = server.split(" ", 1)
         self.member = Member.parse(replica_id)
         self._client = ManagerClient(address, connect_timeout=timedelta(seconds=self._config.connect_timeout_seconds))
         self._store.set(address_key(self.member.unique, self._group_rank), self._address)
