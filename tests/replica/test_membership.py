@@ -595,6 +595,23 @@ def test_closing_after_the_silence(seats: Any) -> None:
     member.close()
 
 
+def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Callable[..., None]) -> None:
+    """It ends with a known error: the thread that ends the process has yet to say why."""
+    ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
+    seats.meet(*ranks)
+    asked = threading.Event()
+    client = ranks[0]._seat._client
+    ask = client.should_commit
+    ranks[0]._seat._client = SimpleNamespace(should_commit=lambda *args: (asked.set(), ask(*args))[1])
+    vote = seats.submit(ranks[0].vote, 0, True)
+    assert asked.wait(DEADLINE)
+    ranks[0].fall_silent()
+    with pytest.raises(LighthouseError, match="left the job"):
+        vote.result(DEADLINE)
+    for rank in ranks:
+        rank.close()
+
+
 def watchers() -> int:
     """Count the threads that wait for an abort."""
     return sum(thread.name == "titan_ft_abort_watch" for thread in threading.enumerate())

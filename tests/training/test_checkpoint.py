@@ -797,6 +797,72 @@ def test_checkpoints_that_keep_vanishing_end_the_group(
         assert "delete" in str(error)
 
 
+def stale(path: object = "") -> OSError:
+    """Return what NFS answers when the server has replaced what this host had open."""
+    return OSError(errno.ESTALE, "Stale file handle", str(path))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stale_handle_is_no_checkpoint_that_vanished(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
+    """On NFS a handle goes stale when another group renames or purges beside it; later looks find what is there."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    looks, fold = itertools.count(), checkpoint_choice._fold
+
+    def fold_stale(folder: Path) -> int:
+        if ranks.rank == rank and next(looks) < 5:
+            raise stale(folder)
+        return fold(folder)
+
+    monkeypatch.setattr(checkpoint_choice, "_fold", fold_stale)
+    assert ranks.load() == [None, None]
+    assert ranks.loaded == ["step-10", "step-10"]
+    assert next(looks) > 5
+    assert "vanished" not in caplog.text
+
+
+def test_a_stale_handle_in_the_listing_is_looked_at_again(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No older checkpoint is taken for it, and the group need not be started again."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    looks = itertools.count()
+
+    def look(folder: str) -> list[int]:
+        if next(looks) < 3:
+            raise stale(folder)
+        return complete_steps(folder)
+
+    monkeypatch.setattr(checkpoint_choice, "complete_steps", look)
+    assert ranks.load() == [None, None]
+    assert ranks.loaded == ["step-10", "step-10"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_handles_that_stay_stale_end_all(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """After a minute the line says what the file system says, on the rank that it says it to."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    fold = checkpoint_choice._fold
+
+    def fold_stale(folder: Path) -> int:
+        if ranks.rank == rank:
+            raise stale(folder)
+        return fold(folder)
+
+    monkeypatch.setattr(checkpoint_choice, "_fold", fold_stale)
+    monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+    errors = ranks.load()
+    assert all(isinstance(error, LoadError) for error in errors), errors
+    assert "Stale file handle" in str(errors[rank])
+    assert f"rank {rank}" in str(errors[1 - rank])
+
+
 def test_a_rank_that_cannot_read_what_was_chosen_ends_all(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -807,10 +873,11 @@ def test_a_rank_that_cannot_read_what_was_chosen_ends_all(
 
     def fail(folder: Path) -> Manifest | None:
         if ranks.rank == 1:
-            raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+            raise stale(folder)
         return read(folder)
 
     monkeypatch.setattr(Manifest, "read", fail)
+    monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
     errors = ranks.load()
     assert all(isinstance(error, LoadError) for error in errors), errors
     assert "rank 1" in str(errors[0])

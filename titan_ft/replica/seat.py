@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # torchft's server repeats a request that a restarted lighthouse lost, once for all ranks of the group.
 _LIGHTHOUSE_RETRIES = 1000
+_LEFT = "this group has left the job"
 
 
 class Seat:
@@ -161,12 +162,21 @@ class Seat:
                 if time.monotonic() >= deadline:
                     raise self._unreachable("quorum", timeout, error) from error
                 time.sleep(0.1)
-        raise LighthouseError("this group has left the job")
+        raise LighthouseError(_LEFT)
 
     def vote(self, step: int, ok: bool) -> bool:
-        """Cast this rank's vote; true only if every rank of the group says so."""
+        """Cast this rank's vote; true only if every rank of the group says so.
+
+        Raises:
+            LighthouseError: this group has left.
+        """
         timeout = timedelta(seconds=self._config.vote_timeout_seconds)
-        return bool(self._client.should_commit(self._group_rank, step, ok, timeout))
+        try:
+            return bool(self._client.should_commit(self._group_rank, step, ok, timeout))
+        except RuntimeError as error:  # torchft's "transport error" says nothing to who reads the log
+            if self.closed:
+                raise LighthouseError(_LEFT) from error
+            raise
 
     def _replace_server(self, successor: Any) -> None:
         """Stop the heartbeats of this rank's server; `successor` is the server from now on."""

@@ -8,6 +8,7 @@ another group may be published between two looks, and a host may see a network f
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -27,6 +28,7 @@ NONE = -1
 _CHOICES = 3  # of checkpoints that vanish right after they were chosen
 _SIGHT_SECONDS = 60.0  # NFS's default for how old a host's view of a folder may be
 _LOOK_SECONDS = 0.05
+_GONE, _UNREADABLE = 0, -1  # instead of a fold
 _PAUSE_SECONDS = 0.5  # before another choice: what vanished may be replaced just now
 
 Gather = Callable[[int], list[int]]
@@ -86,7 +88,7 @@ def check_still_there(folder: str, step: int, gather: Gather) -> None:
 def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     """Return what `act` finds in `folder`; if it fails on one rank, it fails on all. A collective.
 
-    The others would go on into a collective in which the one that failed never comes.
+    The others would go on into a collective in which the one that failed never comes. `act` may be called again.
 
     Raises:
         ConfigError: `act` has raised it on some rank.
@@ -94,7 +96,7 @@ def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     """
     error: Exception | None = None
     try:
-        found = act()
+        found = _past_stale_handles(act)
     except Exception as raised:  # noqa: BLE001  # also what unpickling half of a file raises; it is raised below
         error = raised
     kinds = {0: None, 1: LoadError, 2: ConfigError}
@@ -107,6 +109,27 @@ def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
         if (kind_of_error := kinds[kind]) is not None:
             raise kind_of_error(f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log")
     return found
+
+
+def _past_stale_handles(act: Callable[[], T]) -> T:
+    """Return what `act` finds, trying again when a handle is stale.
+
+    On NFS that is no lasting error: it says that another host has just renamed or removed what this one had looked up.
+    To take an older checkpoint for it would lose work, and to end the group would cost it a restart.
+    """
+    for _ in range(_num_looks()):
+        try:
+            return act()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            time.sleep(_LOOK_SECONDS)
+    return act()
+
+
+def _num_looks() -> int:
+    """Return how many looks it takes until a host's view is up to date. By their clocks ranks might stop apart."""
+    return round(_SIGHT_SECONDS / _LOOK_SECONDS)
 
 
 def _choose(folder: str, wanted: int) -> int:
@@ -139,25 +162,27 @@ def _latest(folder: str, steps: list[int]) -> int:
 def _all_see(folder: Path, gather: Gather) -> bool:
     """Wait until all ranks see the same checkpoint in `folder`; returns False if rank 0 sees none any more.
 
-    Another host's view of a network folder is given the time to catch up with rank 0's. The looks are counted: by its
-    own clock one rank might stop, and the others wait for it.
+    Another host's view of a network folder is given the time to catch up with rank 0's.
 
     Raises:
         ConfigError: not all ranks come to see it. On all ranks.
+        LoadError: a rank cannot read it. On all ranks.
     """
-    for _ in range(round(_SIGHT_SECONDS / _LOOK_SECONDS)):
+    for _ in range(_num_looks()):
         seen = gather(_look(folder))
-        if not seen[0]:
+        if seen[0] == _GONE:
             return False
-        if len(set(seen)) == 1:
+        if len(set(seen)) == 1 and seen[0] != _UNREADABLE:
             return True
         time.sleep(_LOOK_SECONDS)
+    if _UNREADABLE in seen:
+        seen = gather(together(lambda: _see(folder), str(folder), gather))  # raises what the file system says
     _check_same(seen, folder, "checkpoint.folder")
     return True
 
 
 def _check_all_see_model(folder: Path, gather: Gather) -> None:
-    fold = together(lambda: _fold(folder) if folder.is_dir() else 0, str(folder), gather)
+    fold = together(lambda: _fold(folder) if folder.is_dir() else _GONE, str(folder), gather)
     _check_same(gather(fold), folder, "checkpoint.initial_load_path")
 
 
@@ -172,11 +197,15 @@ def _check_same(seen: list[int], folder: Path, setting: str) -> None:
 
 
 def _look(folder: Path) -> int:
-    """Return the fold of the checkpoint in `folder`; 0 if it is not there, or cannot be read now."""
+    """Return the fold of the checkpoint in `folder`, or why there is none: it is gone, or unreadable just now."""
     try:
-        return _fold(folder) if is_complete(folder) else 0
+        return _see(folder)
     except OSError:  # a stale handle, for instance: the next look tells
-        return 0
+        return _UNREADABLE
+
+
+def _see(folder: Path) -> int:
+    return _fold(folder) if is_complete(folder) else _GONE
 
 
 def _fold(folder: Path) -> int:

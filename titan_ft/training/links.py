@@ -119,9 +119,10 @@ class Links:
         line = f"titan_ft: {say_silent(self._config, hosts, seconds)}\n"
         end_process(
             1,
-            self.membership.fall_silent,
             lambda: self._events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
             lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
+            # Last: it ends the training thread's vote or request, and with that this process.
+            self.membership.fall_silent,
         )
 
     def _build_exchange(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> GradientExchange:
