@@ -125,7 +125,7 @@ class ReplicaTrainer(Trainer):
             except Leaving:
                 self._links.membership.close()  # before the digest is taken: others need not wait for that
                 self.checkpointer.withdraw()  # found corrupt in the very round that it left in
-                self._tell_drained()
+                self._emit_drained()
                 logger.info(f"SIGTERM: this group leaves after step {self._num_committed}")
             self._drain.leave()
         finally:
@@ -135,7 +135,7 @@ class ReplicaTrainer(Trainer):
             if self._replica is not None:
                 self._links.close()
 
-    def _tell_drained(self) -> None:
+    def _emit_drained(self) -> None:
         self._events.emit(
             Drained(
                 step=self._num_committed,

@@ -246,7 +246,7 @@ class Seats:
             "address": f"127.0.0.1:{9000 + 10 * slot + rank}",
             "events": RecordedEvents(),
             "probe": lambda peers: {},
-            "told_to_leave": lambda: False,
+            "leave_requested": lambda: False,
         }
         self._taken.append(Membership(config, **arguments | options))
         return self._taken[-1]

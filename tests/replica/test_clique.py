@@ -26,7 +26,7 @@ def members_with(steps: list[int], dead: set[Link]) -> list[Member]:
         named[one].add(other)
         named[other].add(one)
     return [
-        member.telling(steps[member.slot], [plain[slot] for slot in named[member.slot]])
+        member.reporting(steps[member.slot], [plain[slot] for slot in named[member.slot]])
         if named[member.slot]
         else member
         for member in plain
@@ -112,7 +112,7 @@ def test_one_step_ahead_does_not_halt_the_others() -> None:
 def test_a_group_that_comes_back_is_not_meant_by_old_reports() -> None:
     """Under its fresh name nobody's report counts against it, and its own is forgotten."""
     members = members_with([5, 5], {(0, 1)})
-    back = members[1].afresh("ffffffff-process")
+    back = members[1].renamed("ffffffff-process")
     both = (members[0], back)
     assert admit(back, [member.replica_id for member in both]) == Admission(both)
     assert back.age > members[1].age
@@ -123,7 +123,7 @@ def test_a_report_survives_its_name() -> None:
     member = members_with([5, 6, 7], {(0, 1), (0, 2)})[0]
     assert member.report == Report(5, ("00000001", "00000002"))
     assert Member.parse(member.replica_id) == member
-    assert Member.parse(member.telling(8, [member]).replica_id).edition == 2
+    assert Member.parse(member.reporting(8, [member]).replica_id).edition == 2
 
 
 @pytest.mark.parametrize("said", ["x", "1:", "1:5", "1:x:a", "1:5:a:b", "01", "-1:"])

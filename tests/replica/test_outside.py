@@ -126,7 +126,7 @@ class Group:
                 world_size=world_size,
                 process_group=NoProcessGroup(network),
                 probe=network.probe(slot, rank),
-                told_to_leave=lambda rank=rank: rank in self.sigterm,
+                leave_requested=lambda rank=rank: rank in self.sigterm,
                 config=seats.config(slot, group_size=3, max_exchange_retries=0, **config),
             )
             for rank in range(world_size)

@@ -60,7 +60,7 @@ def test_a_group_answers_for_what_it_holds_or_will() -> None:
 def test_a_round_tells_of_steps_checkpoints_and_those_that_leave() -> None:
     """The largest of all that is told; who is there again has not left."""
     position = Position(step=7, seen=7, left={2}, failures=4)
-    position.hear(made_of(ready(0, seen=7, saved=5), ready(1, seen=9, saved=6, leaving=1), ready(2)))
+    position.observe(made_of(ready(0, seen=7, saved=5), ready(1, seen=9, saved=6, leaving=1), ready(2)))
     assert (position.seen, position.saved, position.left, position.failures) == (9, 6, {1}, 0)
     assert position.peers == (0, 1, 2)
 
@@ -68,11 +68,11 @@ def test_a_round_tells_of_steps_checkpoints_and_those_that_leave() -> None:
 def test_bytes_that_all_have_shown_are_agreed_on() -> None:
     """Not if one has not looked at its own, and not at a tie."""
     position = Position(agreed=3)
-    position.hear(made_of(ready(0), ready(1, digest=0)))
+    position.observe(made_of(ready(0), ready(1, digest=0)))
     assert position.agreed == 3
-    position.hear(made_of(ready(0), ready(1, digest=8)))
+    position.observe(made_of(ready(0), ready(1, digest=8)))
     assert position.agreed == 3
-    position.hear(made_of(ready(0), ready(1)))
+    position.observe(made_of(ready(0), ready(1)))
     assert position.agreed == 7
 
 
@@ -81,7 +81,7 @@ def test_a_corrupt_group_distrusts_what_it_saved() -> None:
     rows = (ready(0, digest=8, saved=6), ready(1, saved=6), ready(2, saved=6))
     for rank in (0, 1):
         position = Position(step=7, agreed=5)
-        position.hear(made_of(*rows, rank=rank))
+        position.observe(made_of(*rows, rank=rank))
         assert position.saved == 5
         assert (position.corrupt, position.saved_corrupt) == (rank == 0, rank == 0)
     corrupt = Position(step=7, agreed=5, corrupt=True, saved_corrupt=True, saved=6)
@@ -94,10 +94,10 @@ def test_a_checkpoint_of_an_update_that_the_job_goes_back_from_does_not_count() 
     rows = [ready(0, step=8, saved=8, training=1), *[ready(slot, training=1, saved=5) for slot in (1, 2)]]
     for rank in range(3):
         position = Position(step=rows[rank].step, agreed=4, saved=rows[rank].saved)
-        position.hear(made_of(*rows, rank=rank))
+        position.observe(made_of(*rows, rank=rank))
         assert (position.saved, position.saved_corrupt, position.corrupt) == (7, rank == 0, False)
     position = Position(step=8, agreed=4, saved=8)
-    position.hear(made_of(*rows))
+    position.observe(made_of(*rows))
     position.withdraw_saved()
     assert (position.agreed, position.saved, position.claim) == (7, 7, 8)
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_an_update_that_the_job_goes_back_from_does_not_count() 
 def test_a_group_of_another_history_is_not_corrupt() -> None:
     """Its state is one that the job went through: if everybody else is lost it counts."""
     position = Position(step=7)
-    position.hear(made_of(ready(0, lineage=6), ready(1, lineage=5), ready(2, lineage=5)))
+    position.observe(made_of(ready(0, lineage=6), ready(1, lineage=5), ready(2, lineage=5)))
     assert not position.corrupt
     assert position.claim == 7
 

@@ -17,7 +17,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica import rank_watch
 from titan_ft.replica.errors import LighthouseError
 from titan_ft.replica.pulse import StatusPage
-from titan_ft.replica.rank_watch import RankWatch, say_silent
+from titan_ft.replica.rank_watch import RankWatch, describe_silence
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 CONFIG = FaultTolerance(enable=True, heartbeat_interval_ms=20, heartbeat_timeout_ms=200, connect_timeout_seconds=2.0)
@@ -96,7 +96,7 @@ def test_a_silent_rank_is_told_once(ranks: Ranks, wait_until: Callable[..., None
     hosts, seconds = ranks.told.get(timeout=DEADLINE)
     assert hosts == {2: "host-2"}
     assert seconds > 2 * CONFIG.heartbeat_timeout_ms / 1000
-    line = say_silent(CONFIG, hosts, seconds)
+    line = describe_silence(CONFIG, hosts, seconds)
     for part in ("rank 2 on host-2", f"{seconds:.1f} s", "fault_tolerance.heartbeat_timeout_ms (200)"):
         assert part in line
     assert "\n" not in line

@@ -18,7 +18,7 @@ from tests.event_builder import untyped
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import heal, step
 from titan_ft.replica.errors import NonFiniteError
-from titan_ft.replica.exchange import Reduced, Told
+from titan_ft.replica.exchange import OwnFacts, Reduced
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.member import Member, Quorum
@@ -112,7 +112,7 @@ class Exchange:
         """Launch an exchange without gradients."""
         self._armed = False
 
-    def finish(self, gives: bool, tell: Callable[[Quorum], Told]) -> Reduced:
+    def finish(self, gives: bool, tell: Callable[[Quorum], OwnFacts]) -> Reduced:
         """Sum over the quorum."""
         quorum = self._seat.wait()
         self.contributed = gives if self._armed is None else self._armed
@@ -304,7 +304,7 @@ def told(committed: Committed) -> tuple[list[int], list[int]]:
     [([[0], [0], [0], [0], [0, 1]], 2), ([[0, 1], [0], [0, 1]], 1)],
     ids=["alone and too few", "alone for one quorum"],
 )
-def test_a_group_that_insisted_alone_spoils_no_sum(quorums: list[list[int]], least: int) -> None:
+def test_a_group_that_forces_its_gradient_alone_spoils_no_sum(quorums: list[list[int]], least: int) -> None:
     """A group whose gradients are not finite, and that met nobody with finite ones, leaves them out when one comes."""
     groups = Groups(2, Hub(*quorums), lambda group, usual: NAN if group.slot == 0 else usual, min_replica_size=least)
     for committed in groups.run(OneGroup.step):
@@ -356,7 +356,7 @@ def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:
     assert [group.applied for group in groups.all] == [[2.0]] * 3
 
 
-def test_if_nobody_has_finite_gradients_all_insist() -> None:
+def test_if_nobody_has_finite_gradients_all_force_theirs() -> None:
     """Then the update is what it would be without this layer, with everybody's batches."""
     groups = Groups(3, Hub([0, 1, 2]), lambda group, usual: NAN)
     for committed in groups.run(OneGroup.step):

@@ -187,7 +187,7 @@ class Rank:
             events=events,
             shape=f"{world.options.ranks}r;layout={sum(10 * size for size in self.shapes[1:]):012x}",
             probe=Probe("token", address, self.number),
-            told_to_leave=lambda: self._drain.requested,
+            leave_requested=lambda: self._drain.requested,
         )
         if world.options.ranks > 1:
             store: Any = world.connect_store(host, port, 300.0)
@@ -269,7 +269,7 @@ class Rank:
             self.world.kernel.sleep(0.1 * self.world.kernel.rng.random())
             self.state.load(snapshot)
             self.position.restore(snapshot.lineage)
-            self.position.tell_saved(step)
+            self.position.note_saved(step)
 
     def _step(self) -> None:
         dimension, world = self.dimension, self.world

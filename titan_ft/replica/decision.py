@@ -287,7 +287,7 @@ def _decide(position: Position, outcome: Round | Broken, config: FaultTolerance)
 def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> Decision:
     if not (position.training and position.standing is Standing.READY):
         return Repeat()
-    if (failures := _patience(position, config)) and position.failures > failures:
+    if (failures := _bearable_failures(position, config)) and position.failures > failures:
         return GiveUp(
             GaveUpError(
                 f"fault_tolerance.max_exchange_retries ({config.max_exchange_retries}) exceeded: the exchange of step "
@@ -297,7 +297,7 @@ def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> 
     return LeaveOut() if broken.spoiled else Repeat()
 
 
-def _patience(position: Position, config: FaultTolerance) -> int:
+def _bearable_failures(position: Position, config: FaultTolerance) -> int:
     """Return how many broken rounds in a row this group bears; 0 = any number.
 
     The groups give up one after the other, the highest slot first, and the lowest never: whoever is started again may
@@ -341,7 +341,7 @@ def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
         return Repeat()  # they come back as joiners; what they sent is not in the next sum
     if verdict.doubled:
         return Discard() if made.quorum.rank in verdict.doubled else Repeat()
-    if reason := _hindrance(made, config):
+    if reason := _reason_to_wait(made, config):
         return Wait(reason)
     if verdict.resting:
         return Repeat()  # nobody has a reason to keep gradients back any more
@@ -365,7 +365,7 @@ def _nonfinite(steps: int, last: int) -> NonFiniteError:
     )
 
 
-def _hindrance(made: Round, config: FaultTolerance) -> str:
+def _reason_to_wait(made: Round, config: FaultTolerance) -> str:
     """Say why the step cannot be committed yet, whatever the gradients; empty if it can."""
     verdict = made.verdict
     if verdict.awaited:
@@ -380,12 +380,12 @@ def is_update(made: Round, config: FaultTolerance) -> bool:
     """Say whether the round is an update: all that hold the state apply it, all that catch up queue it."""
     verdict = made.verdict
     spoiled_sum = verdict.tie or verdict.strays or verdict.doubled or verdict.resting
-    return verdict.valid_tokens > 0 and not (spoiled_sum or _hindrance(made, config) or uncovered(made, config))
+    return verdict.valid_tokens > 0 and not (spoiled_sum or _reason_to_wait(made, config) or uncovered(made, config))
 
 
 def gives_next(made: Round, config: FaultTolerance) -> bool:
     """Say whether those that keep their gradients back send them in the next round."""
-    return bool(made.verdict.resting) and not made.verdict.strays and not _hindrance(made, config)
+    return bool(made.verdict.resting) and not made.verdict.strays and not _reason_to_wait(made, config)
 
 
 def uncovered(made: Round, config: FaultTolerance) -> list[int]:
@@ -442,9 +442,9 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
     """
     claims = [rank for rank, row in enumerate(rows) if row.has_state]
     step = _find_step(rows, claims)
-    camp = _find_camp(rows, [rank for rank in claims if rows[rank].step == step])
-    digest, tie = _find_digest(rows, camp)
-    alike = tuple(rank for rank in camp if rows[rank].digest in (0, digest))
+    same_lineage = _find_majority_lineage(rows, [rank for rank in claims if rows[rank].step == step])
+    digest, tie = _find_digest(rows, same_lineage)
+    alike = tuple(rank for rank in same_lineage if rows[rank].digest in (0, digest))
     holders = () if tie else alike
     sound = frozenset(holders)  # all members are looked up in it: there may be a thousand
     doubled = _find_doubled(holders, read or [()] * len(rows))
@@ -457,7 +457,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         step=step,
         holders=holders,
         strays=tuple(rank for rank in claims if rank not in sound),
-        corrupt=() if tie else tuple(rank for rank in camp if rank not in sound),
+        corrupt=() if tie else tuple(rank for rank in same_lineage if rank not in sound),
         tie=tie,
         digest=digest,
         verified=verified,
@@ -502,7 +502,7 @@ def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
     return most - 1 if rear > len(ahead) and Standing.FINISHED not in ahead else most
 
 
-def _find_camp(rows: Sequence[Row], claims: Sequence[int]) -> list[int]:
+def _find_majority_lineage(rows: Sequence[Row], claims: Sequence[int]) -> list[int]:
     """Return those of `claims` with the most common lineage, of equally common ones the lowest rank's.
 
     States of different lineage are all good ones, so that any choice that all make alike will do.
@@ -511,18 +511,18 @@ def _find_camp(rows: Sequence[Row], claims: Sequence[int]) -> list[int]:
     return [rank for rank in claims if rows[rank].lineage == usual]
 
 
-def _find_digest(rows: Sequence[Row], camp: Sequence[int]) -> tuple[int, bool]:
+def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int, bool]:
     """Return the digest of the bytes that are right, and whether nobody can tell; 0 = nobody has taken one.
 
     Different bytes of one lineage mean that some are corrupt: only a majority of those that have looked at theirs can
     tell which. At step 0 nothing is trained yet, so the lowest rank's initial state is as good as any.
     """
-    digests = [rows[rank].digest for rank in camp if rows[rank].digest]
+    digests = [rows[rank].digest for rank in same_lineage if rows[rank].digest]
     if not digests:
         return 0, False
     (digest, most), *others = Counter(digests).most_common(2)
     tie = any(count == most for _, count in others)
-    return digest, tie and rows[camp[0]].step > 0
+    return digest, tie and rows[same_lineage[0]].step > 0
 
 
 def _find_doubled(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:

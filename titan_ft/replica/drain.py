@@ -60,7 +60,7 @@ class Drain:
         self._timeout_seconds, self._on_abandon = timeout_seconds, on_abandon
         self._requested = self._left = False
         self._votes = 0
-        self._told = self._agreed = False
+        self._announced = self._agreed = False
         self._lock = threading.Lock()
         self._ending = threading.Lock()
         self._store = None if connect is None else connect()
@@ -106,9 +106,9 @@ class Drain:
     def before_vote(self) -> None:
         """Tell the other ranks if this one was told to leave; training thread, right before each vote."""
         self._votes += 1
-        if self._store is not None and self._requested and not self._told:
+        if self._store is not None and self._requested and not self._announced:
             set_for_all(self._store, f"{self._key}/vote/{self._votes}")
-            self._told = True
+            self._announced = True
 
     def after_vote(self) -> bool:
         """Say whether the group leaves, from this vote on: the same on all its ranks; training thread."""

@@ -30,7 +30,7 @@ class ExchangeError(RuntimeError):
     """The exchange broke; the local gradients are untouched and it can be repeated."""
 
 
-Told = tuple[Sequence[float], bytes]  # a member's row and message
+OwnFacts = tuple[Sequence[float], bytes]  # a member's row and message
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,14 @@ class GradientExchange:
             bucket.full = None
             self._flight.hand_over(bucket)
 
-    def finish(self, gives: bool, tell: Callable[[Quorum], Told]) -> Reduced:
+    def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
         """Complete the exchange and return what every member tells; the buckets then hold the sums.
 
-        Completes the exchange that was launched. Without one it makes a whole one from the local gradients, which are
-        only read, or without them unless this rank `gives` them. Gradients travel only if a member gives some. `tell`
-        builds this member's row and message once the quorum is known.
+        Completes the exchange that was launched. Without one it makes a whole one, in which the local gradients, which
+        are only read, take part if this rank `gives` them. Gradients travel only if a member gives some.
+
+        Args:
+            describe: builds this member's row and message once the quorum is known.
 
         Raises:
             ExchangeError: a member died or hung, or the process group could not be built. The process group has been
@@ -141,7 +143,7 @@ class GradientExchange:
                 if bucket.missing:
                     self._fill(bucket, sorted(bucket.missing))
             with self._membership.waiting():
-                return flight.finish(tell)
+                return flight.finish(describe)
         except ExchangeError:
             self._membership.abort()
             raise
@@ -151,7 +153,7 @@ class GradientExchange:
 
     @property
     def contributed(self) -> bool:
-        """Say whether this rank's gradients are in the exchange under way; to be asked by `finish`'s `tell`."""
+        """Say whether this rank's gradients are in the exchange under way; to be asked by `finish`'s `describe`."""
         return self._flight is not None and self._flight.contributed
 
     @property
@@ -229,14 +231,14 @@ class _Flight:
     def hand_over(self, bucket: _Bucket) -> None:
         self._full.put(bucket)
 
-    def finish(self, tell: Callable[[Quorum], Told]) -> Reduced:
+    def finish(self, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
         self._full.put(None)
         self._thread.join()
         if self._error is not None:
             raise self._error
         assert self._quorum is not None
         try:
-            row, message = tell(self._quorum)
+            row, message = describe(self._quorum)
             rows = self._gather(torch.tensor([*row, len(message)], dtype=torch.float64))
             sizes = [int(size) for size in rows[:, -1].tolist()]
             messages = [b""] * len(sizes)

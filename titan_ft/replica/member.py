@@ -101,16 +101,16 @@ class Member:
         """Return what reports call this process."""
         return self.unique[:_SHORT]
 
-    def telling(self, step: int, dead: Iterable[Member]) -> Member:
+    def reporting(self, step: int, dead: Iterable[Member]) -> Member:
         """Return this process's next name, which says whom it cannot reach."""
         report = Report(step, tuple(sorted({member.short for member in dead})))
         return replace(self, edition=self.edition + 1, report=report)
 
-    def afresh(self, unique: str) -> Member:
+    def renamed(self, unique: str) -> Member:
         """Return this process's next name, which no report meant and which tells nothing."""
         return replace(self, unique=unique, edition=self.edition + 1, report=None)
 
-    def names(self, other: Member) -> bool:
+    def has_reported(self, other: Member) -> bool:
         """Say whether this group has told that it cannot reach `other`."""
         return self.report is not None and other.short in self.report.dead
 
@@ -210,9 +210,9 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     if not dead:
         return Admission(members, strangers)
     cut_off = tuple(member for member in members if frozenset((own, member)) in dead)
-    accusers = tuple(member for member in cut_off if not own.names(member))
+    accusers = tuple(member for member in cut_off if not own.has_reported(member))
     # Each end has to say what it holds before anybody decides who goes on: the silent one may have the only state.
-    settled = all(one.names(other) and other.names(one) for one, other in map(tuple, dead))
+    settled = all(one.has_reported(other) and other.has_reported(one) for one, other in map(tuple, dead))
     return Admission(largest_clique(members, dead) if settled else members, strangers, cut_off, accusers, settled)
 
 

@@ -62,7 +62,7 @@ class Membership:
         config_digest: hex hash of the settings that must be equal in all groups.
         address: host:port of this rank's state server.
         probe: says which peers cannot be reached, and why (see `reach.Probe`).
-        told_to_leave: says whether this rank was.
+        leave_requested: says whether this rank was.
         shape: what else must be equal in all groups (see `titan_ft.replica.shape`).
     """
 
@@ -81,7 +81,7 @@ class Membership:
         address: str,
         events: EventLog,
         probe: Callable[[Sequence[Peer]], dict[str, str]],
-        told_to_leave: Callable[[], bool],
+        leave_requested: Callable[[], bool],
         shape: str = "",
     ) -> None:
         self._config, self._group_rank, self._events = config, group_rank, events
@@ -105,7 +105,7 @@ class Membership:
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None
         self._former: tuple[int, list[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
-        self._named: set[str] = set()  # strangers
+        self._reported: set[str] = set()  # strangers
         self._failures = 0  # votes in a row that failed
         self._closed = False
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
@@ -129,7 +129,7 @@ class Membership:
             rendezvous=self._rendezvous,
             agreement=self._agreement,
             probe=probe,
-            told_to_leave=told_to_leave,
+            leave_requested=leave_requested,
             store=own_store,
             process=process,
             group_rank=group_rank,
@@ -225,8 +225,8 @@ class Membership:
     # The quorum thread
 
     def _ask(self, step: int, failures: int) -> Quorum:
-        if self._partition.must_tell(failures):
-            self._partition.tell(failures, step)
+        if self._partition.must_report(failures):
+            self._partition.report_links(failures, step)
         asked = time.monotonic()
         reply, admission = self._find_members(step, failures)
         while self.member not in admission.members:
@@ -234,7 +234,7 @@ class Membership:
             asked = time.monotonic()
             reply, admission = self._find_members(step, failures)
         answered, members = time.monotonic(), admission.members
-        self._partition.hear(admission)
+        self._partition.note_quorum(admission)
         names = hashlib.sha256("/".join(member.unique for member in members).encode()).hexdigest()[:16]
         key = f"{reply.quorum_id}/{names}"
         error = None
@@ -271,7 +271,7 @@ class Membership:
             names = reply.replica_ids
             # The same names, and this group's is one of them, say the same as in the step before.
             admission = former if names == former_names else admit(self.member, names)
-            self._name_strangers(admission)
+            self._report_strangers(admission)
             slots = {member.slot for member in admission.members}
             missing = [member.slot for member in former.members if member.slot not in slots]
             if again == 0:
@@ -288,10 +288,10 @@ class Membership:
         self._former = reply.quorum_id, names, admission
         return reply, admission
 
-    def _name_strangers(self, admission: Admission) -> None:
+    def _report_strangers(self, admission: Admission) -> None:
         """Tell of each stranger once, on one rank of the group."""
-        for name in admission.strangers.keys() - self._named if self._group_rank == 0 else ():
-            self._named.add(name)
+        for name in admission.strangers.keys() - self._reported if self._group_rank == 0 else ():
+            self._reported.add(name)
             reason = admission.strangers[name]
             logger.warning("left aside at the lighthouse: member %r, because %s", name, reason)
             self._events.emit(ForeignMember(member=name, reason=reason))

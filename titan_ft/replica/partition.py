@@ -7,8 +7,8 @@ In the order in which it happens:
 1. An exchange waits although everybody heartbeats: each rank looks at its links, and breaks the exchange off when one
    is dead (`watch`).
 2. The ranks of the group have voted "no" (because of that, or twice in a row because of whatever): together they find
-   out whom the group cannot reach and tell it in the group's name at the lighthouse (`must_tell`, `tell`). The other
-   end of the link is told so and says what it holds too.
+   out whom the group cannot reach and put it into the group's name at the lighthouse (`must_report`, `report_links`).
+   The group at the other end of the link reads that there, and reports what state it holds too.
 3. All who read the quorum's names come to the same largest clique of groups that reach each other (`member.admit`).
 4. A group that is not in it leaves the quorum with its state, looks at its links until they are good, or until those
    at their other ends are gone, and comes back under a fresh name (`stay_outside`). Told to leave, it leaves at once:
@@ -57,7 +57,7 @@ class Partition:
 
     Args:
         probe: says which peers cannot be reached, and why (see `reach.Probe`).
-        told_to_leave: says whether this rank was.
+        leave_requested: says whether this rank was.
         store: the group's.
         process: names this group's process for as long as it lives.
         lighthouse: its address, http://host:port.
@@ -71,7 +71,7 @@ class Partition:
         rendezvous: Rendezvous,
         agreement: Agreement,
         probe: Callable[[Sequence[Peer]], dict[str, str]],
-        told_to_leave: Callable[[], bool],
+        leave_requested: Callable[[], bool],
         store: TCPStore,
         process: str,
         group_rank: int,
@@ -81,7 +81,7 @@ class Partition:
         self._beat = config.heartbeat_timeout_ms / 1000
         self._seat, self._rendezvous, self._agreement = seat, rendezvous, agreement
         self._probe, self._store, self._process, self._group_rank = probe, store, process, group_rank
-        self._told_to_leave = told_to_leave
+        self._leave_requested = leave_requested
         self._page, self._events = StatusPage(lighthouse), events
         self._members: tuple[Member, ...] = ()  # of the last quorum
         self._accusers: tuple[Member, ...] = ()  # those of them that cannot reach this group
@@ -137,11 +137,11 @@ class Partition:
         """Take back what the watch has found: the exchange worked all the same."""
         self._lost = (None, [])
 
-    def hear(self, admission: Admission) -> None:
+    def note_quorum(self, admission: Admission) -> None:
         """Take in who is in the quorum, and who of them cannot reach this group."""
         self._members, self._accusers = admission.members, admission.accusers
 
-    def must_tell(self, failures: int) -> bool:
+    def must_report(self, failures: int) -> bool:
         """Say whether it is time to find out who can reach whom; the same on all ranks of the group.
 
         Args:
@@ -150,7 +150,7 @@ class Partition:
         known = failures > 0 and bool(self._store.check([self._lost_key()]))
         return known or failures >= _PROBE_AFTER or bool(self._accusers)
 
-    def tell(self, failures: int, step: int) -> None:
+    def report_links(self, failures: int, step: int) -> None:
         """Find out whom this group cannot reach, and tell it in the group's name; all ranks of the group do so.
 
         Args:
@@ -170,16 +170,16 @@ class Partition:
         """Open the server whose name says whom this group cannot reach; returns nothing if all of that is known."""
         own, living = self._seat.member, self._find_living(dead)
         lost = [peer for peer in peers if peer.unique in living]
-        slots = [peer.slot for peer in lost if not own.names(peer)]
+        slots = [peer.slot for peer in lost if not own.has_reported(peer)]
         if slots:
             logger.warning(
                 "groups %s live and cannot be reached: see to the network between them and this group", slots
             )
             self._events.emit(LinkDead(slots=slots))
         lost.extend(self._accusers)
-        if all(own.names(peer) for peer in lost):
+        if all(own.has_reported(peer) for peer in lost):
             return ""
-        return self._seat.reopen(own.telling(step, lost))
+        return self._seat.reopen(own.reporting(step, lost))
 
     def _lost_key(self) -> str:
         return f"titan_ft/lost/{self._process}/{self._rendezvous.prefix}"
@@ -205,7 +205,7 @@ class Partition:
             gone = all(member.unique in dead for member in lost)
             if good < (_GOOD_LOOKS if gone else self._good_looks):
                 return ""
-            return self._seat.reopen(self._seat.member.afresh(uuid.uuid4().hex))
+            return self._seat.reopen(self._seat.member.renamed(uuid.uuid4().hex))
 
         decision = ""
         while not decision:
@@ -234,7 +234,7 @@ class Partition:
         leave_key = f"titan_ft/leave/{self._process}"
         looked = self._looks.submit(look)
         while not looked.done():
-            if self._told_to_leave():
+            if self._leave_requested():
                 self._store.set(leave_key, "1")
             if self._store.check([leave_key]):
                 return [_LEAVE]

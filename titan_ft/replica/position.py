@@ -59,7 +59,7 @@ class Position:
         """Count a round that broke."""
         self.failures += 1
 
-    def hear(self, made: Round) -> None:
+    def observe(self, made: Round) -> None:
         """Take in what the members of a round told."""
         verdict, rows = made.verdict, made.rows
         self.failures = 0
@@ -175,7 +175,7 @@ class Position:
 
     # Checkpoints
 
-    def tell_saved(self, step: int) -> None:
+    def note_saved(self, step: int) -> None:
         """Tell of a complete checkpoint."""
         self.saved = step
 

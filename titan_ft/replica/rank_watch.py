@@ -125,10 +125,10 @@ class RankWatch:
             elif now - began > self._patience:
                 seconds = {rank: beats.get(_name(rank), 0.0) for rank in range(1, self._num_ranks)}
                 silent = [rank for rank in seconds if seconds[rank] > self._patience]
-                if silent and self._tell(silent, max(seconds[rank] for rank in silent)):
+                if silent and self._report(silent, max(seconds[rank] for rank in silent)):
                     return
 
-    def _tell(self, silent: Collection[int], seconds: float) -> bool:
+    def _report(self, silent: Collection[int], seconds: float) -> bool:
         """Tell of those that have not left; returns whether that was the end."""
         try:
             silent = [rank for rank in silent if not self._store.check([self._left_key(rank)])]
@@ -144,7 +144,7 @@ class RankWatch:
         return f"{self._key}/left/{rank}"
 
 
-def say_silent(config: FaultTolerance, hosts: dict[int, str], seconds: float) -> str:
+def describe_silence(config: FaultTolerance, hosts: dict[int, str], seconds: float) -> str:
     """Say in one line which ranks are silent and what to do."""
     who = ", ".join(f"rank {rank} on {host}" for rank, host in sorted(hosts.items()))
     return (

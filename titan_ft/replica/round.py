@@ -18,7 +18,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Broken, Round, judge, spoiled
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, Told
+from titan_ft.replica.exchange import ExchangeError, GradientExchange, OwnFacts, Reduced
 from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Entry, decode, encode
 from titan_ft.replica.member import Member, Quorum
@@ -140,7 +140,7 @@ class Rounds:
             self.ask()
             started = time.monotonic()
             quorum = self._membership.wait()
-            self._show_bytes(quorum)
+            self._digest_for_joiners(quorum)
             gives = use in (Use.GIVE, Use.FORCE) and contribution is not NOTHING and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
             if not self._vote(made is not None):
@@ -148,11 +148,11 @@ class Rounds:
                 return self._break(error, started)
         assert made is not None, "the vote passed with this rank's no"
         self._met, self._asked_for = frozenset(quorum.members), made.asked_for
-        self._position.hear(made)
+        self._position.observe(made)
         # One that is a step ahead or behind saw a broken exchange differently: no state differs.
         alike = made.verdict.step
         if made.verdict.tie or any(made.rows[rank].step == alike for rank in made.verdict.strays):
-            self._tell_differing(made)
+            self._report_mismatch(made)
         self._donor.serve(made, self._position)
         return made
 
@@ -166,7 +166,7 @@ class Rounds:
         self._position.take_digest(fold48(str(self._group.gather(fold48(digest)))))
         return digest
 
-    def _show_bytes(self, quorum: Quorum) -> None:
+    def _digest_for_joiners(self, quorum: Quorum) -> None:
         """Take the digest if this round may name a donor: only who shows its bytes as they are now is one."""
         joiners = self._asked_for or not self._met.issuperset(quorum.members)
         if joiners and self._position.standing.has_state:
@@ -176,7 +176,7 @@ class Rounds:
         """Return what the members told, or why its sums are not to be used."""
         self._nonfinite = False
         try:
-            reduced = self._exchange.finish(gives, lambda quorum: self._tell(quorum, contribution, use))
+            reduced = self._exchange.finish(gives, lambda quorum: self._describe(quorum, contribution, use))
         except ExchangeError as error:
             return None, str(error)
         made = _read(reduced)
@@ -209,7 +209,7 @@ class Rounds:
         """
         return quorum.max_step > self._position.step + (1 if self._position.training else 0)
 
-    def _tell(self, quorum: Quorum, contribution: Contribution, use: Use) -> Told:
+    def _describe(self, quorum: Quorum, contribution: Contribution, use: Use) -> OwnFacts:
         position, given = self._position, self._exchange.contributed
         self._nonfinite = given and not self._exchange.finite
         claims = position.standing.has_state and not self._is_outdated(quorum)
@@ -241,7 +241,7 @@ class Rounds:
         )
         return row.encode(), encode(facts.entries)
 
-    def _tell_differing(self, made: Round) -> None:
+    def _report_mismatch(self, made: Round) -> None:
         claims = [row for row in made.rows if row.has_state]
         minority = sorted(made.slots(made.verdict.strays))
         logger.error("the groups' states differ after step %d; minority: groups %s", made.verdict.step, minority)

@@ -48,9 +48,8 @@ def shape_differences(own: str, other: str, *, same_config: bool) -> list[Differ
     other_ranks, other_facts = _parse(other)
     found = []
     if ranks != other_ranks:
-        found.append(
-            Difference(_say_ranks(ranks), _say_ranks(other_ranks), "as many ranks and the same [parallelism] degrees")
-        )
+        remedy = "as many ranks and the same [parallelism] degrees"
+        found.append(Difference(_ranks_in_words(ranks), _ranks_in_words(other_ranks), remedy))
     for name in dict.fromkeys((*facts, *other_facts)):
         one, another = facts.get(name, "none"), other_facts.get(name, "none")
         if one != another and name != _LAYOUT:
@@ -67,7 +66,7 @@ def _parse(shape: str) -> tuple[str, dict[str, str]]:
     return ranks, dict(fact.split("=", 1) for fact in facts if "=" in fact)
 
 
-def _say_ranks(text: str) -> str:
+def _ranks_in_words(text: str) -> str:
     """Turn `4r.dp_shard2.tp2` into words."""
     ranks, *mesh = text.split(".")
     number = ranks.removesuffix("r")

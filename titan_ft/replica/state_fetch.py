@@ -61,9 +61,9 @@ def fetch(
         TransferError: the donor is gone, has no such state, or took too long; or the transfer was cancelled.
         RefusedError: one end does not know the other's token.
     """
-    patience = _Patience(timeout, cancelled or threading.Event())
+    limits = _TransferLimits(timeout, cancelled or threading.Event())
     try:
-        with _Link(address, token, patience) as first:
+        with _Link(address, token, limits) as first:
             header = bytes(first.request({"step": step, "header": True}))
             facts = json.loads(header)
             lineage, payload = int(facts["lineage"]), device.empty_host(int(facts["bytes"]), torch.uint8)
@@ -73,7 +73,7 @@ def fetch(
                 missing.put(place)
 
             def fetch_chunks() -> None:
-                with _Link(address, token, patience) as link:
+                with _Link(address, token, limits) as link:
                     for start in iter(missing.get, None):
                         part = target[start : start + _CHUNK]
                         link.request({"step": step, "lineage": lineage, "offset": start, "bytes": part.nbytes}, part)
@@ -82,7 +82,7 @@ def fetch(
                 tasks = [pool.submit(fetch_chunks) for _ in range(connections)]
                 done, unfinished = wait(tasks, return_when=FIRST_EXCEPTION)
                 if unfinished:  # one failed: the others need not go on
-                    patience.end()
+                    limits.end()
                 for future in done:
                     future.result()
             with contextlib.suppress(OSError, ValueError, KeyError, TransferError, RefusedError):
@@ -93,7 +93,7 @@ def fetch(
     return Snapshot(step, lineage, header, payload)
 
 
-class _Patience:
+class _TransferLimits:
     """How long the connections of one transfer wait for the donor.
 
     Args:
@@ -128,8 +128,8 @@ class _Patience:
 class _Link:
     """The joiner's way to the donor: one connection after another, until what was asked for is there and unharmed."""
 
-    def __init__(self, address: str, token: str, patience: _Patience) -> None:
-        self._address, self._token, self._patience = address, token, patience
+    def __init__(self, address: str, token: str, limits: _TransferLimits) -> None:
+        self._address, self._token, self._limits = address, token, limits
         self._connection: _Connection | None = None
 
     def request(self, request: dict[str, Any], into: memoryview | None = None) -> memoryview:
@@ -140,7 +140,7 @@ class _Link:
         breaks = mismatches = 0
         while True:
             if self._connection is None:
-                self._connection = _Connection(self._address, self._token, self._patience)
+                self._connection = _Connection(self._address, self._token, self._limits)
             try:
                 return self._connection.request(request, into)
             except _ChecksumError as error:
@@ -167,11 +167,11 @@ class _Link:
 class _Connection:
     """The joiner's end of one connection."""
 
-    def __init__(self, address: str, token: str, patience: _Patience) -> None:
+    def __init__(self, address: str, token: str, limits: _TransferLimits) -> None:
         self._address = address
-        timeout = min(patience.remaining(), patience.stall_seconds)
+        timeout = min(limits.remaining(), limits.stall_seconds)
         self._socket = socket.create_connection(split_address(address), timeout)
-        self._stream = BufferedRWPair(_Incoming(self._socket, patience), self._socket.makefile("wb", buffering=0))
+        self._stream = BufferedRWPair(_Incoming(self._socket, limits), self._socket.makefile("wb", buffering=0))
         try:
             prove(self._stream, address, token)
         except BaseException:
@@ -218,11 +218,11 @@ class _Connection:
 
 
 class _Incoming(io.RawIOBase):
-    """What comes from the donor; reading ends when the connection is silent for too long or patience is over."""
+    """What comes from the donor; reading ends when the connection is silent, or the transfer lasts, too long."""
 
-    def __init__(self, connection: socket.socket, patience: _Patience) -> None:
+    def __init__(self, connection: socket.socket, limits: _TransferLimits) -> None:
         connection.settimeout(_TICK_SECONDS)
-        self._socket, self._patience = connection, patience
+        self._socket, self._limits = connection, limits
 
     def readable(self) -> bool:
         return True
@@ -230,9 +230,9 @@ class _Incoming(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         started = time.monotonic()
         while True:
-            self._patience.remaining()
+            self._limits.remaining()
             try:
                 return self._socket.recv_into(buffer)
             except TimeoutError:
-                if time.monotonic() - started >= self._patience.stall_seconds:
-                    raise TimeoutError(f"nothing came for {self._patience.stall_seconds:g} s") from None
+                if time.monotonic() - started >= self._limits.stall_seconds:
+                    raise TimeoutError(f"nothing came for {self._limits.stall_seconds:g} s") from None

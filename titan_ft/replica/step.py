@@ -140,7 +140,7 @@ class ReplicaDimension:
                 case Wait():
                     time.sleep(PAUSE_SECONDS)
                 case other:
-                    _end_if_told(other)
+                    _end_if_decided(other)
 
     def arm(self) -> None:
         """Let the next backward launch the exchange; call it before the step's last backward."""
@@ -200,7 +200,7 @@ class ReplicaDimension:
                 case MustHeal():
                     return None
                 case other:
-                    _end_if_told(other)
+                    _end_if_decided(other)
 
     def digest_if_due(self) -> str | None:
         """Take the digest of the state if one is due at this step; it travels with the next round.
@@ -239,7 +239,7 @@ class ReplicaDimension:
             if isinstance(decision, MustHeal):
                 self.heal()
                 return self.finish()
-            _end_if_told(decision)
+            _end_if_decided(decision)
             # A group that was told to leave may have said so to some ranks of this group only: they must agree here.
             complete = all(self._group.gather(int(isinstance(decision, Done))))
             now = self._group.clock()
@@ -311,7 +311,7 @@ class ReplicaDimension:
             self._events.emit(kind(slot=change.slot, factor=change.ratio, step=self._position.step))
 
 
-def _end_if_told(decision: Decision) -> None:
+def _end_if_decided(decision: Decision) -> None:
     """End the phase under way if that is the decision.
 
     Raises:

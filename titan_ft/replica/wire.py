@@ -75,13 +75,13 @@ def prove(stream: BufferedRWPair[Any, Any], address: str, token: str) -> None:
         ConnectionError: it closed the connection.
         RefusedError: one end does not know the other's token.
     """
-    nonce, their_nonce = secrets.token_hex(16), str(_said(stream, address)["nonce"])
+    nonce, their_nonce = secrets.token_hex(16), str(_read_answer(stream, address)["nonce"])
     write_line(stream, {"nonce": nonce, "proof": proof(token, "joiner", their_nonce, nonce)})
-    if not same(proof(token, "donor", their_nonce, nonce), _said(stream, address).get("proof")):
+    if not same(proof(token, "donor", their_nonce, nonce), _read_answer(stream, address).get("proof")):
         raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
 
 
-def _said(stream: BufferedRWPair[Any, Any], address: str) -> dict[str, Any]:
+def _read_answer(stream: BufferedRWPair[Any, Any], address: str) -> dict[str, Any]:
     line = read_line(stream)
     if not line:
         raise ConnectionError("the donor closed the connection")

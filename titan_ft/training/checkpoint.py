@@ -155,7 +155,7 @@ class ReplicaCheckpoints(CheckpointManager):
         except ValueError as error:  # torchtitan's answer to a setting that it cannot use
             raise ConfigError(f"checkpoint: {_one_line(error)}") from error
         if loaded:
-            self._tell_loaded()
+            self._emit_loaded()
         return loaded
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
@@ -214,7 +214,7 @@ class ReplicaCheckpoints(CheckpointManager):
             self._under_way = None
             concurrent.futures.wait([save.done], timeout=self.host.config.fault_tolerance.drain_timeout_seconds)
             if save.state is _State.COMPLETE:
-                self._tell_saved(save)
+                self._emit_saved(save)
             else:
                 logger.warning("the checkpoint of step %d remains incomplete: this group ends", save.step)
         super().close()
@@ -333,9 +333,9 @@ class ReplicaCheckpoints(CheckpointManager):
             logger.error("the checkpoint of step %d could not be written: %s", save.step, reason)
             self.host.events.emit(CheckpointFailed(step=save.step, error=reason))
             return
-        self.host.position.tell_saved(max(self.host.position.saved, save.step))
+        self.host.position.note_saved(max(self.host.position.saved, save.step))
         self._published.add(save.step)
-        self._tell_saved(save)
+        self._emit_saved(save)
         join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
         if self.async_mode == AsyncMode.DISABLED and save.seconds > join_seconds:
             logger.warning(
@@ -346,13 +346,13 @@ class ReplicaCheckpoints(CheckpointManager):
             )
         self._purge_stale_checkpoints()
 
-    def _tell_saved(self, save: _Save) -> None:
+    def _emit_saved(self, save: _Save) -> None:
         if dist.get_rank() == 0:
             self.host.events.emit(CheckpointSaved(step=save.step, seconds=save.seconds))
 
-    def _tell_loaded(self) -> None:
+    def _emit_loaded(self) -> None:
         host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
-        host.position.tell_saved(step)
+        host.position.note_saved(step)
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
         if self._reset:
             logger.warning("training goes on after step %d, but its data begins anew: %s", step, self._reset)

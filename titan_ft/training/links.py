@@ -23,7 +23,7 @@ from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.process_group import build_process_group
-from titan_ft.replica.rank_watch import RankWatch, say_silent
+from titan_ft.replica.rank_watch import RankWatch, describe_silence
 from titan_ft.replica.reach import Probe
 from titan_ft.replica.row import fold48
 from titan_ft.replica.shape import describe_shape
@@ -95,7 +95,7 @@ class Links:
             events=self._events,
             shape=shape,
             probe=Probe(launch.token, address, launch.rank),
-            told_to_leave=lambda: self._drain.requested,
+            leave_requested=lambda: self._drain.requested,
         )
 
     def _watch_ranks(self, host: str) -> RankWatch | None:
@@ -116,7 +116,7 @@ class Links:
 
     def _end_without(self, hosts: dict[int, str], seconds: float) -> None:
         """End this process because other ranks of the group are silent; the whole group is then started again."""
-        line = f"titan_ft: {say_silent(self._config, hosts, seconds)}\n"
+        line = f"titan_ft: {describe_silence(self._config, hosts, seconds)}\n"
         end_process(
             1,
             lambda: self._events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),

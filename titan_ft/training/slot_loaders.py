@@ -51,7 +51,7 @@ class SlotLoaders:
             dp_world_size=self.num_shards * self._config.group_size, dp_rank=self.num_shards * slot + self.shard
         )
         if getattr(loader, "num_workers", 0) and loader.worker_init_fn is None:
-            loader.worker_init_fn = _let_go_of_the_rank
+            loader.worker_init_fn = _detach_from_rank
         return loader
 
 
@@ -74,7 +74,7 @@ def _check_workers(loader: Any) -> None:
         )
 
 
-def _let_go_of_the_rank(worker: int) -> None:
+def _detach_from_rank(worker: int) -> None:
     """Make a forked data loader worker leave the rank's signals and connections alone."""
     # Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -54,7 +54,7 @@ class Donor:
 
     def connect(self, token: str = TOKEN) -> state_fetch._Connection:
         """Open a joiner's connection and prove the token."""
-        return state_fetch._Connection(self.address, token, state_fetch._Patience(DEADLINE, threading.Event()))
+        return state_fetch._Connection(self.address, token, state_fetch._TransferLimits(DEADLINE, threading.Event()))
 
 
 def check_equal(fetched: Snapshot, sent: Snapshot) -> None:
