@@ -77,7 +77,7 @@ def main() -> None:
 
 def _import_all() -> None:
     """Import what training needs, and do once what is slow only the first time; leave GPUs alone."""
-    # CUDA would settle for the GPUs that are visible now. NVML tells that there are some without waking it.
+    # CUDA would keep to the GPUs that are visible now. NVML counts them without initializing it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with contextlib.suppress(ConfigError):  # found again, and reported, when this worker runs
         job_config = _read_config(*sys.argv[1:])

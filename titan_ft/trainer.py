@@ -388,8 +388,8 @@ class ReplicaTrainer(Trainer):
     def _pauses_after(self, step: int) -> bool:
         """Say whether torchtitan ends, saves or validates after `step`.
 
-        Who asks for a quorum before that is waited for in the exchange, for `process_group_timeout_ms`, instead of at
-        the lighthouse.
+        A group that asked for its quorum before such a pause would keep the others waiting in the exchange, which
+        `process_group_timeout_ms` bounds, and not at the lighthouse, where `join_timeout_ms` does.
         """
         config = self.job_config
         saves = self.checkpointer.pauses_after(step)

@@ -35,7 +35,7 @@ class CatchUp:
     Args:
         donor: the donor's slot.
         from_step: committed updates of the state that is fetched.
-        lineage, digest: of that state, as the round told that named the donor.
+        lineage, digest: of that state, as the rows of the round that named the donor had them.
         fetch: fetches this rank's part until the event it gets is set; runs on a thread of its own.
     """
 
@@ -95,7 +95,7 @@ class CatchUp:
 
     @property
     def fits(self) -> bool:
-        """Say whether what this rank has fetched is the state that the round told of."""
+        """Say whether what this rank has fetched is the state of that round."""
         snapshot = self.snapshot()
         return (snapshot.step, snapshot.lineage) == (self.from_step, self.lineage)
 

@@ -187,7 +187,7 @@ class LeaveOut:
 
 @dataclass(frozen=True)
 class Force:
-    """Make it again with them: nobody has others, so it is the model that diverges, and that is not ours to judge."""
+    """Make it again with them: nobody has finite ones, so the model diverges, as it would in stock torchtitan."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def _decide(position: Position, outcome: Round | Broken, config: FaultTolerance)
 def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> Decision:
     if not (position.training and position.standing is Standing.READY):
         return Repeat()
-    if (failures := _bearable_failures(position, config)) and position.failures > failures:
+    if (limit := _retry_limit(position, config)) and position.failures > limit:
         return GiveUp(
             GaveUpError(
                 f"fault_tolerance.max_exchange_retries ({config.max_exchange_retries}) exceeded: the exchange of step "
@@ -297,11 +297,11 @@ def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> 
     return LeaveOut() if broken.spoiled else Repeat()
 
 
-def _bearable_failures(position: Position, config: FaultTolerance) -> int:
-    """Return how many broken rounds in a row this group bears; 0 = any number.
+def _retry_limit(position: Position, config: FaultTolerance) -> int:
+    """Return after how many broken rounds in a row this group gives up; 0 = never.
 
-    The groups give up one after the other, the highest slot first, and the lowest never: whoever is started again may
-    be the one that was to blame, and all at once would take the job's state with them.
+    The groups give up one after the other, the highest slot first, and the lowest never: the group that is started
+    again may be the one that was at fault; if all were at once, nobody would hold the job's state.
     """
     above = sum(slot > config.replica_id for slot in position.peers)
     is_last = all(slot >= config.replica_id for slot in position.peers)
@@ -391,7 +391,7 @@ def gives_next(made: Round, config: FaultTolerance) -> bool:
 def uncovered(made: Round, config: FaultTolerance) -> list[int]:
     """Return the slots whose data the round's gradients lack though `batch_policy` wants it in."""
     if config.batch_policy == "shrink" or made.verdict.excluded:
-        return []  # whoever reads a batch that makes NaNs is excluded too, one after the other
+        return []  # each group that took over a batch which makes NaNs would be excluded in its turn
     return sorted(set(range(config.group_size)) - {entry.slot for entry in made.entries})
 
 
@@ -420,7 +420,7 @@ def _heal(position: Position, made: Round) -> Decision:
                 f"every group that held the state after step {seen} is gone; restart the job from a checkpoint"
             )
         )
-    # Whoever has fetched a state replays what it has queued first: its row tells what comes out.
+    # A group that has fetched a state replays its queue first: its row shows the step that this leads to.
     return RollBack() if not position.corrupt and position.step == best else Wait("another group's state is later")
 
 
@@ -466,7 +466,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         contributors=contributors,
         excluded=tuple(rank for rank in ready if rows[rank].excluded),
         resting=tuple(rank for rank in ready if rows[rank].resting),
-        # Only when all have shown their bytes: what a corrupt donor gives away outvotes the sound groups later.
+        # Only when all have taken their digest: a corrupt donor and its joiner would outvote the sound groups later.
         donors=_send_to_donors(rows, [rank for rank in holders if verified and rows[rank].slot not in fetched_from]),
         serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),
         awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),
@@ -491,8 +491,8 @@ def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
     """Return how many updates the job's state has: the most that a member claims.
 
     Unless more members that train are exactly one update behind: an exchange was complete for the one ahead, and broke
-    for them. They have their gradients still, and it is the one that goes back. Not from the last step: behind that it
-    has ended its training, and would leave.
+    for them. They still have their gradients, so it is the one ahead that heals. Not after the last step: it has
+    finished training by then, and would leave.
     """
     if not claims:
         return max(row.step for row in rows)
@@ -512,7 +512,7 @@ def _find_majority_lineage(rows: Sequence[Row], claims: Sequence[int]) -> list[i
 
 
 def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int, bool]:
-    """Return the digest of the bytes that are right, and whether nobody can tell; 0 = nobody has taken one.
+    """Return the digest of the right bytes (0 = nobody has taken one), and whether there is no majority for any.
 
     Different bytes of one lineage mean that some are corrupt: only a majority of those that have looked at theirs can
     tell which. At step 0 nothing is trained yet, so the lowest rank's initial state is as good as any.
@@ -528,8 +528,8 @@ def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int,
 def _find_doubled(holders: Sequence[int], read: Sequence[Collection[int]]) -> tuple[int, ...]:
     """Return the holders that have read what another one has read too, all but one of each such set.
 
-    A group may come back to a step in which its slot was taken over by one that waits. Who has read most keeps it: that
-    one has taken over, the other one has only its own to lose.
+    A group may come back to a step in which another one has taken its slot over and still waits to commit. The group
+    that has read most keeps its gradients: the other one has read its own slot only.
     """
     taken: set[int] = set()
     doubled = []

@@ -187,7 +187,7 @@ class Drain:
 
     def _abandon(self, reason: str) -> None:
         line = f"SIGTERM: ending without having left in order, because {reason}"
-        # A rank that has left has told so already, and only hangs in its clean-up.
+        # A rank that has left has said so already, and only hangs in its clean-up.
         last_words = (
             () if self._left else (partial(_print, line), partial(self._on_abandon, reason), self._tell_abandoned)
         )
@@ -195,7 +195,7 @@ class Drain:
 
     def _tell_abandoned(self) -> None:
         if self._store is not None:
-            set_for_all(self._store, f"{self._key}/abandoned")  # else siblings may see this rank gone without a word
+            set_for_all(self._store, f"{self._key}/abandoned")  # else siblings take this rank for dead
 
     def _end(self, status: int, *last_words: Callable[[], object]) -> None:
         if self._ending.acquire(blocking=False):

@@ -119,7 +119,7 @@ class GradientExchange:
             self._flight.hand_over(bucket)
 
     def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
-        """Complete the exchange and return what every member tells; the buckets then hold the sums.
+        """Complete the exchange and return the rows and messages of all members; the buckets then hold the sums.
 
         Completes the exchange that was launched. Without one it makes a whole one, in which the local gradients, which
         are only read, take part if this rank `gives` them. Gradients travel only if a member gives some.
@@ -293,7 +293,7 @@ class _Flight:
                 if sums:  # here, on the stream that they are computed on
                     self.finite = bool(torch.stack(sums).isfinite().all())
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
-            # Without a quorum it is no broken exchange but the membership's own word.
+            # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run.
             known = isinstance(error, ExchangeError) or self._quorum is None
             self._error = error if known else _broken(error)
 
@@ -308,7 +308,7 @@ class _Flight:
         return number
 
     def _raise_errored(self) -> None:
-        """Raise what NCCL only tells when it is asked; what it has summed is complete if there is nothing to raise."""
+        """Raise the error that NCCL reports only when it is asked; without one its sums are complete."""
         if (error := self._membership.process_group.errored()) is not None:
             raise error
 

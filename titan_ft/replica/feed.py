@@ -36,7 +36,7 @@ class Reading:
     checksum: str
 
     def describe(self) -> Batches:
-        """Return what events tell of it."""
+        """Return its description for events."""
         entry = self.entry
         return Batches(
             slot=entry.slot, first_batch=entry.first_batch, num_batches=entry.num_batches, checksum=self.checksum
@@ -47,7 +47,7 @@ class Feed:
     """Reads for one rank.
 
     Args:
-        ledger: tells where each slot goes on.
+        ledger: knows the next batch of each slot.
         build: builds this rank's loader of a slot, from the slot's beginning.
         iterate: yields batches of a loader (torchtitan's `Trainer.batch_generator`).
     """
@@ -62,7 +62,7 @@ class Feed:
         """Return the next `num_batches` of `slot` after those that are committed.
 
         Raises:
-            DataloaderExhaustedError: torchtitan's word for the end of finite data.
+            DataloaderExhaustedError: the data is finite and at its end.
         """
         end = self._ledger.end(slot)
         reader = self._readers.get(slot)

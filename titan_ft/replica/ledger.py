@@ -4,8 +4,8 @@
 
 `group_size` slots cut the data; slot r is replica group r's share of it. With each exchange a group says which batches
 of which slots its gradients are made of, and the state of their loaders after those. What is committed goes into the
-ledger of every live group; it heals to joiners and is saved in checkpoints. So whoever reads a slot next, its own group
-after a restart or another one in its absence, goes on exactly behind the last committed batch.
+ledger of every live group; joiners get it with the state, and checkpoints hold it. So the group that reads a slot next,
+its own after a restart or another one in its absence, goes on exactly behind the last committed batch.
 
 A rank's ledger holds the loader states of ranks with its own index only: in every group the ranks of one index read the
 same part of a slot.

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A replica group's name at the lighthouse, and which of a quorum's names belong together.
 
-A lighthouse takes in whoever asks and believes the steps that they claim. Each group therefore picks its own kind out
-of the reply by what the names say: the same job, the same config, the newest process of each slot. A reply is also what
-all members read alike, whoever of them can reach whom: so a name says whom its group cannot reach, and each member
-finds the same largest set of groups that all reach each other by itself.
+A lighthouse admits every process that asks, and believes the step that it claims. Each group therefore picks its peers
+out of the reply by their names: the same job, the same config, the newest process of each slot. All members read the
+same reply, even if they cannot reach each other: so a name also lists whom its group cannot reach, and each member
+computes the same largest set of groups that all reach each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHORT = 8  # characters of a process's unique name that a report gives
 
 @dataclass(frozen=True)
 class Report:
-    """What a group tells in its name after exchanges that broke.
+    """What a group adds to its name when it cannot reach others.
 
     Attributes:
         step: committed updates that it holds; 0 = it has to heal.
@@ -49,7 +49,7 @@ class Member:
         store: host:port of the group's TCPStore.
         shape: what else must be equal (see `titan_ft.replica.shape`).
         edition: how often this process has changed its name.
-        report: whom the group cannot reach; None = it has nothing to tell.
+        report: whom the group cannot reach; None = it has nothing to report.
     """
 
     slot: int
@@ -65,11 +65,11 @@ class Member:
     @property
     def replica_id(self) -> str:
         """Encode as torchft's replica id; a fixed-width slot keeps torchft's order by id the order by slot."""
-        slot, started, said = f"{self.slot:06d}", f"{self.started:.6f}", f"{self.edition}"
+        slot, started, last = f"{self.slot:06d}", f"{self.started:.6f}", f"{self.edition}"
         if self.report is not None:
-            said += f":{self.report.step}:{','.join(self.report.dead)}"
+            last += f":{self.report.step}:{','.join(self.report.dead)}"
         return _ID_SEPARATOR.join(
-            ("titan_ft", slot, started, self.unique, self.config, self.job, self.store, self.shape, said)
+            ("titan_ft", slot, started, self.unique, self.config, self.job, self.store, self.shape, last)
         )
 
     @staticmethod
@@ -81,9 +81,9 @@ class Member:
             ValueError: it names no titan_ft replica group.
         """
         try:
-            _, slot, started, unique, config, job, store, shape, said = replica_id.split(_ID_SEPARATOR)
-            edition, *told = said.split(":")
-            report = Report(int(told[0]), tuple(told[1].split(","))) if told else None
+            _, slot, started, unique, config, job, store, shape, last = replica_id.split(_ID_SEPARATOR)
+            edition, *facts = last.split(":")
+            report = Report(int(facts[0]), tuple(facts[1].split(","))) if facts else None
             member = Member(int(slot), float(started), unique, config, job, store, shape, int(edition), report)
         except (ValueError, IndexError):
             member = None
@@ -102,16 +102,16 @@ class Member:
         return self.unique[:_SHORT]
 
     def reporting(self, step: int, dead: Iterable[Member]) -> Member:
-        """Return this process's next name, which says whom it cannot reach."""
+        """Return this process's next name, with a report of whom it cannot reach."""
         report = Report(step, tuple(sorted({member.short for member in dead})))
         return replace(self, edition=self.edition + 1, report=report)
 
     def renamed(self, unique: str) -> Member:
-        """Return this process's next name, which no report meant and which tells nothing."""
+        """Return this process's next name, without a report; earlier reports of others do not mean it."""
         return replace(self, unique=unique, edition=self.edition + 1, report=None)
 
     def has_reported(self, other: Member) -> bool:
-        """Say whether this group has told that it cannot reach `other`."""
+        """Say whether this group's report names `other`."""
         return self.report is not None and other.short in self.report.dead
 
 
@@ -150,16 +150,16 @@ class Quorum:
 
 @dataclass(frozen=True)
 class Admission:
-    """Who of a lighthouse's quorum makes the exchange.
+    """Which members of a lighthouse's quorum make the exchange.
 
     Attributes:
         members: the groups of this job, in rank order; all of them come to the same list by themselves. Of groups that
             cannot all reach each other it is the largest part that can; this group may not be in it.
         strangers: names that are set aside, each with the reason. A process that was replaced is in neither.
-        cut_off: those that this group cannot reach, by its own word or theirs.
-        accusers: those of them that this group has not named itself yet.
-        settled: False: a group that another one cannot reach has yet to tell what it holds. `members` are all then, and
-            make no exchange.
+        cut_off: those that this group cannot reach, by its own report or theirs.
+        accusers: those of them that this group's own report does not name.
+        settled: False: a group that another one cannot reach has yet to report the step that it holds. `members` are
+            all of them then, and make no exchange.
     """
 
     members: tuple[Member, ...]
@@ -211,20 +211,20 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
         return Admission(members, strangers)
     cut_off = tuple(member for member in members if frozenset((own, member)) in dead)
     accusers = tuple(member for member in cut_off if not own.has_reported(member))
-    # Each end has to say what it holds before anybody decides who goes on: the silent one may have the only state.
+    # Both ends report before anybody decides who goes on: the one that has not may hold the only state.
     settled = all(one.has_reported(other) and other.has_reported(one) for one, other in map(tuple, dead))
     return Admission(largest_clique(members, dead) if settled else members, strangers, cut_off, accusers, settled)
 
 
 def dead_links(members: Sequence[Member]) -> set[frozenset[Member]]:
-    """Return the pairs of `members` of which one tells that it cannot reach the other."""
-    tellers = [member for member in members if member.report is not None]
-    known = {member.short: member for member in members} if tellers else {}
+    """Return the pairs of `members` of which one has reported that it cannot reach the other."""
+    reporters = [member for member in members if member.report is not None]
+    known = {member.short: member for member in members} if reporters else {}
     return {
-        frozenset((teller, known[short]))
-        for teller in tellers
-        for short in (teller.report.dead if teller.report is not None else ())
-        if short in known and known[short] != teller
+        frozenset((reporter, known[short]))
+        for reporter in reporters
+        for short in (reporter.report.dead if reporter.report is not None else ())
+        if short in known and known[short] != reporter
     }
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Who takes part in the step: quorum, process group and vote of one replica group.
 
-The one door to what is behind it: `Seat` (the group at the lighthouse), `Rendezvous` (its process group with the other
-groups) and `Partition` (what it does when it cannot reach some of them).
+Uses `Seat` (the group at the lighthouse), `Rendezvous` (its process group with the other groups) and `Partition` (what
+it does when it cannot reach some of them); the rest of the engine sees only this module.
 
 Built on `torchft.coordination` (ManagerServer, ManagerClient), not on `torchft.Manager`: the Manager couples the
 quorum to its own heal (it picks a donor per rank, fetches on the quorum thread, believes a joiner up to date after
@@ -41,8 +41,8 @@ from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
-# A lighthouse that was started again knows nobody and makes a quorum of whoever asks first. Together well above the
-# time that all groups need to heartbeat again.
+# A lighthouse that was started again knows nobody, and forms a quorum of the first groups that ask. The product is well
+# above the time that all groups need to heartbeat again.
 _REUNION_ASKS = 20
 _REUNION_PAUSE_SECONDS = 0.1
 _OFTEN = 4  # groups that look at the lighthouse's page in each heartbeat timeout; 1000 groups look 200 times a second
@@ -136,7 +136,8 @@ class Membership:
             lighthouse=lighthouse,
             events=events,
         )
-        self._watches: list[Watch] = [self._watch_pulse(lighthouse)] if group_rank == 0 else []  # it tells the others
+        # Of the group rank 0 alone reads the lighthouse's page: its abort reaches the other ranks.
+        self._watches: list[Watch] = [self._watch_pulse(lighthouse)] if group_rank == 0 else []
         self._watches.append(self._partition.watch(self._find_others))
 
     @property
@@ -239,7 +240,7 @@ class Membership:
         key = f"{reply.quorum_id}/{names}"
         error = None
         if not admission.settled:
-            error = "groups that cannot reach each other have yet to tell what they hold"
+            error = "groups that cannot reach each other have yet to report what they hold"
         elif key != self._rendezvous.key:
             error = self._rendezvous.configure(key, reply.quorum_id, members, self.member, step)
             if error is None:
@@ -260,13 +261,13 @@ class Membership:
     def _find_members(self, step: int, failures: int) -> tuple[Any, Admission]:
         """Ask for a quorum and pick this group's own kind out of the reply.
 
-        If the lighthouse was started again it may not know all groups yet. Who goes on then goes on without groups that
-        are alive; so ask again, as often on each rank of the group, before they count as gone.
+        A lighthouse that was started again may not know all groups yet: a quorum then lacks groups that are alive. So
+        ask again, as often on each rank of the group, before they count as gone.
         """
         former_id, former_names, former = self._former
         restarted, earlier = False, self._former[:2]
         for again in range(_REUNION_ASKS + 1):
-            # Failures give the quorum a new id: told once, so that another new id tells of others' failures.
+            # Failures give the quorum a new id: reported once, so that another new id shows others' failures.
             reply = self._seat.request(step, 0 if again else failures)
             names = reply.replica_ids
             # The same names, and this group's is one of them, say the same as in the step before.
@@ -289,7 +290,7 @@ class Membership:
         return reply, admission
 
     def _report_strangers(self, admission: Admission) -> None:
-        """Tell of each stranger once, on one rank of the group."""
+        """Report each stranger once, on one rank of the group."""
         for name in admission.strangers.keys() - self._reported if self._group_rank == 0 else ():
             self._reported.add(name)
             reason = admission.strangers[name]

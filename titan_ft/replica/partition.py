@@ -48,8 +48,8 @@ _PROBE_PAUSE_SECONDS = 1.0  # between two looks of a group that is outside at th
 _GOOD_LOOKS = 2  # in a row, until it comes back; twice as many each time that a link which was back has failed again
 _MOST_GOOD_LOOKS = 60
 _RELAPSE_SECONDS = 300.0  # a link that is lost again this soon after it was back has only flickered
-_LEAVE = "leave"  # a rank's word, and the group's decision; no process has this name
-_POLL_SECONDS = 0.1  # between two questions whether a rank was told to leave
+_LEAVE = "leave"  # what a rank has found, and what the group decides; no process has this name
+_POLL_SECONDS = 0.1  # between two checks whether a rank was told to leave
 
 
 class Partition:
@@ -121,7 +121,7 @@ class Partition:
         return {member.unique: f"group {member.slot}" for member in members}
 
     def _break_off(self, lost: dict[str, str]) -> None:
-        """Break off the exchange under way because of links that are dead; the group tells of them after the vote."""
+        """Break off the exchange under way because of links that are dead; the group reports them after the vote."""
         logger.warning("no way to %s: breaking off the exchange", ", ".join(sorted(lost.values())))
         self._lost = self._probed, sorted(lost)
         self._rendezvous.abort(self._probed)
@@ -129,20 +129,20 @@ class Partition:
     # 2. After a vote that failed
 
     def before_no(self) -> None:
-        """Let all ranks of the group know after their vote if this one votes "no" because of a link."""
+        """Tell all ranks of the group, before the vote, that this one votes "no" because of a link."""
         if self._lost[0] == self._rendezvous.prefix:
             set_for_all(self._store, self._lost_key())
 
     def forget(self) -> None:
-        """Take back what the watch has found: the exchange worked all the same."""
+        """Forget what the watch has found: the exchange worked all the same."""
         self._lost = (None, [])
 
     def note_quorum(self, admission: Admission) -> None:
-        """Take in who is in the quorum, and who of them cannot reach this group."""
+        """Note who is in the quorum, and who of them cannot reach this group."""
         self._members, self._accusers = admission.members, admission.accusers
 
     def must_report(self, failures: int) -> bool:
-        """Say whether it is time to find out who can reach whom; the same on all ranks of the group.
+        """Say whether this group should find out whom it can reach; the same on all of its ranks.
 
         Args:
             failures: votes in a row that failed.
@@ -151,7 +151,7 @@ class Partition:
         return known or failures >= _PROBE_AFTER or bool(self._accusers)
 
     def report_links(self, failures: int, step: int) -> None:
-        """Find out whom this group cannot reach, and tell it in the group's name; all ranks of the group do so.
+        """Find out whom this group cannot reach, and report it in the group's name. A collective of the group.
 
         Args:
             step: committed updates that the group holds.
@@ -224,7 +224,7 @@ class Partition:
 
         There is no vote to leave after, and the time that leaving may take (`drain_timeout_seconds`) can be shorter
         than a look at links that lose everything: the rank would end without having left in order, and its siblings
-        wait for its word.
+        would wait for what it has found.
         """
 
         def look() -> list[str]:
@@ -267,7 +267,7 @@ class Partition:
 
     def _find_dead(self, members: Sequence[Member]) -> list[str]:
         """Return which of `members`, by their unique names, this rank cannot reach."""
-        # Not everybody the same one first: so many at a time is too much for it.
+        # Each group begins with other peers: all groups' probes at once would be too many for one peer.
         members = sorted(members, key=lambda member: member.slot < self._seat.member.slot)
         addresses = self._rendezvous.addresses
         reasons = self._probe(
@@ -282,7 +282,7 @@ class Partition:
         return sorted(reasons)
 
     def _find_living(self, dead: set[str]) -> set[str]:
-        """Return those of whom the lighthouse hears although this group cannot reach them; all if it does not answer.
+        """Return those of `dead` that still heartbeat; all of them if the lighthouse does not answer.
 
         A process that has ended cannot be reached either, and neither can one that is frozen. Both send no heartbeats.
         """

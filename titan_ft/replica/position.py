@@ -13,7 +13,7 @@ from titan_ft.replica.row import Standing
 
 @dataclass
 class Position:
-    """One group's place in the job, as its row tells the others.
+    """One group's place in the job, as its row shows it to the others.
 
     Fields are for reading; they change by the methods below only, each of which is one event of a group's life. All
     ranks of a group call the same ones in the same order, with values that they have agreed on.
@@ -50,7 +50,7 @@ class Position:
 
     @property
     def claim(self) -> int:
-        """Return the step that this group can answer for without a donor: what the lighthouse and the rows are told."""
+        """Return the step that this group can answer for without a donor: what the lighthouse and the rows get."""
         return self.target or (0 if self.corrupt else self.step)
 
     # Rounds
@@ -60,7 +60,7 @@ class Position:
         self.failures += 1
 
     def observe(self, made: Round) -> None:
-        """Take in what the members of a round told."""
+        """Take in the rows of a round that worked."""
         verdict, rows = made.verdict, made.rows
         self.failures = 0
         self.seen = max(self.seen, *(row.seen for row in rows))
@@ -176,9 +176,9 @@ class Position:
     # Checkpoints
 
     def note_saved(self, step: int) -> None:
-        """Tell of a complete checkpoint."""
+        """Count a complete checkpoint."""
         self.saved = step
 
     def withdraw_saved(self) -> None:
-        """Tell that no checkpoint of a corrupt state counts; whoever holds the job's state saves again."""
+        """Count no checkpoint of a corrupt state; a group that holds the job's state saves again."""
         self.saved, self.saved_corrupt = min(self.saved, self.agreed), False

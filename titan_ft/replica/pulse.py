@@ -4,7 +4,7 @@
 
 A process that dies closes its connections, and the others see it at once. A host that is frozen or has lost its network
 closes nothing: an exchange with it waits for the process group's whole timeout, which must be longer than the slowest
-step. The lighthouse knows better: its status page tells how long ago each member was heard of.
+step. The lighthouse knows more: its status page has the time since each member's last heartbeat.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_heartbeats(page: str) -> dict[str, float]:
 
 
 class StatusPage:
-    """The lighthouse's page, where it tells who was heard of and when.
+    """The lighthouse's status page, with the time since each member's last heartbeat.
 
     Args:
         lighthouse: its address, http://host:port.
@@ -39,7 +39,7 @@ class StatusPage:
 
     def __init__(self, lighthouse: str) -> None:
         self._url = f"{lighthouse}/status"
-        # Whatever proxy the environment names is not on the way to the lighthouse.
+        # A proxy that the environment names could not reach the lighthouse.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self, timeout: float) -> dict[str, float] | None:
@@ -151,6 +151,6 @@ class Pulse(Watch):
         if heartbeats is None:
             return {}  # nothing is known, the exchange has its timeout
         if heartbeats.get(self._own(), 0.0) > self._patience / 2:
-            return {}  # this group lives: it is the lighthouse that hears late, or the way there
-        # One that is not listed has not been heard of since the lighthouse was started: it is given time.
+            return {}  # this group is alive, so it is the lighthouse, or the network to it, that is late
+        # A member that is not listed may not have reached a lighthouse that was just started again: it gets time.
         return {name: heartbeats[name] for name in members if heartbeats.get(name, 0.0) > self._patience}

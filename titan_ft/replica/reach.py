@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Find out which peers this rank can exchange bytes with, in both directions.
 
-A broken exchange does not tell which link broke it. So each rank asks its counterparts in the other groups, at their
+A broken exchange does not show which link broke it. So each rank asks its counterparts in the other groups, at their
 state servers: so many bytes go there and back that a path which loses large packets only is found out, and the other
 end does the same on a connection of its own, for firewalls often let one direction pass.
 
@@ -56,7 +56,7 @@ class Peer:
     Attributes:
         unique: names its process.
         store: host:port of its group's store.
-        address: host:port of its state server; empty = not known, its group's store tells.
+        address: host:port of its state server; empty = not known, to be read from its group's store.
     """
 
     unique: str
@@ -65,7 +65,7 @@ class Peer:
 
 
 class Probe:
-    """Asks peers for a sign of life on the way that exchanges take.
+    """Asks peers for an answer over the network that exchanges use.
 
     Args:
         token: the run's shared secret.
@@ -101,7 +101,7 @@ class Probe:
 
 
 def address_key(unique: str, group_rank: int) -> str:
-    """Return where a group's store tells the address of a rank's state server."""
+    """Return the key in a group's store of the address of a rank's state server."""
     return f"titan_ft/address/{unique}/{group_rank}"
 
 
@@ -123,7 +123,7 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
         try:
             prove(stream, address, token)
         except TimeoutError as error:
-            # Later than this, silence tells of the network: large packets may be lost where small ones pass.
+            # After the handshake silence means a bad network: large packets may be lost where small ones pass.
             if _is_all_acknowledged(connection):
                 raise BusyError(f"{address} takes what it is sent and does not answer") from error
             raise

@@ -93,14 +93,14 @@ class Rendezvous:
             self.key, self.prefix = key, f"titan_ft/{key}/{self._builds[key]}"
             self._lock.notify_all()
         prefix, rank = f"{self.prefix}/{self._group_rank}", members.index(own)
-        store = members[0].store  # not the reply's, which is that of whoever claims the most steps
+        store = members[0].store  # not the reply's, which is that of the member that claims the most steps
         try:
             self.step = step
             if len(members) > 1:
-                told = [text.split(" ") for text in self._exchange_addresses(store, prefix, rank, len(members), step)]
-                self.peers = {peer: address for peer, (address, _) in enumerate(told)}
+                facts = [text.split(" ") for text in self._exchange_addresses(store, prefix, rank, len(members), step)]
+                self.peers = {peer: address for peer, (address, _) in enumerate(facts)}
                 self.addresses = {members[peer].unique: address for peer, address in self.peers.items()}
-                self.step = max(int(number) for _, number in told)
+                self.step = max(int(number) for _, number in facts)
             # A member that dies right here must not cost the timeout of a whole collective.
             self.process_group.set_timeout(timedelta(seconds=_RENDEZVOUS_SECONDS))
             self.process_group.configure(
@@ -155,9 +155,9 @@ class Rendezvous:
             store = PrefixStore(prefix, kept)
             store.set(str(rank), f"{self._address} {step}")
             store.wait([str(rank) for rank in range(world_size)], timeout)
-            told = [store.get(str(rank)).decode() for rank in range(world_size)]
+            found = [store.get(str(rank)).decode() for rank in range(world_size)]
             self._peer_stores[address] = kept
-            return told
+            return found
 
         # The way there may be dead. Longer than what the store's own timeout ends, which says more.
         return within(2 * _RENDEZVOUS_SECONDS, exchange)

@@ -173,7 +173,7 @@ class Rounds:
             self.take_digest()
 
     def _exchange_once(self, gives: bool, contribution: Contribution, use: Use) -> tuple[Round | None, str]:
-        """Return what the members told, or why its sums are not to be used."""
+        """Make the exchange; returns the round, or why its sums are not to be used."""
         self._nonfinite = False
         try:
             reduced = self._exchange.finish(gives, lambda quorum: self._describe(quorum, contribution, use))

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the groups tell each other with every exchange.
+"""The facts that the groups exchange in every round.
 
 Each member writes one row of facts; the exchange sums the zero-padded rows, so that every member reads all of them.
 What follows from them is in `decision.py`.

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The seat of one replica group at the lighthouse: torchft's server on rank 0, and each rank's client of it.
+"""One replica group's connection to the lighthouse, its seat: torchft's server on rank 0, and each rank's client of it.
 
 The server heartbeats under the group's name and gathers the requests and votes of the group's ranks. A group takes
 another name by opening another seat: rank 0 opens it, then all ranks take it.
@@ -154,7 +154,7 @@ class Seat:
                     init_sync=False,
                     commit_failures=failures,
                 )
-            except TimeoutError as error:  # torchft's word for a dead lighthouse as well
+            except TimeoutError as error:  # torchft raises it for a dead lighthouse as well
                 self._probe_lighthouse(timeout, error)
                 logger.warning("no quorum after step %d for %g s; still waiting for other groups", step, timeout)
                 deadline = time.monotonic() + timeout

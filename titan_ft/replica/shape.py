@@ -54,7 +54,7 @@ def shape_differences(own: str, other: str, *, same_config: bool) -> list[Differ
         one, another = facts.get(name, "none"), other_facts.get(name, "none")
         if one != another and name != _LAYOUT:
             found.append(Difference(f"{name} {one}", f"{name} {another}", f"the same version of {name}"))
-    # Config, ranks, degrees and versions decide the layout: it tells something only if they are the same.
+    # Config, ranks, degrees and versions decide the layout: it matters only if they are the same.
     if own != other and same_config and not found:
         said = f"parameters of layout {facts.get(_LAYOUT)} (names, sizes, dtypes and order on all ranks)"
         found.append(Difference(said, f"parameters of layout {other_facts.get(_LAYOUT)}", "the same code of the model"))

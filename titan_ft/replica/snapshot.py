@@ -198,7 +198,7 @@ class TrainState:
         if by_parameter:
             name = min(f"{prefix}/{key}" for prefix, keys in by_parameter.items() for key in keys)
             raise StateMismatchError(
-                f"the donor's state has {name}, which this rank has not; all groups must run the same config"
+                f"the donor's state has {name}, which this rank lacks; all groups must run the same config"
             )
 
     @staticmethod

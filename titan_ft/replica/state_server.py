@@ -180,6 +180,6 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(address, socketserver.BaseRequestHandler)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        # The joiner went away or does not speak the protocol: its loss, it asks again or elsewhere.
+        # The joiner went away, or does not speak the protocol. A real one asks again, here or elsewhere.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             self._handle(request)

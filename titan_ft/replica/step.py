@@ -240,7 +240,7 @@ class ReplicaDimension:
                 self.heal()
                 return self.finish()
             _end_if_decided(decision)
-            # A group that was told to leave may have said so to some ranks of this group only: they must agree here.
+            # Ranks may have seen different rows of a group that is leaving: they must agree here.
             complete = all(self._group.gather(int(isinstance(decision, Done))))
             now = self._group.clock()
             if self._is_needed(outcome):

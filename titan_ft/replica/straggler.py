@@ -15,12 +15,10 @@ class StragglerChange:
 
     Attributes:
         ratio: its seconds of this step / median of the others' seconds.
-        steps: steps in a row that decided it.
     """
 
     slot: int
     ratio: float
-    steps: int
     recovered: bool
 
 
@@ -31,7 +29,7 @@ class _Record:
 
 
 class Stragglers:
-    """Compares the groups' own seconds step by step. Whoever saw the same steps comes to the same answers.
+    """Compares the groups' own seconds step by step. Groups that saw the same steps come to the same answers.
 
     A group is a straggler when it was slower than `factor` times the median of the others for `steps` steps in a row,
     and none any more after as many steps in a row in which it was not: one good step among bad ones is no news.
@@ -60,7 +58,7 @@ class Stragglers:
             record.streak = record.streak + 1 if slow != record.straggler else 0
             if record.streak >= self._steps:
                 record.straggler, record.streak = slow, 0
-                changes.append(StragglerChange(slot, self.ratios[slot], self._steps, recovered=not slow))
+                changes.append(StragglerChange(slot, self.ratios[slot], recovered=not slow))
         return changes
 
 
@@ -70,5 +68,5 @@ def _ratios(seconds: Mapping[int, float]) -> dict[int, float]:
     ratios = {}
     for slot, own in seconds.items():
         median = statistics.median(value for other, value in seconds.items() if other != slot)
-        ratios[slot] = own / median if median > 0 else 1.0  # a clock that did not move tells nothing
+        ratios[slot] = own / median if median > 0 else 1.0  # a clock that did not move means nothing
     return ratios

@@ -42,7 +42,7 @@ class Watchdog:
             self._thread.start()
 
     def beat(self) -> None:
-        """Tell that training goes on; training thread only."""
+        """Note that training makes progress; training thread only."""
         self._beats += 1
 
     @contextlib.contextmanager

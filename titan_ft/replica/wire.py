@@ -44,7 +44,7 @@ def proof(token: str, role: str, donor_nonce: str, joiner_nonce: str) -> str:
 
 
 def same(expected: str, given: object) -> bool:
-    """Say whether `given` is the proof expected; how long that takes tells nothing of it."""
+    """Say whether `given` is the expected proof, in a time that reveals nothing about it."""
     return hmac.compare_digest(expected.encode(), str(given).encode())
 
 

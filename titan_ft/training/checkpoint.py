@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,7 @@ from torchtitan.tools.logging import logger
 from titan_ft.config import ConfigError
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.position import Position
 from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
-from titan_ft.run.log import EventLog
 from titan_ft.training.checkpoint_choice import NONE, agree_on_step, check_still_there, together
 from titan_ft.training.checkpoint_folder import (
     ELSEWHERE,
@@ -42,31 +40,13 @@ from titan_ft.training.checkpoint_folder import (
     partial_folder,
     publish,
 )
+from titan_ft.training.checkpoint_host import CheckpointHost
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
 
 
 class SaveError(ReplicaError):
     """The checkpoint after the last step could not be written."""
-
-
-class CheckpointHost(Protocol):
-    """What `ReplicaCheckpoints` asks of the trainer."""
-
-    ledger: Ledger
-    events: EventLog
-    config: Any  # torchtitan's JobConfig with our table
-    position: Position  # what it tells of checkpoints travels to the others
-
-    def heals_instead(self, step: int) -> bool:
-        """Join the job as a group that can load `step`; say whether others are further, so that it must heal."""
-
-    def gather(self, value: int) -> list[int]:
-        """Gather an integer of every rank of this group."""
-
-    @property
-    def is_writer(self) -> bool:
-        """Say whether this group has the lowest slot of those that contributed to the last commit."""
 
 
 class _State(IntEnum):
@@ -245,7 +225,7 @@ class ReplicaCheckpoints(CheckpointManager):
                     publish(partial, target, manifest)
                 save.seconds = time.monotonic() - save.started
                 save.done.set_result(None)
-            except BaseException as error:  # noqa: BLE001  # a thread's edge; DCP's are BaseExceptions. _settle tells
+            except BaseException as error:  # noqa: BLE001  # a thread's edge; DCP's are BaseExceptions. _settle reports it
                 save.done.set_exception(error)
 
         result = super().dcp_save(state_dict, str(partial), async_mode, enable_garbage_collection, to_hf)
@@ -282,7 +262,7 @@ class ReplicaCheckpoints(CheckpointManager):
         return self._under_way is not None  # `save` has decided
 
     def _async_wait(self) -> None:
-        self.save_future = None  # `_settle` has waited for it, and has told of its errors
+        self.save_future = None  # `_settle` has waited for it and reported its errors
 
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k > 0 and dist.get_rank() == 0:

@@ -71,7 +71,7 @@ def agree_on_step(folder: str, wanted: int, initial: str | None, rank: int, gath
 def check_still_there(folder: str, step: int, gather: Gather) -> None:
     """Check on all ranks that nothing has removed the checkpoint since it was chosen. A collective.
 
-    No other one can be taken any more: the other groups have been told of this one.
+    It is too late to take another one: this one has been announced to the other groups.
 
     Raises:
         LoadError: it has vanished. On all ranks.
@@ -100,12 +100,12 @@ def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     except Exception as raised:  # noqa: BLE001  # also what unpickling half of a file raises; it is raised below
         error = raised
     kinds = {0: None, 1: LoadError, 2: ConfigError}
-    told = gather(0 if error is None else 2 if isinstance(error, ConfigError) else 1)
+    outcomes = gather(0 if error is None else 2 if isinstance(error, ConfigError) else 1)
     if isinstance(error, ConfigError):
         raise error
     if error is not None:
         raise LoadError(f"checkpoint: {folder} cannot be read: {error or type(error).__name__}") from error
-    for rank, kind in enumerate(told):
+    for rank, kind in enumerate(outcomes):
         if (kind_of_error := kinds[kind]) is not None:
             raise kind_of_error(f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log")
     return found
@@ -154,7 +154,7 @@ def _latest(folder: str, steps: list[int]) -> int:
     if full is None:
         return max(steps, default=NONE)
     if full < steps[-1]:
-        # The last save may be of the model only. Whoever was killed behind it must be able to come back.
+        # The last save may be of the model only. A run that was killed behind it must be able to come back.
         logger.warning("the checkpoint of step %d is of the model only: loading that of step %d", steps[-1], full)
     return full
 
@@ -200,7 +200,7 @@ def _look(folder: Path) -> int:
     """Return the fold of the checkpoint in `folder`, or why there is none: it is gone, or unreadable just now."""
     try:
         return _see(folder)
-    except OSError:  # a stale handle, for instance: the next look tells
+    except OSError:  # a stale handle, for instance, which the next look may not meet
         return _UNREADABLE
 
 
@@ -209,6 +209,6 @@ def _see(folder: Path) -> int:
 
 
 def _fold(folder: Path) -> int:
-    """Return 48 bits that tell a checkpoint from another one of the same step."""
+    """Return 48 bits by which two checkpoints of one step differ."""
     path = folder / MANIFEST
     return fold48(path.read_text(errors="replace") if path.is_file() else "none")

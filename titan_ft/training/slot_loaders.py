@@ -59,7 +59,7 @@ def _check_workers(loader: Any) -> None:
     """Tell of data that torchtitan does not share out among the loader's workers.
 
     Raises:
-        ConfigError: a worker would find no file of its own and look for one for ever.
+        ConfigError: a worker would get no file, and search for one without end.
     """
     workers, data = getattr(loader, "num_workers", 0), getattr(getattr(loader, "dataset", None), "_data", None)
     if workers > 1 and isinstance(data, Dataset):

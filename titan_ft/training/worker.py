@@ -39,14 +39,14 @@ class Launch:
 
 
 def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
-    """Open this worker's log of events, and tell who begins."""
+    """Open this worker's log of events, with its first one: who runs with which settings."""
     config = job_config.fault_tolerance
     path = None
     if config.events_folder:
         paths = RunPaths(job_config.job.dump_folder, events=config.events_folder)
         path = paths.worker_events(config.replica_id, launch.rank, launch.attempt, os.getpid())
     events = EventLog(path, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)
-    told = WorkerConfig(
+    settings = WorkerConfig(
         group_size=config.group_size,
         min_replica_size=config.min_replica_size,
         digest_every=config.digest_every,
@@ -59,5 +59,5 @@ def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
         checkpoint=job_config.checkpoint.enable,
     )
     host = socket.gethostname()
-    events.emit(WorkerStarted(config_digest=launch.config_digest, host=host, slurm=launch.slurm, config=told))
+    events.emit(WorkerStarted(config_digest=launch.config_digest, host=host, slurm=launch.slurm, config=settings))
     return events

@@ -1,0 +1,253 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One round of one group: the row that it gives, how it votes, and what it makes of the others' rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ft.config import FaultTolerance
+from titan_ft.replica.decision import Broken, Round
+from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
+from titan_ft.replica.ledger import Entry, encode
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.position import Position
+from titan_ft.replica.round import NOTHING, Contribution, Rounds, Use
+from titan_ft.replica.row import Row, Standing, fold48
+from titan_ft.run.log import EventLog
+
+GIVEN = Contribution(90, 100, 0.5, 0.7, 1.5, (Entry(0, 4, 1, b"state"),))
+OTHER = Row(1, Standing.READY, 7, lineage=5, digest=3, valid_tokens=60, tokens=64, training=1)
+
+
+class World:
+    """All that surrounds the rounds of group 0, a group of one rank; group 1 is a row."""
+
+    def __init__(self) -> None:
+        self.position = Position(step=7, lineage=5, digest=3, training=True)
+        self.other, self.max_step = OTHER, 7
+        self.slots = (0, 1)
+        self.error: ExchangeError | None = None
+        self.finite = True
+        self.sibling_agrees = True
+        # What the rounds did.
+        self.row: Row | None = None
+        self.message = b""
+        self.asked_with: list[int] = []
+        self.votes: list[bool] = []
+        self.served: list[Round] = []
+        self.digests = 0
+        # For the exchange and the membership.
+        self.asked = self.contributed = self.requested = self.leaves = False
+        this: Any = self
+        self.rounds = Rounds(
+            FaultTolerance(enable=True, group_size=2, replica_id=0),
+            this,
+            this,
+            position=self.position,
+            state=this,
+            donor=this,
+            group=this,
+            events=EventLog(None),
+            drain=this,
+            watchdog=this,
+        )
+
+    @property
+    def quorum(self) -> Quorum:
+        members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in self.slots)
+        return Quorum("quorum", 0, members, self.max_step)
+
+    # The membership
+
+    def begin(self, step: int) -> None:
+        self.asked = True
+        self.asked_with.append(step)
+
+    def wait(self) -> Quorum:
+        return self.quorum
+
+    def vote(self, step: int, ok: bool) -> bool:
+        self.asked = False
+        self.votes.append(ok)
+        return ok and self.sibling_agrees
+
+    # The exchange
+
+    def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
+        self.contributed = gives
+        values, self.message = describe(self.quorum)
+        self.row = Row.decode(list(values))
+        if self.error is not None:
+            raise self.error
+        rows = [list(values), *([self.other.encode()] if 1 in self.slots else [])]
+        entries = encode([Entry(1, 3, 1, b"theirs")])
+        return Reduced(self.quorum, torch.tensor(rows, dtype=torch.float64), [self.message, entries][: len(rows)])
+
+    # Group, state, donor, drain, watchdog
+
+    def gather(self, value: int) -> list[int]:
+        return [value]
+
+    def digest(self) -> str:
+        self.digests += 1
+        return "bytes"
+
+    def serve(self, made: Round, position: Position) -> None:
+        self.served.append(made)
+
+    def before_vote(self) -> None:
+        pass
+
+    def after_vote(self) -> bool:
+        return self.leaves
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@pytest.fixture
+def world() -> World:
+    """Provide a world that has made its first round, in which the members are strangers to each other."""
+    world = World()
+    world.rounds.make()
+    world.position.digest, world.digests = 3, 0
+    world.votes.clear()
+    world.served.clear()
+    return world
+
+
+def test_contributions_add_up() -> None:
+    """Microbatches of another slot add to the sums; the largest loss and the entries are those of both."""
+    more = Contribution(10, 20, 0.25, 0.9, 0.5, (Entry(1, 0, 1, b""),))
+    assert GIVEN.plus(more) == Contribution(100, 120, 0.75, 0.9, 2.0, (*GIVEN.entries, *more.entries))
+
+
+@pytest.mark.parametrize(
+    ("use", "sends", "facts"),
+    [
+        (Use.GIVE, True, {}),
+        (Use.FORCE, True, {"forced": 1}),
+        (Use.REST, False, {"resting": 1}),
+        (Use.LEAVE_OUT, False, {"excluded": 1, "valid_tokens": 0, "tokens": 0, "loss": 0, "max_loss": 0, "seconds": 0}),
+    ],
+)
+def test_the_row_says_what_is_done_with_the_gradients(
+    world: World, use: Use, sends: bool, facts: dict[str, Any]
+) -> None:
+    """A group that keeps its gradients back shows what they weigh; one that leaves them out weighs nothing."""
+    made = world.rounds.make(GIVEN, use)
+    usual = Row(
+        0,
+        Standing.READY,
+        7,
+        seen=7,
+        lineage=5,
+        digest=3,
+        valid_tokens=90,
+        tokens=100,
+        loss=0.5,
+        max_loss=0.7,
+        seconds=1.5,
+        training=1,
+    )
+    assert world.contributed is sends
+    assert world.row == dataclasses.replace(usual, **facts)
+    assert isinstance(made, Round)
+    assert made.rows == [world.row, OTHER]
+    assert {entry.slot for entry in made.entries} == ({1} if use is Use.LEAVE_OUT else {0, 1})
+    assert world.votes == [True]
+
+
+def test_without_a_contribution_nothing_is_given(world: World) -> None:
+    """Whoever heals or waits gives no gradient and no entries, whatever the use is called."""
+    world.rounds.make(NOTHING, Use.GIVE)
+    assert world.contributed is False
+    assert world.row is not None
+    assert world.row.valid_tokens == 0
+    assert world.message == b""
+
+
+@pytest.mark.parametrize(("training", "max_step", "behind"), [(True, 8, False), (True, 9, True), (False, 8, True)])
+def test_a_group_that_is_behind_adds_nothing(world: World, training: bool, max_step: int, behind: bool) -> None:
+    """One update more may be that of a broken exchange; more than that, or any before the start, voids the claim."""
+    world.position.training, world.max_step = training, max_step
+    world.rounds.make(GIVEN)
+    assert world.contributed is not behind
+    assert world.row is not None
+    assert world.row.standing is (Standing.BEHIND if behind else Standing.READY)
+    assert world.row.training == (training and not behind)
+    assert (world.row.valid_tokens == 0) is behind
+
+
+def test_a_broken_exchange_is_voted_down(world: World) -> None:
+    """All ranks of the group repeat it; nothing of it is taken in, and no joiner is served from it."""
+    world.error = ExchangeError("a peer is gone")
+    assert world.rounds.make(GIVEN) == Broken("a peer is gone", spoiled=False)
+    assert world.votes == [False]
+    assert world.position.failures == 1
+    assert world.served == []
+
+
+def test_a_sibling_s_no_counts(world: World) -> None:
+    """The exchange was complete here and broke on another rank of the group: for all of them it is broken."""
+    world.sibling_agrees = False
+    assert world.rounds.make(GIVEN) == Broken("broke on another rank of this group", spoiled=False)
+    assert world.votes == [True]
+    assert (world.position.failures, world.position.seen, world.served) == (1, 7, [])
+
+
+def test_gradients_that_are_not_finite_are_voted_down(world: World) -> None:
+    """By those who gave them, and by those who only read the rows."""
+    world.finite = False
+    assert world.rounds.make(GIVEN) == Broken("the gradients of groups [0] are not finite", spoiled=True)
+    world.finite, world.other = True, dataclasses.replace(OTHER, nonfinite=1)
+    assert world.rounds.make(GIVEN) == Broken("the gradients of groups [1] are not finite", spoiled=False)
+    assert world.votes == [False, False]
+    world.other = OTHER
+    assert isinstance(world.rounds.make(GIVEN), Round)
+    assert world.position.failures == 0
+
+
+def test_the_quorum_is_asked_for_once_with_the_step_that_is_held(world: World) -> None:
+    """Asked for at the commit or not, a round has one request; a group that leaves makes none."""
+    world.asked_with.clear()
+    world.rounds.ask()
+    world.rounds.make(GIVEN)
+    world.position.step = 8
+    world.rounds.make(GIVEN)
+    assert world.asked_with == [7, 8]
+    world.leaves = True
+    world.rounds.make(GIVEN)
+    assert world.position.leaving
+    world.rounds.ask()
+    assert world.asked_with == [7, 8, 8]
+
+
+def test_the_digest_is_taken_when_a_donor_may_be_named(world: World) -> None:
+    """For a newcomer, and for a member that has asked for a donor; else a round costs no digest."""
+    world.rounds.make(GIVEN)
+    assert world.digests == 0
+    world.other = Row(1, Standing.BEHIND, 0)
+    world.rounds.make(GIVEN)  # it asks
+    assert world.digests == 0
+    made = world.rounds.make(GIVEN)
+    assert world.digests == 1
+    assert world.row is not None
+    assert world.row.digest == fold48(str([fold48("bytes")]))
+    assert isinstance(made, Round)
+    assert made.verdict.donors == {1: 0}
+    assert world.served[-1] is made
+    world.other = dataclasses.replace(OTHER, standing=Standing.CATCHING_UP, donor=0)
+    world.rounds.make(GIVEN)
+    world.rounds.make(GIVEN)
+    assert world.digests == 2  # once more after the round in which it asked
+    world.slots = (0, 2)
+    world.rounds.make(GIVEN)
+    assert world.digests == 3
