@@ -1,0 +1,335 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A heal, round by round: what is fetched, queued and replayed must make the holders' state, or another try."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ft.config import FaultTolerance
+from titan_ft.replica import heal
+from titan_ft.replica.decision import ALONE_SECONDS, Broken, Round, Update, judge
+from titan_ft.replica.errors import JobLostError, Leaving
+from titan_ft.replica.heal import Heal
+from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.position import Position
+from titan_ft.replica.row import Row, Standing, descend, fold48
+from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.wire import TransferError
+from titan_ft.run.events import Event
+from titan_ft.run.log import EventLog
+
+TOKENS = 100
+MOST_ROUNDS = 200  # only ever reached by a bug
+GROUPS = 3  # 0 and 1 hold the state, 2 heals
+
+
+def value_after(step: int, base: int = 1) -> int:
+    """Return the holders' state after `step` updates: of any two updates the order shows, and that each came once."""
+    for number in range(1, step + 1):
+        base = apply(base, gradient_of(number))
+    return base
+
+
+def gradient_of(step: int) -> int:
+    """Return the sum of the gradients of an update."""
+    return 1000 + step
+
+
+def apply(value: int, gradient: int) -> int:
+    """Apply an update to a state."""
+    return (31 * value + gradient) % 1_000_003
+
+
+class World:
+    """All that surrounds the heal of group 2: the holders make an update in each round, and a fetch ends when told to.
+
+    Attributes:
+        step: that the holders have.
+        fetches: (donor's rank, step) of each fetch.
+        fetched: says what becomes of a fetch: the state, or an error.
+        corrupt: donors whose state has other bytes than they show.
+        applied: steps that were replayed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        monkeypatch.setattr(heal, "PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(heal, "fetch", self._fetch)
+        self.step, self.lineage = 5, 55
+        self.lineages = {5: 55}  # by step
+        self.holders = (0, 1)
+        self.idle = False  # the holders make no update
+        self.broken: set[int] = set()  # numbers of rounds that break
+        self.made = 0
+        self.on_round: Callable[[int], None] = lambda number: None
+        self.fetches: list[tuple[int, int]] = []
+        self.fail: set[int] = set()  # numbers of fetches
+        self.corrupt: set[int] = set()
+        self.release = threading.Event()  # lets fetches end
+        self.applied: list[int] = []
+        self.seconds = 0.0  # of the group's clock
+        self.events: list[Event] = []
+        self.value = 0  # the joiner's state
+        self.position = Position()
+        self.ledger = Ledger(GROUPS)
+        log = EventLog(None)
+        log.emit = self.events.append  # type: ignore[method-assign]
+        this: Any = self
+        self.heal = Heal(
+            FaultTolerance(enable=True, group_size=GROUPS, replica_id=2, **config),
+            position=self.position,
+            rounds=this,
+            exchange=this,
+            state=this,
+            ledger=self.ledger,
+            group=this,
+            events=log,
+            nominal_tokens=GROUPS * TOKENS,
+            token="token",
+            apply=self._apply,
+        )
+
+    def named(self, name: str) -> list[Event]:
+        return [event for event in self.events if event.name == name]
+
+    # The rounds
+
+    def launch_empty(self) -> None:
+        pass
+
+    def ask(self) -> None:
+        pass
+
+    def peer_address(self, rank: int) -> str:
+        return str(rank)
+
+    def take_digest(self) -> str:
+        self.position.take_digest(self._digest(self.value))
+        return ""
+
+    def make(self) -> Round | Broken:
+        self.made += 1
+        assert self.made < MOST_ROUNDS, f"it never ends: {self.events[-5:]}"
+        self.on_round(self.made)
+        if self.release.is_set() and self.heal._attempt is not None:
+            concurrent.futures.wait([self.heal._attempt._fetch], 20)  # else the rounds could outrun its thread
+        if self.made in self.broken:
+            self.position.broke()
+            return Broken("a peer is gone")
+        members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2))
+        quorum = Quorum(f"quorum {self.made}", len(members) - 1, members, self.step)
+        given = 0 if self.idle else TOKENS
+        rows = [
+            Row(
+                slot,
+                Standing.READY,
+                self.step,
+                seen=self.step,
+                lineage=self.lineage,
+                digest=self._digest(value_after(self.step)),
+                valid_tokens=given,
+                tokens=given,
+                training=1,
+            )
+            for slot in self.holders
+        ]
+        position = self.position
+        rows.append(
+            Row(
+                2,
+                position.standing,
+                position.claim,
+                seen=max(position.seen, position.claim),
+                heals=position.heals,
+                donor=position.donor,
+                awaited=int(position.awaited),
+            )
+        )
+        entries = [] if self.idle else [Entry(slot, self.step, 1, b"") for slot in self.holders]
+        made = Round(quorum, rows, judge(rows), entries)
+        position.observe(made)
+        if self.holders and not self.idle and not made.verdict.awaited:
+            self.step += 1
+            self.lineage = self.lineages[self.step] = descend(self.lineage, quorum.key, self.step)
+        return made
+
+    # The exchange, the group, the state
+
+    def reduced(self) -> list[torch.Tensor]:
+        return [torch.tensor(gradient_of(self.step))]
+
+    def gather(self, value: int) -> list[int]:
+        return [value]
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def load(self, snapshot: Snapshot) -> None:
+        self.value = int(snapshot.header)
+
+    def _apply(self, update: Update) -> None:
+        assert update.gradients is not None
+        self.value = apply(self.value, int(update.gradients[0].item()))
+        self.applied.append(update.step)
+
+    def _fetch(self, address: str, token: str, step: int, *_: Any) -> Snapshot:
+        self.fetches.append((int(address), step))
+        number = len(self.fetches)
+        assert self.release.wait(20)
+        if number in self.fail:
+            raise TransferError("the donor is gone")
+        wrong = 1 if int(address) in self.corrupt else 0
+        return Snapshot(
+            step, self.lineages[step], str(value_after(step) + wrong).encode(), torch.zeros(8, dtype=torch.uint8)
+        )
+
+    @staticmethod
+    def _digest(value: int) -> int:
+        return fold48(str(value))
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
+    """Provide worlds."""
+    return lambda **config: World(monkeypatch, **config)
+
+
+def healed(world: World) -> bool:
+    """Say whether group 2 holds what the holders hold, as far as it says that it does."""
+    position = world.position
+    return (
+        position.standing is Standing.READY
+        and position.step == world.step
+        and position.lineage == world.lineage
+        and world.value == value_after(world.step)
+    )
+
+
+def test_what_was_queued_is_replayed_in_order(make: Callable[..., World]) -> None:
+    """The state is that of step 6, after the round that named the donor; each later update is applied once."""
+    world = make()
+    world.on_round = lambda number: world.release.set() if number == 5 else None
+    world.heal.run()
+    assert healed(world)
+    (from_step,) = {step for _, step in world.fetches}
+    assert from_step == 5
+    assert world.applied == list(range(6, world.step + 1))
+    assert len(world.applied) >= 4
+    assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
+
+
+def test_a_round_that_breaks_is_no_update(make: Callable[..., World]) -> None:
+    """Nothing of it is queued, and the heal goes on."""
+    world = make()
+    world.broken = {2, 4}
+    world.on_round = lambda number: world.release.set() if number == 6 else None
+    world.heal.run()
+    assert healed(world)
+    assert world.applied == list(range(6, world.step + 1))
+
+
+def test_a_donor_that_fails_is_followed_by_the_next(make: Callable[..., World]) -> None:
+    """Each further attempt asks another holder; the last one's state is the one that counts."""
+    world = make()
+    world.release.set()
+    world.fail = {1, 2}
+    world.heal.run()
+    assert healed(world)
+    donors = [donor for donor, _ in world.fetches]
+    assert len(donors) == 3
+    assert len(set(donors)) == 2
+    assert world.applied == list(range(world.fetches[-1][1] + 1, world.step + 1))
+    assert len(world.named("heal_failed")) == 2
+
+
+def test_bytes_that_nobody_agreed_on_are_not_kept(make: Callable[..., World]) -> None:
+    """A donor whose state was corrupted after its digest is left, and what came from it is replaced."""
+    world = make()
+    world.release.set()
+    world.corrupt = {0}
+    world.heal.run()
+    assert healed(world)
+    assert world.fetches[-1][0] == 1
+    assert world.position.corrupt is False
+
+
+def test_a_full_queue_lets_the_others_wait(make: Callable[..., World]) -> None:
+    """After catch_up_max_steps updates no more is committed until the state is there."""
+    world = make(catch_up_max_steps=3)
+    world.on_round = lambda number: world.release.set() if number == 20 else None
+    world.heal.run()
+    assert healed(world)
+    assert len(world.named("catch_up_waiting")) == 1
+    assert world.applied[:3] == [6, 7, 8]
+    assert world.step < 5 + 15
+
+
+def test_the_last_holder_dies(make: Callable[..., World]) -> None:
+    """What is queued is replayed all the same, and this group holds the job's latest state then."""
+    world = make()
+
+    def die(number: int) -> None:
+        if number == 6:
+            world.holders = ()
+            world.release.set()
+
+    world.on_round = die
+    world.heal.run()
+    assert healed(world)
+    assert world.applied == list(range(6, world.step + 1))
+    assert len(world.applied) >= 4
+    assert world.named("rolled_back") == []
+
+
+def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
+    """The holders die before anything is fetched: after a while this group goes on from the state that it has."""
+    world = make()
+    world.fail = {1}
+    world.release.set()
+    world.position.step, world.position.lineage, world.value = 4, 44, value_after(4)
+
+    def die(number: int) -> None:
+        world.holders = () if number > 1 else world.holders
+        world.seconds += ALONE_SECONDS / 4
+
+    world.on_round = die
+    world.heal.run()
+    position = world.position
+    assert (position.standing, position.step, position.lineage) == (Standing.READY, 4, 44)
+    assert world.value == value_after(4)
+    assert world.applied == []
+    assert world.made >= 5
+    (event,) = world.named("rolled_back")
+    assert (event.step, event.lost) == (4, 1)  # type: ignore[attr-defined]  # a RolledBack
+    assert world.ledger.readers == (0, 1, 2)
+
+
+def test_without_any_state_the_job_is_lost(make: Callable[..., World]) -> None:
+    """The only holders are gone before a fetch could end, and this group has nothing to go on from."""
+    world = make()
+    world.fail = {1}
+
+    def die(number: int) -> None:
+        world.holders = () if number > 1 else world.holders
+        world.release.set()
+        world.seconds += ALONE_SECONDS / 4
+
+    world.on_round = die
+    with pytest.raises(JobLostError, match="step 5"):
+        world.heal.run()
+
+
+def test_told_to_leave_it_leaves(make: Callable[..., World]) -> None:
+    """It has nothing that the others need."""
+    world = make()
+    world.on_round = lambda number: world.position.leave() if number == 3 else None
+    with pytest.raises(Leaving):
+        world.heal.run()
+    world.release.set()
