@@ -1,10 +1,12 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a group tells of its shape."""
+"""What a rank opens to the other groups: the shape that its group has, its address, its end when ranks are silent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,10 @@ device.prepare()
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 
+from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.replica.group import Group  # noqa: E402
+from titan_ft.run.events import Event, RankSilent  # noqa: E402
+from titan_ft.training import links  # noqa: E402
 from titan_ft.training.links import _group_shape  # noqa: E402
 
 
@@ -81,3 +86,32 @@ def test_every_rank_counts() -> None:
     """Two groups whose ranks 0 are alike differ if their ranks 1 do."""
     model = nn.Linear(2, 3)
     assert shape(model, group=TwoRanks(1)) == shape(model, group=TwoRanks(1)) != shape(model, group=TwoRanks(2))
+
+
+def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without heartbeats the training thread's vote fails, and that may end the process first."""
+    ended: list[Any] = []
+    monkeypatch.setattr(links, "end_process", lambda status, *words: ended.extend((status, *words)))
+    emitted: list[Event] = []
+    membership = SimpleNamespace(fall_silent=lambda: None)
+    this: Any = SimpleNamespace(
+        _config=FaultTolerance(enable=True), membership=membership, _events=SimpleNamespace(emit=emitted.append)
+    )
+    links.Links._end_without(this, {3: "node7"}, 1.5)
+    status, emit, _, last = ended
+    emit()
+    assert status == 1
+    assert emitted == [RankSilent(ranks=[3], hosts=["node7"], seconds=1.5)]
+    assert last is membership.fall_silent
+
+
+@pytest.mark.parametrize(
+    ("lighthouse", "host"), [("http://127.0.0.1:29510", "127.0.0.1"), ("http://[::1]:29510/", "::1")]
+)
+def test_the_address_is_that_of_the_interface_to_the_lighthouse(lighthouse: str, host: str) -> None:
+    """Numeric, and found without a packet sent."""
+    try:
+        assert links._resolve_address(lighthouse) == host
+    except OSError:
+        assert ":" in host, "IPv4 must work"
+        pytest.skip("this machine has no IPv6")
