@@ -1,0 +1,172 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the trainer does around a step, without a model; whole runs of it are in tests/integration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ft import device
+
+device.prepare()  # before anything imports torchtitan, which reads the device at import
+
+from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
+
+from titan_ft.replica.errors import Leaving  # noqa: E402
+from titan_ft.replica.ledger import Entry  # noqa: E402
+from titan_ft.replica.round import NOTHING, Contribution  # noqa: E402
+from titan_ft.trainer import ReplicaTrainer  # noqa: E402
+
+LABELS = torch.tensor([[1, 2, IGNORE_INDEX], [3, 4, 5]])
+
+
+def trainer(**parts: Any) -> Any:
+    """Return a stand-in for `self` with the parts of a trainer that a method uses."""
+    return SimpleNamespace(**parts)
+
+
+def test_nominal_tokens_are_those_of_all_groups() -> None:
+    """Local losses are divided by them, so that the sum over all groups is the mean."""
+    config = SimpleNamespace(
+        training=SimpleNamespace(local_batch_size=2, seq_len=8), fault_tolerance=SimpleNamespace(group_size=5)
+    )
+    this = trainer(
+        job_config=config,
+        parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=3),
+        gradient_accumulation_steps=4,
+    )
+    assert ReplicaTrainer._count_nominal_tokens(this) == 2 * 8 * (2 * 3) * 4 * 5
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_group_s_contribution_is_the_sum_over_its_ranks(cp: int) -> None:
+    """Ranks of one context-parallel group share their tokens, and each has a part of the loss."""
+    facts = torch.tensor([[8.0, 10.0, 0.25, 1.0, 0.5], [8.0, 10.0, 0.5, 3.0, 0.1]], dtype=torch.float64)
+    told: list[list[float]] = []
+
+    def gather(values: list[float]) -> torch.Tensor:
+        told.append(values)
+        return facts
+
+    this = trainer(
+        _nominal_tokens=100, _group=SimpleNamespace(gather_losses=gather), parallel_dims=SimpleNamespace(cp=cp)
+    )
+    entries = (Entry(0, 0, 1, b""),)
+    made = ReplicaTrainer._gather_contribution(this, 8, 10, 0.25, 0.5, entries)
+    assert made == Contribution(16 // cp, 20 // cp, 0.75, 3.0, 0.5, entries)
+    assert told == [[8, 10, 0.25, 0.25 * 100 / 8, 0.5]]
+
+
+def test_the_exchange_is_armed_before_the_last_backward() -> None:
+    """Not before an earlier one, whose gradients are not final; and what is read counts when it is committed."""
+    order: list[str] = []
+    readings = {
+        slot: SimpleNamespace(batches=[({}, LABELS), ({}, LABELS)], entry=Entry(slot, 0, 2, b"")) for slot in (0, 2)
+    }
+
+    def read(slot: int, count: int) -> Any:
+        this.ntokens_seen += 999  # as torchtitan's batch_generator does
+        assert count == 2
+        return readings[slot]
+
+    def backward(inputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        order.append("backward")
+        return torch.tensor(0.5)
+
+    given: list[tuple[Any, ...]] = []
+    this = trainer(
+        ntokens_seen=70,
+        gradient_accumulation_steps=2,
+        _feed=SimpleNamespace(read=read),
+        _watchdog=SimpleNamespace(beat=lambda: None),
+        _forward_backward=backward,
+        _work=SimpleNamespace(readings=[], compute_seconds=0.0),
+        _gather_contribution=lambda *facts: given.append(facts) or NOTHING,
+    )
+    ReplicaTrainer._train(this, [0, 2], lambda: order.append("arm"))
+    assert order == ["backward"] * 3 + ["arm", "backward"]
+    assert this.ntokens_seen == 70
+    ((valid, tokens, loss, _, entries),) = given
+    assert (valid, tokens, loss) == (4 * 5, 4 * 6, 4 * 0.5)
+    assert entries == (readings[0].entry, readings[2].entry)
+    assert this._work.readings == [readings[0], readings[2]]
+    assert ReplicaTrainer._train(this, []) is NOTHING
+
+
+@pytest.mark.parametrize(
+    ("step", "saves", "pauses"), [(3, False, False), (4, False, True), (5, True, True), (10, False, True)]
+)
+def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: bool) -> None:
+    """torchtitan validates, saves or ends after the step: the others would wait in the exchange."""
+    config = SimpleNamespace(validation=SimpleNamespace(enable=True, freq=4), training=SimpleNamespace(steps=10))
+    this = trainer(job_config=config, checkpointer=SimpleNamespace(pauses_after=lambda step: saves))
+    assert ReplicaTrainer._pauses_after(this, step) is pauses
+
+
+class Step:
+    """A trainer in its step: notes what it does, in order."""
+
+    def __init__(self, committed: Any, leaving: bool = False) -> None:
+        self.done: list[str] = []
+        self.dropped: list[set[int]] = []
+        replica = SimpleNamespace(
+            commit=lambda contribution, train, discard: committed,
+            slots_to_read=lambda: [0],
+            arm=None,
+            digest_if_due=lambda: None,
+            heal_seconds=0.0,
+        )
+        note = lambda what, result=None: lambda *_: self.done.append(what) or result  # noqa: E731
+        self.this = trainer(
+            _join_job=lambda: replica,
+            _begun=True,
+            _chaos=None,
+            step=4,
+            optimizers=SimpleNamespace(zero_grad=lambda: None),
+            lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
+            _train=lambda slots, arm: NOTHING,
+            _discard=None,
+            _heal=note("heal"),
+            _apply=note("apply", 1.0),
+            _checkpoint_host=SimpleNamespace(participants=None),
+            _lr_factor=lambda update: 1.0,
+            _step_log=SimpleNamespace(emit=note("emit"), log=note("log")),
+            ntokens_seen=0,
+            _position=SimpleNamespace(leaving=leaving),
+            _feed=SimpleNamespace(drop=self.dropped.append),
+            job_config=SimpleNamespace(fault_tolerance=SimpleNamespace(replica_id=0)),
+        )
+
+    def make(self) -> None:
+        ReplicaTrainer.train_step(self.this, iter(()))
+
+
+COMMITTED = SimpleNamespace(update=None, participants=[0, 1])
+
+
+def test_a_commit_is_applied_and_recorded() -> None:
+    """In this order: what is recorded is in the state."""
+    step = Step(COMMITTED)
+    step.make()
+    assert step.done == ["apply", "emit", "log"]
+    assert step.this._checkpoint_host.participants == [0, 1]
+    assert step.dropped == [{0}]
+
+
+def test_without_a_commit_nothing_is_applied() -> None:
+    """The gradients are void; the step ends on the state of a donor."""
+    step = Step(None)
+    step.make()
+    assert step.done == ["heal"]
+
+
+def test_a_group_that_leaves_applies_its_last_step() -> None:
+    """It has committed the step with the others: its event and its last digest are those of that state."""
+    step = Step(COMMITTED, leaving=True)
+    with pytest.raises(Leaving):
+        step.make()
+    assert step.done == ["apply", "emit", "log"]
