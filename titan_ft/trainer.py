@@ -39,7 +39,6 @@ from titan_ft.run.events import Drained, Hung, StartedAnew, TrainingFinished
 from titan_ft.training import spec
 from titan_ft.training.checkpoint import ReplicaCheckpoints
 from titan_ft.training.checkpoint_host import CheckpointHost
-from titan_ft.training.counters import Counters
 from titan_ft.training.links import Links
 from titan_ft.training.step_log import StepLog, Work
 from titan_ft.training.worker import Launch, begin_events
@@ -74,7 +73,7 @@ class ReplicaTrainer(Trainer):
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
-        self._state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, Counters(self, self._ledger))
+        self._state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _Counters(self, self._ledger))
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
         has_loss = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id, has_loss=has_loss)
@@ -89,7 +88,7 @@ class ReplicaTrainer(Trainer):
         self._behind = self._begun = False
         self._chaos: ChaosAgent | None = None
         self._checkpoint_host = CheckpointHost(
-            job_config, self._ledger, self._position, self._events, self._group, heals_instead=self._heals_instead
+            job_config, self._ledger, self._position, self._events, self._group.gather, self._heals_instead
         )
         self.checkpointer.attach(self._checkpoint_host)
 
@@ -395,3 +394,19 @@ class ReplicaTrainer(Trainer):
         saves = self.checkpointer.pauses_after(step)
         validates = config.validation.enable and step % config.validation.freq == 0
         return step >= config.training.steps or saves or validates
+
+
+class _Counters:
+    """The trainer's count of committed tokens and the ledger, as part of the state that heals."""
+
+    def __init__(self, trainer: ReplicaTrainer, ledger: Ledger) -> None:
+        self._trainer, self._ledger = trainer, ledger
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is counted now."""
+        return {"ntokens_seen": self._trainer.ntokens_seen, "ledger": self._ledger.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what another group, or this one before, has counted."""
+        self._trainer.ntokens_seen = state_dict["ntokens_seen"]
+        self._ledger.load_state_dict(state_dict["ledger"])

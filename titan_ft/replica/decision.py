@@ -160,50 +160,54 @@ class Broken:
     spoiled: bool = False
 
 
-# The decisions. A group that trains:
+class Decision:
+    """What a group does after a round: one of the following."""
+
+
+# A group that trains:
 
 
 @dataclass(frozen=True)
-class Begin:
+class Begin(Decision):
     """Make the job's first step; `missing` groups did not come."""
 
     missing: int
 
 
 @dataclass(frozen=True)
-class Commit:
+class Commit(Decision):
     """Apply the round's update."""
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Decision):
     """Make a round again, at once, with the same gradients."""
 
 
 @dataclass(frozen=True)
-class LeaveOut:
+class LeaveOut(Decision):
     """Make it again without this group's gradients, which are not finite."""
 
 
 @dataclass(frozen=True)
-class Force:
+class Force(Decision):
     """Make it again with them: nobody has finite ones, so the model diverges, as it would in stock torchtitan."""
 
 
 @dataclass(frozen=True)
-class TakeOver:
+class TakeOver(Decision):
     """Train the batches of `slots` as well, whose group went with its share of the step, and make the round again."""
 
     slots: list[int]
 
 
 @dataclass(frozen=True)
-class Discard:
+class Discard(Decision):
     """Drop this group's gradients, and make the round again without: another group has read the same data."""
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(Decision):
     """Make a round again after a pause; the gradients are kept, and not sent until they are wanted."""
 
     reason: str
@@ -213,55 +217,37 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Heal:
+class Heal(Decision):
     """This group does not hold the job's state: its gradients are void, a donor's state is needed."""
 
 
 @dataclass(frozen=True)
-class Fetch:
+class Fetch(Decision):
     """Fetch the state from the member `donor` (rank in the quorum)."""
 
     donor: int
 
 
 @dataclass(frozen=True)
-class RollBack:
+class RollBack(Decision):
     """Go on from this group's own state: it is the latest that is left."""
 
 
 @dataclass(frozen=True)
-class Done:
+class Done(Decision):
     """All groups hold the final state."""
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Decision):
     """End in order: the group was told to leave, and its ranks have agreed."""
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class GiveUp(Decision):
     """End with `error`."""
 
     error: Exception
-
-
-Decision = (
-    Begin
-    | Commit
-    | Repeat
-    | LeaveOut
-    | Force
-    | TakeOver
-    | Discard
-    | Wait
-    | Heal
-    | Fetch
-    | RollBack
-    | Done
-    | Leave
-    | GiveUp
-)
 
 
 def decide(position: Position, outcome: Round | Broken, config: FaultTolerance) -> Decision:

@@ -9,6 +9,12 @@ class ReplicaError(RuntimeError):
     restart = True  # whether a supervisor may start the group again
 
 
+class FinalError(ReplicaError):
+    """An error that starting the group again would not mend."""
+
+    restart = False
+
+
 class Leaving(Exception):  # noqa: N818  # no error, but an end in order
     """This group was told to leave, and all of its ranks have agreed."""
 
@@ -29,37 +35,25 @@ class JobLostError(ReplicaError):
     """No living group holds the job's state."""
 
 
-class DivergedError(ReplicaError):
+class DivergedError(FinalError):
     """The groups' states differ and no majority says which is right."""
 
-    restart = False
 
-
-class ForeignMemberError(ReplicaError):
+class ForeignMemberError(FinalError):
     """Another job was at this lighthouse first."""
 
-    restart = False
 
-
-class ReplacedError(ReplicaError):
+class ReplacedError(FinalError):
     """A newer process runs the replica group that this process believes it is."""
 
-    restart = False
 
-
-class ConfigMismatchError(ReplicaError):
+class ConfigMismatchError(FinalError):
     """This group runs another config than the others."""
 
-    restart = False
 
-
-class StateMismatchError(ReplicaError):
+class StateMismatchError(FinalError):
     """A donor's state does not fit this rank's model or optimizer."""
 
-    restart = False
 
-
-class RefusedError(ReplicaError):
+class RefusedError(FinalError):
     """The other end of a transfer does not know this run's token."""
-
-    restart = False

@@ -14,20 +14,9 @@ import time
 from collections.abc import Callable
 
 from titan_ft.config import FaultTolerance
+from titan_ft.replica import decision as decisions
 from titan_ft.replica.catch_up import CatchUp, Fetched
-from titan_ft.replica.decision import (
-    Broken,
-    Fetch,
-    GiveUp,
-    Leave,
-    RollBack,
-    Round,
-    Update,
-    Wait,
-    decide,
-    gives_next,
-    is_update,
-)
+from titan_ft.replica.decision import Broken, Round, Update, decide, gives_next, is_update
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
@@ -115,17 +104,17 @@ class Heal:
             Leaving: see `run`.
         """
         match decide(self._position, outcome, self._config):
-            case Fetch(donor) if isinstance(outcome, Round):
+            case decisions.Fetch(donor) if isinstance(outcome, Round):
                 self._attempt = self._begin(outcome, donor)
-            case RollBack():
+            case decisions.RollBack():
                 self._roll_back()
                 return
-            case Wait():
+            case decisions.Wait():
                 time.sleep(PAUSE_SECONDS)
                 return
-            case GiveUp(error):
+            case decisions.GiveUp(error):
                 raise error
-            case Leave():
+            case decisions.Leave():
                 raise Leaving
         if not isinstance(outcome, Round):
             return

@@ -15,25 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import (
-    Begin,
-    Broken,
-    Commit,
-    Decision,
-    Discard,
-    Done,
-    Force,
-    GiveUp,
-    Leave,
-    LeaveOut,
-    Repeat,
-    Round,
-    TakeOver,
-    Update,
-    Wait,
-    decide,
-)
-from titan_ft.replica.decision import Heal as MustHeal
+from titan_ft.replica import decision as decisions
+from titan_ft.replica.decision import Broken, Decision, Round, Update, decide
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
@@ -129,15 +112,15 @@ class ReplicaDimension:
             self._position.wait(self._group.clock() - began)
             outcome = self._rounds.make()
             match decide(self._position, outcome, self._config):
-                case Begin(missing) if isinstance(outcome, Round):
+                case decisions.Begin(missing) if isinstance(outcome, Round):
                     if missing:
                         logger.warning("start_timeout_seconds is over: beginning without %d groups", missing)
                     self._position.begin()
                     self._ledger.readers = tuple(outcome.slots(outcome.verdict.ready))
                     return True
-                case MustHeal():
+                case decisions.Heal():
                     return False
-                case Wait():
+                case decisions.Wait():
                     time.sleep(PAUSE_SECONDS)
                 case other:
                     _end_if_decided(other)
@@ -181,23 +164,23 @@ class ReplicaDimension:
             outcome = self._rounds.make(contribution, use)
             exchanges += 1
             match decide(self._position, outcome, self._config):
-                case Commit() if isinstance(outcome, Round):
+                case decisions.Commit() if isinstance(outcome, Round):
                     return self._commit(outcome, exchanges)
-                case Repeat():
+                case decisions.Repeat():
                     use = given
-                case LeaveOut():
+                case decisions.LeaveOut():
                     use = given = Use.LEAVE_OUT
-                case Force():
+                case decisions.Force():
                     use = given = Use.FORCE
-                case TakeOver(slots):
+                case decisions.TakeOver(slots):
                     contribution = contribution.plus(train(slots))
-                case Discard():
+                case decisions.Discard():
                     discard()
                     contribution, use, given = NOTHING, Use.GIVE, Use.GIVE
-                case Wait(reason):
+                case decisions.Wait(reason):
                     self._wait(outcome, reason)
                     use = Use.REST if given in (Use.GIVE, Use.FORCE) else given
-                case MustHeal():
+                case decisions.Heal():
                     return None
                 case other:
                     _end_if_decided(other)
@@ -236,12 +219,12 @@ class ReplicaDimension:
             if complete:  # everybody was seen to have finished; this last round only let the slowest see it too
                 return digest
             decision = decide(self._position, outcome, self._config)
-            if isinstance(decision, MustHeal):
+            if isinstance(decision, decisions.Heal):
                 self.heal()
                 return self.finish()
             _end_if_decided(decision)
             # Ranks may have seen different rows of a group that is leaving: they must agree here.
-            complete = all(self._group.gather(int(isinstance(decision, Done))))
+            complete = all(self._group.gather(int(isinstance(decision, decisions.Done))))
             now = self._group.clock()
             if self._is_needed(outcome):
                 deadline = now + self._config.finish_timeout_seconds
@@ -319,7 +302,7 @@ def _end_if_decided(decision: Decision) -> None:
         Exception: that of a decision to give up.
     """
     match decision:
-        case Leave():
+        case decisions.Leave():
             raise Leaving
-        case GiveUp(error):
+        case decisions.GiveUp(error):
             raise error

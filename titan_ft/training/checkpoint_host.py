@@ -5,44 +5,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.position import Position
 from titan_ft.run.log import EventLog
 
 
+@dataclass
 class CheckpointHost:
-    """What `ReplicaCheckpoints` asks of the trainer.
-
-    Args:
-        config: torchtitan's JobConfig with our table.
-        heals_instead: joins the job as a group that can load so many steps, if that was not done yet; says whether
-            other groups are further.
+    """What `ReplicaCheckpoints` knows of the trainer.
 
     Attributes:
+        config: torchtitan's JobConfig with our table.
         position: this group's place in the job; checkpoints write only what it says of them.
+        gather: gathers an integer of every rank of this group.
+        heals_instead: joins the job as a group that can load so many steps, if that was not done yet; says whether
+            other groups are further.
         participants: slots that contributed to the last step; the trainer sets them.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        ledger: Ledger,
-        position: Position,
-        events: EventLog,
-        group: Group,
-        *,
-        heals_instead: Callable[[int], bool],
-    ) -> None:
-        self.config, self.ledger, self.position, self.events = config, ledger, position, events
-        self._group, self.heals_instead = group, heals_instead
-        self.participants: list[int] = []
-
-    def gather(self, value: int) -> list[int]:
-        """Gather an integer of every rank of this group."""
-        return self._group.gather(value)
+    config: Any
+    ledger: Ledger
+    position: Position
+    events: EventLog
+    gather: Callable[[int], list[int]]
+    heals_instead: Callable[[int], bool]
+    participants: list[int] = field(default_factory=list)
 
     @property
     def is_writer(self) -> bool:
