@@ -20,7 +20,7 @@ import pytest
 from tests.event_builder import build, named, untyped
 from titan_ft.chaos.command import ChaosCommand, Follower, catalogue, run_chaos
 from titan_ft.chaos.faults import FAULTS
-from titan_ft.chaos.rules import Listed
+from titan_ft.chaos.plan import Listed
 from titan_ft.config import ConfigError
 from titan_ft.run.log import encode, read_events
 from titan_ft.run.paths import RunPaths
@@ -271,8 +271,8 @@ def test_bad_usage(job: Job, given: dict[str, Any], message: str) -> None:
 def test_settings_are_numbers(job: Job) -> None:
     """What stands for a count stays whole."""
     (rule,) = ChaosCommand(job.paths.root, "kill_groups", settings=["count=3"], seed=1).plan().rules
-    assert isinstance(rule.when, Listed)
-    assert repr(dict(rule.when.entries[0].params)) == "{'count': 3}"
+    assert isinstance(rule, Listed)
+    assert repr(dict(rule.entries[0].params)) == "{'count': 3}"
 
 
 def test_catalogue_names_every_fault() -> None:

@@ -15,8 +15,8 @@ from types import FrameType
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.job import Job
-from titan_ft.chaos.orders import Orders
-from titan_ft.chaos.plan import Plan, load_plan, single
+from titan_ft.chaos.plan import Plan, single
+from titan_ft.chaos.plan_file import load_plan, number
 from titan_ft.chaos.processes import LocalProcesses, Worker
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.slurm import SlurmProcesses
@@ -86,11 +86,11 @@ def run_chaos(command: ChaosCommand) -> int:
     runner = ChaosRunner(
         plan,
         processes=follower.processes,
-        orders=Orders(paths.chaos_orders),
+        orders=paths.chaos_orders,
         events=log,
         lighthouse_pid=follower.lighthouse_pid,
         wait_for_all=command.fault is None,
-        tell=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
+        show=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
     )
     with _interrupts() as interrupts:
         try:
@@ -98,13 +98,13 @@ def run_chaos(command: ChaosCommand) -> int:
         finally:
             runner.close()
             log.close()
-    record = runner.record
+    outcomes = runner.outcomes
     if command.fault is None:
-        print(f"chaos ends: {record.num_injected} injected, {record.num_skipped} skipped", flush=True)
+        print(f"chaos ends: {outcomes.num_injected} injected, {outcomes.num_skipped} skipped", flush=True)
         return 0
-    if not record.num_injected and not record.last_reason:
+    if not outcomes.num_injected and not outcomes.last_reason:
         print(f"chaos: {command.fault} was not injected: this ended first", flush=True)
-    return 0 if record.num_injected else 1
+    return 0 if outcomes.num_injected else 1
 
 
 class Follower:
@@ -191,13 +191,10 @@ def _params(settings: Sequence[str]) -> dict[str, float]:
     params = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not name or not equals or number != number:
+        read = number(value)
+        if not name or not equals or isinstance(read, str):
             raise ConfigError(f"--set must be NAME=NUMBER, such as seconds=5, got {setting!r}")
-        params[name] = int(number) if number.is_integer() else number
+        params[name] = read
     return params
 
 
