@@ -203,7 +203,6 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _launch(command: Launch, worker_args: list[str]) -> int:
-    from titan_ft.chaos.plan import load_plan
     from titan_ft.launch.launch_plan import LaunchPlan
     from titan_ft.launch.local import launch
 
@@ -211,6 +210,11 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
         raise ConfigError(
             f"--chaos-seed must come with --chaos FILE, got {command.chaos_seed} alone; give the plan too"
         )
+    chaos = None
+    if command.chaos is not None:
+        from titan_ft.chaos.plan_file import load_plan  # what breaks a run is loaded where it is asked for
+
+        chaos = load_plan(command.chaos, command.chaos_seed)
     plan = LaunchPlan(
         config=command.config,
         num_replicas=command.replicas,
@@ -223,7 +227,7 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
         standby=not command.no_standby,
         resume=command.resume,
         minutes=command.minutes,
-        chaos=None if command.chaos is None else load_plan(command.chaos, command.chaos_seed),
+        chaos=chaos,
         metrics=command.metrics_port,
         worker_args=worker_args,
     )

@@ -84,7 +84,10 @@ class FakeRun:
             "import json, sys; from pathlib import Path; from titan_ft.launch.launch_plan import LaunchPlan; "
             "from titan_ft.launch.local import launch; plan = json.loads(sys.argv[1]); "
             "plan.update(config=Path(plan['config']), run_dir=Path(plan['run_dir'])); "
-            "code = launch(LaunchPlan(**plan)); assert 'torch' not in sys.modules; sys.exit(code)"
+            "code = launch(LaunchPlan(**plan)); "
+            "loaded = [name for name in sys.modules if name == 'torch' or name.startswith('titan_ft.chaos')]; "
+            "assert not loaded, loaded; "
+            "sys.exit(code)"
         )
         return self.start("-c", code, json.dumps(plan))
 

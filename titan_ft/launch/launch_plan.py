@@ -11,9 +11,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titan_ft.chaos.plan import Plan
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml
 from titan_ft.launch.lighthouse import LighthouseSettings
 from titan_ft.launch.lighthouse_keeper import HOST
@@ -21,6 +20,9 @@ from titan_ft.launch.resume import check_resume, split_headers
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
 from titan_ft.run.paths import RunPaths
+
+if TYPE_CHECKING:
+    from titan_ft.chaos.plan import Plan
 
 # Config modules whose [fault_tolerance] table is known here; any other may add fields, which its workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")

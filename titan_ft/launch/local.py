@@ -10,10 +10,8 @@ import signal
 import sys
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from titan_ft.chaos.orders import Orders
-from titan_ft.chaos.processes import LocalProcesses
-from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
@@ -26,6 +24,10 @@ from titan_ft.live.status_view import make_view
 from titan_ft.run.events import CheckpointSaved, Drained, LaunchFinished, LaunchStarted, LaunchStopping, StepCommitted
 from titan_ft.run.log import EventLog
 from titan_ft.run.tail import EventTail, last_error_line
+
+if TYPE_CHECKING:
+    from titan_ft.chaos.plan import Plan
+    from titan_ft.chaos.runner import ChaosRunner
 
 TICK_SECONDS = 0.1
 QUIET_SECONDS = 40.0
@@ -58,16 +60,20 @@ class LocalRun:
         self._told: set[Child] = set()
         self._trains_since: float | None = None
         self._time_is_up = False
-        self._chaos: ChaosRunner | None = None
-        if plan.chaos is not None:
-            self._chaos = ChaosRunner(
-                plan.chaos,
-                processes=LocalProcesses(),
-                orders=Orders(plan.paths.chaos_orders),
-                events=self._events,
-                lighthouse_pid=lambda: self._lighthouse.pid,
-            )
+        self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
         self.view = make_view(plan.num_replicas)
+
+    def _chaos_runner(self, plan: Plan) -> ChaosRunner:
+        from titan_ft.chaos.processes import LocalProcesses  # a run that nobody breaks loads nothing of it
+        from titan_ft.chaos.runner import ChaosRunner
+
+        return ChaosRunner(
+            plan,
+            processes=LocalProcesses(),
+            orders=self.plan.paths.chaos_orders,
+            events=self._events,
+            lighthouse_pid=lambda: self._lighthouse.pid,
+        )
 
     def run(self) -> int:
         """Return 0 when all groups finished or left, 2 when their configuration is wrong, else 1."""
