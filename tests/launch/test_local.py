@@ -153,7 +153,7 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
 
 def test_first_signal_drains(run: Any) -> None:
     """At Ctrl-C all groups get to leave in order, which is told; the run was stopped, so the status is 1."""
-    launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60, standby=False)
+    launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60, no_standby=True)
     about = [run.worker(replica, 0, 0) for replica in (0, 1)]
     assert "--fault_tolerance.drain_timeout_seconds=60" in about[0]["argv"]
     launcher.send_signal(signal.SIGINT)
@@ -184,7 +184,7 @@ def test_second_signal_ends_at_once(run: Any) -> None:
 
 def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
     """A group whose supervisor gets SIGTERM leaves; when the others finish, the run has succeeded."""
-    launcher = run.launch(replicas=2, module="draining_worker", standby=False)
+    launcher = run.launch(replicas=2, module="draining_worker", no_standby=True)
     for replica in (0, 1):
         run.worker(replica, 0, 0)
     _, _, second = children(launcher.pid)
@@ -199,7 +199,7 @@ def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
 
 def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
     """A group out of restarts is taken over by a spare, under the next attempt; without a spare left it has failed."""
-    launcher = run.launch(replicas=2, spares=1, max_restarts=0, standby=False)
+    launcher = run.launch(replicas=2, spares=1, max_restarts=0, no_standby=True)
     for replica in (0, 1):
         run.worker(replica, 0, 0)
     run.order(1, 0, 0, "exit 1")
@@ -228,7 +228,7 @@ def test_what_a_spare_may_replace() -> None:
 @pytest.mark.slow
 def test_run_with_a_spare_succeeds(run: Any) -> None:
     """When the spare finishes in the place of the lost group, the run has succeeded; a spare not needed just ends."""
-    launcher = run.launch(replicas=1, spares=2, max_restarts=0, standby=False)
+    launcher = run.launch(replicas=1, spares=2, max_restarts=0, no_standby=True)
     run.worker(0, 0, 0)
     run.order(0, 0, 0, "exit 1")
     run.worker(0, 0, 1)

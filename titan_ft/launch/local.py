@@ -45,7 +45,7 @@ class LocalRun:
         self.plan = plan
         self.groups = status.initial(plan.num_replicas)
         # First: when its port is taken, the folder must not look as if a run had been in it.
-        self._metrics = MetricsServer.at(plan.metrics) if plan.metrics else None
+        self._metrics = MetricsServer.at(plan.options.metrics_port) if plan.options.metrics_port else None
         self.num_signals = 0
         self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
@@ -53,7 +53,11 @@ class LocalRun:
         env = {"TITAN_FT_TOKEN": secrets.token_hex(16), "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
         self._children = Children(env)
         self._lighthouse = LighthouseKeeper(
-            plan.lighthouse_command, plan.lighthouse_port, plan.paths.lighthouse_log, self._children, self._events
+            plan.lighthouse_command,
+            plan.options.lighthouse_port,
+            plan.paths.lighthouse_log,
+            self._children,
+            self._events,
         )
         self._supervisors: dict[int, Child] = {}
         self._spares = Spares(plan, self._children, self._events)
@@ -97,7 +101,10 @@ class LocalRun:
         plan = self.plan
         self._events.emit(
             LaunchStarted(
-                replicas=plan.num_replicas, ranks_per_replica=plan.num_ranks, spares=plan.spares, job_id=plan.job_id
+                replicas=plan.num_replicas,
+                ranks_per_replica=plan.num_ranks,
+                spares=plan.options.spares,
+                job_id=plan.job_id,
             )
         )
         self._lighthouse.poll()
@@ -151,9 +158,9 @@ class LocalRun:
 
     def _seconds_left(self) -> float:
         """Return the time until the run is ended in order; infinite as long as that has not been set."""
-        if not self.plan.minutes or self._trains_since is None:
+        if not self.plan.options.minutes or self._trains_since is None:
             return float("inf")
-        return self._trains_since + 60 * self.plan.minutes - time.monotonic()
+        return self._trains_since + 60 * self.plan.options.minutes - time.monotonic()
 
     def _stop(self) -> None:
         """End what still runs. When the run is stopped from outside, its groups get the time to leave in order."""
@@ -230,7 +237,7 @@ class LocalRun:
     def _end_in_time(self) -> tuple[int, str]:
         """End the run that has had its time; whether that is a success shows when its groups have left."""
         self._time_is_up = True
-        self._begin_to_drain("its time is up", f"--minutes ({self.plan.minutes:g}) are over", "Ctrl-C")
+        self._begin_to_drain("its time is up", f"--minutes ({self.plan.options.minutes:g}) are over", "Ctrl-C")
         return 0, "its time is up"
 
     def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:

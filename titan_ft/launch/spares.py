@@ -35,7 +35,7 @@ class Spares:
 
     def start(self) -> None:
         command, paths = self._plan.spare_command(), self._plan.paths
-        for spare in range(self._plan.spares):
+        for spare in range(self._plan.options.spares):
             self._waiting.append(self._children.start(f"spare {spare}", command, paths.spare_log(spare)))
 
     def tell_address(self, address: str) -> None:
