@@ -138,10 +138,8 @@ class ChaosRunner:
         return None
 
     def _inject(self, aimed: Injection, lighthouse_pid: int | None) -> None:
-        if aimed.fault.by == "signal":
-            self._signals.send(aimed)
-        elif aimed.fault.by == "lighthouse":
-            self._signals.kill_lighthouse(aimed, lighthouse_pid)
+        if aimed.fault.by != "agent":
+            self._signals.send(aimed, lighthouse_pid)
         elif aimed.fault.scope == "donor":
             self._signals.provoke(aimed, lambda: self._agents.order_donor(aimed))
         else:

@@ -18,6 +18,7 @@ from titan_ft.chaos.schedule import Injection, Shot
 from titan_ft.run.events import Target
 
 _SIGNALS = {
+    "kill_lighthouse": signal.SIGKILL,
     "kill_rank": signal.SIGKILL,
     "kill_group": signal.SIGKILL,
     "kill_groups": signal.SIGKILL,
@@ -63,8 +64,11 @@ class Signals:
         """Tell whether workers are stopped."""
         return bool(self._stopped)
 
-    def send(self, aimed: Injection) -> None:
+    def send(self, aimed: Injection, lighthouse_pid: int | None) -> None:
         """Signal those targets that can be.
+
+        Args:
+            lighthouse_pid: process of the job's lighthouse on this host, None while there is none.
 
         Raises:
             Unreachable: none can be.
@@ -73,7 +77,7 @@ class Signals:
         missed: list[tuple[Target, Unreachable]] = []
         for target in aimed.targets:
             try:
-                held.append((target, self._reach(target)))
+                held.append((target, self._reach(target, lighthouse_pid)))
             except Unreachable as error:
                 missed.append((target, error))
         if not held:
@@ -106,29 +110,6 @@ class Signals:
         self._job.disturb(target.replica, Disturbance("restart", self._job.life(target.replica)))
         self._outcomes.hit("kill_group", target, f", for {aimed.fault.name}")
 
-    def kill_lighthouse(self, aimed: Injection, pid: int | None) -> None:
-        """Kill the lighthouse, a process of this host.
-
-        Raises:
-            Unreachable: it does not run.
-        """
-        if pid is None:
-            raise Unreachable("the lighthouse does not run right now")
-        (target,) = aimed.targets
-        lighthouse = Worker("the lighthouse", pid, host="")
-        reach = self._processes.reach([lighthouse], [lighthouse])
-        try:
-            self._outcomes.injecting(aimed.fault.name, target, aimed.shot, aimed.shot.params)
-            reach.send(signal.SIGKILL)
-        except Unreachable as error:
-            self._outcomes.missed(aimed.shot, target, str(error))
-            self._outcomes.count(False)
-        else:
-            self._outcomes.hit(aimed.fault.name, target)
-            self._outcomes.count(True)
-        finally:
-            reach.close()
-
     def undo(self, until: float) -> None:
         """Let those go on whose time is over then. One that was killed meanwhile is not stopped either."""
         due = [one for one in self._stopped if one.due <= until]
@@ -141,8 +122,12 @@ class Signals:
         for one in due:  # announced when all of them go on, because the disk may be full
             self._outcomes.undone(one.shot, one.target)
 
-    def _reach(self, target: Target) -> Reach:
-        assert target.replica is not None, "the lighthouse is reached elsewhere"
+    def _reach(self, target: Target, lighthouse_pid: int | None = None) -> Reach:
+        if target.lighthouse:
+            if lighthouse_pid is None:
+                raise Unreachable("the lighthouse does not run right now")
+            workers = [Worker("the lighthouse", lighthouse_pid, host="")]
+            return self._processes.reach(workers, workers)
         workers = self._job.workers(target)
         if not workers:
             raise Unreachable(f"no worker of replica {target.replica} has said where it runs")
@@ -150,9 +135,9 @@ class Signals:
 
     def _hit(self, aimed: Injection, target: Target, reach: Reach) -> bool:
         """Signal one target, announced just before; return whether anybody was hit."""
-        assert target.replica is not None, "the lighthouse is signalled elsewhere"
         fault, shot, signum = aimed.fault, aimed.shot, _SIGNALS[aimed.fault.name]
-        disturbance = Disturbance.of(aimed, target, self._job.life(target.replica))
+        life = 0 if target.replica is None else self._job.life(target.replica)
+        disturbance = Disturbance.of(aimed, target, life)
         self._outcomes.injecting(fault.name, target, shot, shot.params)
         stopped: _Stopped | None = None
         if signum == signal.SIGSTOP:
@@ -169,6 +154,7 @@ class Signals:
         if stopped is None:
             reach.close()
         disturbance.begin(self._wall())
-        self._job.disturb(target.replica, disturbance)
+        if target.replica is not None:
+            self._job.disturb(target.replica, disturbance)
         self._outcomes.hit(fault.name, target)
         return True

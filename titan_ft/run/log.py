@@ -18,7 +18,7 @@ import msgspec
 
 from titan_ft.run.events import Event, kinds
 
-_UNTOLD = (None, -1)
+_UNSET = (None, -1)
 _WRONG_FIELDS = "must have the fields of {} (see docs/events.md): {}; read an older version's run with that version"
 
 
@@ -52,7 +52,7 @@ class EventLog:
                 return
             event.time, event.mono, event.pid = time.time(), round(time.monotonic(), 6), os.getpid()
             for name, value in self._who.items():
-                if value is not None and getattr(event, name) in _UNTOLD:
+                if value is not None and getattr(event, name) in _UNSET:
                     setattr(event, name, value)
             line = encode(event)
             if os.write(self._fd, line) != len(line):
@@ -97,9 +97,9 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
         event: Event = _decoder(kind).decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(_WRONG_FIELDS.format(head.event, error)) from error
-    names, untold, values_of = _header(kind)
-    if True in map(operator.eq, values_of(event), untold):
-        missing = next(name for name, value in zip(names, untold, strict=True) if getattr(event, name) == value)
+    names, defaults, values_of = _header(kind)
+    if True in map(operator.eq, values_of(event), defaults):
+        missing = next(name for name, value in zip(names, defaults, strict=True) if getattr(event, name) == value)
         raise ValueError(_WRONG_FIELDS.format(head.event, f"{missing} is missing"))
     return event
 

@@ -181,10 +181,6 @@ def test_the_catalogue_is_complete() -> None:
     """The agent knows exactly the faults that are the agent's."""
     known = {*faults.AT_ONCE, *faults.IN_WAITING}
     assert known == {name for name, fault in FAULTS.items() if fault.by == "agent"}
-    assert set(faults.DONOR) == {name for name, fault in FAULTS.items() if fault.scope == "donor"}
-    assert set(faults.WHOLE_GROUP) == {
-        name for name, fault in FAULTS.items() if fault.by == "agent" and fault.scope in ("group", "link")
-    }
 
 
 def test_an_exception_strikes_once(worker: Worker) -> None:

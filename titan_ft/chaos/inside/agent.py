@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from titan_ft.chaos.inside.faults import AT_ONCE, DONOR, IN_WAITING, WHOLE_GROUP
+from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.inside.faults import AT_ONCE, IN_WAITING
 from titan_ft.chaos.inside.link import Location
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.inside.task import Task
@@ -87,8 +88,10 @@ class ChaosAgent:
     def _take(self, order: Order) -> None:
         if not self._is_for_me(order):
             return
-        one_of_many = order.replica is None or (order.rank is None and order.fault not in WHOLE_GROUP)
-        claim = self._worker.folder / f"{order.id}.taken" if one_of_many or order.fault in DONOR else None
+        scope = FAULTS[order.fault].scope if order.fault in FAULTS else "rank"
+        # Of a group's or a link's fault each rank takes its share; else one of those that the order is for acts.
+        one_of_many = order.replica is None or (order.rank is None and scope not in ("group", "link"))
+        claim = self._worker.folder / f"{order.id}.taken" if one_of_many or scope == "donor" else None
         task = Task(order, self._events, (self._replica, self._rank), claim)
         if order.fault in AT_ONCE:
             threading.Thread(

@@ -205,9 +205,3 @@ IN_WAITING: Mapping[str, Fault] = {
     )
 }
 """Faults that another thread carries out when it comes by."""
-
-WHOLE_GROUP = ("network_dead", "network_slow", "link_dead")
-"""Faults that hit all ranks of a group unless one is named; of the others one rank takes its share."""
-
-DONOR = ("kill_donor", "corrupt_chunk")
-"""Faults that are armed in many workers and carried out by one."""
