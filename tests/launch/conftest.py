@@ -72,7 +72,7 @@ class FakeRun:
 
     def launch(self, replicas: int, ranks: int = 1, **settings: object) -> subprocess.Popen[str]:
         """Start a launcher of fake workers."""
-        plan = {name: settings.pop(name) for name in ("module", "worker_args") if name in settings}
+        plan = {name: settings.pop(name) for name in ("module", "worker_args", "chaos") if name in settings}
         plan["module"] = plan.get("module", "fake_worker")
         options = {"replicas": replicas, "ranks_per_replica": ranks, **settings}
         code = (
@@ -80,8 +80,10 @@ class FakeRun:
             "from titan_ft.launch.local import launch; from titan_ft.options import Launch; "
             f"options = Launch(Path({str(self.config)!r}), run_dir=Path({str(self.paths.root)!r}), "
             "**json.loads(sys.argv[1])); "
-            "code = launch(LaunchPlan(options, **json.loads(sys.argv[2]))); "
-            "loaded = [name for name in sys.modules if name == 'torch' or name.startswith('titan_ft.chaos')]; "
+            "given = json.loads(sys.argv[2]); chaos = given.pop('chaos', None); "
+            "load = lambda file: __import__('titan_ft.chaos.plan_file', fromlist=['x']).load_plan(Path(file)); "
+            "code = launch(LaunchPlan(options, **given, chaos=chaos and load(chaos))); "
+            "loaded = [name for name in sys.modules if name == 'torch' or not chaos and 'titan_ft.chaos' in name]; "
             "assert not loaded, loaded; "
             "sys.exit(code)"
         )

@@ -71,6 +71,26 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
     assert stranger.poll() is None
 
 
+def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
+    """A fault of the plan strikes once all groups have trained together; the group comes back, and the status is 0."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text('seed = 1\n[[rule]]\nwhen = "script"\nshots = [{at = 0, fault = "kill_group", replica = 1}]\n')
+    mark = ["--job.description=titan_ft"]  # as a real worker's command line has it
+    launcher = run.launch(replicas=2, worker_args=mark, chaos=str(plan))
+    first = [run.worker(replica, 0, 0) for replica in (0, 1)]
+    for replica in (0, 1):
+        run.order(replica, 0, 0, "step 1")
+    run.worker(1, 0, 1)
+    assert run.is_alive(first[0]["pid"])
+    assert not run.is_alive(first[1]["pid"])
+    for replica in (0, 1):
+        run.order(replica, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=20)
+    assert (launcher.returncode, errors) == (0, "")
+    assert "fault: kill_group on replica 1" in printed
+    assert [(e["fault"], e["target"]) for e in run.events("fault_injected")] == [("kill_group", {"replica": 1})]
+
+
 def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
     """After SIGKILL of the launcher all that it started ends within seconds, also workers that ignore SIGTERM."""
     launcher = run.launch(replicas=2)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
 from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.resume import check_resume, split_headers
@@ -202,13 +202,10 @@ def _plain_name(name: str) -> str:
 def _overrides(worker_args: list[str]) -> dict[str, Any]:
     """Return the [fault_tolerance] fields that the workers' flags set, of those that concern the launcher too."""
     found: dict[str, Any] = {}
-    for position, arg in enumerate(worker_args):
-        name, equals, value = arg.partition("=")
-        section, _, key = name.removeprefix("--").replace("-", "_").partition(".")
-        if not arg.startswith("--") or section != TABLE or key not in SHARED_FIELDS:
+    for name, value in read_flags(worker_args):
+        section, _, key = name.partition(".")
+        if section != TABLE or key not in SHARED_FIELDS:
             continue
-        if not equals:
-            value = worker_args[position + 1] if position + 1 < len(worker_args) else ""
         try:
             found[key] = SHARED_FIELDS[key](value)
         except ValueError as error:

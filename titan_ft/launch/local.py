@@ -61,7 +61,7 @@ class LocalRun:
         )
         self._supervisors: dict[int, Child] = {}
         self._spares = Spares(plan, self._children, self._events)
-        self._told: set[Child] = set()
+        self._shown: set[Child] = set()
         self._trains_since: float | None = None
         self._time_is_up = False
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
@@ -127,7 +127,7 @@ class LocalRun:
         if self._metrics:
             self.view.line(f"metrics at {self._metrics.url}")
         for child in self._supervisors.values():
-            child.tell(address)
+            child.write_line(address)
         self._spares.tell_address(address)
         return self._watch()
 
@@ -143,7 +143,7 @@ class LocalRun:
                 self._chaos.poll()
                 if self._seconds_left() < QUIET_SECONDS:
                     self._chaos.close()
-            self._tell_failures(codes)
+            self._show_failures(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
                 return CONFIG_ERROR_CODE, "the configuration is wrong"
@@ -164,13 +164,13 @@ class LocalRun:
 
     def _stop(self) -> None:
         """End what still runs. When the run is stopped from outside, its groups get the time to leave in order."""
-        told, in_order = self.num_signals, self.num_signals > 0 or self._time_is_up
+        num_before, in_order = self.num_signals, self.num_signals > 0 or self._time_is_up
         grace = GRACE_SECONDS + 2.0 + (self.plan.drain_seconds if in_order else 0.0)
 
         def hurry() -> bool:
             if in_order:
                 self._refresh()
-            return self.num_signals > max(told, 1)
+            return self.num_signals > max(num_before, 1)
 
         try:
             if self._chaos is not None:
@@ -197,14 +197,14 @@ class LocalRun:
             self._metrics.update(self.groups)
         self.view.update(self.groups)
 
-    def _tell_failures(self, codes: dict[int, int | None]) -> None:
+    def _show_failures(self, codes: dict[int, int | None]) -> None:
         """Report a supervisor that ended without having said why in an event."""
         ended = [(self._supervisors[r], self.groups[r].state == status.FAILED) for r, code in codes.items() if code]
         ended += [(child, False) for child in self._spares.take_dead()]
         for child, explained in ended:
-            if child not in self._told and not explained:
+            if child not in self._shown and not explained:
                 self._error(f"{child.describe_end()}; {child.log}: {last_error_line(child.log)}")
-            self._told.add(child)
+            self._shown.add(child)
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
         """Give the place of each group that is lost to a spare, while there is one; its exit status becomes None."""

@@ -160,14 +160,14 @@ class Supervisor:
         self._committed = self._drained = False
         group = self._group = self._start_group(attempt, restarted_because)
         first: WorkerExit | None = None
-        told: set[int] = set()
+        announced: set[int] = set()
         try:
             exits = self._wait_for_end(group, came_back=restarted_because == SENT_AWAY)
             first = root_failure(exits)
             # Before the others are ended, which may take the grace time: the event's time is that of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
                 self._emit_exit(attempt, exit, exit.describe())
-                told.add(exit.rank)
+                announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
                 self._keeper.end()
                 group.drain(self.spec.drain_seconds, self._stop.impatient)
@@ -177,7 +177,7 @@ class Supervisor:
             final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
             self._group = None
         for exit in final:
-            if exit.rank not in told:
+            if exit.rank not in announced:
                 cause = first.describe() if first else "the run was stopped"
                 self._emit_exit(attempt, exit, f"stopped because {cause}", stopped=True)
         return first or root_failure(final)
@@ -365,12 +365,12 @@ def main(argv: list[str] | None = None) -> int:
     if not lighthouse:
         return 0 if options.spare else 1  # the launcher ended before the lighthouse was there
     if options.spare:
-        order = instructions.wait(stop, lambda: keeper.keep(due=options.standby))
-        if not order:
+        line = instructions.wait(stop, lambda: keeper.keep(due=options.standby))
+        if not line:
             keeper.end()
             return 0
-        told = json.loads(order)
-        options.replica, options.attempt = int(told["replica"]), int(told["attempt"])
+        place = json.loads(line)
+        options.replica, options.attempt = place["replica"], place["attempt"]
         options.worker_args = [*options.worker_args, f"--fault_tolerance.replica_id={options.replica}"]
     spec = GroupSpec(
         paths=RunPaths(options.run_dir),
