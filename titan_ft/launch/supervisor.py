@@ -132,6 +132,7 @@ class Supervisor:
             while not self._stop:
                 started = time.monotonic()
                 failure = self._run_attempt(attempt, restarted_because)
+                self._note_events()
                 if self._too_late:
                     return 0
                 if failure is None and (self._stop or not self._was_sent_away()):
@@ -139,7 +140,7 @@ class Supervisor:
                 if self._stop:
                     break
                 code = 0 if failure is None else failure.code
-                decision = self._policy.decide(code, time.monotonic() - started, self._has_committed())
+                decision = self._policy.decide(code, time.monotonic() - started, self._committed)
                 if not decision.restart:
                     if failure is None:
                         return 0
@@ -213,13 +214,13 @@ class Supervisor:
             now = time.monotonic()
             if now - looked > 1.0:
                 looked = now
-                committed = self._has_committed()
-                came_back = came_back and not committed
+                self._note_events()
+                came_back = came_back and not self._committed
                 if came_back and self._job_is_over(OVER_SECONDS):
                     self._too_late = True  # it would train everything anew, alone
                     self._stop.count = max(self._stop.count, 2)
                 # Imports must not slow the start of the group itself.
-                due = due or committed or now - started > STANDBY_AFTER_SECONDS
+                due = due or self._committed or now - started > STANDBY_AFTER_SECONDS
             # A group of which ranks have left needs no standby.
             self._keeper.keep(due and not exits and self.spec.standby and self._policy.restarts_left)
             time.sleep(POLL_SECONDS)
@@ -232,19 +233,17 @@ class Supervisor:
             event.signal = signal.Signals(-exit.code).name
         self._events.emit(event)
 
-    def _has_committed(self) -> bool:
-        """Tell whether the group contributed to a committed step in this attempt; to be asked every now and then."""
+    def _note_events(self) -> None:
+        """Take in what the workers have announced since the last call; every now and then, so that it is never much."""
         for event in self._own_events.poll():
             self._committed = self._committed or (isinstance(event, StepCommitted) and event.own_tokens > 0)
             self._drained = self._drained or isinstance(event, Drained)
-        return self._committed
 
     def _was_sent_away(self) -> bool:
         """Tell whether somebody asked the workers to leave while others train on: then the group is to come back.
 
         Who asks this process too wants the group to be gone. And nobody comes back to a job that is over.
         """
-        self._has_committed()
         return self._drained and not self._job_is_over()
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
