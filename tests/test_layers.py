@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from importlinter import cli
 
@@ -20,8 +21,27 @@ def test_a_trainer_without_chaos_loads_nothing_that_breaks_things() -> None:
     code = (
         "import sys, titan_ft.train\n"
         "import titan_ft.trainer\n"
+        "print(*(name for name in sys.modules if name.startswith('titan_ft.chaos')))\n"
+        "own = [module for name, module in sys.modules.items() if name.startswith('titan_ft')]\n"
+        "print(*(module.__name__ for module in own if sys.modules['ctypes'] in vars(module).values()))"
+    )
+    assert run(code) == ""
+
+
+def test_a_launch_without_chaos_loads_nothing_that_breaks_things(tmp_path: Path) -> None:
+    """Neither the command line nor the launcher; tests of whole launches assert it at their end as well."""
+    code = (
+        "import sys, titan_ft.launch.local, titan_ft.launch.supervisor\n"
+        "from titan_ft.cli import main\n"
+        "flags = ['--replicas', '2', '--ranks-per-replica', '1', '--run-dir', 'none']\n"
+        f"assert main(['launch', '{tmp_path}/none.toml', *flags]) == 2\n"
         "print(*(name for name in sys.modules if name.startswith('titan_ft.chaos')))"
     )
+    assert run(code) == ""
+
+
+def run(code: str) -> str:
+    """Return what Python code prints."""
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.strip() == ""
+    return process.stdout.strip()

@@ -12,7 +12,7 @@ types of the fields as objects, and would take strings for plain values.
 import difflib
 import ipaddress
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -219,6 +219,15 @@ class JobConfig:
     """Add the table to torchtitan's config, through `[job] custom_config_module = "titan_ft.config"`."""
 
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+
+
+def read_flags(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and value of torchtitan's flags, `--section.key=value` or `--section.key value`, with _ for each -."""
+    for position, arg in enumerate(args):
+        if arg.startswith("--"):
+            name, equals, value = arg.removeprefix("--").partition("=")
+            follows = args[position + 1] if position + 1 < len(args) else ""
+            yield name.replace("-", "_"), value if equals else follows
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:

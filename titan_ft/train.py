@@ -101,11 +101,13 @@ def _read_config(*args: str) -> Any:
     Raises:
         ConfigError: there is a mistake in it.
     """
-    toml = _config_file(list(args))
+    flags = dict(reversed(list(ft_config.read_flags(args))))  # torchtitan's ConfigManager takes the first
+    toml = flags.get("job.config_file")
     if toml is not None:
         values = ft_config.load_toml(toml)
         ft_config.check_toml(values)
-        args = (*_resolve_assets(list(args), values),)
+        if "model.hf_assets_path" not in flags:
+            args = (*args, *_assets_flag(values))
 
     from titan_ft import device
 
@@ -178,18 +180,8 @@ def _explain(error: Exception) -> int:
     return 1 if error.restart else FINAL_CODE
 
 
-def _config_file(args: list[str]) -> str | None:
-    """Find the TOML among the flags, as torchtitan's ConfigManager does."""
-    names = ("--job.config_file", "--job.config-file")
-    for position, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if name in names:
-            return value if equals else (args[position + 1] if position + 1 < len(args) else None)
-    return None
-
-
-def _resolve_assets(args: list[str], values: dict[str, Any]) -> list[str]:
-    """Replace a `titan_ft://` tokenizer by the folder in this package, before torchtitan looks for it."""
+def _assets_flag(values: dict[str, Any]) -> list[str]:
+    """Return a flag that replaces a `titan_ft://` tokenizer by the folder in this package, if there is one."""
     from titan_ft.data.assets import resolve
 
     path = str(values.get("model", {}).get("hf_assets_path", ""))
@@ -197,8 +189,7 @@ def _resolve_assets(args: list[str], values: dict[str, Any]) -> list[str]:
         resolved = resolve(path)
     except ValueError as error:
         raise ConfigError(f"model.hf_assets_path: {error}") from error
-    given = any(arg.replace("-", "_").startswith("__model.hf_assets_path") for arg in args)
-    return args if resolved == path or given else [*args, f"--model.hf_assets_path={resolved}"]
+    return [] if resolved == path else [f"--model.hf_assets_path={resolved}"]
 
 
 def _config_digest(job_config: Any) -> str:

@@ -372,7 +372,7 @@ class ReplicaTrainer(Trainer):
         )
 
     def _build_chaos_agent(self) -> ChaosAgent:
-        from titan_ft.chaos.inside.start import start_agent  # what breaks a worker is loaded where it is asked for
+        from titan_ft.chaos.inside.agent import start_agent  # what breaks a worker is loaded where it is asked for
 
         return start_agent(
             self.job_config,

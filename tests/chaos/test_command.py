@@ -18,17 +18,19 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named, untyped
-from titan_ft.chaos.command import ChaosCommand, Follower, catalogue, run_chaos
+from titan_ft.chaos.command import Follower, asked_plan, catalogue, run_chaos
 from titan_ft.chaos.faults import FAULTS
-from titan_ft.chaos.rules import Listed
+from titan_ft.chaos.plan import Listed
 from titan_ft.config import ConfigError
+from titan_ft.options import Chaos
 from titan_ft.run.log import encode, read_events
 from titan_ft.run.paths import RunPaths
 
 COMMAND = (
-    "import json, sys; from pathlib import Path; from titan_ft.chaos.command import ChaosCommand, run_chaos; "
-    "given = json.loads(sys.argv[1]); files = {name: Path(given.pop(name)) for name in ('run_dir', 'plan_file') "
-    "if name in given}; code = run_chaos(ChaosCommand(**files, **given)); "
+    "import json, sys; from pathlib import Path; from titan_ft.chaos.command import run_chaos; "
+    "from titan_ft.options import Chaos; "
+    "given = json.loads(sys.argv[1]); files = {name: Path(given.pop(name)) for name in ('run_dir', 'plan') "
+    "if name in given}; code = run_chaos(Chaos(**files, **given)); "
     "assert not {'torch', 'torchtitan', 'torchft'} & set(sys.modules); sys.exit(code)"
 )
 
@@ -168,7 +170,7 @@ def test_a_plan_goes_on_until_the_job_ends(job: Job, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('seed = 3\n[[rule]]\nwhen = "every"\nseconds = 0.2\nfaults = ["stop_rank"]\n')
     job.launch()
-    chaos = job.chaos(plan_file=str(plan), seed=4)
+    chaos = job.chaos(plan=str(plan), seed=4)
     wait_until(lambda: list(job.paths.events.glob("chaos-*.jsonl")), "the command's start")
     assert not job.told("chaos_started")
     job.commit()
@@ -186,7 +188,7 @@ def test_a_plan_ends_after_its_time(job: Job, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('[[rule]]\nwhen = "every"\nseconds = 600\nfaults = ["kill_group"]\n')
     job.launch()
-    code, printed = output(job.chaos(plan_file=str(plan), for_seconds=0.5))
+    code, printed = output(job.chaos(plan=str(plan), for_seconds=0.5))
     assert code == 0, printed
     assert "chaos ends: 0 injected, 0 skipped" in printed
     assert not job.told("fault_injected")
@@ -246,9 +248,9 @@ def test_a_folder_without_a_running_job_is_refused(job: Job, tmp_path: Path) -> 
     ("given", "message"),
     [
         ({}, "must get a FAULT or --plan FILE, got neither"),
-        ({"fault": "kill_group", "plan_file": Path("x")}, "got both"),
-        ({"plan_file": Path("x"), "rank": 1}, "--rank must come with a FAULT"),
-        ({"plan_file": Path("x"), "settings": ["a=1"]}, "--set must come with a FAULT"),
+        ({"fault": "kill_group", "plan": Path("x")}, "got both"),
+        ({"plan": Path("x"), "rank": 1}, "--rank must come with a FAULT"),
+        ({"plan": Path("x"), "settings": ["a=1"]}, "--set must come with a FAULT"),
         ({"fault": "stop_rank", "settings": ["seconds"]}, "--set must be NAME=NUMBER"),
         ({"fault": "stop_rank", "settings": ["seconds=soon"]}, "--set must be NAME=NUMBER"),
         ({"fault": "stop_rank", "settings": ["seconds=-1"]}, "seconds must be a number > 0, got -1"),
@@ -259,20 +261,20 @@ def test_a_folder_without_a_running_job_is_refused(job: Job, tmp_path: Path) -> 
         ),
         ({"fault": "kill_group", "rank": 1}, "rank must be left out with kill_group"),
         ({"fault": "kill_group", "for_seconds": 0.0}, "--for-seconds must be > 0"),
-        ({"plan_file": Path("/nowhere/x.toml")}, "x.toml"),
+        ({"plan": Path("/nowhere/x.toml")}, "x.toml"),
     ],
 )
 def test_bad_usage(job: Job, given: dict[str, Any], message: str) -> None:
     """Refused before anything of the job is looked at."""
     with pytest.raises(ConfigError, match=message):
-        run_chaos(ChaosCommand(job.paths.root, **given))
+        run_chaos(Chaos(job.paths.root, **given))
 
 
 def test_settings_are_numbers(job: Job) -> None:
     """What stands for a count stays whole."""
-    (rule,) = ChaosCommand(job.paths.root, "kill_groups", settings=["count=3"], seed=1).plan().rules
-    assert isinstance(rule.when, Listed)
-    assert repr(dict(rule.when.entries[0].params)) == "{'count': 3}"
+    (rule,) = asked_plan(Chaos(job.paths.root, "kill_groups", settings=("count=3",), seed=1)).rules
+    assert isinstance(rule, Listed)
+    assert repr(dict(rule.entries[0].params)) == "{'count': 3}"
 
 
 def test_catalogue_names_every_fault() -> None:
@@ -288,7 +290,7 @@ def test_the_command_leaves_signal_handlers_alone(job: Job) -> None:
     before = signal.getsignal(signal.SIGINT)
     job.launch()
     job.commit()
-    assert run_chaos(ChaosCommand(job.paths.root, "kill_rank", 0, 0)) == 0
+    assert run_chaos(Chaos(job.paths.root, "kill_rank", 0, 0)) == 0
     assert signal.getsignal(signal.SIGINT) is before
     assert job.workers[0, 0].wait(30) == -signal.SIGKILL
     assert os.getpid() not in {worker.pid for worker in job.workers.values()}

@@ -12,26 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from titan_ft.chaos.orders import Orders
+from titan_ft.chaos.orders import Order
 
 
 def test_an_order_is_one_line_with_all_an_agent_needs(tmp_path: Path) -> None:
     """The first order makes file and folder; a replica, rank or attempt that is left open is null."""
     path = tmp_path / "chaos" / "orders.jsonl"
     before = time.time()
-    first = Orders(path).send("slow_rank", replica=2, rank=1, attempt=3, params={"factor": 3.0}, seed=7, shot=4)
-    second = Orders(path).send("kill_donor", replica=None, params={}, seed=8, shot=5)
+    first = Order(fault="slow_rank", replica=2, rank=1, attempt=3, params={"factor": 3.0}, seed=7, shot=4)
+    second = Order(fault="kill_donor", params={}, seed=8, shot=5)
+    first.give(path)
+    second.give(path)
     text = path.read_text()
     assert text.endswith("\n")
     orders = [json.loads(line) for line in text.splitlines()]
     assert before <= orders[0].pop("time") <= time.time()
     assert orders[0] == {
-        "id": first, "fault": "slow_rank", "replica": 2, "rank": 1, "attempt": 3, "params": {"factor": 3.0},
+        "id": first.id, "fault": "slow_rank", "replica": 2, "rank": 1, "attempt": 3, "params": {"factor": 3.0},
         "seed": 7, "shot": 4,
     }  # fmt: skip
-    assert [orders[1][name] for name in ("id", "replica", "rank", "attempt")] == [second, None, None, None]
-    assert first != second
-    int(first, 16)
+    assert [orders[1][name] for name in ("id", "replica", "rank", "attempt")] == [second.id, None, None, None]
+    assert first.id != second.id
+    int(first.id, 16)
 
 
 def test_writers_do_not_mix_their_lines(tmp_path: Path) -> None:
@@ -40,7 +42,7 @@ def test_writers_do_not_mix_their_lines(tmp_path: Path) -> None:
 
     def write(writer: int) -> None:
         for shot in range(100):
-            Orders(path).send("segfault", replica=writer, params={"padding": 1.0}, seed=writer, shot=shot)
+            Order(fault="segfault", replica=writer, params={"padding": 1.0}, seed=writer, shot=shot).give(path)
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
     for thread in threads:
@@ -57,4 +59,4 @@ def test_an_order_cut_short_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     """A disk that is full is told, not passed over."""
     monkeypatch.setattr(os, "write", lambda fd, data: len(data) - 1)
     with pytest.raises(OSError, match="in part"):
-        Orders(tmp_path / "orders.jsonl").send("segfault", replica=0, params={}, seed=0, shot=0)
+        Order(fault="segfault", replica=0, params={}, seed=0, shot=0).give(tmp_path / "orders.jsonl")

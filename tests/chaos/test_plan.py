@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, LIGHTHOUSE
-from titan_ft.chaos.plan import Limits, load_plan, single
-from titan_ft.chaos.rules import Entry, Every, Listed, Poisson, Rule, Uniform
+from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Poisson, Uniform, single
+from titan_ft.chaos.plan_file import load_plan
 from titan_ft.chaos.schedule import GroupView, Injection, View, aim, shots
 from titan_ft.config import ConfigError
 
@@ -46,13 +46,11 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
     assert (plan.name, plan.seed, plan.start_seconds, plan.stop_after_seconds) == ("plan.toml", 9, 5, 60.5)
     assert plan.limits == Limits(2, (0, 3), 7)
     first, second = plan.rules
-    assert first == Rule(
-        Every(15),
-        {"kill_group": 1, "slow_rank": 1},
-        {"kill_group": {}, "slow_rank": {"factor": 8, "seconds": FAULTS["slow_rank"].params["seconds"]}},
-        replica=1,
-    )
-    assert second == Rule(Uniform(0, 3), {"kill_rank": 1, "segfault": 0.5}, {"kill_rank": {}, "segfault": {}}, rank=2)
+    assert first == Every(15, faults=["kill_group", "slow_rank"], params={"slow_rank": {"factor": 8}}, replica=1)
+    assert first.params == {"kill_group": {}, "slow_rank": {"factor": 8, "seconds": 20}}
+    assert first.weights == {"kill_group": 1, "slow_rank": 1}
+    assert second == Uniform(0, 3, faults={"kill_rank": 1, "segfault": 0.5}, rank=2)
+    assert second.params == {"kill_rank": {}, "segfault": {}}
 
 
 def test_defaults_are_gentle(tmp_path: Path) -> None:
@@ -68,7 +66,9 @@ def test_defaults_are_gentle(tmp_path: Path) -> None:
 def test_poisson_takes_the_job_or_its_parts(tmp_path: Path, keys: str, mtbf_seconds: float) -> None:
     """The job's mean time between failures is given, or follows from that of a GPU and their number."""
     plan = load_plan(write(tmp_path, f'[[rule]]\nwhen = "poisson"\n{keys}\nfaults = ["kill_group"]\n'))
-    assert plan.rules[0].when == Poisson(pytest.approx(mtbf_seconds))
+    (rule,) = plan.rules
+    assert isinstance(rule, Poisson)
+    assert rule.mtbf_seconds == pytest.approx(mtbf_seconds)
 
 
 def test_a_script_is_put_in_order(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_script_is_put_in_order(tmp_path: Path) -> None:
         '{at = 2.5, fault = "stop_rank", replica = 1, rank = 0, params = {seconds = 4}},\n'
         '{at = 2.5, fault = "kill_group"},\n]\n'
     )
-    assert load_plan(write(tmp_path, text)).rules[0].when == Listed(
+    assert load_plan(write(tmp_path, text)).rules[0] == Listed(
         (
             Entry(2.5, "stop_rank", {"seconds": 4}, 1, 0),
             Entry(2.5, "kill_group", {}),
@@ -98,7 +98,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         "3,stop_rank,1/0,seconds=4\n"
         "40,slow_rank,,factor=2 seconds=5\n"
     )
-    assert load_plan(write(tmp_path, TRACE, trace)).rules[0].when == Listed(
+    assert load_plan(write(tmp_path, TRACE, trace)).rules[0] == Listed(
         (
             Entry(3, "stop_rank", {"seconds": 4}, 1, 0),
             Entry(12.5, "kill_group", {}, 2),
@@ -111,7 +111,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 def test_a_trace_needs_no_params(tmp_path: Path) -> None:
     """Three columns are enough, also as a spreadsheet on Windows saves them."""
     (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbftime,fault,target\r\n5,kill_group,1\r\n")
-    assert load_plan(write(tmp_path, TRACE)).rules[0].when == Listed((Entry(5, "kill_group", {}, 1),))
+    assert load_plan(write(tmp_path, TRACE)).rules[0] == Listed((Entry(5, "kill_group", {}, 1),))
 
 
 def test_who_decides_the_seed(tmp_path: Path) -> None:
@@ -146,17 +146,17 @@ KEYS = "valid keys: when, seconds, faults, params, replica, rank"
 MISTAKES = {
     "unknown key": (
         "sed = 3\n" + EVERY,
-        "sed is not a valid key; did you mean seed? valid keys: seed, start_seconds, stop_after_seconds, limits, rule",
+        "sed is not a valid key; did you mean seed? valid keys: rule, seed, start_seconds, stop_after_seconds, limits",
     ),
     "seed": ("seed = 1.5\n" + EVERY, "seed must be a whole number >= 0, got 1.5; leave it out to have one drawn"),
     "start": ("start_seconds = -1\n" + EVERY, "start_seconds must be a number >= 0, got -1; 0 starts at once"),
     "stop": ("stop_after_seconds = inf\n" + EVERY, "stop_after_seconds must be a number >= 0, got inf; 0 never stops"),
-    "no rule": ("seed = 1\n", 'rule must be set, got nothing; add a table [[rule]] with when = "every"'),
+    "no rule": ("seed = 1\n", "rule must be set, got nothing; write [[rule]] above each"),
     "no array": (
         '[rule]\nwhen = "every"\n',
-        "rule must be an array of tables, got {'when': 'every'}; write [[rule]] above each rule",
+        "rule must be an array of tables, got {'when': 'every'}; write [[rule]] above each",
     ),
-    "empty array": ("rule = []\n", "rule must be an array of tables, got []; write [[rule]] above each rule"),
+    "empty array": ("rule = []\n", "rule must be an array of tables, got []; write [[rule]] above each"),
     "rule of no table": (
         "rule = [3]\n",
         "rule[0].when must be one of every, poisson, uniform, trace, script, got None; set it",
@@ -216,11 +216,13 @@ MISTAKES = {
     ),
     "poisson half": (
         '[[rule]]\nwhen = "poisson"\nmtbf_hours_per_gpu = 3\nfaults = ["kill_group"]\n',
-        "rule[0].gpus must be set, got nothing; give the number of GPUs of the job",
+        "rule[0].mtbf_seconds must be alone, or left out for both mtbf_hours_per_gpu and gpus, got mtbf_hours_per_gpu; "
+        "give one or the other",
     ),
     "poisson other half": (
         '[[rule]]\nwhen = "poisson"\ngpus = 3\nfaults = ["kill_group"]\n',
-        "rule[0].mtbf_hours_per_gpu must be set, got nothing; give the hours from one failure of a GPU to its next",
+        "rule[0].mtbf_seconds must be alone, or left out for both mtbf_hours_per_gpu and gpus, got gpus; give one or "
+        "the other",
     ),
     "poisson gpus": (
         '[[rule]]\nwhen = "poisson"\nmtbf_hours_per_gpu = 3\ngpus = 0\nfaults = ["kill_group"]\n',
@@ -228,8 +230,8 @@ MISTAKES = {
     ),
     "poisson both": (
         '[[rule]]\nwhen = "poisson"\nmtbf_seconds = 3\ngpus = 8\nfaults = ["kill_group"]\n',
-        "rule[0].mtbf_seconds must be alone, or left out for mtbf_hours_per_gpu and gpus, got it with gpus; "
-        "remove one of them",
+        "rule[0].mtbf_seconds must be alone, or left out for both mtbf_hours_per_gpu and gpus, got mtbf_seconds and "
+        "gpus; give one or the other",
     ),
     "uniform order": (
         '[[rule]]\nwhen = "uniform"\nmin_seconds = 9\nmax_seconds = 3\nfaults = ["kill_group"]\n',
@@ -242,11 +244,12 @@ MISTAKES = {
     "no faults": (RULE, 'rule[0].faults must be set, got nothing; for example ["kill_group"]'),
     "empty faults": (
         RULE + "faults = []\n",
-        'rule[0].faults must be a list of names, or a table of names and weights, got []; for example ["kill_group"]',
+        "rule[0].faults must be a list of names, or a table of names and weights > 0, got []; for example "
+        '["kill_group"]',
     ),
     "faults of no list": (
         RULE + 'faults = "kill_group"\n',
-        "rule[0].faults must be a list of names, or a table of names and weights, got 'kill_group'; "
+        "rule[0].faults must be a list of names, or a table of names and weights > 0, got 'kill_group'; "
         'for example ["kill_group"]',
     ),
     "fault": (
@@ -255,7 +258,8 @@ MISTAKES = {
     ),
     "fault of no name": (
         RULE + "faults = [[3]]\n",
-        f"rule[0].faults must name a fault, got [3]; faults: {', '.join(FAULTS)}",
+        "rule[0].faults must be a list of names, or a table of names and weights > 0, got [[3]]; for example "
+        '["kill_group"]',
     ),
     "fault twice": (
         RULE + 'faults = ["kill_rank", "segfault", "kill_rank"]\n',
@@ -263,7 +267,8 @@ MISTAKES = {
     ),
     "weight": (
         RULE + "faults = {kill_rank = 0}\n",
-        "rule[0].faults.kill_rank must be a number > 0, got 0; remove it to have none",
+        "rule[0].faults must be a list of names, or a table of names and weights > 0, got {'kill_rank': 0}; "
+        'for example ["kill_group"]',
     ),
     "params of another fault": (
         EVERY + "params = {stop_rank = {seconds = 3}}\n",
@@ -272,11 +277,11 @@ MISTAKES = {
     "params of no table": (EVERY + "params = 3\n", "rule[0].params must be a table, got 3; write its keys below it"),
     "param of no table": (
         EVERY + "params = {kill_group = 3}\n",
-        "rule[0].params.kill_group must be a table, got 3; for example {seconds = 10}",
+        "rule[0].params.kill_group must be a table, got 3; write its keys below it",
     ),
     "param": (
         RULE + 'faults = ["stop_rank"]\nparams = {stop_rank = {secs = 3}}\n',
-        "rule[0].params.stop_rank.secs is no parameter of stop_rank; did you mean seconds? it has: seconds",
+        "rule[0].params.stop_rank.secs is not a valid key of stop_rank; did you mean seconds? valid keys: seconds",
     ),
     "param value": (
         RULE + 'faults = ["network_slow"]\nparams = {network_slow = {loss = 2}}\n',
@@ -284,7 +289,15 @@ MISTAKES = {
     ),
     "replica": (
         EVERY + 'replica = "0"\n',
-        "rule[0].replica must be an integer >= 0, got '0'; leave it out for a random one",
+        "rule[0].replica must be a whole number >= 0, got '0'; leave it out for a random one",
+    ),
+    "replica of a bool": (
+        EVERY + "replica = true\n",
+        "rule[0].replica must be a whole number >= 0, got True; leave it out for a random one",
+    ),
+    "negative replica": (
+        EVERY + "replica = -1\n",
+        "rule[0].replica must be a whole number >= 0, got -1; leave it out for a random one",
     ),
     "peer": (
         '[[rule]]\nwhen = "every"\nseconds = 1\nfaults = ["link_dead"]\nreplica = 1\nparams.link_dead.peer = 1\n',
@@ -321,7 +334,7 @@ MISTAKES = {
     ),
     "shot key": (
         SCRIPT + 'shots = [{at = 1, fault = "kill_rank", target = 2}]\n',
-        "rule[0].shots[0].target is not a valid key; valid keys: at, fault, replica, rank, params",
+        "rule[0].shots[0].target is not a valid key; valid keys: at, fault, params, replica, rank",
     ),
     "shot without time": (
         SCRIPT + 'shots = [{fault = "kill_rank"}]\n',
@@ -329,11 +342,11 @@ MISTAKES = {
     ),
     "shot without fault": (
         SCRIPT + "shots = [{at = 1}]\n",
-        "rule[0].shots[0].fault must be set, got nothing; name one",
+        "rule[0].shots[0].fault must be set, got nothing; titan-ft chaos --list has them",
     ),
     "shot before the start": (
         SCRIPT + 'shots = [{at = 3, fault = "kill_rank"}, {at = -1, fault = "kill_rank"}]\n',
-        "rule[0].shots[1].at must be a number >= 0, got -1; it counts from the start",
+        "rule[0].shots[1].at must be a number >= 0, got -1; give the seconds since the schedule's start",
     ),
     "shot's fault": (
         SCRIPT + 'shots = [{at = 1, fault = "sigsegv"}]\n',
@@ -345,7 +358,7 @@ MISTAKES = {
     ),
     "shot's params": (
         SCRIPT + 'shots = [{at = 1, fault = "kill_rank", params = {seconds = 1}}]\n',
-        "rule[0].shots[0].params.seconds is no parameter of kill_rank; it has: none",
+        "rule[0].shots[0].params.seconds is not a valid key of kill_rank; valid keys: none",
     ),
     "script with faults": (
         SCRIPT + 'faults = ["kill_rank"]\n',
@@ -353,11 +366,11 @@ MISTAKES = {
     ),
     "no file": (
         '[[rule]]\nwhen = "trace"\n',
-        "rule[0].file must be set, got nothing; give the path of a CSV file, relative to this file",
+        "rule[0].file must be set, got nothing; that of a CSV file, relative to this file",
     ),
     "file of no path": (
         '[[rule]]\nwhen = "trace"\nfile = 3\n',
-        "rule[0].file must be a path, got 3; it is relative to this file",
+        "rule[0].file must be a path, got 3; that of a CSV file, relative to this file",
     ),
 }
 
@@ -387,11 +400,18 @@ TRACE_MISTAKES = {
         "# one\n\n" + HEAD + "\n# two\n3,kil_group,,\n",
         f"t.csv:6.fault must name a fault, got 'kil_group'; did you mean kill_group? faults: {', '.join(FAULTS)}",
     ),
-    "time": (HEAD + "soon,kill_group,,\n", "t.csv:2.at must be a number >= 0, got 'soon'; it counts from the start"),
-    "no time": (HEAD + "nan,kill_group,,\n", "t.csv:2.at must be a number >= 0, got nan; it counts from the start"),
+    "time": (
+        HEAD + "soon,kill_group,,\n",
+        "t.csv:2.at must be a number >= 0, got 'soon'; give the seconds since the schedule's start",
+    ),
+    "no time": (
+        HEAD + "nan,kill_group,,\n",
+        "t.csv:2.at must be a number >= 0, got nan; give the seconds since the schedule's start",
+    ),
     "target": (
         HEAD + "3,kill_group,replica-1,\n",
-        "t.csv:2.target must be a group (2), a rank of one (2/0), lighthouse, or empty, got 'replica-1'; correct it",
+        "t.csv:2.target must be a group (2), a rank of one (2/0), empty, or the lighthouse for a fault of it, got "
+        "'replica-1'; correct it",
     ),
     "rank of a group's fault": (
         HEAD + "3,kill_group,1/0,\n",
@@ -399,7 +419,8 @@ TRACE_MISTAKES = {
     ),
     "lighthouse as a group": (
         HEAD + "3,kill_group,lighthouse,\n",
-        "t.csv:2.target must be a group or empty with kill_group, got 'lighthouse'; correct it",
+        "t.csv:2.target must be a group (2), a rank of one (2/0), empty, or the lighthouse for a fault of it, got "
+        "'lighthouse'; correct it",
     ),
     "params": (
         HEAD + "3,stop_rank,,5\n",
@@ -464,8 +485,11 @@ def test_single_may_take_down_all_but_one() -> None:
             ("link_dead", 2, None, {"peer": 2}),
             "params.peer must be another group than the target, replica 2, got 2; leave it out for a random one",
         ),
-        (("kill_group", 0, 0, {}), "target.rank must be left out with kill_group, got 0; it hits a whole group"),
-        (("kill_group", 0, None, {"seconds": 1.0}), "params.seconds is no parameter of kill_group; it has: none"),
+        (("kill_group", 0, 0, {}), "rank must be left out with kill_group, got 0; it hits a whole group"),
+        (
+            ("kill_group", 0, None, {"seconds": 1.0}),
+            "params.seconds is not a valid key of kill_group; valid keys: none",
+        ),
     ],
 )
 def test_single_refuses_mistakes(arguments: tuple[str, int | None, int | None, dict[str, float]], line: str) -> None:

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named, untyped
+from titan_ft.chaos.agents import WAIT_SECONDS
+from titan_ft.chaos.disturbance import SETTLE_SECONDS
 from titan_ft.chaos.faults import FAULTS
-from titan_ft.chaos.orders import Orders
-from titan_ft.chaos.plan import Limits, Plan, single
+from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Plan, single
 from titan_ft.chaos.processes import Unreachable, Worker
-from titan_ft.chaos.rules import Entry, Every, Listed, Rule
 from titan_ft.chaos.runner import ChaosRunner
-from titan_ft.chaos.standing_orders import WAIT_SECONDS
-from titan_ft.chaos.trouble import SETTLE_SECONDS
 from titan_ft.run.log import EventLog, read_events
 
 LIGHTHOUSE = 99
@@ -78,12 +76,12 @@ class Harness:
         self.runner = ChaosRunner(
             plan,
             processes=self.processes,
-            orders=Orders(folder / "chaos" / "orders.jsonl"),
+            orders=folder / "chaos" / "orders.jsonl",
             events=self.log,
             lighthouse_pid=lambda: LIGHTHOUSE,
             clock=lambda: self.now,
             wall=lambda: self.now,
-            tell=self.lines.append,
+            show=self.lines.append,
             **settings,
         )
 
@@ -156,12 +154,12 @@ class Harness:
 
 def listed(*entries: tuple[float, str, int | None], seed: int = 1, **limits: Any) -> Plan:
     made = tuple(Entry(at, name, FAULTS[name].params, replica) for at, name, replica in entries)
-    return Plan("test", seed, limits=Limits(**limits), rules=(Rule(Listed(made)),))
+    return Plan("test", seed, limits=Limits(**limits), rules=(Listed(made),))
 
 
 def test_the_schedule_starts_when_all_groups_train_together(tmp_path: Path) -> None:
     """Neither a part of the groups nor time alone starts it; then `start_seconds` pass first."""
-    plan = Plan("test", 5, start_seconds=10.0, rules=(Rule(Listed((Entry(2.0, "kill_group", {}, 1),))),))
+    plan = Plan("test", 5, start_seconds=10.0, rules=(Listed((Entry(2.0, "kill_group", {}, 1),)),))
     harness = Harness(plan, tmp_path)
     harness.launch()
     harness.commit(3)
@@ -295,7 +293,7 @@ def test_a_shot_that_waits_too_long_is_skipped_with_the_reason(tmp_path: Path) -
     assert (told["fault"], told["shot"], told["target"]) == ("kill_group", 1, None)
     assert "max_down" in told["reason"]
     assert harness.runner.done
-    assert (harness.runner.record.num_injected, harness.runner.record.num_skipped) == (2, 1)
+    assert (harness.runner.outcomes.num_injected, harness.runner.outcomes.num_skipped) == (2, 1)
 
 
 def test_what_can_never_be_is_skipped_at_once(tmp_path: Path) -> None:
@@ -332,7 +330,7 @@ def test_several_groups_at_once(tmp_path: Path) -> None:
     hit = {event["target"]["replica"] for event in told}
     assert len(hit) == 2
     assert harness.up() == [replica for replica in range(4) if replica not in hit]
-    assert harness.runner.record.num_injected == 1
+    assert harness.runner.outcomes.num_injected == 1
 
 
 def test_an_order_goes_to_this_start_of_the_group(tmp_path: Path) -> None:
@@ -382,13 +380,13 @@ def test_an_order_that_comes_to_nothing_is_skipped(tmp_path: Path, happening: st
     harness.runner.poll()
     assert harness.runner.done
     assert [event["reason"] for event in harness.told("fault_skipped")] == ([] if happening == "agent" else [reason])
-    assert harness.runner.record.last_reason == reason
-    assert harness.runner.record.num_skipped == 1
+    assert harness.runner.outcomes.last_reason == reason
+    assert harness.runner.outcomes.num_skipped == 1
     harness.commit()
     assert harness.up() == [0, 1, 2, 3]
 
 
-def test_a_slow_rank_is_in_trouble_until_it_was_undone(tmp_path: Path) -> None:
+def test_a_slow_rank_is_disturbed_until_it_was_undone(tmp_path: Path) -> None:
     """Though its group contributes all the time."""
     harness = Harness(single("slow_rank", 0), tmp_path)
     harness.launch()
@@ -403,7 +401,7 @@ def test_a_slow_rank_is_in_trouble_until_it_was_undone(tmp_path: Path) -> None:
     assert harness.up() == [0, 1, 2, 3]
 
 
-def test_both_ends_of_a_link_are_ordered_and_in_trouble(tmp_path: Path) -> None:
+def test_both_ends_of_a_link_are_ordered_and_disturbed(tmp_path: Path) -> None:
     """Each is told the other one; it counts as one shot, and each end is up when its own agent has ended it."""
     harness = Harness(single("link_dead", 2, params={"peer": 0}), tmp_path)
     harness.launch()
@@ -416,7 +414,7 @@ def test_both_ends_of_a_link_are_ordered_and_in_trouble(tmp_path: Path) -> None:
     for order in orders:
         harness.agent(order, params=order["params"])
     assert harness.runner.done
-    assert harness.runner.record.num_injected == 1
+    assert harness.runner.outcomes.num_injected == 1
     assert harness.lines[-1] == "chaos: link_dead at replica 2 rank 0, to replica 0"
     for order, up in zip(orders, ([1, 2, 3], [0, 1, 2, 3]), strict=True):
         harness.commit()
@@ -426,7 +424,7 @@ def test_both_ends_of_a_link_are_ordered_and_in_trouble(tmp_path: Path) -> None:
 
 
 def test_a_link_that_one_end_does_not_cut_is_cut_by_the_other(tmp_path: Path) -> None:
-    """Then the end that has skipped it is in no trouble of its own."""
+    """Then the end that has skipped it is not disturbed by itself."""
     harness = Harness(single("link_dead", 2, params={"peer": 0}), tmp_path)
     harness.launch()
     harness.commit()
@@ -435,11 +433,11 @@ def test_a_link_that_one_end_does_not_cut_is_cut_by_the_other(tmp_path: Path) ->
     harness.agent(orders[1], "fault_skipped", reason="another fault")
     harness.commit()
     assert harness.up() == [0, 1, 3]
-    assert (harness.runner.record.num_injected, harness.runner.record.num_skipped) == (1, 0)
+    assert (harness.runner.outcomes.num_injected, harness.runner.outcomes.num_skipped) == (1, 0)
 
 
 def test_a_nan_is_over_when_it_was_left_out(tmp_path: Path) -> None:
-    """Any group may tell that; the trouble of a group that is not named goes on."""
+    """Any group may tell that; a group that is not named stays disturbed."""
     harness = Harness(single("nan_gradient", 2), tmp_path)
     harness.launch()
     harness.commit()
@@ -502,7 +500,7 @@ def test_a_donor_is_killed_in_a_heal_that_is_provoked(tmp_path: Path) -> None:
     harness.commit(0)
     assert [pids for _, pids in harness.processes.sent[1:]] in ([[1030]], [[1031]])
     assert harness.up() == [1, 2]
-    assert harness.runner.record.num_injected == 2
+    assert harness.runner.outcomes.num_injected == 2
 
 
 def test_nothing_is_ordered_when_no_heal_can_be_provoked(tmp_path: Path) -> None:
@@ -513,7 +511,7 @@ def test_nothing_is_ordered_when_no_heal_can_be_provoked(tmp_path: Path) -> None
     harness.commit()
     assert not (tmp_path / "chaos").exists()
     harness.at(100)
-    assert harness.runner.record.last_reason == "nobody is there"
+    assert harness.runner.outcomes.last_reason == "nobody is there"
 
 
 def test_a_group_left_out_by_the_others_is_not_up(tmp_path: Path) -> None:
@@ -574,8 +572,8 @@ def test_workers_that_come_back_under_the_same_attempt_are_a_new_start(tmp_path:
 def replay(folder: Path, seed: int) -> list[tuple[object, ...]]:
     """Run a campaign in which every group that is hit comes back a second later; return what was injected."""
     faults = {"kill_rank": 1.0, "kill_group": 1.0, "stop_group": 1.0, "kill_lighthouse": 1.0}
-    params = {name: {"seconds": 2.0} if name == "stop_group" else {} for name in faults}
-    plan = Plan("test", seed, stop_after_seconds=100.0, rules=(Rule(Every(5.0), faults, params),))
+    rule = Every(5.0, faults=faults, params={"stop_group": {"seconds": 2.0}})
+    plan = Plan("test", seed, stop_after_seconds=100.0, rules=(rule,))
     harness = Harness(plan, folder)
     harness.launch()
     harness.commit()

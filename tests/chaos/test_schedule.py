@@ -14,24 +14,17 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import islice, pairwise, permutations
 
-import msgspec
 import pytest
 
 from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, LIGHTHOUSE
-from titan_ft.chaos.plan import Limits, Plan
-from titan_ft.chaos.rules import Entry, Every, Listed, Poisson, Rule, Uniform
-from titan_ft.chaos.schedule import GroupView, Injection, Refusal, Shot, Target, View, aim, shots
+from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Plan, Poisson, Rule, Uniform
+from titan_ft.chaos.schedule import GroupView, Injection, Refusal, Shot, View, aim, shots
+from titan_ft.run.events import Target
 
 ALL = frozenset({AGENT, CHECKPOINT, LIGHTHOUSE})
 
 
-def make_rule(when: Every | Poisson | Uniform, *faults: str, **weights: float) -> Rule:
-    """Return a rule that chooses from these faults."""
-    chosen = dict.fromkeys(faults, 1.0) | weights
-    return Rule(when, chosen, {name: FAULTS[name].params for name in chosen})
-
-
-def make_plan(*rules: Rule, seed: int = 7, **rest: float) -> Plan:
+def make_plan(*rules: Rule | Listed, seed: int = 7, **rest: float) -> Plan:
     return Plan("test", seed, rules=rules, **rest)  # type: ignore[arg-type]
 
 
@@ -61,7 +54,7 @@ def reason_of(decision: Injection | Refusal, *, final: bool) -> str:
 
 def test_every_starts_at_once_and_does_not_drift() -> None:
     """Shots come at exact multiples of the period, numbered from 0."""
-    plan = make_plan(make_rule(Every(0.1), "kill_group"))
+    plan = make_plan(Every(0.1, faults=["kill_group"]))
     first = list(islice(shots(plan), 1001))
     assert [shot.number for shot in first] == list(range(1001))
     assert first[0].time == 0
@@ -70,7 +63,7 @@ def test_every_starts_at_once_and_does_not_drift() -> None:
 
 def test_poisson_gaps_are_exponential() -> None:
     """Mean and standard deviation of the gaps are the MTBF, and a share of 1/e is longer than it."""
-    times = [0.0, *(shot.time for shot in islice(shots(make_plan(make_rule(Poisson(30.0), "kill_group"))), 6_000))]
+    times = [0.0, *(shot.time for shot in islice(shots(make_plan(Poisson(30.0, faults=["kill_group"]))), 6_000))]
     gaps = [after - before for before, after in pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(30, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(30, rel=0.06)
@@ -79,14 +72,14 @@ def test_poisson_gaps_are_exponential() -> None:
 
 def test_poisson_gaps_are_independent() -> None:
     """A short gap says nothing about the next one, although each is drawn from a source of its own."""
-    times = [shot.time for shot in islice(shots(make_plan(make_rule(Poisson(30.0), "kill_group"))), 4_000)]
+    times = [shot.time for shot in islice(shots(make_plan(Poisson(30.0, faults=["kill_group"]))), 4_000)]
     gaps = [after - before for before, after in pairwise(times)]
     assert abs(statistics.correlation(gaps[:-1], gaps[1:])) < 0.05
 
 
 def test_uniform_gaps_are_within_their_bounds() -> None:
     """Gaps fill the whole range evenly, and never leave it."""
-    times = [0.0, *(shot.time for shot in islice(shots(make_plan(make_rule(Uniform(5, 15), "kill_group"))), 5_000))]
+    times = [0.0, *(shot.time for shot in islice(shots(make_plan(Uniform(5, 15, faults=["kill_group"]))), 5_000))]
     gaps = [after - before for before, after in pairwise(times)]
     assert min(gaps) >= 5 - 1e-6
     assert max(gaps) <= 15 + 1e-6
@@ -96,7 +89,7 @@ def test_uniform_gaps_are_within_their_bounds() -> None:
 
 def test_weights_decide_how_often_a_fault_comes() -> None:
     """A fault of three times the weight comes three times as often; all that are listed come."""
-    plan = make_plan(make_rule(Every(1), kill_group=3.0, kill_lighthouse=1.0))
+    plan = make_plan(Every(1, faults={"kill_group": 3.0, "kill_lighthouse": 1.0}))
     counts = Counter(shot.fault for shot in islice(shots(plan), 8_000))
     assert set(counts) == {"kill_group", "kill_lighthouse"}
     assert counts["kill_group"] / counts["kill_lighthouse"] == pytest.approx(3, rel=0.12)
@@ -104,8 +97,8 @@ def test_weights_decide_how_often_a_fault_comes() -> None:
 
 def test_rules_are_merged_by_time() -> None:
     """Several streams make one in order of time; at one time the earlier rule comes first."""
-    listed = Rule(Listed((Entry(10.0, "term_group", {}), Entry(25.0, "kill_rank", {}))))
-    plan = make_plan(make_rule(Every(10), "kill_group"), listed, make_rule(Poisson(7), "segfault"))
+    listed = Listed((Entry(10.0, "term_group", {}), Entry(25.0, "kill_rank", {})))
+    plan = make_plan(Every(10, faults=["kill_group"]), listed, Poisson(7, faults=["segfault"]))
     merged = list(islice(shots(plan), 200))
     assert [shot.time for shot in merged] == sorted(shot.time for shot in merged)
     assert [shot.number for shot in merged] == list(range(200))
@@ -117,7 +110,7 @@ def test_rules_are_merged_by_time() -> None:
 def test_a_list_ends() -> None:
     """A plan of lists only has an end, and passes on the targets and parameters of its lines."""
     entries = (Entry(0.0, "stop_rank", {"seconds": 3.0}, 2, 1), Entry(4.0, "kill_group", {}))
-    first, second = shots(make_plan(Rule(Listed(entries))))
+    first, second = shots(make_plan(Listed(entries)))
     assert (first.time, first.fault, first.params, first.replica, first.rank) == (
         0,
         "stop_rank",
@@ -131,7 +124,7 @@ def test_a_list_ends() -> None:
 
 def test_stop_after_ends_the_schedule() -> None:
     """No shot comes later than stop_after_seconds; one exactly then still does."""
-    plan = make_plan(make_rule(Every(15), "kill_group"), stop_after_seconds=45)
+    plan = make_plan(Every(15, faults=["kill_group"]), stop_after_seconds=45)
     assert [shot.time for shot in shots(plan)] == [0, 15, 30, 45]
 
 
@@ -145,7 +138,7 @@ def test_a_plan_without_rules_has_no_shots() -> None:
 
 def test_the_seed_decides_everything() -> None:
     """The same plan gives the same shots, another seed gives others."""
-    rules = (make_rule(Poisson(10), "kill_group", "segfault"), make_rule(Uniform(3, 9), "nan_gradient"))
+    rules = (Poisson(10, faults=["kill_group", "segfault"]), Uniform(3, 9, faults=["nan_gradient"]))
     first, again, other = (list(islice(shots(make_plan(*rules, seed=seed)), 300)) for seed in (3, 3, 4))
     assert first == again
     assert [shot.time for shot in first] != [shot.time for shot in other]
@@ -156,9 +149,9 @@ def test_another_process_draws_the_same() -> None:
     """Neither the process nor its hash seed plays a part, so that another machine replays a campaign."""
     code = (
         "import json; from itertools import islice\n"
-        "from titan_ft.chaos.plan import Plan; from titan_ft.chaos.rules import Poisson, Rule\n"
+        "from titan_ft.chaos.plan import Plan, Poisson\n"
         "from titan_ft.chaos.schedule import shots\n"
-        "rule = Rule(Poisson(10.0), {'kill_group': 1, 'segfault': 1}, {'kill_group': {}, 'segfault': {}})\n"
+        "rule = Poisson(10.0, faults=['kill_group', 'segfault'])\n"
         "print(json.dumps([[s.time, s.fault, s.seed] for s in islice(shots(Plan('p', 5, rules=(rule,))), 50)]))"
     )
     drawn = [
@@ -179,9 +172,9 @@ def test_another_process_draws_the_same() -> None:
 
 def test_a_rule_does_not_shift_another() -> None:
     """What one rule does stays the same when a rule is added after it, and when the schedule ends earlier."""
-    kills, flips = make_rule(Poisson(10), "kill_group", "kill_rank"), make_rule(Poisson(4), "nan_gradient")
+    kills, flips = Poisson(10, faults=["kill_group", "kill_rank"]), Poisson(4, faults=["nan_gradient"])
 
-    def of_kills(*rules: Rule, **rest: float) -> list[tuple[float, str, int]]:
+    def of_kills(*rules: Rule | Listed, **rest: float) -> list[tuple[float, str, int]]:
         stream = shots(make_plan(*rules, **rest))
         found = ((shot.time, shot.fault, shot.seed) for shot in stream if shot.fault.startswith("kill"))
         return list(islice(found, 20))
@@ -225,13 +218,6 @@ def test_a_group_that_is_down_elsewhere_changes_no_choice() -> None:
 # Whom.
 
 
-def test_targets_have_the_form_of_events() -> None:
-    """A rank, a group, and the lighthouse look as histories have them."""
-    assert msgspec.to_builtins(Target(2, 1).told()) == {"replica": 2, "rank": 1}
-    assert msgspec.to_builtins(Target(2).told()) == {"replica": 2}
-    assert msgspec.to_builtins(Target().told()) == {"lighthouse": True}
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_scope_decides_the_targets(name: str) -> None:
     """Each fault finds, in a healthy job, the number and kind of targets that its scope says."""
@@ -242,7 +228,7 @@ def test_scope_decides_the_targets(name: str) -> None:
     assert len(decision.targets) == (2 if fault.scope in ("groups", "link") else 1)
     assert len(set(decision.targets)) == len(decision.targets)
     for target in decision.targets:
-        assert (target.replica is None) == (fault.scope == "lighthouse")
+        assert target.lighthouse == (target.replica is None) == (fault.scope == "lighthouse")
         assert (target.rank is not None) == (fault.scope == "rank")
 
 
@@ -468,7 +454,7 @@ def test_the_lighthouse_is_hit_whatever_is_down() -> None:
     limits = Limits(max_down=1, exempt=(0, 1, 2, 3))
     decision = aim(make_shot("kill_lighthouse"), make_view(4, down=[0, 1, 2]), limits)
     assert isinstance(decision, Injection)
-    assert decision.targets == (Target(),)
+    assert decision.targets == (Target(lighthouse=True),)
 
 
 def test_params_and_number_stay_with_the_shot() -> None:

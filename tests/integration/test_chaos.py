@@ -15,7 +15,7 @@ from harness.trajectory import check, check_finished, check_one_trajectory, name
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.inside import blackhole
-from titan_ft.chaos.orders import Orders
+from titan_ft.chaos.orders import Order
 
 FLAGS = ("--fault_tolerance.chaos",)
 FORWARD_SECONDS = 0.1  # a forward takes that longer, so that a fault strikes amid training
@@ -30,8 +30,8 @@ def make(make_job: Callable[..., Job], groups: int, steps: int, flags: Sequence[
 
 def order(job: Job, fault: str, replica: int | None = 1, rank: int | None = 0, **params: float) -> None:
     """Order a fault."""
-    orders = Orders(job.paths.chaos_orders)
-    orders.send(fault, replica=replica, rank=rank, params={**FAULTS[fault].params, **params}, seed=7, shot=1)
+    params = {**FAULTS[fault].params, **params}
+    Order(fault=fault, replica=replica, rank=rank, params=params, seed=7, shot=1).give(job.paths.chaos_orders)
 
 
 def begin(job: Job) -> None:

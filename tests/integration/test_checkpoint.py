@@ -175,7 +175,8 @@ def test_writer_killed_in_its_last_save(make_job: Callable[..., Job], flags: Fla
 @pytest.mark.slow
 def test_what_a_corrupt_group_saved_is_withdrawn(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
     """The writer's bytes turn out to be wrong right after its save: it takes that back, and another group saves."""
-    job = make_job(groups=3, steps=8, flags=flags(), hooks={"flips": [{"replica": 0, "step": 5}], "hold": 2})
+    flip = {"replica": 0, "fault": "flip_parameter", "steps": [5]}
+    job = make_job(groups=3, steps=8, flags=flags(), hooks={"chaos": [flip], "hold": 2})
     job.run()
     events = job.events()
     assert [(e["replica"], e["step"]) for e in named(events, "checkpoint_withdrawn")] == [(0, 5)]
@@ -188,7 +189,7 @@ def test_what_a_corrupt_group_saved_is_withdrawn(make_job: Callable[..., Job], f
 def test_a_group_that_leaves_when_it_is_found_corrupt(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
     """Told to leave in the round that finds its bytes wrong, it leaves at once, and takes back what it has saved."""
     hooks = {
-        "flips": [{"replica": 0, "step": 5}],
+        "chaos": [{"replica": 0, "fault": "flip_parameter", "steps": [5]}],
         "gates": [{"name": "go", "replica": 0, "step": 6}],
         "hold": 1,
     }

@@ -16,8 +16,8 @@ STEP = 5
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_flipped_bit_heals_from_the_majority(make_job: Callable[..., Job], ranks: int) -> None:
     """One bit of one parameter in one of three groups: that group is named, heals, and all are equal again."""
-    flip = {"replica": 1, "rank": ranks - 1, "step": STEP}
-    job = make_job(groups=3, ranks=ranks, hooks={"flips": [flip], "hold": 2})
+    flip = {"replica": 1, "rank": ranks - 1, "fault": "flip_parameter", "steps": [STEP]}
+    job = make_job(groups=3, ranks=ranks, hooks={"chaos": [flip], "hold": 2})
     job.run()
     events = job.events()
     assert all(group.finished and group.attempt == 0 for group in job.groups)
@@ -39,7 +39,7 @@ def test_flipped_bit_heals_from_the_majority(make_job: Callable[..., Job], ranks
 
 def test_tie_ends_the_run(make_job: Callable[..., Job]) -> None:
     """Two groups that differ cannot say who is right: both end with a message, and are not to be restarted."""
-    job = make_job(groups=2, hooks={"flips": [{"replica": 1, "step": STEP}]})
+    job = make_job(groups=2, hooks={"chaos": [{"replica": 1, "fault": "flip_parameter", "steps": [STEP]}]})
     job.run()
     for group in job.groups:
         assert [worker.code for worker in group.workers] == [3]

@@ -42,7 +42,7 @@ def test_a_corrupt_group_is_no_donor(make_job: Callable[..., Job]) -> None:
     """
     flags = ["--fault_tolerance.digest_every=1000"]
     hooks = {
-        "flips": [{"replica": 0, "rank": 0, "step": STEP}],
+        "chaos": [{"replica": 0, "fault": "flip_parameter", "steps": [STEP]}],
         "faults": [{"replica": 3, "point": "backward", "step": STEP + 2}],
         "hold": 2,
     }

@@ -13,7 +13,7 @@ from harness.trajectory import check_finished, check_one_trajectory, named
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.inside import blackhole
-from titan_ft.chaos.orders import Orders
+from titan_ft.chaos.orders import Order
 
 SECONDS = 12.0  # that the link is dead
 STALL = 10.0  # seconds; with nothing else to do it is five
@@ -34,7 +34,7 @@ def test_the_largest_clique_trains_on(make_job: Callable[..., Job], ranks: int) 
     )
     for replica, peer in ((0, 2), (2, 0)):
         params = {**FAULTS["link_dead"].params, "seconds": SECONDS, "peer": peer}
-        Orders(job.paths.chaos_orders).send("link_dead", replica=replica, rank=None, params=params, seed=7, shot=1)
+        Order(fault="link_dead", replica=replica, params=params, seed=7, shot=1).give(job.paths.chaos_orders)
     job.finish(200)
     events = job.events()
     assert [group.attempt for group in job.groups] == [0, 0, 0]

@@ -23,9 +23,9 @@ STEP = 5
 )
 def test_nan_of_one_group_is_left_out(make_job: Callable[..., Job], ranks: int, policy: str) -> None:
     """A NaN in one gradient of one of three groups: the step is made without that group, its batch is trained later."""
-    nan = {"replica": 1, "rank": ranks - 1, "steps": [STEP]}
+    nan = {"replica": 1, "rank": ranks - 1, "fault": "nan_gradient", "steps": [STEP]}
     flags = [f"--fault_tolerance.batch_policy={policy}"]
-    job = make_job(groups=3, ranks=ranks, steps=10, flags=flags, hooks={"nans": [nan]})
+    job = make_job(groups=3, ranks=ranks, steps=10, flags=flags, hooks={"chaos": [nan]})
     job.run()
     events = job.events()
     assert all(group.finished and group.attempt == 0 for group in job.groups)
@@ -50,7 +50,8 @@ def test_nan_of_one_group_is_left_out(make_job: Callable[..., Job], ranks: int, 
 
 def test_nan_of_all_groups_is_committed(make_job: Callable[..., Job]) -> None:
     """When no group has finite gradients the model diverges: the run goes on, as torchtitan's own does."""
-    job = make_job(groups=2, steps=7, hooks={"nans": [{"replica": r, "steps": [STEP]} for r in range(2)]})
+    nans = [{"replica": replica, "fault": "nan_gradient", "steps": [STEP]} for replica in range(2)]
+    job = make_job(groups=2, steps=7, hooks={"chaos": nans})
     job.run()
     committed = job.events("step_committed")
     assert {e["replica"] for e in committed if e["step"] == job.steps} == {0, 1}
@@ -61,8 +62,8 @@ def test_nan_of_all_groups_is_committed(make_job: Callable[..., Job]) -> None:
 
 def test_nan_again_and_again_ends_the_group(make_job: Callable[..., Job]) -> None:
     """A group whose gradients are not finite in three steps in a row is started again, with its peers' state."""
-    nan = {"replica": 1, "steps": [STEP, STEP + 1, STEP + 2]}
-    job = make_job(groups=3, steps=12, hooks={"nans": [nan], "hold": 1})
+    nan = {"replica": 1, "fault": "nan_gradient", "steps": [STEP, STEP + 1, STEP + 2]}
+    job = make_job(groups=3, steps=12, hooks={"chaos": [nan], "hold": 1})
     job.run()
     events = job.events()
     assert [group.attempt for group in job.groups] == [0, 1, 0]

@@ -72,21 +72,22 @@ class FakeRun:
 
     def launch(self, replicas: int, ranks: int = 1, **settings: object) -> subprocess.Popen[str]:
         """Start a launcher of fake workers."""
-        plan = {
-            "config": str(self.config),
-            "num_replicas": replicas,
-            "num_ranks": ranks,
-            "run_dir": str(self.paths.root),
-            "module": "fake_worker",
-            **settings,
-        }
+        plan = {name: settings.pop(name) for name in ("module", "worker_args", "chaos") if name in settings}
+        plan["module"] = plan.get("module", "fake_worker")
+        options = {"replicas": replicas, "ranks_per_replica": ranks, **settings}
         code = (
             "import json, sys; from pathlib import Path; from titan_ft.launch.launch_plan import LaunchPlan; "
-            "from titan_ft.launch.local import launch; plan = json.loads(sys.argv[1]); "
-            "plan.update(config=Path(plan['config']), run_dir=Path(plan['run_dir'])); "
-            "code = launch(LaunchPlan(**plan)); assert 'torch' not in sys.modules; sys.exit(code)"
+            "from titan_ft.launch.local import launch; from titan_ft.options import Launch; "
+            f"options = Launch(Path({str(self.config)!r}), run_dir=Path({str(self.paths.root)!r}), "
+            "**json.loads(sys.argv[1])); "
+            "given = json.loads(sys.argv[2]); chaos = given.pop('chaos', None); "
+            "load = lambda file: __import__('titan_ft.chaos.plan_file', fromlist=['x']).load_plan(Path(file)); "
+            "code = launch(LaunchPlan(options, **given, chaos=chaos and load(chaos))); "
+            "loaded = [name for name in sys.modules if name == 'torch' or not chaos and 'titan_ft.chaos' in name]; "
+            "assert not loaded, loaded; "
+            "sys.exit(code)"
         )
-        return self.start("-c", code, json.dumps(plan))
+        return self.start("-c", code, json.dumps(options), json.dumps(plan))
 
     def worker(self, replica: int, rank: int, attempt: int, seconds: float = 30.0) -> dict[str, Any]:
         """Wait for a worker and return what it says about itself."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,7 +45,7 @@ def main() -> None:
     log = EventLog(
         paths.worker_events(replica, rank, attempt, os.getpid()), replica=replica, rank=rank, attempt=attempt
     )
-    log.emit(WorkerStarted(config_digest="", host="here", slurm=None))
+    log.emit(WorkerStarted(config_digest="", host=socket.gethostname(), slurm=None))
     helper = subprocess.Popen(["sleep", "600"])  # as a data loader's process would be: it dies with its worker's group
     me = f"{replica}-{rank}-{attempt}"
     about = {"pid": os.getpid(), "helper": helper.pid, "env": dict(os.environ), "argv": sys.argv[1:]}

@@ -13,6 +13,7 @@ import pytest
 from titan_ft.cli import main
 from titan_ft.config import ConfigError
 from titan_ft.launch.launch_plan import LaunchPlan
+from titan_ft.options import Launch
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def plan(config: Path, num_replicas: int = 3, worker_args: list[str] | None = None, **settings: Any) -> LaunchPlan:
-    return LaunchPlan(config, num_replicas, 2, config.parent / "run", worker_args=worker_args or [], **settings)
+    return LaunchPlan(Launch(config, num_replicas, 2, config.parent / "run", **settings), worker_args or [])
 
 
 def test_command_lines(config: Path) -> None:
@@ -62,7 +63,7 @@ def test_command_lines(config: Path) -> None:
 
 def test_spares_are_told_their_group_later(config: Path) -> None:
     """A spare's command is a group's without its number; --no-standby and --drain-timeout reach both."""
-    made = plan(config, spares=1, standby=False, drain_timeout=7.5)
+    made = plan(config, spares=1, no_standby=True, drain_timeout=7.5)
     spare, group = made.spare_command(), made.supervisor_command(2)
     assert "--spare" in spare
     assert not any("replica" in flag and "group" not in flag for flag in spare if not flag.startswith("--run-dir"))
@@ -83,10 +84,10 @@ def test_drain_timeout_comes_from_option_flag_or_config(config: Path) -> None:
 
 def test_each_run_has_a_job_id_of_its_own(config: Path) -> None:
     """It names the folder in plain characters, differs from launch to launch, and is the user's if given."""
-    made = LaunchPlan(config, 3, 1, config.parent / "my run, é/")
+    made = LaunchPlan(Launch(config, 3, 1, config.parent / "my run, é/"))
     assert re.fullmatch(r"my-run-[0-9a-f]{6}", made.job_id)
     assert made.supervisor_command(0)[-2] == made.supervisor_command(1)[-2]
-    assert made.job_id != LaunchPlan(config, 3, 1, config.parent / "my run, é/").job_id
+    assert made.job_id != LaunchPlan(Launch(config, 3, 1, config.parent / "my run, é/")).job_id
     assert plan(config, worker_args=["--fault-tolerance.job-id", "mine"]).job_id == "mine"
     config.write_text(config.read_text() + 'job_id = "ours"\n')
     assert plan(config).job_id == "ours"

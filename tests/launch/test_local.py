@@ -71,6 +71,26 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
     assert stranger.poll() is None
 
 
+def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
+    """A fault of the plan strikes once all groups have trained together; the group comes back, and the status is 0."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text('seed = 1\n[[rule]]\nwhen = "script"\nshots = [{at = 0, fault = "kill_group", replica = 1}]\n')
+    mark = ["--job.description=titan_ft"]  # as a real worker's command line has it
+    launcher = run.launch(replicas=2, worker_args=mark, chaos=str(plan))
+    first = [run.worker(replica, 0, 0) for replica in (0, 1)]
+    for replica in (0, 1):
+        run.order(replica, 0, 0, "step 1")
+    run.worker(1, 0, 1)
+    assert run.is_alive(first[0]["pid"])
+    assert not run.is_alive(first[1]["pid"])
+    for replica in (0, 1):
+        run.order(replica, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=20)
+    assert (launcher.returncode, errors) == (0, "")
+    assert "fault: kill_group on replica 1" in printed
+    assert [(e["fault"], e["target"]) for e in run.events("fault_injected")] == [("kill_group", {"replica": 1})]
+
+
 def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
     """After SIGKILL of the launcher all that it started ends within seconds, also workers that ignore SIGTERM."""
     launcher = run.launch(replicas=2)
@@ -153,7 +173,7 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
 
 def test_first_signal_drains(run: Any) -> None:
     """At Ctrl-C all groups get to leave in order, which is told; the run was stopped, so the status is 1."""
-    launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60, standby=False)
+    launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60, no_standby=True)
     about = [run.worker(replica, 0, 0) for replica in (0, 1)]
     assert "--fault_tolerance.drain_timeout_seconds=60" in about[0]["argv"]
     launcher.send_signal(signal.SIGINT)
@@ -184,7 +204,7 @@ def test_second_signal_ends_at_once(run: Any) -> None:
 
 def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
     """A group whose supervisor gets SIGTERM leaves; when the others finish, the run has succeeded."""
-    launcher = run.launch(replicas=2, module="draining_worker", standby=False)
+    launcher = run.launch(replicas=2, module="draining_worker", no_standby=True)
     for replica in (0, 1):
         run.worker(replica, 0, 0)
     _, _, second = children(launcher.pid)
@@ -199,7 +219,7 @@ def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
 
 def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
     """A group out of restarts is taken over by a spare, under the next attempt; without a spare left it has failed."""
-    launcher = run.launch(replicas=2, spares=1, max_restarts=0, standby=False)
+    launcher = run.launch(replicas=2, spares=1, max_restarts=0, no_standby=True)
     for replica in (0, 1):
         run.worker(replica, 0, 0)
     run.order(1, 0, 0, "exit 1")
@@ -228,7 +248,7 @@ def test_what_a_spare_may_replace() -> None:
 @pytest.mark.slow
 def test_run_with_a_spare_succeeds(run: Any) -> None:
     """When the spare finishes in the place of the lost group, the run has succeeded; a spare not needed just ends."""
-    launcher = run.launch(replicas=1, spares=2, max_restarts=0, standby=False)
+    launcher = run.launch(replicas=1, spares=2, max_restarts=0, no_standby=True)
     run.worker(0, 0, 0)
     run.order(0, 0, 0, "exit 1")
     run.worker(0, 0, 1)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.event_builder import build
-from titan_ft.run.events import Hung
+from titan_ft.run import log
+from titan_ft.run import tail as tail_module
+from titan_ft.run.events import Drained, Event, Hung
 from titan_ft.run.log import EventLog, encode
 from titan_ft.run.tail import EventTail, FileTail, last_error_line
 
@@ -130,3 +132,24 @@ def test_a_file_that_was_cut_begins_anew(tmp_path: Path) -> None:
     path.write_text("3\n")
     assert tail.poll() == b"3\n"
     assert tail.poll() == b""
+
+
+def test_only_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the files with such names, each line is looked at once, and only events of the wanted classes are returned."""
+    looked_at: list[bytes] = []
+
+    def decode(line: bytes, *wanted: type[Event]) -> Event | None:
+        looked_at.append(line)
+        return log.decode(line, *wanted)
+
+    monkeypatch.setattr(tail_module, "decode", decode)
+    tail = EventTail(tmp_path, Drained, pattern="replica-1-*.jsonl", from_start=True)
+    mine, other = (EventLog(tmp_path / f"replica-{replica}-x.jsonl") for replica in (1, 2))
+    for file in (mine, other):
+        for event in (hung(1), build(Drained, step=2), hung(3)):
+            file.emit(event)
+    assert [(event.name, event.step) for event in tail.poll() if isinstance(event, Drained)] == [("drained", 2)]
+    assert tail.poll() == []
+    mine.emit(build(Drained, step=4))
+    assert len(tail.poll()) == 1
+    assert len(looked_at) == 4

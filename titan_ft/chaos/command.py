@@ -9,18 +9,18 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.job import Job
-from titan_ft.chaos.orders import Orders
-from titan_ft.chaos.plan import Plan, load_plan, single
+from titan_ft.chaos.plan import Plan, single
+from titan_ft.chaos.plan_file import load_plan, number
 from titan_ft.chaos.processes import LocalProcesses, Worker
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.slurm import SlurmProcesses
 from titan_ft.config import ConfigError
+from titan_ft.options import Chaos
 from titan_ft.run.events import Event, LighthouseStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
@@ -29,47 +29,27 @@ from titan_ft.run.tail import EventTail
 TICK_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
-class ChaosCommand:
-    """What `titan-ft chaos RUN_DIR` was asked for. Validated when it is made (raises ConfigError)."""
+def asked_plan(asked: Chaos) -> Plan:
+    """Return the plan to carry out.
 
-    run_dir: Path
-    fault: str | None = None
-    """Inject this one now; None carries out a plan."""
-    replica: int | None = None
-    rank: int | None = None
-    settings: Sequence[str] = field(default_factory=tuple)
-    """Parameters of the fault, as NAME=VALUE."""
-    plan_file: Path | None = None
-    seed: int | None = None
-    for_seconds: float | None = None
-    """End after this time; None goes on until the plan or the job ends."""
-
-    def __post_init__(self) -> None:
-        if (self.fault is None) == (self.plan_file is None):
-            got = "neither" if self.fault is None else "both"
-            raise ConfigError(f"titan-ft chaos must get a FAULT or --plan FILE, got {got}; --list names the faults")
-        if self.fault is None:
-            of_fault = {"--replica": self.replica, "--rank": self.rank, "--set": self.settings or None}
-            for flag, value in of_fault.items():
-                if value is not None:
-                    raise ConfigError(f"{flag} must come with a FAULT, got it with --plan; the plan says it by itself")
-        if self.for_seconds is not None and not 0 < self.for_seconds < float("inf"):
-            raise ConfigError(f"--for-seconds must be > 0, got {self.for_seconds}; leave it out to go on to the end")
-
-    def plan(self) -> Plan:
-        """Return the plan to carry out.
-
-        Raises:
-            ConfigError: the plan's file, the fault or a parameter is wrong.
-        """
-        if self.fault is None:
-            assert self.plan_file is not None, "checked when this was made"
-            return load_plan(self.plan_file, self.seed)
-        return single(self.fault, self.replica, self.rank, _params(self.settings), self.seed)
+    Raises:
+        ConfigError: bad usage, or the plan's file, the fault or a parameter is wrong.
+    """
+    if (asked.fault is None) == (asked.plan is None):
+        got = "neither" if asked.fault is None else "both"
+        raise ConfigError(f"titan-ft chaos must get a FAULT or --plan FILE, got {got}; --list names the faults")
+    if asked.for_seconds is not None and not 0 < asked.for_seconds < float("inf"):
+        raise ConfigError(f"--for-seconds must be > 0, got {asked.for_seconds}; leave it out to go on to the end")
+    if asked.fault is not None:
+        return single(asked.fault, asked.replica, asked.rank, _params(asked.settings), asked.seed)
+    assert asked.plan is not None, "one of the two is there"
+    for flag, value in (("--replica", asked.replica), ("--rank", asked.rank), ("--set", asked.settings or None)):
+        if value is not None:
+            raise ConfigError(f"{flag} must come with a FAULT, got it with --plan; the plan says it by itself")
+    return load_plan(asked.plan, asked.seed)
 
 
-def run_chaos(command: ChaosCommand) -> int:
+def run_chaos(asked: Chaos) -> int:
     """Carry out a plan, or one fault, on a running job; whatever ends this, workers that were stopped go on.
 
     Returns:
@@ -78,33 +58,35 @@ def run_chaos(command: ChaosCommand) -> int:
     Raises:
         ConfigError: bad usage, or there is no job to break.
     """
-    plan = command.plan()
-    follower = Follower(command.run_dir)
+    if asked.run_dir is None:
+        raise ConfigError("RUN_DIR must be the folder of a running job, got none; give the --run-dir of its launch")
+    plan = asked_plan(asked)
+    follower = Follower(asked.run_dir)
     follower.check()
     paths, started = follower.paths, time.monotonic()
     log = EventLog(paths.events_file(f"chaos-{os.getpid()}"))
     runner = ChaosRunner(
         plan,
         processes=follower.processes,
-        orders=Orders(paths.chaos_orders),
+        orders=paths.chaos_orders,
         events=log,
         lighthouse_pid=follower.lighthouse_pid,
-        wait_for_all=command.fault is None,
-        tell=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
+        wait_for_all=asked.fault is None,
+        show=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
     )
     with _interrupts() as interrupts:
         try:
-            follower.follow(runner, interrupts, command.for_seconds)
+            follower.follow(runner, interrupts, asked.for_seconds)
         finally:
             runner.close()
             log.close()
-    record = runner.record
-    if command.fault is None:
-        print(f"chaos ends: {record.num_injected} injected, {record.num_skipped} skipped", flush=True)
+    outcomes = runner.outcomes
+    if asked.fault is None:
+        print(f"chaos ends: {outcomes.num_injected} injected, {outcomes.num_skipped} skipped", flush=True)
         return 0
-    if not record.num_injected and not record.last_reason:
-        print(f"chaos: {command.fault} was not injected: this ended first", flush=True)
-    return 0 if record.num_injected else 1
+    if not outcomes.num_injected and not outcomes.last_reason:
+        print(f"chaos: {asked.fault} was not injected: this ended first", flush=True)
+    return 0 if outcomes.num_injected else 1
 
 
 class Follower:
@@ -191,13 +173,10 @@ def _params(settings: Sequence[str]) -> dict[str, float]:
     params = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not name or not equals or number != number:
+        read = number(value)
+        if not name or not equals or isinstance(read, str):
             raise ConfigError(f"--set must be NAME=NUMBER, such as seconds=5, got {setting!r}")
-        params[name] = int(number) if number.is_integer() else number
+        params[name] = read
     return params
 
 

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import Meta
+
+from titan_ft.chaos.schema import FINITE, Count, Place, PositiveNumber, closest, convert
 from titan_ft.config import ConfigError
 
 By = Literal["signal", "agent", "lighthouse"]
@@ -29,14 +31,14 @@ MISSING = {
 }
 """What to say of a job that lacks what a fault needs."""
 
-PARAMS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "seconds": ("must be a number > 0", lambda value: value > 0),
-    "factor": ("must be a number > 1", lambda value: value > 1),
-    "loss": ("must be a number > 0 and < 1", lambda value: 0 < value < 1),
-    "count": ("must be an integer >= 1", lambda value: value >= 1 and value == int(value)),
-    "peer": ("must be an integer >= 0", lambda value: value >= 0 and value == int(value)),
+PARAMS: Mapping[str, Any] = {
+    "seconds": PositiveNumber,
+    "factor": Annotated[float, Meta(gt=1, le=FINITE, title="a number > 1")],
+    "loss": Annotated[float, Meta(gt=0, lt=1, title="a number > 0 and < 1")],
+    "count": Count,
+    "peer": Place,
 }
-"""Rule of each parameter that a fault may have: its words, and whether a finite number keeps it."""
+"""Type of each parameter that a fault may have."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,16 @@ FAULTS: Mapping[str, Fault] = {
 """All faults by name."""
 
 
-def find_fault(field_name: str, name: object) -> Fault:
+def _params_of(fault: Fault) -> type[msgspec.Struct]:
+    """Return the class of a fault's parameters, with its defaults; one that the seed draws is None unless given."""
+    given = [(n, Annotated[PARAMS[n], Meta(description=f"the default is {v:g}")], v) for n, v in fault.params.items()]
+    return msgspec.defstruct(fault.name, [*given, *((name, PARAMS[name], None) for name in fault.drawn)])
+
+
+_PARAMS = {fault.name: _params_of(fault) for fault in FAULTS.values()}
+
+
+def find_fault(name: object, field_name: str = "fault") -> Fault:
     """Return the fault of that name.
 
     Raises:
@@ -174,65 +185,30 @@ def find_fault(field_name: str, name: object) -> Fault:
     )
 
 
-def complete_params(field_name: str, fault: Fault, given: Any) -> dict[str, float]:
+def complete_params(fault: Fault, given: Any, field_name: str = "params") -> dict[str, float]:
     """Return the fault's parameters, those given over the defaults.
 
     Raises:
         ConfigError: no table, a parameter that the fault has not, or a value out of its range.
     """
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{field_name} must be a table, got {given!r}; for example {{seconds = 10}}")
-    known = (*fault.params, *fault.drawn)
-    for name, value in given.items():
-        if name not in known:
-            have = ", ".join(known) or "none"
-            raise ConfigError(
-                f"{field_name}.{name} is no parameter of {fault.name}; {closest(name, known)}it has: {have}"
-            )
-        rule, holds = PARAMS[name]
-        drawn = name in fault.drawn
-        remedy = "leave it out for a random one" if drawn else f"the default is {fault.params[name]:g}"
-        check_number(f"{field_name}.{name}", value, rule, holds, remedy)
-    return {**fault.params, **given}
+    found = msgspec.to_builtins(convert(_PARAMS[fault.name], given, field_name, f" of {fault.name}"))
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def check_target(field_name: str, fault: Fault, replica: object, rank: object) -> None:
+def check_target(fault: Fault, replica: int | None, rank: int | None, params: Mapping[str, float], at: str) -> None:
     """Check that the fault can have this target; None leaves the choice to the seed.
 
+    Args:
+        at: name of the table of the parameters, for errors.
+
     Raises:
-        ConfigError: no number, or a target that the fault's scope does not have.
+        ConfigError: a target that the fault's scope does not have, or a link whose two ends are one group.
     """
     for name, value in (("replica", replica), ("rank", rank)):
-        if value is None:
-            continue
-        if type(value) is not int or value < 0:
-            raise ConfigError(
-                f"{field_name}.{name} must be an integer >= 0, got {value!r}; leave it out for a random one"
-            )
-        if fault.scope in ("lighthouse", "groups"):
-            raise ConfigError(f"{field_name}.{name} must be left out with {fault.name}, got {value}; remove it")
+        if value is not None and fault.scope in ("lighthouse", "groups"):
+            raise ConfigError(f"{name} must be left out with {fault.name}, got {value}; remove it")
     if rank is not None and fault.scope != "rank":
-        raise ConfigError(f"{field_name}.rank must be left out with {fault.name}, got {rank}; it hits a whole group")
-
-
-def check_link(field_name: str, replica: int | None, params: Mapping[str, float]) -> None:
-    """Check that a fault of a link has two ends.
-
-    Raises:
-        ConfigError: its peer is its target.
-    """
+        raise ConfigError(f"rank must be left out with {fault.name}, got {rank}; it hits a whole group")
     if replica is not None and params.get("peer") == replica:
         rule = f"must be another group than the target, replica {replica}"
-        raise ConfigError(f"{field_name}.peer {rule}, got {replica}; leave it out for a random one")
-
-
-def check_number(field_name: str, value: object, rule: str, holds: Callable[[float], bool], remedy: str) -> None:
-    """Raise ConfigError unless the value is a finite number that keeps the rule."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not holds(value):
-        raise ConfigError(f"{field_name} {rule}, got {value!r}; {remedy}")
-
-
-def closest(name: object, names: Iterable[str]) -> str:
-    """Return a hint at the name that was probably meant, or nothing."""
-    close = difflib.get_close_matches(str(name), names, n=1)
-    return f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{at}.peer {rule}, got {replica}; leave it out for a random one")

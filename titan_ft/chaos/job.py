@@ -1,16 +1,16 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold a running job's events into what a fault needs to know: who contributes, who is in trouble, which processes."""
+"""Fold a running job's events into what a fault needs to know: who contributes, who is disturbed, which processes."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
 
+from titan_ft.chaos.disturbance import Disturbance
 from titan_ft.chaos.faults import AGENT, CHECKPOINT, LIGHTHOUSE
 from titan_ft.chaos.processes import Worker
-from titan_ft.chaos.schedule import GroupView, Target, View
-from titan_ft.chaos.trouble import Trouble
+from titan_ft.chaos.schedule import GroupView, View
 from titan_ft.run.events import (
     Drained,
     Event,
@@ -24,6 +24,7 @@ from titan_ft.run.events import (
     RankSilent,
     ReplicaGaveUp,
     StepCommitted,
+    Target,
     TrainingFinished,
     WorkerExited,
     WorkerStarted,
@@ -46,11 +47,11 @@ class _Group:
     left_out_of: int = -1
     """Newest step that others committed without it."""
     workers: dict[int, Worker] = field(default_factory=dict)
-    troubles: list[Trouble] = field(default_factory=list)
+    disturbances: list[Disturbance] = field(default_factory=list)
 
     @property
     def up(self) -> bool:
-        return self.contributes and not self.dead and not self.troubles
+        return self.contributes and not self.dead and not self.disturbances
 
 
 class Job:
@@ -102,20 +103,20 @@ class Job:
         """Return how often the group's workers were seen to start."""
         return self._group(replica).life
 
-    def add_trouble(self, replica: int, trouble: Trouble) -> None:
-        """Note that the group is not up until it has shown that the trouble is over."""
-        self._group(replica).troubles.append(trouble)
+    def disturb(self, replica: int, disturbance: Disturbance) -> None:
+        """Note that the group is not up until it has shown that the disturbance is over."""
+        self._group(replica).disturbances.append(disturbance)
 
-    def drop_trouble(self, replica: int, trouble: Trouble) -> None:
+    def calm(self, replica: int, disturbance: Disturbance) -> None:
         """Note that it never came to that."""
         group = self._group(replica)
-        group.troubles = [other for other in group.troubles if other is not trouble]
+        group.disturbances = [other for other in group.disturbances if other is not disturbance]
 
     def undo(self, replica: int, key: tuple[str | None, int | None], time: float) -> None:
-        """Note that the trouble that a shot made for the group was undone."""
-        for trouble in self._group(replica).troubles:
-            if trouble.key == key:
-                trouble.undo(time)
+        """Note that the disturbance that a shot made for the group was undone."""
+        for disturbance in self._group(replica).disturbances:
+            if disturbance.key == key:
+                disturbance.undo(time)
 
     def fold(self, event: Event) -> None:
         """Take in one event; they should come in order of time."""
@@ -127,10 +128,10 @@ class Job:
                 self._stopping = True
             case GradientExcluded():
                 for slot in event.slots:
-                    for trouble in self._group(slot).troubles:
-                        trouble.exclude(event.time)
+                    for disturbance in self._group(slot).disturbances:
+                        disturbance.end("excluded", event.time)
             case FaultInjected() if event.attempt is None:
-                self._disturbed_from_outside(event)
+                self._note_other_runner(event)
         if event.replica is not None:
             self._fold_group(self._group(event.replica), event)
 
@@ -149,8 +150,8 @@ class Job:
             case WorkerExited() | Drained() | Hung() | RankSilent() | ReplicaGaveUp():
                 group.dead, group.contributes = True, False
             case HealFinished():
-                for trouble in group.troubles:
-                    trouble.heal(event.time)
+                for disturbance in group.disturbances:
+                    disturbance.end("healed", event.time)
 
     def _start(self, group: _Group, event: WorkerStarted) -> None:
         """Note a worker; the first one of a new start ends what was known of the last."""
@@ -181,7 +182,7 @@ class Job:
             if other.replica not in participants:
                 other.contributes, other.left_out_of = False, max(step, other.left_out_of)
         if group.replica in participants and not group.dead and step > group.left_out_of:
-            group.troubles = [trouble for trouble in group.troubles if not trouble.over(group.life, event.time)]
+            group.disturbances = [one for one in group.disturbances if not one.is_over(group.life, event.time)]
             group.contributes = True
 
     def _compare(self, step: int, who: tuple[int, int], digest: str, time: float) -> None:
@@ -193,11 +194,11 @@ class Job:
         for group in self._groups.values():
             mine, time = digests.get((group.replica, who[1]), ("", 0.0))
             others = [digest for (replica, rank), (digest, _) in digests.items() if replica != group.replica]
-            for trouble in group.troubles:
-                if mine in others and (trouble.rank or 0) == who[1]:
-                    trouble.agree(step, time)
+            for disturbance in group.disturbances:
+                if mine in others and (disturbance.rank or 0) == who[1]:
+                    disturbance.agree(step, time)
 
-    def _disturbed_from_outside(self, event: FaultInjected) -> None:
+    def _note_other_runner(self, event: FaultInjected) -> None:
         """Note a fault that a runner injected, unless this process did, which knows of it."""
         replica = event.target.replica
         if event.pid != os.getpid() and replica is not None:

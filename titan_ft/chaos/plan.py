@@ -1,32 +1,31 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hold what a chaos campaign is to do, and read it from TOML."""
+"""Hold what a chaos campaign is to do. The limits, rules and entries are tables of its TOML as well."""
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from titan_ft.chaos.faults import FAULTS, Fault, check_link, check_target, complete_params, find_fault
-from titan_ft.chaos.rule_table import read_rule
-from titan_ft.chaos.rules import Entry, Listed, Rule
-from titan_ft.chaos.toml_table import Table
-from titan_ft.config import ConfigError, load_toml
+import msgspec
+from msgspec import Meta, Struct
+
+from titan_ft.chaos.faults import Fault, check_target, complete_params, find_fault
+from titan_ft.chaos.schema import Count, Number, Place, PositiveNumber, Whole, check_keys, convert
+from titan_ft.config import ConfigError
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """What no shot may exceed. Whatever they say, one group that contributes is left untouched."""
 
-    max_down: int = 1
-    """Groups that may be down or under a fault at once, with those that are down by themselves; >= 1."""
-    exempt: tuple[int, ...] = ()
+    max_down: Annotated[Count, Meta(description="1 hits one group at a time")] = 1
+    """Groups that may be down or under a fault at once, with those that are down by themselves."""
+    exempt: Annotated[tuple[Whole, ...], Meta(title="a list of whole numbers >= 0", description="for example [0]")] = ()
     """Groups that are never targets."""
-    patience_seconds: float = 30.0
+    patience_seconds: Annotated[Number, Meta(description="0 postpones nothing")] = 30.0
     """Seconds that a shot may be postponed until it is allowed; then it is skipped. 0 skips it at once."""
 
     def refusal(self, fault: Fault, params: Mapping[str, float], replica: int | None) -> str | None:
@@ -40,8 +39,130 @@ class Limits:
         return None if exempt is None else f"replica {exempt:g} is in limits.exempt"
 
 
+class Entry(Struct, frozen=True):
+    """A fault that a plan lists, at a given time."""
+
+    at: Annotated[Number, Meta(description="give the seconds since the schedule's start")]
+    fault: Annotated[str, Meta(title="the name of a fault", description="titan-ft chaos --list has them")]
+    params: Annotated[dict[str, Any], Meta(title="a table", description="write its keys below it")] = {}
+    """The fault's parameters; all of them once it is made."""
+    replica: Place = None
+    rank: Place = None
+
+    def __post_init__(self) -> None:
+        fault = find_fault(self.fault)
+        msgspec.structs.force_setattr(self, "params", complete_params(fault, self.params))
+        check_target(fault, self.replica, self.rank, self.params, "params")
+
+
+_Names = Annotated[list[str], Meta(min_length=1)]
+_Weights = Annotated[dict[str, Annotated[float, Meta(gt=0)]], Meta(min_length=1)]
+_FAULTS = "a list of names, or a table of names and weights > 0"
+
+
+class Rule(Struct, frozen=True, kw_only=True, tag_field="when", tag=str.lower):
+    """A stream of faults without end: when they come is what the classes below it say."""
+
+    faults: Annotated[_Names | _Weights, Meta(title=_FAULTS, description='for example ["kill_group"]')]
+    """Faults to choose from."""
+    params: Annotated[dict[str, Any], Meta(title="a table", description="write its keys below it")] = {}
+    """The parameters of each of these faults; all of them once the rule is made."""
+    replica: Place = None
+    rank: Place = None
+
+    def __post_init__(self) -> None:
+        kinds = [find_fault(name, "faults") for name in self.faults]
+        names = [kind.name for kind in kinds]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"faults must name each fault once, got {twice} twice; use a table of weights")
+        check_keys("params.", self.params, names, " (a fault of this rule)")
+        params = {
+            kind.name: complete_params(kind, self.params.get(kind.name, {}), f"params.{kind.name}") for kind in kinds
+        }
+        msgspec.structs.force_setattr(self, "params", params)
+        for kind in kinds:
+            check_target(kind, self.replica, self.rank, params[kind.name], f"params.{kind.name}")
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Return how likely each fault is, to be divided by their sum."""
+        return self.faults if isinstance(self.faults, dict) else dict.fromkeys(self.faults, 1.0)
+
+    def wanted(self) -> Iterator[tuple[str, Mapping[str, float], int | None]]:
+        """Yield each fault that may come, with its parameters and its group."""
+        return ((name, self.params[name], self.replica) for name in self.faults)
+
+
+class Every(Rule, frozen=True):
+    """At 0, `seconds`, 2 x `seconds` and so on."""
+
+    seconds: Annotated[PositiveNumber, Meta(description="give the seconds from one fault to the next")]
+
+    def __str__(self) -> str:
+        return f"every {self.seconds:g} s: {', '.join(self.faults)}"
+
+
+_MTBF = "give the mean time from one failure of the job to the next"
+
+
+class Poisson(Rule, frozen=True):
+    """At random, independent of each other: exponential gaps whose mean is the job's mean time between failures."""
+
+    mtbf_seconds: Annotated[PositiveNumber, Meta(description=_MTBF)] | None = None
+    """Of the job; what follows from the other two once the rule is made."""
+    mtbf_hours_per_gpu: Annotated[PositiveNumber, Meta(description="of one GPU, with gpus")] | None = None
+    gpus: Annotated[Count, Meta(description="give the number of GPUs of the job")] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hours, gpus = self.mtbf_hours_per_gpu, self.gpus
+        if hours is not None and gpus is not None and self.mtbf_seconds is None:
+            msgspec.structs.force_setattr(self, "mtbf_seconds", hours * 3600 / gpus)
+        elif self.mtbf_seconds is None and hours is None and gpus is None:
+            raise ConfigError(f"mtbf_seconds must be set, got nothing; {_MTBF}")
+        elif self.mtbf_seconds is None or hours is not None or gpus is not None:
+            given = [name for name in ("mtbf_seconds", "mtbf_hours_per_gpu", "gpus") if getattr(self, name) is not None]
+            rule = "must be alone, or left out for both mtbf_hours_per_gpu and gpus"
+            raise ConfigError(f"mtbf_seconds {rule}, got {' and '.join(given)}; give one or the other")
+
+    def __str__(self) -> str:
+        return f"on average every {self.mtbf_seconds:g} s: {', '.join(self.faults)}"
+
+
+class Uniform(Rule, frozen=True):
+    """At random, with gaps uniformly distributed between two lengths."""
+
+    min_seconds: Annotated[Number, Meta(description="give the shortest gap")]
+    max_seconds: Annotated[PositiveNumber, Meta(description="give the longest gap")]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_seconds < self.min_seconds:
+            rule = f"must be >= min_seconds ({self.min_seconds:g})"
+            raise ConfigError(f"max_seconds {rule}, got {self.max_seconds:g}; exchange the two")
+
+    def __str__(self) -> str:
+        return f"every {self.min_seconds:g} to {self.max_seconds:g} s: {', '.join(self.faults)}"
+
+
 @dataclass(frozen=True)
-class Plan:
+class Listed:
+    """Faults at the times of a list, which is in order of time."""
+
+    entries: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        first, last = self.entries[0].at, self.entries[-1].at
+        when = f"at {first:g} s" if first == last else f"{len(self.entries)} times from {first:g} to {last:g} s"
+        return f"{when}: {', '.join(dict.fromkeys(entry.fault for entry in self.entries))}"
+
+    def wanted(self) -> Iterator[tuple[str, Mapping[str, float], int | None]]:
+        """Yield each fault that may come, with its parameters and its group."""
+        return ((entry.fault, entry.params, entry.replica) for entry in self.entries)
+
+
+class Plan(Struct, frozen=True):
     """All that a campaign is to do."""
 
     name: str
@@ -53,7 +174,7 @@ class Plan:
     stop_after_seconds: float = 0.0
     """Seconds after the schedule's start after which no shot comes. 0 means never."""
     limits: Limits = Limits()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Every | Poisson | Uniform | Listed, ...] = ()
 
     def __str__(self) -> str:
         """Say in a line what comes when."""
@@ -74,79 +195,12 @@ def single(
     Raises:
         ConfigError: no such fault, or a parameter or a target that it has not.
     """
-    kind = find_fault("fault", fault)
-    check_target("target", kind, replica, rank)
-    complete = complete_params("params", kind, params or {})
-    check_link("params", replica, complete)
-    entry = Entry(0.0, kind.name, complete, replica, rank)
+    values = {"at": 0, "fault": fault, "params": dict(params or {}), "replica": replica, "rank": rank}
+    entry = convert(Entry, values)
     limits = Limits(max_down=sys.maxsize)
-    return Plan(kind.name, _new_seed() if seed is None else seed, limits=limits, rules=(Rule(Listed((entry,))),))
+    return Plan(entry.fault, new_seed() if seed is None else seed, limits=limits, rules=(Listed((entry,)),))
 
 
-def load_plan(path: Path, seed: int | None = None) -> Plan:
-    """Read a plan from TOML.
-
-    Args:
-        path: the file; what it names is relative to its folder.
-        seed: goes before the file's. With neither a new one is drawn, which the plan then tells.
-
-    Raises:
-        ConfigError: the file cannot be read, or something in it is wrong; one line.
-    """
-    values = load_toml(path)
-    try:
-        return _read_plan(path, values, seed)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _new_seed() -> int:
+def new_seed() -> int:
+    """Return a seed that nobody has asked for."""
     return secrets.randbits(32)
-
-
-def _read_plan(path: Path, values: Mapping[str, Any], seed: int | None) -> Plan:
-    """Return the plan of a loaded TOML."""
-    table = Table("", values, ("seed", "start_seconds", "stop_after_seconds", "limits", "rule"))
-    own_seed = table.integer("seed", 0, "leave it out to have one drawn") if "seed" in values else None
-    if seed is None:
-        seed = _new_seed() if own_seed is None else own_seed
-    limits = _read_limits(values.get("limits", {}))
-    rules = table.take("rule", 'add a table [[rule]] with when = "every"')
-    if not isinstance(rules, list) or not rules:
-        raise ConfigError(f"rule must be an array of tables, got {rules!r}; write [[rule]] above each rule")
-    read = tuple(read_rule(f"rule[{index}]", rule, path.parent) for index, rule in enumerate(rules))
-    for index, rule in enumerate(read):
-        _check_limits(f"rule[{index}]", rule, limits)
-    return Plan(
-        path.name,
-        seed,
-        table.number("start_seconds", ">= 0", "0 starts at once", 0.0),
-        table.number("stop_after_seconds", ">= 0", "0 never stops", 0.0),
-        limits,
-        read,
-    )
-
-
-def _read_limits(values: Any) -> Limits:
-    """Return the limits of the table `[limits]`."""
-    table = Table("limits", values, ("max_down", "exempt", "patience_seconds"))
-    exempt = values.get("exempt", [])
-    if not isinstance(exempt, list) or any(type(replica) is not int or replica < 0 for replica in exempt):
-        raise ConfigError(f"limits.exempt must be a list of whole numbers >= 0, got {exempt!r}; for example [0]")
-    return Limits(
-        table.integer("max_down", 1, "1 hits one group at a time", Limits.max_down),
-        tuple(exempt),
-        table.number("patience_seconds", ">= 0", "0 postpones nothing", Limits.patience_seconds),
-    )
-
-
-def _check_limits(name: str, rule: Rule, limits: Limits) -> None:
-    """Raise ConfigError for a fault of the rule that the plan's own limits rule out."""
-    if isinstance(rule.when, Listed):
-        wanted = [(entry.fault, entry.params, entry.replica) for entry in rule.when.entries]
-    else:
-        wanted = [(fault, rule.params[fault], rule.replica) for fault in rule.faults]
-    for fault, params, replica in wanted:
-        reason = limits.refusal(FAULTS[fault], params, replica)
-        if reason is not None:
-            raise ConfigError(f"{name} must keep the limits, got {fault}: {reason}; remove it, or change the limits")

@@ -12,15 +12,11 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from titan_ft.run.process import is_running_worker, read_status
-
-_START_SLACK_SECONDS = 1.0
-"""A process's start is known in clock ticks, and its event is written later: a pid that is younger was reused."""
+from titan_ft.run.process import is_running_worker
 
 
 class Unreachable(Exception):  # noqa: N818 - a finding, which becomes the reason of a `fault_skipped`
@@ -87,7 +83,7 @@ class LocalProcesses:
 
     def is_alive(self, worker: Worker) -> bool:
         """Tell whether a worker of this host still runs."""
-        return self.has(worker) and _is_worker(worker)
+        return self.has(worker) and is_running_worker(worker.pid, since=worker.mono)
 
     def reach(self, workers: Sequence[Worker], everyone: Collection[Worker]) -> Reach:
         """Hold those of the workers that are alive."""
@@ -131,25 +127,10 @@ def _open(worker: Worker) -> int | None:
     except ProcessLookupError:
         return None
     # Looked at after the pidfd was taken: should the pid be another's by now, the pidfd is of a dead process.
-    if _is_worker(worker):
+    if is_running_worker(worker.pid, since=worker.mono):
         return fd
     os.close(fd)
     return None
-
-
-def _is_worker(worker: Worker) -> bool:
-    """Tell whether what has a worker's pid now is one, and no younger than the worker's event."""
-    try:
-        status = read_status(worker.pid)
-    except OSError:  # somebody else's, who hides it
-        return False
-    if status is None or not is_running_worker(worker.pid):
-        return False
-    if worker.mono is None:
-        return True
-    since_boot = status.start / os.sysconf("SC_CLK_TCK")
-    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()  # the one clock counts a suspend, the other not
-    return since_boot - asleep <= worker.mono + _START_SLACK_SECONDS
 
 
 def _names(workers: Sequence[Worker]) -> str:

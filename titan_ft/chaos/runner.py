@@ -7,15 +7,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from titan_ft.chaos.agents import Agents
 from titan_ft.chaos.job import Job
-from titan_ft.chaos.orders import Orders
+from titan_ft.chaos.outcomes import Outcomes
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.processes import Processes, Unreachable
-from titan_ft.chaos.record import Record
 from titan_ft.chaos.schedule import Injection, Refusal, Shot, aim, shots
 from titan_ft.chaos.signals import Signals
-from titan_ft.chaos.standing_orders import StandingOrders
 from titan_ft.run.events import Event, FaultInjected, FaultSkipped, FaultUndone
 from titan_ft.run.log import EventLog
 
@@ -25,13 +25,13 @@ class ChaosRunner:
 
     Args:
         processes: how signals get to workers.
-        orders: how orders get to agents.
-        events: where all that is done is told.
+        orders: the file by which orders get to agents.
+        events: where all that is done is announced.
         lighthouse_pid: returns the process of the job's lighthouse on this host, None while there is none.
         clock: returns seconds that only go forward; the schedule is by it.
         wall: returns Unix seconds, to compare with the times of events.
         wait_for_all: the schedule starts once all groups have trained together; otherwise with the first `poll`.
-        tell: called with a line for a person about each fault.
+        show: called with a line for a person about each fault.
     """
 
     def __init__(
@@ -39,19 +39,19 @@ class ChaosRunner:
         plan: Plan,
         *,
         processes: Processes,
-        orders: Orders,
+        orders: Path,
         events: EventLog,
         lighthouse_pid: Callable[[], int | None],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         wait_for_all: bool = True,
-        tell: Callable[[str], None] = lambda line: None,
+        show: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.plan = plan
         self.job = Job()
-        self.record = Record(events, tell)
-        self._signals = Signals(self.job, processes, self.record, clock, wall)
-        self._standing = StandingOrders(self.job, orders, self.record, clock)
+        self.outcomes = Outcomes(events, show)
+        self._signals = Signals(self.job, processes, self.outcomes, clock, wall)
+        self._agents = Agents(self.job, orders, self.outcomes, clock)
         self._lighthouse_pid, self._had_lighthouse = lighthouse_pid, False
         self._clock, self._wait_for_all = clock, wait_for_all
         self._start: float | None = None
@@ -59,19 +59,19 @@ class ChaosRunner:
         self._shots = shots(plan)
         self._next = next(self._shots, None)
         self._waiting: list[Shot] = []
-        self._told_start = self._closed = False
+        self._announced = self._closed = False
 
     @property
     def done(self) -> bool:
         """Tell whether every shot is settled, and all is undone that is undone from here."""
-        return self._next is None and not (self._waiting or self._standing.pending or self._signals.pending)
+        return self._next is None and not (self._waiting or self._agents.busy or self._signals.busy)
 
     def observe(self, event: Event) -> None:
         """Take in one event of the job; they should come in order of time."""
         self.job.fold(event)
-        # An attempt is told by agents only, not by runners.
+        # Only the events of agents have an attempt, those of runners have none.
         if isinstance(event, FaultInjected | FaultSkipped | FaultUndone) and event.attempt is not None:
-            self._standing.note(event)
+            self._agents.observe(event)
 
     def poll(self) -> None:
         """Do what is due; to be called some ten times a second."""
@@ -79,7 +79,7 @@ class ChaosRunner:
             return
         now = self._clock()
         self._signals.undo(math.inf if self.job.ended else now)
-        self._standing.give_up()
+        self._agents.give_up()
         if self.job.ended:
             self._next, self._waiting = None, []
         elif self._runs(now):
@@ -93,7 +93,7 @@ class ChaosRunner:
         try:
             self._signals.undo(math.inf)
         finally:
-            self.record.finished()
+            self.outcomes.finished()
 
     def _runs(self, now: float) -> bool:
         """Tell whether the schedule's clock runs; start it when it is time."""
@@ -101,9 +101,9 @@ class ChaosRunner:
             self._start = now + self.plan.start_seconds
         if self._start is None or now < self._start:
             return False
-        if not self._told_start:
-            self._told_start = True
-            self.record.started(self.plan)
+        if not self._announced:
+            self._announced = True
+            self.outcomes.started(self.plan)
         return True
 
     def _shoot(self, now: float) -> None:
@@ -119,8 +119,8 @@ class ChaosRunner:
                 continue
             self._waiting.remove(shot)
             if refusal is not None:
-                self.record.missed(shot, None, refusal.reason)
-                self.record.count(False)
+                self.outcomes.missed(shot, None, refusal.reason)
+                self.outcomes.count(False)
 
     def _try(self, shot: Shot) -> Refusal | None:
         """Inject a shot, or say why not now."""
@@ -129,7 +129,7 @@ class ChaosRunner:
         aimed = aim(shot, self.job.view(lighthouse=self._had_lighthouse), self.plan.limits)
         if isinstance(aimed, Refusal):
             return aimed
-        if self._standing.awaits_donor:
+        if self._agents.awaits_donor:
             return Refusal("a donor is about to be hit, nobody knows which group that will be", final=False)
         try:
             self._inject(aimed, pid)
@@ -138,11 +138,9 @@ class ChaosRunner:
         return None
 
     def _inject(self, aimed: Injection, lighthouse_pid: int | None) -> None:
-        if aimed.fault.by == "signal":
-            self._signals.strike(aimed)
-        elif aimed.fault.by == "lighthouse":
-            self._signals.kill_lighthouse(aimed, lighthouse_pid)
+        if aimed.fault.by != "agent":
+            self._signals.send(aimed, lighthouse_pid)
         elif aimed.fault.scope == "donor":
-            self._signals.provoke(aimed, lambda: self._standing.order_donor(aimed))
+            self._signals.provoke(aimed, lambda: self._agents.order_donor(aimed))
         else:
-            self._standing.order(aimed)
+            self._agents.order(aimed)

@@ -11,21 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from titan_ft.chaos.faults import CHECKPOINT, FAULTS, MISSING, Fault
-from titan_ft.chaos.plan import Limits, Plan
-from titan_ft.chaos.rules import Entry, Every, Listed, Poisson, Rule
-from titan_ft.run import events
-
-
-@dataclass(frozen=True)
-class Target:
-    """Whom a fault hits: a rank, a group (no rank) or the lighthouse (neither)."""
-
-    replica: int | None = None
-    rank: int | None = None
-
-    def told(self) -> events.Target:
-        """Return the form that events have."""
-        return events.Target(self.replica, self.rank, lighthouse=self.replica is None)
+from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Plan, Poisson, Uniform
+from titan_ft.run.events import Target
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,7 @@ class Refusal:
 
 def shots(plan: Plan) -> Iterator[Shot]:
     """Yield the plan's shots in order of time, perhaps without end. The plan's seed decides all that is random."""
-    streams = [_stream(plan.seed, index, rule) for index, rule in enumerate(plan.rules)]
+    streams = [_seeded(plan.seed, index, rule) for index, rule in enumerate(plan.rules)]
     # Of shots at one time the earlier rule's comes first: heapq.merge is stable.
     merged = heapq.merge(*streams, key=lambda pair: pair[0].at)
     for number, (entry, seed) in enumerate(merged):
@@ -95,7 +82,7 @@ def shots(plan: Plan) -> Iterator[Shot]:
         yield Shot(number, entry.at, entry.fault, entry.params, seed, entry.replica, entry.rank)
 
 
-def _stream(seed: int, index: int, rule: Rule) -> Iterator[tuple[Entry, int]]:
+def _seeded(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[tuple[Entry, int]]:
     """Yield what one rule wants, each with a seed of its own.
 
     That seed follows from the plan's seed, the place of the rule and the place within the rule: no shot's fate, and no
@@ -105,22 +92,24 @@ def _stream(seed: int, index: int, rule: Rule) -> Iterator[tuple[Entry, int]]:
         yield entry, _source(seed, index, number).getrandbits(32)
 
 
-def _entries(seed: int, index: int, rule: Rule) -> Iterator[Entry]:
+def _entries(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[Entry]:
     """Yield times and faults of one rule, without end unless it is a list."""
-    when = rule.when
-    if isinstance(when, Listed):
-        yield from when.entries
+    if isinstance(rule, Listed):
+        yield from rule.entries
         return
+    names, weights = list(rule.weights), list(rule.weights.values())
     time = 0.0
     for number in itertools.count():
         source = _source(seed, index, number, "when and what")
-        if isinstance(when, Every):
-            time = number * when.seconds  # no sum, whose rounding errors add up
-        elif isinstance(when, Poisson):
-            time += source.expovariate(1 / when.mtbf_seconds)
-        else:
-            time += source.uniform(when.min_seconds, when.max_seconds)
-        (fault,) = source.choices(list(rule.faults), list(rule.faults.values()))
+        match rule:
+            case Every():
+                time = number * rule.seconds  # no sum, whose rounding errors add up
+            case Poisson():
+                assert rule.mtbf_seconds is not None, "given, or computed when the rule was made"
+                time += source.expovariate(1 / rule.mtbf_seconds)
+            case Uniform():
+                time += source.uniform(rule.min_seconds, rule.max_seconds)
+        (fault,) = source.choices(names, weights)
         yield Entry(time, fault, rule.params[fault], rule.replica, rule.rank)
 
 
@@ -140,7 +129,7 @@ def aim(shot: Shot, view: View, limits: Limits) -> Injection | Refusal:
     if too_early is not None:
         return Refusal(too_early, final=False)
     if fault.scope == "lighthouse":
-        return Injection(shot, fault, (Target(),))
+        return Injection(shot, fault, (Target(lighthouse=True),))
     groups = _choose(shot, fault, view, limits)
     return Injection(shot, fault, tuple(Target(group.replica, _rank(shot, fault, group)) for group in groups))
 

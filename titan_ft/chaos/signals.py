@@ -10,13 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from titan_ft.chaos.disturbance import Disturbance
 from titan_ft.chaos.job import Job
+from titan_ft.chaos.outcomes import Outcomes
 from titan_ft.chaos.processes import Processes, Reach, Unreachable, Worker
-from titan_ft.chaos.record import Record
-from titan_ft.chaos.schedule import Injection, Shot, Target
-from titan_ft.chaos.trouble import Trouble, trouble_of
+from titan_ft.chaos.schedule import Injection, Shot
+from titan_ft.run.events import Target
 
 _SIGNALS = {
+    "kill_lighthouse": signal.SIGKILL,
     "kill_rank": signal.SIGKILL,
     "kill_group": signal.SIGKILL,
     "kill_groups": signal.SIGKILL,
@@ -34,7 +36,7 @@ class _Stopped:
     shot: Shot
     target: Target
     reach: Reach
-    trouble: Trouble
+    disturbance: Disturbance
 
 
 class Signals:
@@ -49,21 +51,24 @@ class Signals:
         self,
         job: Job,
         processes: Processes,
-        record: Record,
+        outcomes: Outcomes,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._job, self._processes, self._record = job, processes, record
+        self._job, self._processes, self._outcomes = job, processes, outcomes
         self._clock, self._wall = clock, wall
         self._stopped: list[_Stopped] = []
 
     @property
-    def pending(self) -> bool:
+    def busy(self) -> bool:
         """Tell whether workers are stopped."""
         return bool(self._stopped)
 
-    def strike(self, aimed: Injection) -> None:
+    def send(self, aimed: Injection, lighthouse_pid: int | None) -> None:
         """Signal those targets that can be.
+
+        Args:
+            lighthouse_pid: process of the job's lighthouse on this host, None while there is none.
 
         Raises:
             Unreachable: none can be.
@@ -72,7 +77,7 @@ class Signals:
         missed: list[tuple[Target, Unreachable]] = []
         for target in aimed.targets:
             try:
-                held.append((target, self._reach(target)))
+                held.append((target, self._reach(target, lighthouse_pid)))
             except Unreachable as error:
                 missed.append((target, error))
         if not held:
@@ -80,8 +85,8 @@ class Signals:
         # All are held before the first is signalled: several groups are to die at once.
         num_hit = sum([self._hit(aimed, target, reach) for target, reach in held])
         for target, reason in missed:
-            self._record.missed(aimed.shot, target, str(reason))
-        self._record.count(num_hit > 0)
+            self._outcomes.missed(aimed.shot, target, str(reason))
+        self._outcomes.count(num_hit > 0)
 
     def provoke(self, aimed: Injection, order: Callable[[], None]) -> None:
         """Kill the target so that there is a heal to disturb.
@@ -92,41 +97,18 @@ class Signals:
         Raises:
             Unreachable: it is not there.
         """
-        (victim,) = aimed.targets
-        assert victim.replica is not None, "a group is killed, not the lighthouse"
-        reach = self._reach(victim)
+        (target,) = aimed.targets
+        assert target.replica is not None, "a group is killed, not the lighthouse"
+        reach = self._reach(target)
         try:
             order()
-            self._record.injecting("kill_group", victim, aimed.shot, {"provokes": aimed.fault.name})
+            self._outcomes.injecting("kill_group", target, aimed.shot, {"provokes": aimed.fault.name})
             with suppress(Unreachable):  # it ended just now by itself, and will heal as well
                 reach.send(signal.SIGKILL)
         finally:
             reach.close()
-        self._job.add_trouble(victim.replica, Trouble("restart", self._job.life(victim.replica)))
-        self._record.hit("kill_group", victim, f", for {aimed.fault.name}")
-
-    def kill_lighthouse(self, aimed: Injection, pid: int | None) -> None:
-        """Kill the lighthouse, a process of this host.
-
-        Raises:
-            Unreachable: it does not run.
-        """
-        if pid is None:
-            raise Unreachable("the lighthouse does not run right now")
-        (target,) = aimed.targets
-        lighthouse = Worker("the lighthouse", pid, host="")
-        reach = self._processes.reach([lighthouse], [lighthouse])
-        try:
-            self._record.injecting(aimed.fault.name, target, aimed.shot, aimed.shot.params)
-            reach.send(signal.SIGKILL)
-        except Unreachable as error:
-            self._record.missed(aimed.shot, target, str(error))
-            self._record.count(False)
-        else:
-            self._record.hit(aimed.fault.name, target)
-            self._record.count(True)
-        finally:
-            reach.close()
+        self._job.disturb(target.replica, Disturbance("restart", self._job.life(target.replica)))
+        self._outcomes.hit("kill_group", target, f", for {aimed.fault.name}")
 
     def undo(self, until: float) -> None:
         """Let those go on whose time is over then. One that was killed meanwhile is not stopped either."""
@@ -136,26 +118,30 @@ class Signals:
                 one.reach.send(signal.SIGCONT)
             one.reach.close()
             self._stopped.remove(one)
-            one.trouble.undo(self._wall())
-        for one in due:  # told when all of them go on, because the disk may be full
-            self._record.undone(one.shot, one.target)
+            one.disturbance.undo(self._wall())
+        for one in due:  # announced when all of them go on, because the disk may be full
+            self._outcomes.undone(one.shot, one.target)
 
-    def _reach(self, target: Target) -> Reach:
-        assert target.replica is not None, "the lighthouse is reached elsewhere"
+    def _reach(self, target: Target, lighthouse_pid: int | None = None) -> Reach:
+        if target.lighthouse:
+            if lighthouse_pid is None:
+                raise Unreachable("the lighthouse does not run right now")
+            workers = [Worker("the lighthouse", lighthouse_pid, host="")]
+            return self._processes.reach(workers, workers)
         workers = self._job.workers(target)
         if not workers:
             raise Unreachable(f"no worker of replica {target.replica} has said where it runs")
         return self._processes.reach(workers, self._job.everyone())
 
     def _hit(self, aimed: Injection, target: Target, reach: Reach) -> bool:
-        """Signal one target, told just before; return whether anybody was hit."""
-        assert target.replica is not None, "the lighthouse is signalled elsewhere"
+        """Signal one target, announced just before; return whether anybody was hit."""
         fault, shot, signum = aimed.fault, aimed.shot, _SIGNALS[aimed.fault.name]
-        trouble = trouble_of(fault, shot, target, self._job.life(target.replica))
-        self._record.injecting(fault.name, target, shot, shot.params)
+        life = 0 if target.replica is None else self._job.life(target.replica)
+        disturbance = Disturbance.of(aimed, target, life)
+        self._outcomes.injecting(fault.name, target, shot, shot.params)
         stopped: _Stopped | None = None
         if signum == signal.SIGSTOP:
-            stopped = _Stopped(self._clock() + shot.params["seconds"], shot, target, reach, trouble)
+            stopped = _Stopped(self._clock() + shot.params["seconds"], shot, target, reach, disturbance)
             self._stopped.append(stopped)  # before the signal: an interrupt may come right behind it
         try:
             reach.send(signum)
@@ -163,11 +149,12 @@ class Signals:
             if stopped is not None:
                 self._stopped.remove(stopped)
             reach.close()
-            self._record.missed(shot, target, str(error))
+            self._outcomes.missed(shot, target, str(error))
             return False
         if stopped is None:
             reach.close()
-        trouble.act(self._wall())
-        self._job.add_trouble(target.replica, trouble)
-        self._record.hit(fault.name, target)
+        disturbance.begin(self._wall())
+        if target.replica is not None:
+            self._job.disturb(target.replica, disturbance)
+        self._outcomes.hit(fault.name, target)
         return True

@@ -34,7 +34,7 @@ class Child:
         """Exit status (negative: the signal), or None while it runs."""
         return self.process.poll()
 
-    def tell(self, line: str, *, more: bool = False) -> None:
+    def write_line(self, line: str, *, more: bool = False) -> None:
         """Write a line to its stdin; close it unless `more` will follow. A child that is gone is noticed elsewhere."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

@@ -8,19 +8,21 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
-from titan_ft.chaos.plan import Plan
-from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml
-from titan_ft.launch.lighthouse import LighthouseSettings
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
+from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.resume import check_resume, split_headers
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
+from titan_ft.options import Launch, LighthouseSettings
 from titan_ft.run.paths import RunPaths
+
+if TYPE_CHECKING:
+    from titan_ft.chaos.plan import Plan
 
 # Config modules whose [fault_tolerance] table is known here; any other may add fields, which its workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
@@ -36,56 +38,48 @@ SHARED_FIELDS: dict[str, type] = {
 }
 
 
-@dataclass
 class LaunchPlan:
-    """One run: what to start, and where. Validated when it is made (raises ConfigError)."""
+    """One run: what to start, and where.
 
-    config: Path
-    num_replicas: int
-    num_ranks: int
-    run_dir: Path
-    max_restarts: int = 100
-    lighthouse_port: int = 0
-    """0 lets the system choose."""
-    worker_args: list[str] = field(default_factory=list)
-    """torchtitan's flags, added to the workers' command line last, so that they win."""
-    spares: int = 0
-    """Groups beyond `num_replicas` that wait to take the place of one that is out of restarts."""
-    drain_timeout: float | None = None
-    """Seconds that a group may take to leave in order; None takes the config's."""
-    standby: bool = True
-    """Whether each group keeps processes ready that have imported everything."""
-    resume: bool = False
-    """Whether the run directory may hold an earlier run, whose last checkpoint this one goes on from."""
-    minutes: float = 0.0
-    """Minutes after the first step at which the run is ended in order; 0 = when training is over."""
-    chaos: Plan | None = None
-    """The faults to inject; None injects none."""
-    metrics: str = ""
-    """PORT or HOST:PORT of a Prometheus endpoint; empty = none."""
-    module: str = DEFAULT_MODULE
-    """Python module that the workers run."""
+    Args:
+        options: of `titan-ft launch`.
+        worker_args: torchtitan's flags, added to the workers' command line last, so that they win.
+        chaos: the faults to inject; None injects none.
+        module: Python module that the workers run.
 
-    def __post_init__(self) -> None:
-        self.paths = RunPaths(self.run_dir.absolute())
+    Raises:
+        ConfigError: an option or the TOML is wrong.
+    """
+
+    def __init__(
+        self,
+        options: Launch,
+        worker_args: Sequence[str] = (),
+        *,
+        chaos: Plan | None = None,
+        module: str = DEFAULT_MODULE,
+    ) -> None:
+        self.options, self.worker_args, self.chaos, self.module = options, list(worker_args), chaos, module
+        self.num_replicas, self.num_ranks = options.replicas, options.ranks_per_replica
+        self.paths = RunPaths(options.run_dir.absolute())
         for flag, value, least in (
-            ("--replicas", self.num_replicas, 1),
-            ("--ranks-per-replica", self.num_ranks, 1),
-            ("--max-restarts", self.max_restarts, 0),
-            ("--lighthouse-port", self.lighthouse_port, 0),
-            ("--spares", self.spares, 0),
+            ("--replicas", options.replicas, 1),
+            ("--ranks-per-replica", options.ranks_per_replica, 1),
+            ("--max-restarts", options.max_restarts, 0),
+            ("--lighthouse-port", options.lighthouse_port, 0),
+            ("--spares", options.spares, 0),
         ):
             if value < least:
                 raise ConfigError(f"{flag} must be >= {least}, got {value}")
-        if not 0 <= self.minutes < float("inf"):
-            raise ConfigError(f"--minutes must be >= 0, got {self.minutes}; 0 trains to the last step")
-        if self.metrics:
-            split_address(self.metrics)
-        if self.lighthouse_port > 65535:
+        if not 0 <= options.minutes < float("inf"):
+            raise ConfigError(f"--minutes must be >= 0, got {options.minutes}; 0 trains to the last step")
+        if options.metrics_port:
+            split_address(options.metrics_port)
+        if options.lighthouse_port > 65535:
             raise ConfigError(
-                f"--lighthouse-port must be <= 65535, got {self.lighthouse_port}; 0 lets the system choose"
+                f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the system choose"
             )
-        values = load_toml(self.config)
+        values = load_toml(options.config)
         if values.get("job", {}).get("custom_config_module", "") in KNOWN_MODULES:
             check_toml(values)
         table = {**values.get(TABLE, {}), **_overrides(self.worker_args)}
@@ -94,22 +88,22 @@ class LaunchPlan:
         self.drain_seconds = self._resolve_drain_timeout(table)
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
         self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
-        if self.resume:
+        if options.resume:
             check_resume(self.paths, values, self.worker_args)
         elif self.paths.has_events():
             raise ConfigError(
-                f"--run-dir must hold no events of an earlier run, got {self.run_dir}; give another folder, remove it, "
-                "or go on from its last checkpoint with --resume"
+                f"--run-dir must hold no events of an earlier run, got {options.run_dir}; give another folder, remove "
+                "it, or go on from its last checkpoint with --resume"
             )
 
     def _resolve_drain_timeout(self, table: Mapping[str, Any]) -> float:
         """Return the seconds that groups get to leave in order."""
-        if self.drain_timeout is None:
-            return float(table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds))
-        if not 0 < self.drain_timeout < float("inf"):
-            usual = FaultTolerance.drain_timeout_seconds
-            raise ConfigError(f"--drain-timeout must be > 0, got {self.drain_timeout}; the usual is {usual:g}")
-        return self.drain_timeout
+        asked, usual = self.options.drain_timeout, FaultTolerance.drain_timeout_seconds
+        if asked is None:
+            return float(table.get("drain_timeout_seconds", usual))
+        if not 0 < asked < float("inf"):
+            raise ConfigError(f"--drain-timeout must be > 0, got {asked}; the usual is {usual:g}")
+        return asked
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
         """Check what only the launcher knows to be wrong; the workers check the rest."""
@@ -139,20 +133,20 @@ class LaunchPlan:
         try:
             self.paths.events.mkdir(parents=True, exist_ok=True)
             header = f"# titan-ft launch {shlex.join(self._arguments())}\n"
-            text = split_headers(self.config.read_text(encoding="utf-8"))[1]
+            text = split_headers(self.options.config.read_text(encoding="utf-8"))[1]
             if self.paths.config.exists():
                 header += split_headers(self.paths.config.read_text(encoding="utf-8"))[0]
             self.paths.config.write_text(header + text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"--run-dir must be a folder that can be written, got {self.run_dir} ({error.strerror}); give another"
-            ) from error
+            got = f"{self.options.run_dir} ({error.strerror})"
+            raise ConfigError(f"--run-dir must be a folder that can be written, got {got}; give another") from error
 
     def _arguments(self) -> list[str]:
-        shown = [str(self.config), "--replicas", str(self.num_replicas), "--ranks-per-replica", str(self.num_ranks)]
-        shown += ["--run-dir", str(self.run_dir)]
-        shown += ["--spares", str(self.spares)] if self.spares else []
-        shown += ["--resume"] if self.resume else []
+        options = self.options
+        shown = [str(options.config), "--replicas", str(self.num_replicas), "--ranks-per-replica", str(self.num_ranks)]
+        shown += ["--run-dir", str(options.run_dir)]
+        shown += ["--spares", str(options.spares)] if options.spares else []
+        shown += ["--resume"] if options.resume else []
         return shown + (["--", *self.worker_args] if self.worker_args else [])
 
     def lighthouse_command(self, port: int) -> list[str]:
@@ -175,9 +169,13 @@ class LaunchPlan:
 
     def _supervisor(self, which: list[str], replica_flags: list[str]) -> list[str]:
         command = [sys.executable, "-m", "titan_ft.launch.supervisor", f"--run-dir={self.paths.root}", *which]
-        command += [f"--ranks={self.num_ranks}", f"--max-restarts={self.max_restarts}", f"--module={self.module}"]
+        command += [
+            f"--ranks={self.num_ranks}",
+            f"--max-restarts={self.options.max_restarts}",
+            f"--module={self.module}",
+        ]
         command += [f"--drain-timeout={self.drain_seconds:g}"]
-        if not self.standby:
+        if self.options.no_standby:
             command.append("--no-standby")
         return [*command, "--", *self.worker_flags(replica_flags)]
 
@@ -204,13 +202,10 @@ def _plain_name(name: str) -> str:
 def _overrides(worker_args: list[str]) -> dict[str, Any]:
     """Return the [fault_tolerance] fields that the workers' flags set, of those that concern the launcher too."""
     found: dict[str, Any] = {}
-    for position, arg in enumerate(worker_args):
-        name, equals, value = arg.partition("=")
-        section, _, key = name.removeprefix("--").replace("-", "_").partition(".")
-        if not arg.startswith("--") or section != TABLE or key not in SHARED_FIELDS:
+    for name, value in read_flags(worker_args):
+        section, _, key = name.partition(".")
+        if section != TABLE or key not in SHARED_FIELDS:
             continue
-        if not equals:
-            value = worker_args[position + 1] if position + 1 < len(worker_args) else ""
         try:
             found[key] = SHARED_FIELDS[key](value)
         except ValueError as error:
@@ -230,5 +225,5 @@ def _lighthouse_settings(table: Mapping[str, Any]) -> LighthouseSettings:
         quorum_tick_ms=table.get("quorum_tick_ms", defaults.quorum_tick_ms),
         join_timeout_ms=table.get("join_timeout_ms", defaults.join_timeout_ms),
     )
-    settings.validate()
+    check_settings(settings)
     return settings

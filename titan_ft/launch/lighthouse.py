@@ -9,36 +9,24 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import fields
 from importlib.machinery import PathFinder
 from types import FrameType
 from typing import Any
 
 from titan_ft.config import ConfigError
+from titan_ft.options import LighthouseSettings
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
 
 ANNOUNCEMENT = "lighthouse listening at "
 
 
-@dataclass(frozen=True)
-class LighthouseSettings:
-    """How the lighthouse judges who is there."""
-
-    min_replicas: int = 1
-    """Fewest groups of a quorum."""
-    heartbeat_timeout_ms: int = 500
-    """Milliseconds without a heartbeat after which a group counts as gone."""
-    quorum_tick_ms: int = 20
-    """Milliseconds between two looks at who is there."""
-    join_timeout_ms: int = 60_000
-    """Milliseconds, from the first request, to wait for groups that heartbeat but have not asked for the quorum yet."""
-
-    def validate(self) -> None:
-        """Raise ConfigError for a value that torchft would take and never work with."""
-        for name, value in vars(self).items():
-            if value <= 0:
-                usual = getattr(LighthouseSettings(), name)
-                raise ConfigError(f"the lighthouse's {name} must be > 0, got {value}; the default is {usual}")
+def check_settings(settings: LighthouseSettings) -> None:
+    """Raise ConfigError for a value that torchft would take and never work with."""
+    for field in fields(LighthouseSettings):
+        value = getattr(settings, field.name)
+        if value <= 0:
+            raise ConfigError(f"the lighthouse's {field.name} must be > 0, got {value}; the default is {field.default}")
 
 
 def split_bind(bind: str) -> tuple[str, int]:
@@ -83,7 +71,7 @@ def serve(bind: str, settings: LighthouseSettings) -> int:
         ConfigError: it cannot listen at `bind`.
     """
     host, _ = split_bind(bind)
-    settings.validate()
+    check_settings(settings)
     if PARENT_PID_ENV in os.environ:  # started by a launcher; by hand, it may outlive the shell that started it
         exit_with_parent()
     # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.

@@ -10,10 +10,8 @@ import signal
 import sys
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from titan_ft.chaos.orders import Orders
-from titan_ft.chaos.processes import LocalProcesses
-from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
@@ -26,6 +24,10 @@ from titan_ft.live.status_view import make_view
 from titan_ft.run.events import CheckpointSaved, Drained, LaunchFinished, LaunchStarted, LaunchStopping, StepCommitted
 from titan_ft.run.log import EventLog
 from titan_ft.run.tail import EventTail, last_error_line
+
+if TYPE_CHECKING:
+    from titan_ft.chaos.plan import Plan
+    from titan_ft.chaos.runner import ChaosRunner
 
 TICK_SECONDS = 0.1
 QUIET_SECONDS = 40.0
@@ -43,7 +45,7 @@ class LocalRun:
         self.plan = plan
         self.groups = status.initial(plan.num_replicas)
         # First: when its port is taken, the folder must not look as if a run had been in it.
-        self._metrics = MetricsServer.at(plan.metrics) if plan.metrics else None
+        self._metrics = MetricsServer.at(plan.options.metrics_port) if plan.options.metrics_port else None
         self.num_signals = 0
         self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
@@ -51,23 +53,31 @@ class LocalRun:
         env = {"TITAN_FT_TOKEN": secrets.token_hex(16), "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
         self._children = Children(env)
         self._lighthouse = LighthouseKeeper(
-            plan.lighthouse_command, plan.lighthouse_port, plan.paths.lighthouse_log, self._children, self._events
+            plan.lighthouse_command,
+            plan.options.lighthouse_port,
+            plan.paths.lighthouse_log,
+            self._children,
+            self._events,
         )
         self._supervisors: dict[int, Child] = {}
         self._spares = Spares(plan, self._children, self._events)
-        self._told: set[Child] = set()
+        self._shown: set[Child] = set()
         self._trains_since: float | None = None
         self._time_is_up = False
-        self._chaos: ChaosRunner | None = None
-        if plan.chaos is not None:
-            self._chaos = ChaosRunner(
-                plan.chaos,
-                processes=LocalProcesses(),
-                orders=Orders(plan.paths.chaos_orders),
-                events=self._events,
-                lighthouse_pid=lambda: self._lighthouse.pid,
-            )
+        self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
         self.view = make_view(plan.num_replicas)
+
+    def _chaos_runner(self, plan: Plan) -> ChaosRunner:
+        from titan_ft.chaos.processes import LocalProcesses  # a run that nobody breaks loads nothing of it
+        from titan_ft.chaos.runner import ChaosRunner
+
+        return ChaosRunner(
+            plan,
+            processes=LocalProcesses(),
+            orders=self.plan.paths.chaos_orders,
+            events=self._events,
+            lighthouse_pid=lambda: self._lighthouse.pid,
+        )
 
     def run(self) -> int:
         """Return 0 when all groups finished or left, 2 when their configuration is wrong, else 1."""
@@ -91,7 +101,10 @@ class LocalRun:
         plan = self.plan
         self._events.emit(
             LaunchStarted(
-                replicas=plan.num_replicas, ranks_per_replica=plan.num_ranks, spares=plan.spares, job_id=plan.job_id
+                replicas=plan.num_replicas,
+                ranks_per_replica=plan.num_ranks,
+                spares=plan.options.spares,
+                job_id=plan.job_id,
             )
         )
         self._lighthouse.poll()
@@ -114,7 +127,7 @@ class LocalRun:
         if self._metrics:
             self.view.line(f"metrics at {self._metrics.url}")
         for child in self._supervisors.values():
-            child.tell(address)
+            child.write_line(address)
         self._spares.tell_address(address)
         return self._watch()
 
@@ -130,7 +143,7 @@ class LocalRun:
                 self._chaos.poll()
                 if self._seconds_left() < QUIET_SECONDS:
                     self._chaos.close()
-            self._tell_failures(codes)
+            self._show_failures(codes)
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
                 return CONFIG_ERROR_CODE, "the configuration is wrong"
@@ -145,19 +158,19 @@ class LocalRun:
 
     def _seconds_left(self) -> float:
         """Return the time until the run is ended in order; infinite as long as that has not been set."""
-        if not self.plan.minutes or self._trains_since is None:
+        if not self.plan.options.minutes or self._trains_since is None:
             return float("inf")
-        return self._trains_since + 60 * self.plan.minutes - time.monotonic()
+        return self._trains_since + 60 * self.plan.options.minutes - time.monotonic()
 
     def _stop(self) -> None:
         """End what still runs. When the run is stopped from outside, its groups get the time to leave in order."""
-        told, in_order = self.num_signals, self.num_signals > 0 or self._time_is_up
+        num_before, in_order = self.num_signals, self.num_signals > 0 or self._time_is_up
         grace = GRACE_SECONDS + 2.0 + (self.plan.drain_seconds if in_order else 0.0)
 
         def hurry() -> bool:
             if in_order:
                 self._refresh()
-            return self.num_signals > max(told, 1)
+            return self.num_signals > max(num_before, 1)
 
         try:
             if self._chaos is not None:
@@ -184,14 +197,14 @@ class LocalRun:
             self._metrics.update(self.groups)
         self.view.update(self.groups)
 
-    def _tell_failures(self, codes: dict[int, int | None]) -> None:
+    def _show_failures(self, codes: dict[int, int | None]) -> None:
         """Report a supervisor that ended without having said why in an event."""
         ended = [(self._supervisors[r], self.groups[r].state == status.FAILED) for r, code in codes.items() if code]
         ended += [(child, False) for child in self._spares.take_dead()]
         for child, explained in ended:
-            if child not in self._told and not explained:
+            if child not in self._shown and not explained:
                 self._error(f"{child.describe_end()}; {child.log}: {last_error_line(child.log)}")
-            self._told.add(child)
+            self._shown.add(child)
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
         """Give the place of each group that is lost to a spare, while there is one; its exit status becomes None."""
@@ -224,7 +237,7 @@ class LocalRun:
     def _end_in_time(self) -> tuple[int, str]:
         """End the run that has had its time; whether that is a success shows when its groups have left."""
         self._time_is_up = True
-        self._begin_to_drain("its time is up", f"--minutes ({self.plan.minutes:g}) are over", "Ctrl-C")
+        self._begin_to_drain("its time is up", f"--minutes ({self.plan.options.minutes:g}) are over", "Ctrl-C")
         return 0, "its time is up"
 
     def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from titan_ft.config import ConfigError, load_toml
+from titan_ft.config import ConfigError, load_toml, read_flags
 from titan_ft.run.paths import RunPaths
 
 HEADER = "# titan-ft launch "
@@ -74,11 +74,7 @@ def first_difference(
 def _saves_checkpoints(values: Mapping[str, Any], worker_args: list[str]) -> bool:
     """Tell whether checkpoint.enable holds after the workers' flags, whose last one wins."""
     enabled = bool(values.get("checkpoint", {}).get("enable", False))
-    for position, arg in enumerate(worker_args):
-        name, equals, value = arg.replace("-", "_").removeprefix("__").partition("=")
-        if name == "checkpoint.no_enable":
-            enabled = False
-        elif name == "checkpoint.enable":
-            follows = worker_args[position + 1] if position + 1 < len(worker_args) else ""
-            enabled = (value if equals else follows).lower() != "false"
+    for name, value in read_flags(worker_args):
+        if name in ("checkpoint.enable", "checkpoint.no_enable"):
+            enabled = name == "checkpoint.enable" and value.lower() != "false"
     return enabled

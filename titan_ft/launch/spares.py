@@ -35,13 +35,13 @@ class Spares:
 
     def start(self) -> None:
         command, paths = self._plan.spare_command(), self._plan.paths
-        for spare in range(self._plan.spares):
+        for spare in range(self._plan.options.spares):
             self._waiting.append(self._children.start(f"spare {spare}", command, paths.spare_log(spare)))
 
     def tell_address(self, address: str) -> None:
         """Tell the lighthouse's address; the group to take over follows on the same pipe."""
         for child in self._waiting:
-            child.tell(address, more=True)
+            child.write_line(address, more=True)
 
     def take_dead(self) -> list[Child]:
         """Return the spares that ended while they waited, once."""
@@ -56,7 +56,7 @@ class Spares:
             if child.code is not None:
                 continue
             attempt = self._plan.paths.next_attempt(replica)
-            child.tell(json.dumps({"replica": replica, "attempt": attempt}))
+            child.write_line(json.dumps({"replica": replica, "attempt": attempt}))
             self._events.emit(SpareTookOver(replica=replica, attempt=attempt))
             return child
         return None

@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,17 +28,16 @@ from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, Restar
 from titan_ft.launch.standby import Standby, StandbyKeeper
 from titan_ft.run.events import (
     Drained,
-    Event,
     ReplicaGaveUp,
     ReplicaRestarted,
     StepCommitted,
     TrainingFinished,
     WorkerExited,
 )
-from titan_ft.run.log import EventLog, whole_events
+from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.tail import last_error_line
+from titan_ft.run.tail import EventTail, last_error_line
 
 if TYPE_CHECKING:
     from titan_ft.launch.worker_group import WorkerExit, WorkerGroup
@@ -105,7 +104,13 @@ class Supervisor:
         self._policy = RestartPolicy(spec.max_restarts)
         self._events = EventLog(spec.paths.supervisor_events(spec.replica, os.getpid()), replica=spec.replica)
         self._group: WorkerGroup | None = None
-        self._started = time.time()
+        # From now on: what the folder holds of an earlier run keeps nobody away.
+        self._finishes = EventTail(spec.paths.events, TrainingFinished, pattern=spec.paths.workers_pattern())
+        self._finish_time: float | None = None
+        """Unix seconds at which the first group finished."""
+        self._own_events = EventTail(spec.paths.events)
+        self._committed = self._drained = False
+        """Of this attempt: whether the group contributed to a step; whether it was asked to leave, and did."""
         self._too_late = False
         """Whether the others have finished while the group was coming back."""
 
@@ -127,14 +132,15 @@ class Supervisor:
             while not self._stop:
                 started = time.monotonic()
                 failure = self._run_attempt(attempt, restarted_because)
+                self._note_events()
                 if self._too_late:
                     return 0
-                if failure is None and (self._stop or not self._was_sent_away(attempt)):
+                if failure is None and (self._stop or not self._was_sent_away()):
                     return 0
                 if self._stop:
                     break
                 code = 0 if failure is None else failure.code
-                decision = self._policy.decide(code, time.monotonic() - started, self._has_committed(attempt))
+                decision = self._policy.decide(code, time.monotonic() - started, self._committed)
                 if not decision.restart:
                     if failure is None:
                         return 0
@@ -150,16 +156,19 @@ class Supervisor:
 
     def _run_attempt(self, attempt: int, restarted_because: str) -> WorkerExit | None:
         """Run the group once; return the first worker that failed, None when all ended well."""
+        pattern = self.spec.paths.workers_pattern(self.spec.replica, attempt)
+        self._own_events = EventTail(self.spec.paths.events, StepCommitted, Drained, pattern=pattern, from_start=True)
+        self._committed = self._drained = False
         group = self._group = self._start_group(attempt, restarted_because)
         first: WorkerExit | None = None
-        told: set[int] = set()
+        announced: set[int] = set()
         try:
-            exits = self._wait_for_end(group, attempt, came_back=restarted_because == SENT_AWAY)
+            exits = self._wait_for_end(group, came_back=restarted_because == SENT_AWAY)
             first = root_failure(exits)
             # Before the others are ended, which may take the grace time: the event's time is that of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
                 self._emit_exit(attempt, exit, exit.describe())
-                told.add(exit.rank)
+                announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
                 self._keeper.end()
                 group.drain(self.spec.drain_seconds, self._stop.impatient)
@@ -169,7 +178,7 @@ class Supervisor:
             final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
             self._group = None
         for exit in final:
-            if exit.rank not in told:
+            if exit.rank not in announced:
                 cause = first.describe() if first else "the run was stopped"
                 self._emit_exit(attempt, exit, f"stopped because {cause}", stopped=True)
         return first or root_failure(final)
@@ -190,7 +199,7 @@ class Supervisor:
             standby.end()
         return WorkerGroup(spec.module, spec.args, _with_parent(spec.env), {**logs}, attempt, spec.max_restarts)
 
-    def _wait_for_end(self, group: WorkerGroup, attempt: int, came_back: bool) -> list[WorkerExit]:
+    def _wait_for_end(self, group: WorkerGroup, came_back: bool) -> list[WorkerExit]:
         """Wait until all finished, one failed, or a stop was asked for; return those that ended by themselves.
 
         Args:
@@ -203,15 +212,15 @@ class Supervisor:
             if self._stop or len(exits) == group.num_ranks or any(exit.failed for exit in exits):
                 return exits
             now = time.monotonic()
-            if now - looked > 1.0 and (came_back or not due):
+            if now - looked > 1.0:
                 looked = now
-                committed = self._has_committed(attempt)
-                came_back = came_back and not committed
+                self._note_events()
+                came_back = came_back and not self._committed
                 if came_back and self._job_is_over(OVER_SECONDS):
                     self._too_late = True  # it would train everything anew, alone
                     self._stop.count = max(self._stop.count, 2)
                 # Imports must not slow the start of the group itself.
-                due = due or committed or now - started > STANDBY_AFTER_SECONDS
+                due = due or self._committed or now - started > STANDBY_AFTER_SECONDS
             # A group of which ranks have left needs no standby.
             self._keeper.keep(due and not exits and self.spec.standby and self._policy.restarts_left)
             time.sleep(POLL_SECONDS)
@@ -224,24 +233,24 @@ class Supervisor:
             event.signal = signal.Signals(-exit.code).name
         self._events.emit(event)
 
-    def _has_committed(self, attempt: int) -> bool:
-        """Tell whether the group contributed to a committed step in this attempt."""
-        files = self.spec.paths.attempt_events(self.spec.replica, attempt)
-        return any(isinstance(event, StepCommitted) and event.own_tokens > 0 for event in _read(files, StepCommitted))
+    def _note_events(self) -> None:
+        """Take in what the workers have announced since the last call; every now and then, so that it is never much."""
+        for event in self._own_events.poll():
+            self._committed = self._committed or (isinstance(event, StepCommitted) and event.own_tokens > 0)
+            self._drained = self._drained or isinstance(event, Drained)
 
-    def _was_sent_away(self, attempt: int) -> bool:
+    def _was_sent_away(self) -> bool:
         """Tell whether somebody asked the workers to leave while others train on: then the group is to come back.
 
         Who asks this process too wants the group to be gone. And nobody comes back to a job that is over.
         """
-        drained = _read(self.spec.paths.attempt_events(self.spec.replica, attempt), Drained)
-        return any(drained) and not self._job_is_over()
+        return self._drained and not self._job_is_over()
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
         """Tell whether a group has finished since this process was started, at least so long ago."""
-        written = ((path, path.stat().st_mtime) for path in self.spec.paths.events.glob("replica-*.jsonl"))
-        files = (path for path, when in written if self._started <= when <= time.time() - seconds)
-        return any(_read(files, TrainingFinished))
+        if self._finish_time is None:
+            self._finish_time = next((event.time for event in self._finishes.poll()), None)
+        return self._finish_time is not None and self._finish_time <= time.time() - seconds
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: str) -> None:
         log = self.spec.paths.logs(self.spec.replica, attempt, failure.rank)
@@ -255,11 +264,6 @@ class Supervisor:
         while not self._stop and time.monotonic() < deadline:
             self._keeper.keep(due=False)
             time.sleep(POLL_SECONDS)
-
-
-def _read(files: Iterable[Path], wanted: type[Event]) -> Iterator[Event]:
-    """Yield the events of a class in some files."""
-    return (event for path in files for event in whole_events(path.read_bytes(), wanted))
 
 
 def start_standby(spec: GroupSpec) -> Standby:
@@ -360,12 +364,12 @@ def main(argv: list[str] | None = None) -> int:
     if not lighthouse:
         return 0 if options.spare else 1  # the launcher ended before the lighthouse was there
     if options.spare:
-        order = instructions.wait(stop, lambda: keeper.keep(due=options.standby))
-        if not order:
+        line = instructions.wait(stop, lambda: keeper.keep(due=options.standby))
+        if not line:
             keeper.end()
             return 0
-        told = json.loads(order)
-        options.replica, options.attempt = int(told["replica"]), int(told["attempt"])
+        place = json.loads(line)
+        options.replica, options.attempt = place["replica"], place["attempt"]
         options.worker_args = [*options.worker_args, f"--fault_tolerance.replica_id={options.replica}"]
     spec = GroupSpec(
         paths=RunPaths(options.run_dir),

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from titan_ft.chaos.faults import FAULTS
 from titan_ft.run.events import (
     CatchUpWaiting,
     ChaosEvent,
@@ -275,6 +274,8 @@ def _describe_chaos(event: ChaosEvent) -> str | None:
 
 def _hits_groups(event: FaultEvent) -> bool:
     """Tell whether a fault is one that hits whole groups."""
+    from titan_ft.chaos.faults import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
+
     fault = FAULTS.get(event.fault)
     return fault is not None and fault.scope in ("group", "groups", "link")
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.replica.errors import RefusedError
-from titan_ft.replica.wire import prove, read_line, write_line
+from titan_ft.replica.wire import Message, prove, read_line, write_line
 from titan_ft.run.address import split_address
 
 CONNECT_SECONDS = 1.5  # TCP sends a lost first packet again after one second
@@ -135,14 +135,14 @@ def round_trip(address: str, token: str, seconds: float, size: int, back: str = 
         answer = read_line(stream)
         if answer.get("error"):
             raise ConnectionError(f"it can be reached from here, but {answer['error']}")
-        if int(answer.get("bytes", -1)) != size or stream.read(size) != payload:
+        if answer.get("bytes") != size or stream.read(size) != payload:
             raise ConnectionError("the bytes did not come back as they were sent")
 
 
-def answer_probe(stream: BufferedRWPair[Any, Any], request: dict[str, Any], token: str) -> None:
+def answer_probe(stream: BufferedRWPair[Any, Any], request: Message, token: str) -> None:
     """Do the state server's part of `round_trip`, whose handshake is over."""
-    size, back = int(request["probe"]), str(request.get("back") or "")
-    if not 0 <= size <= _MAX_BYTES:
+    size, back = request["probe"], request.get("back", "")
+    if size > _MAX_BYTES:
         raise ValueError("not a probe")
     payload = stream.read(size)
     if back:

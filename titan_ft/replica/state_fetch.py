@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import queue
 import socket
@@ -17,12 +16,13 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from io import BufferedRWPair
 from typing import Any
 
+import msgspec
 import torch
 
 from titan_ft import device
 from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.wire import TransferError, octets, prove, read_line, write_line
+from titan_ft.replica.wire import Message, Size, TransferError, octets, prove, read_line, write_line
 from titan_ft.run.address import split_address
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,13 @@ _CHUNK = 8 << 20  # bytes of one request
 _MAX_TRIES = 3  # of one request, when connections break, and as many when checksums differ
 _STALL_SECONDS = 10.0  # of silence until a connection counts as broken
 _TICK_SECONDS = 0.1  # until a silent connection notices that its transfer is cancelled
+
+
+class _Facts(msgspec.Struct):
+    """What a transfer needs of a snapshot's header."""
+
+    lineage: int
+    bytes: Size
 
 
 class _ChecksumError(TransferError):
@@ -65,8 +72,8 @@ def fetch(
     try:
         with _Link(address, token, limits) as first:
             header = bytes(first.request({"step": step, "header": True}))
-            facts = json.loads(header)
-            lineage, payload = int(facts["lineage"]), device.empty_host(int(facts["bytes"]), torch.uint8)
+            facts = msgspec.json.decode(header, type=_Facts)
+            lineage, payload = facts.lineage, device.empty_host(facts.bytes, torch.uint8)
             target = octets(payload)
             missing: queue.SimpleQueue[int | None] = queue.SimpleQueue()
             for place in [*range(0, target.nbytes, _CHUNK), *[None] * connections]:
@@ -132,7 +139,7 @@ class _Link:
         self._address, self._token, self._limits = address, token, limits
         self._connection: _Connection | None = None
 
-    def request(self, request: dict[str, Any], into: memoryview | None = None) -> memoryview:
+    def request(self, request: Message, into: memoryview | None = None) -> memoryview:
         """Do as `_Connection.request`, again if the connection breaks or the checksum differs.
 
         A connection that cannot be made, the first one or another, is an error at once: the donor is gone.
@@ -178,11 +185,11 @@ class _Connection:
             self.__exit__()
             raise
 
-    def request(self, request: dict[str, Any], into: memoryview | None = None) -> memoryview:
+    def request(self, request: Message, into: memoryview | None = None) -> memoryview:
         """Send `request` and return the bytes of the answer (written to `into` if given)."""
         write_line(self._stream, request)
         answer = self._answer()
-        size = int(answer["bytes"])
+        size = answer["bytes"]
         into = memoryview(bytearray(size)) if into is None else into
         if size != into.nbytes:
             raise TransferError(f"the donor sent {size} bytes where {into.nbytes} were asked for")
@@ -197,7 +204,7 @@ class _Connection:
             raise _ChecksumError(f"{what} did not arrive as they were sent: the checksums differ")
         return into
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Message:
         while "waiting" in (answer := read_line(self._stream)):
             pass
         if not answer:
@@ -205,7 +212,7 @@ class _Connection:
         if "refused" in answer:
             raise RefusedError(f"{self._address}: {answer['refused']}")
         if "error" in answer:
-            raise TransferError(str(answer["error"]))
+            raise TransferError(answer["error"])
         return answer
 
     def __enter__(self) -> _Connection:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from titan_ft.replica.pace import Pace
 from titan_ft.replica.reach import answer_probe
 from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.wire import TOKEN_REMEDY, octets, proof, read_line, same, write_line
+from titan_ft.replica.wire import TOKEN_REMEDY, Message, octets, proof, read_line, same, write_line
 
 _HANDSHAKE_SECONDS = 10.0
 _WAITING_SECONDS = 1.0  # between two lines of a donor that has yet to take the snapshot; well below a joiner's stall
@@ -100,11 +100,11 @@ class StateServer:
         nonce = secrets.token_hex(16)
         write_line(stream, {"nonce": nonce})
         hello = read_line(stream)
-        expected = proof(self._token, "joiner", nonce, str(hello.get("nonce")))
+        expected = proof(self._token, "joiner", nonce, hello.get("nonce", ""))
         if not same(expected, hello.get("proof")):
             write_line(stream, {"refused": f"the donor does not accept this group's token; {TOKEN_REMEDY}"})
             return
-        write_line(stream, {"proof": proof(self._token, "donor", nonce, str(hello["nonce"]))})
+        write_line(stream, {"proof": proof(self._token, "donor", nonce, hello["nonce"])})
         started = time.monotonic()
         while request := self._next_request(connection, stream):
             if "probe" in request:
@@ -121,10 +121,10 @@ class StateServer:
                 with self._changed:
                     self._readers -= 1
             if request.get("done"):
-                self._served(str(request["done"]), snapshot, self._copy_seconds, time.monotonic() - started)
+                self._served(request["done"], snapshot, self._copy_seconds, time.monotonic() - started)
 
     @staticmethod
-    def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> dict[str, Any]:
+    def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> Message:
         """Wait for a request for as long as it takes; what belongs to it follows at once."""
         connection.settimeout(None)
         request = read_line(stream)
@@ -132,9 +132,9 @@ class StateServer:
             connection.settimeout(_HANDSHAKE_SECONDS)
         return request
 
-    def _acquire(self, stream: BufferedRWPair[Any, Any], request: dict[str, Any]) -> Snapshot | str:
+    def _acquire(self, stream: BufferedRWPair[Any, Any], request: Message) -> Snapshot | str:
         """Wait for the snapshot of `request` and become one of its readers; the reason if there is none."""
-        step, ends = int(request["step"]), time.monotonic() + self._wait_seconds
+        step, ends = request["step"], time.monotonic() + self._wait_seconds
 
         def settled() -> bool:
             return self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
@@ -156,13 +156,12 @@ class StateServer:
     def _answer(
         stream: BufferedRWPair[Any, Any],
         connection: socket.socket,
-        request: dict[str, Any],
+        request: Message,
         snapshot: Snapshot,
         sender: Sender,
     ) -> None:
         if "offset" in request:
-            start = int(request["offset"])
-            data = octets(snapshot.payload)[start : start + int(request["bytes"])]
+            data = octets(snapshot.payload)[request["offset"] :][: request["bytes"]]
         else:
             data = memoryview(snapshot.header if request.get("header") else b"")
         write_line(stream, {"bytes": data.nbytes, "crc32": zlib.crc32(data)})

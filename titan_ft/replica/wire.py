@@ -20,18 +20,41 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 from io import BufferedRWPair
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 import torch
+from msgspec import Meta
 
 from titan_ft.replica.errors import RefusedError
 
 TOKEN_REMEDY = "all groups of a run must have the same TITAN_FT_TOKEN in their environment"
 
 _MAX_LINE = 4096  # a request or an answer line is far shorter; a stranger's may not be
+
+
+Size = Annotated[int, Meta(ge=0)]
+
+
+class Message(TypedDict, total=False):
+    """One line, from either end; which fields come together is said above. One of another type is refused."""
+
+    nonce: str
+    proof: Any  # compared, whatever it is: who does not know the token is told so
+    refused: str
+    step: int
+    lineage: int
+    offset: Size
+    bytes: Size
+    crc32: int
+    header: bool
+    done: str
+    error: str
+    waiting: int
+    probe: Size
+    back: str
 
 
 class TransferError(RuntimeError):
@@ -53,19 +76,20 @@ def octets(payload: torch.Tensor) -> memoryview:
     return memoryview(payload.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
-def write_line(stream: BufferedRWPair[Any, Any], message: dict[str, Any]) -> None:
+def write_line(stream: BufferedRWPair[Any, Any], message: Message) -> None:
     """Send one line."""
-    stream.write(json.dumps(message).encode() + b"\n")
+    stream.write(msgspec.json.encode(message) + b"\n")
     stream.flush()
 
 
-def read_line(stream: BufferedRWPair[Any, Any]) -> dict[str, Any]:
-    """Read one line; an empty dict says that the other end closed the connection."""
+def read_line(stream: BufferedRWPair[Any, Any]) -> Message:
+    """Read one line; an empty message says that the other end closed the connection.
+
+    Raises:
+        ValueError: it is none, or a field of it has another type.
+    """
     line = stream.readline(_MAX_LINE)
-    message = json.loads(line) if line else {}
-    if not isinstance(message, dict):
-        raise ValueError("not a request")
-    return message
+    return msgspec.json.decode(line, type=Message) if line else {}
 
 
 def prove(stream: BufferedRWPair[Any, Any], address: str, token: str) -> None:
@@ -75,13 +99,13 @@ def prove(stream: BufferedRWPair[Any, Any], address: str, token: str) -> None:
         ConnectionError: it closed the connection.
         RefusedError: one end does not know the other's token.
     """
-    nonce, their_nonce = secrets.token_hex(16), str(_read_answer(stream, address)["nonce"])
+    nonce, their_nonce = secrets.token_hex(16), _read_answer(stream, address)["nonce"]
     write_line(stream, {"nonce": nonce, "proof": proof(token, "joiner", their_nonce, nonce)})
     if not same(proof(token, "donor", their_nonce, nonce), _read_answer(stream, address).get("proof")):
         raise RefusedError(f"the donor at {address} does not know this run's token; {TOKEN_REMEDY}")
 
 
-def _read_answer(stream: BufferedRWPair[Any, Any], address: str) -> dict[str, Any]:
+def _read_answer(stream: BufferedRWPair[Any, Any], address: str) -> Message:
     line = read_line(stream)
     if not line:
         raise ConnectionError("the donor closed the connection")

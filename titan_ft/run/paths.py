@@ -75,9 +75,12 @@ class RunPaths:
     def launcher_events(self, pid: int) -> Path:
         return self.events_file(f"launcher-{pid}")
 
-    def attempt_events(self, replica: int, attempt: int) -> list[Path]:
-        """List the event files that the workers of one attempt have written so far."""
-        return sorted(self.events.glob(f"replica-{replica}-rank-*-attempt-{attempt}-*.jsonl"))
+    @staticmethod
+    def workers_pattern(replica: int | None = None, attempt: int | None = None) -> str:
+        """Return a pattern for the names of the workers' event files: of all, or of one attempt of a group."""
+        if replica is None:
+            return "replica-*.jsonl"
+        return f"replica-{replica}-rank-*-attempt-{attempt}-*.jsonl"
 
     def has_events(self) -> bool:
         return any(self.events.glob("*.jsonl"))

@@ -11,9 +11,13 @@ import contextlib
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+_START_SLACK_SECONDS = 1.0
+"""A process's start is known in clock ticks."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,24 @@ def read_command(pid: int) -> list[str]:
         return []
 
 
-def is_running_worker(pid: int, mark: str = "titan_ft") -> bool:
-    """Say whether the process still is a worker, by what is in its command line; its pid may be another's by now."""
-    return any(mark in argument for argument in read_command(pid))
+def is_running_worker(pid: int, mark: str = "titan_ft", since: float | None = None) -> bool:
+    """Say whether the process still is a worker; its pid may be another's by now.
+
+    Args:
+        mark: what is in a worker's command line.
+        since: seconds of this host's monotonic clock at which the worker ran; a younger process is another one.
+    """
+    try:
+        status = read_status(pid)
+    except OSError:  # somebody else's, who hides it
+        return False
+    if status is None or not any(mark in argument for argument in read_command(pid)):
+        return False
+    if since is None:
+        return True
+    since_boot = status.start / os.sysconf("SC_CLK_TCK")
+    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()  # the one clock counts a suspend, the other not
+    return since_boot - asleep <= since + _START_SLACK_SECONDS
 
 
 def this_host(*namespaces: str) -> str:

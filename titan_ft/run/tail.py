@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 from titan_ft.run.events import Event
-from titan_ft.run.log import whole_events
+from titan_ft.run.log import decode
 
 _EXCEPTION = re.compile(r"^(\[rank\d+\]:\s*)?([A-Za-z_][\w.]*\.)?\w*(Error|Exception|Interrupt|Exit)\b")
 
@@ -43,25 +44,33 @@ class FileTail:
 
 
 class EventTail:
-    """Read the events that were added to the files of a folder since the last call.
+    """Read the events that were added to the files of a folder since the last call: each line is looked at once.
 
     Args:
         folder: holds the files, also those that are made later.
+        wanted: classes of events; of others only the name is read. None wants all.
+        pattern: of the names of the files.
         from_start: whether the first call returns what the files hold already. A launcher wants only what is new: the
             rest is of an earlier run in the folder, and would be taken for this one's.
     """
 
-    def __init__(self, folder: Path, *, from_start: bool = False) -> None:
-        self._folder = folder
-        existing = () if from_start else folder.glob("*.jsonl")
+    def __init__(self, folder: Path, *wanted: type[Event], pattern: str = "*.jsonl", from_start: bool = False) -> None:
+        self._folder, self._wanted, self._pattern = folder, wanted, pattern
+        existing = () if from_start else folder.glob(pattern)
         self._tails = {path: FileTail(path, path.stat().st_size) for path in existing}
 
     def poll(self) -> list[Event]:
-        """Return the new events of all files, sorted by time. One that is damaged is passed over."""
+        """Return the new events of all files, sorted by time.
+
+        One that is damaged is passed over, for who follows a run must go on whatever is in its files; `titan-ft report`
+        names it.
+        """
         events: list[Event] = []
-        for path in sorted(self._folder.glob("*.jsonl")):
-            tail = self._tails.setdefault(path, FileTail(path))
-            events += whole_events(tail.poll())
+        for path in sorted(self._folder.glob(self._pattern)):
+            for line in self._tails.setdefault(path, FileTail(path)).poll().splitlines():
+                with contextlib.suppress(ValueError):
+                    event = decode(line, *self._wanted)
+                    events += [] if event is None else [event]
         return sorted(events, key=lambda event: event.time)
 
 

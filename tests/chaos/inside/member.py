@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from titan_ft.chaos.inside.blackhole import Blackhole
-from titan_ft.chaos.inside.whereabouts import Link, Whereabouts
+from titan_ft.chaos.inside.link import Link, Location
 
 CONNECT_SECONDS = 0.3  # of waiting for what must not come
 ANSWER_SECONDS = 0.2
@@ -34,7 +34,7 @@ class Member:
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=50
         )
         threading.Thread(target=self._serve, daemon=True).start()
-        Whereabouts.own(replica, 0, address).publish(folder)
+        Location.own(replica, 0, address).publish(folder)
 
     def port(self) -> int:
         """Return the port that it listens at."""

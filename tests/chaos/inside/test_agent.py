@@ -28,10 +28,10 @@ from tests.event_builder import untyped
 from titan_ft import device
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.inside import blackhole, faults
-from titan_ft.chaos.inside import shot as shot_module
+from titan_ft.chaos.inside import task as task_module
 from titan_ft.chaos.inside.agent import ChaosAgent
-from titan_ft.chaos.inside.victim import Victim
-from titan_ft.chaos.orders import LIFETIME_SECONDS, Orders
+from titan_ft.chaos.inside.target_worker import TargetWorker
+from titan_ft.chaos.orders import LIFETIME_SECONDS, Order
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_fetch import fetch
 from titan_ft.replica.state_server import StateServer
@@ -70,25 +70,23 @@ class Worker:
         self.server = StateServer("127.0.0.1", TOKEN, DEADLINE, lambda *_: None)
         self.folder = folder
         self.events = EventLog(folder / "events" / f"{replica}-{rank}-{attempt}.jsonl", replica=replica, rank=rank)
-        self.victim = Victim(
+        parts = TargetWorker(
             model_parts=[self.model],
             optimizers=[self.optimizer],
             process_group=self.process_group,
             server=self.server,
-            friends=(),
+            group_pids=(),
             store=("127.0.0.1", 1),
             hang_timeout_seconds=hang,
             folder=folder / "chaos",
         )
-        self.orders = Orders(folder / "chaos" / "orders.jsonl")
-        self.agent = ChaosAgent(
-            folder / "chaos" / "orders.jsonl", self.victim, self.events, replica=replica, rank=rank, attempt=attempt
-        )
+        self.orders = folder / "chaos" / "orders.jsonl"
+        self.agent = ChaosAgent(self.orders, parts, self.events, replica=replica, rank=rank, attempt=attempt)
         self.steps = 0
 
     def order(self, fault: str, **fields: Any) -> None:
         params = fields.pop("params", dict(FAULTS[fault].params) if fault in FAULTS else {})
-        self.orders.send(fault, **{"replica": 0, "rank": 0, "seed": 3, "shot": 1, **fields}, params=params)
+        Order(fault=fault, **{"replica": 0, "rank": 0, "seed": 3, "shot": 1, **fields}, params=params).give(self.orders)
 
     def step(self) -> None:
         """Train one step."""
@@ -183,10 +181,6 @@ def test_the_catalogue_is_complete() -> None:
     """The agent knows exactly the faults that are the agent's."""
     known = {*faults.AT_ONCE, *faults.IN_WAITING}
     assert known == {name for name, fault in FAULTS.items() if fault.by == "agent"}
-    assert set(faults.DONOR) == {name for name, fault in FAULTS.items() if fault.scope == "donor"}
-    assert set(faults.WHOLE_GROUP) == {
-        name for name, fault in FAULTS.items() if fault.by == "agent" and fault.scope in ("group", "link")
-    }
 
 
 def test_an_exception_strikes_once(worker: Worker) -> None:
@@ -342,7 +336,7 @@ def test_orders_for_others_are_not_obeyed(worker: Worker, field: str) -> None:
 def test_old_orders_are_not_obeyed(tmp_path: Path, start_worker: Callable[..., Worker], age: float) -> None:
     """Those from before the worker was there killed its predecessor."""
     path = tmp_path / "chaos" / "orders.jsonl"
-    Orders(path).send("abort_process_group", replica=0, params={}, seed=1, shot=1)
+    Order(fault="abort_process_group", replica=0, params={}, seed=1, shot=1).give(path)
     order = json.loads(path.read_text())
     path.write_text(json.dumps({**order, "time": time.time() - age}) + "\n")
     worker = start_worker()
@@ -429,7 +423,7 @@ def test_a_link_to_nobody_is_left_alone(worker: Worker) -> None:
 
 def test_what_has_no_occasion_is_given_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A donor that serves nobody stays as it was."""
-    monkeypatch.setattr(shot_module, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(task_module, "PATIENCE_SECONDS", 0.2)
     sender = worker.server.sender
     worker.order("kill_donor", replica=None, rank=None)
     assert "no occasion" in worker.wait("fault_skipped")["reason"]
@@ -451,10 +445,9 @@ def test_nonsense_in_the_file_is_passed_over(worker: Worker, tmp_path: Path) -> 
 def test_half_a_line_waits_for_its_rest(worker: Worker, tmp_path: Path) -> None:
     """As a network file system may show it."""
     path = tmp_path / "chaos" / "orders.jsonl"
-    Orders(tmp_path / "elsewhere" / "orders.jsonl").send(
-        "abort_process_group", replica=0, rank=0, params={}, seed=1, shot=1
-    )
-    line = (tmp_path / "elsewhere" / "orders.jsonl").read_text()
+    elsewhere = tmp_path / "elsewhere" / "orders.jsonl"
+    Order(fault="abort_process_group", replica=0, rank=0, params={}, seed=1, shot=1).give(elsewhere)
+    line = elsewhere.read_text()
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write(line[:20])

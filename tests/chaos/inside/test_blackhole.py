@@ -136,16 +136,16 @@ def test_a_dead_network_is_silent_and_loses_nothing(
         assert answers(connection)
 
 
-def test_friends_stay_connected(start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]) -> None:
-    """Connections to a friend and to a spared endpoint go on, also those that are made meanwhile; others do not."""
-    friend, store, stranger = start_echo(), start_echo(), start_echo()
-    with friend.connect() as first, store.connect() as second, stranger.connect() as third:
-        hole = make_hole(1.0, friends=[friend.pid], spared=[(store.host, store.port)])
+def test_its_own_kind_stays_connected(start_echo: Callable[..., Echo], make_hole: Callable[..., Blackhole]) -> None:
+    """Connections to a sibling and to a spared endpoint go on, also those that are made meanwhile; others do not."""
+    sibling, store, stranger = start_echo(), start_echo(), start_echo()
+    with sibling.connect() as first, store.connect() as second, stranger.connect() as third:
+        hole = make_hole(1.0, own_pids=[sibling.pid], spared=[(store.host, store.port)])
         hole.extend()
         assert answers(first)
         assert answers(second)
         assert not answers(third)
-        with friend.connect() as late, store.connect() as later:
+        with sibling.connect() as late, store.connect() as later:
             hole.extend()
             assert answers(late)
             assert answers(later)

@@ -12,16 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from titan_ft.chaos.inside import blackhole
 from titan_ft.chaos.inside.blackhole import Connection
-from titan_ft.chaos.inside.whereabouts import Link, Whereabouts
+from titan_ft.chaos.inside.link import Link, Location
 
 pytestmark = pytest.mark.skipif(not blackhole.supported(), reason="socket filters are Linux's")
 
@@ -172,7 +172,7 @@ def connection(local: str, peer: str, inode: int) -> Connection:
 
 def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
     """All connections to it, and no others."""
-    here = Whereabouts.own(A, 0, "10.0.0.1")
+    here = Location.own(A, 0, "10.0.0.1")
     here.publish(tmp_path)
     for rank, address in enumerate(("10.0.0.2", "fd00::2")):
         replace(here, replica=B, rank=rank, host="another", address=address).publish(tmp_path)
@@ -191,7 +191,7 @@ def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
 def test_what_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
     """A group that nobody has heard of, and two groups at one address of another host."""
     assert Link(tmp_path, B).obstacle() == "no worker of replica 1 has told where it is"
-    here = Whereabouts.own(A, 0, "10.0.0.1")
+    here = Location.own(A, 0, "10.0.0.1")
     afar = replace(here, replica=B, host="another", address="10.0.0.2")
     for worker in (here, afar, replace(afar, replica=C)):
         worker.publish(tmp_path)

@@ -21,8 +21,8 @@ environment variable TITAN_FT_TEST_HOOKS:
     pin      whether each group has a core of its own, as far as there are cores
     gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
              the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME
-    flips    [{"replica", "rank", "step"}]: flip one bit of a parameter after the optimizer made that step
-    nans     [{"replica", "rank", "attempt", "steps"}]: in these steps a gradient has a NaN
+    chaos    [{"replica", "rank", "attempt", "fault", "steps"}]: a fault of `titan_ft.chaos` strikes in these steps:
+             nan_gradient, or flip_parameter when the optimizer has made them
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
     dump     whether parameters are written there, too, before and after training: begin-... and end-...
@@ -39,7 +39,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,10 +58,15 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from harness import flavor
 from harness.events import Computed
 from harness.mask import mask_labels
+from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.inside.faults import IN_WAITING
+from titan_ft.chaos.inside.target_worker import TargetWorker
+from titan_ft.chaos.inside.task import Task
+from titan_ft.chaos.orders import Order
 from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.exchange import GradientExchange, _Bucket, _Flight, local
+from titan_ft.replica.exchange import _Flight, local
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.pace import Pace
 from titan_ft.replica.rendezvous import Rendezvous
@@ -337,28 +342,32 @@ def install_breaks() -> None:
     wrap(Pace, "send", send)
 
 
-def install_flips() -> None:
-    """Corrupt a parameter, as a faulty memory would."""
+def install_chaos() -> None:
+    """Let faults of `titan_ft.chaos` strike in set steps, which no order can name."""
+    due = [what for what in SETTINGS["chaos"] if WORKER.is_target(what)]
 
-    def flip(trainer: ReplicaTrainer, update: Any) -> None:
-        for what in SETTINGS["flips"]:
-            if WORKER.is_target(what) and update.step == what["step"]:
-                parameter = next(iter(trainer.model_parts[0].parameters()))
-                local(parameter.detach()).view(torch.int32).view(-1)[3] ^= 1
+    def strike(trainer: ReplicaTrainer, step: int, *names: str) -> None:
+        for what in due:
+            if what["fault"] in names and step in what["steps"]:
+                worker = TargetWorker(
+                    model_parts=trainer.model_parts,
+                    optimizers=trainer.optimizers,
+                    process_group=None,
+                    server=trainer._links.server,
+                    group_pids=(),
+                    store=trainer.launch.store,
+                    hang_timeout_seconds=0.0,
+                    folder=WORKER.markers,
+                    step=step,
+                )
+                order = Order(fault=what["fault"], params=dict(FAULTS[what["fault"]].params), seed=step, shot=0)
+                task = Task(order, WORKER.events, (SETTINGS["replica"], SETTINGS["rank"]), None)
+                IN_WAITING[order.fault](task, worker)
+                worker.between_steps.popleft()()
 
-    after(ReplicaTrainer, "_apply", flip)
-
-
-def install_nans() -> None:
-    """Spoil a gradient, as an overflow or a faulty GPU would."""
-
-    def spoil(_: Any, bucket: _Bucket, indices: Iterable[int]) -> None:
-        for what in SETTINGS["nans"]:
-            if WORKER.is_target(what) and WORKER.step in what["steps"] and WORKER.forwards:
-                for index in indices:
-                    local(bucket.parameters[index].grad).fill_(float("nan"))
-
-    before(GradientExchange, "_fill", spoil)
+    before(ReplicaTrainer, "train_step", lambda trainer, *_: strike(trainer, trainer.step, "nan_gradient"))
+    # Between the optimizer and the digest: a faulty memory of which no step of the others is to be made.
+    after(ReplicaTrainer, "_apply", lambda trainer, update: strike(trainer, update.step, "flip_parameter"))
 
 
 def install_mask() -> None:
@@ -437,10 +446,8 @@ def install() -> None:
     install_faults()
     if SETTINGS.get("breaks"):
         install_breaks()
-    if SETTINGS.get("flips"):
-        install_flips()
-    if SETTINGS.get("nans"):
-        install_nans()
+    if SETTINGS.get("chaos"):
+        install_chaos()
     if SETTINGS.get("mask"):
         install_mask()
     if SETTINGS.get("record"):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
 
@@ -323,7 +324,9 @@ def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, star
     sent = donor.publish(make_snapshot(5, CHUNK))
     answer = {"bytes": len(sent.header), "crc32": zlib.crc32(sent.header)}
     lines = ({"nonce": "0" * 32}, {"proof": "0" * 64}, answer)
-    proxy = start_proxy(donor, {0: sum(len(json.dumps(line)) + 1 for line in lines) + len(sent.header)}, "close")
+    proxy = start_proxy(
+        donor, {0: sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(sent.header)}, "close"
+    )
     check_equal(fetch(proxy.address, TOKEN, 5, "4", 1, DEADLINE), sent)
     assert donor.told.wait(DEADLINE)
     assert donor.served == [("4", 5)]

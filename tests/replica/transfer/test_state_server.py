@@ -362,7 +362,7 @@ def test_nothing_is_unpickled() -> None:
     names = {getattr(function, "attr", getattr(function, "id", "")) for function in called}
     assert not {name.partition(".")[0] for name in imported} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     assert not names & {"load", "eval", "exec", "compile", "__import__", "getattr", "import_module"}
-    assert "loads" in names, "this test looks at the right module"
+    assert "decode" in names, "this test looks at the right module"
 
 
 def test_the_token_is_in_no_log(donor: Donor, caplog: pytest.LogCaptureFixture) -> None:

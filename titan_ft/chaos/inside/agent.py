@@ -9,16 +9,32 @@ this worker, nothing of training is touched.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titan_ft.chaos.inside.faults import AT_ONCE, DONOR, IN_WAITING, WHOLE_GROUP
-from titan_ft.chaos.inside.shot import Order, Shot
-from titan_ft.chaos.inside.victim import Victim
-from titan_ft.chaos.orders import LIFETIME_SECONDS
+import msgspec
+
+from titan_ft.chaos.faults import FAULTS
+from titan_ft.chaos.inside.faults import AT_ONCE, IN_WAITING
+from titan_ft.chaos.inside.link import Location
+from titan_ft.chaos.inside.target_worker import TargetWorker
+from titan_ft.chaos.inside.task import Task
+from titan_ft.chaos.orders import LIFETIME_SECONDS, Order
 from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import FileTail
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torchtitan.config import JobConfig
+
+    from titan_ft.training.links import Links
+    from titan_ft.training.worker import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -26,64 +42,66 @@ _POLL_SECONDS = 0.05
 
 
 class ChaosAgent:
-    """Takes the orders for one worker. Each is told of as `fault_injected` before it is carried out.
+    """Takes the orders for one worker. Each is announced as `fault_injected` before it is carried out.
 
     Args:
         orders: the file of orders, which may not exist yet.
-        victim: what the faults act on.
+        worker: what the faults act on.
         replica, rank, attempt: which worker this is.
     """
 
     def __init__(
-        self, orders: Path, victim: Victim, events: EventLog, *, replica: int, rank: int, attempt: int
+        self, orders: Path, worker: TargetWorker, events: EventLog, *, replica: int, rank: int, attempt: int
     ) -> None:
-        self._victim, self._events = victim, events
+        self._worker, self._events = worker, events
         self._replica, self._rank, self._attempt = replica, rank, attempt
         self._tail = FileTail(orders)
         self._born = time.time()
-        self._waiting: list[Shot] = []
+        self._waiting: list[Task] = []
         self._thread = threading.Thread(target=self._follow, name="titan_ft_chaos", daemon=True)
         self._thread.start()
 
     def at_step(self, step: int) -> None:
         """Carry out what is to happen before `step`; training thread only."""
-        self._victim.step = step
-        while self._victim.between_steps:
-            self._victim.between_steps.popleft()()
+        self._worker.step = step
+        while self._worker.between_steps:
+            self._worker.between_steps.popleft()()
 
     def close(self) -> None:
         """Give up what still waits for its occasion, and end an outage; a second call does nothing."""
-        self._victim.closing.set()
+        self._worker.closing.set()
         self._thread.join()
-        for shot in self._waiting:
-            shot.skip("training ended before there was an occasion for it")
+        for task in self._waiting:
+            task.skip("training ended before there was an occasion for it")
 
     def _follow(self) -> None:
-        while not self._victim.closing.wait(_POLL_SECONDS):
+        while not self._worker.closing.wait(_POLL_SECONDS):
             for line in self._tail.poll().splitlines():
                 try:
-                    self._take(Order.parse(line))
+                    self._take(msgspec.json.decode(line, type=Order))
                 except Exception:  # a thread's edge; whatever a fault's set-up does, training goes on
                     logger.exception("this order could not be carried out: %r", line)
-            for shot in self._waiting:
-                shot.expire()
-            self._waiting = [shot for shot in self._waiting if shot.waits]
+            for task in self._waiting:
+                task.expire()
+            self._waiting = [task for task in self._waiting if task.waits]
 
     def _take(self, order: Order) -> None:
         if not self._is_for_me(order):
             return
-        one_of_many = order.replica is None or (order.rank is None and order.fault not in WHOLE_GROUP)
-        claim = self._victim.folder / f"{order.id}.taken" if one_of_many or order.fault in DONOR else None
-        shot = Shot(order, self._events, (self._replica, self._rank), claim)
+        scope = FAULTS[order.fault].scope if order.fault in FAULTS else "rank"
+        # Of a group's or a link's fault each rank takes its share; else one of those that the order is for acts.
+        one_of_many = order.replica is None or (order.rank is None and scope not in ("group", "link"))
+        claim = self._worker.folder / f"{order.id}.taken" if one_of_many or scope == "donor" else None
+        task = Task(order, self._events, (self._replica, self._rank), claim)
         if order.fault in AT_ONCE:
             threading.Thread(
-                target=AT_ONCE[order.fault], args=(shot, self._victim), name=f"titan_ft_{order.fault}", daemon=True
+                target=AT_ONCE[order.fault], args=(task, self._worker), name=f"titan_ft_{order.fault}", daemon=True
             ).start()
         elif order.fault in IN_WAITING:
-            self._waiting.append(shot)
-            IN_WAITING[order.fault](shot, self._victim)
+            self._waiting.append(task)
+            IN_WAITING[order.fault](task, self._worker)
         else:
-            shot.skip("this worker's agent does not know it")
+            task.skip("this worker's agent does not know it")
 
     def _is_for_me(self, order: Order) -> bool:
         # One that an earlier attempt of this worker has died of is not for this one.
@@ -97,3 +115,31 @@ class ChaosAgent:
                 (order.attempt, self._attempt),
             )
         )
+
+
+def start_agent(
+    job_config: JobConfig,
+    launch: Launch,
+    links: Links,
+    events: EventLog,
+    *,
+    group_pids: Collection[int],
+    model_parts: list[nn.Module],
+    optimizers: Iterable[Optimizer],
+) -> ChaosAgent:
+    """Start the chaos agent of a worker that has joined the others; `group_pids` are the processes of its group."""
+    config = job_config.fault_tolerance
+    orders = RunPaths(job_config.job.dump_folder).chaos_orders
+    worker = TargetWorker(
+        model_parts=model_parts,
+        optimizers=optimizers,
+        process_group=links.membership.process_group,
+        server=links.server,
+        group_pids={os.getppid(), *group_pids},
+        store=launch.store,
+        hang_timeout_seconds=config.hang_timeout_seconds,
+        folder=orders.parent,
+    )
+    Location.own(config.replica_id, launch.rank, links.host).publish(orders.parent)
+    logger.warning("fault_tolerance.chaos is true: this worker breaks as %s orders", orders)
+    return ChaosAgent(orders, worker, events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)

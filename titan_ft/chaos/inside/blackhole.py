@@ -127,14 +127,14 @@ class Blackhole:
                 self._filtered.add(inode)
 
 
-def all_but(friends: Collection[int] = (), spared: Collection[tuple[str, int]] = ()) -> Choice:
+def all_but(own_pids: Collection[int] = (), spared: Collection[tuple[str, int]] = ()) -> Choice:
     """Choose all sockets, listening ones too, but those connected to this process's own kind.
 
     Args:
-        friends: processes of this host.
+        own_pids: processes of this host.
         spared: remote endpoints, host and port.
     """
-    pids = {os.getpid(), *friends}
+    pids = {os.getpid(), *own_pids}
     endpoints = {endpoint for host, port in spared for endpoint in _resolve(host, port)}
 
     def choose(connections: Collection[Connection]) -> set[int]:

@@ -3,7 +3,7 @@
 """What each fault inside a worker does: the real thing wherever it can be had, not a picture of it.
 
 A fault is called on the agent's thread (those of `AT_ONCE` on one of their own). It acts there, or leaves something
-behind that acts when the training thread, a donor's or a checkpoint's thread comes by; `Shot.begin` comes first.
+behind that acts when the training thread, a donor's or a checkpoint's thread comes by; `Task.begin` comes first.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 
 from titan_ft import device
 from titan_ft.chaos.inside.io_faults import corrupt_chunk, disk_full, kill_donor, link_dead, network_dead, network_slow
-from titan_ft.chaos.inside.shot import Shot
-from titan_ft.chaos.inside.victim import Victim
+from titan_ft.chaos.inside.target_worker import TargetWorker
+from titan_ft.chaos.inside.task import Task
 from titan_ft.replica.exchange import local
 
-Fault = Callable[[Shot, Victim], None]
+Fault = Callable[[Task, TargetWorker], None]
 
 _IMPOSSIBLE_BYTES = 1 << 60  # more than any address space
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -34,63 +34,63 @@ _TRIES = 100  # to find an element that is not zero
 # The process
 
 
-def segfault(shot: Shot, victim: Victim) -> None:
+def segfault(task: Task, worker: TargetWorker) -> None:
     """Read from address 0."""
-    if shot.begin():
+    if task.begin():
         ctypes.string_at(0)
 
 
-def abort_process_group(shot: Shot, victim: Victim) -> None:
+def abort_process_group(task: Task, worker: TargetWorker) -> None:
     """Abort the exchange between the groups under the training thread, as a watchdog of NCCL does."""
-    if shot.begin():
-        victim.process_group.abort()
+    if task.begin():
+        worker.process_group.abort()
 
 
 # The training thread
 
 
-def deadlock(shot: Shot, victim: Victim) -> None:
+def deadlock(task: Task, worker: TargetWorker) -> None:
     """Wait for a lock that nobody gives back."""
-    if not victim.hang_timeout_seconds:
-        shot.skip("fault_tolerance.hang_timeout_seconds is 0: nobody would end this worker")
+    if not worker.hang_timeout_seconds:
+        task.skip("fault_tolerance.hang_timeout_seconds is 0: nobody would end this worker")
         return
 
     def wait() -> None:
-        if shot.begin(step=victim.step):
+        if task.begin(step=worker.step):
             lock = threading.Lock()
             lock.acquire()
             lock.acquire()
 
-    victim.at_next_forward(wait)
+    worker.at_next_forward(wait)
 
 
-def out_of_memory(shot: Shot, victim: Victim) -> None:
+def out_of_memory(task: Task, worker: TargetWorker) -> None:
     """Ask the device for more memory than there is."""
 
     def allocate() -> None:
-        if shot.begin(step=victim.step):
-            where = next(victim.model_parts[0].parameters()).device
+        if task.begin(step=worker.step):
+            where = next(worker.model_parts[0].parameters()).device
             torch.empty(_IMPOSSIBLE_BYTES, dtype=torch.uint8, device=where)
 
-    victim.at_next_forward(allocate)
+    worker.at_next_forward(allocate)
 
 
-def exception(shot: Shot, victim: Victim) -> None:
+def exception(task: Task, worker: TargetWorker) -> None:
     """Raise what no code expects."""
 
     def fail() -> None:
-        if shot.begin(step=victim.step):
+        if task.begin(step=worker.step):
             raise RuntimeError("fault injection: an exception in forward")
 
-    victim.at_next_forward(fail)
+    worker.at_next_forward(fail)
 
 
-def slow_rank(shot: Shot, victim: Victim) -> None:
+def slow_rank(task: Task, worker: TargetWorker) -> None:
     """Let each forward take `factor` times as long for `seconds`."""
-    factor, seconds = shot.order.params["factor"], shot.order.params["seconds"]
+    factor, seconds = task.order.params["factor"], task.order.params["seconds"]
 
     def install() -> None:
-        if not shot.begin(step=victim.step):
+        if not task.begin(step=worker.step):
             return
         until = started = time.monotonic() + seconds
 
@@ -105,15 +105,15 @@ def slow_rank(shot: Shot, victim: Victim) -> None:
             if time.monotonic() >= until:
                 for handle in handles:
                     handle.remove()
-                shot.undone()
+                task.undone()
 
-        model = victim.model_parts[0]
+        model = worker.model_parts[0]
         handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
 
-    victim.between_steps.append(install)
+    worker.between_steps.append(install)
 
 
-def nan_gradient(shot: Shot, victim: Victim) -> None:
+def nan_gradient(task: Task, worker: TargetWorker) -> None:
     """Let the gradient of the next forward's output be NaN, and so those of all layers before it."""
 
     def install() -> None:
@@ -124,30 +124,30 @@ def nan_gradient(shot: Shot, victim: Victim) -> None:
                 first.register_hook(spoil)
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
-            return torch.full_like(gradient, math.nan) if shot.begin(step=victim.step) else None
+            return torch.full_like(gradient, math.nan) if task.begin(step=worker.step) else None
 
-        handle = victim.model_parts[0].register_forward_hook(hook)
+        handle = worker.model_parts[0].register_forward_hook(hook)
 
-    victim.between_steps.append(install)
+    worker.between_steps.append(install)
 
 
-def flip_parameter(shot: Shot, victim: Victim) -> None:
+def flip_parameter(task: Task, worker: TargetWorker) -> None:
     """Flip a low bit of a parameter's mantissa: a millionth of its value."""
-    victim.between_steps.append(lambda: _flip(shot, victim, dict(_parameters(victim)), significance=20))
+    worker.between_steps.append(lambda: _flip(task, worker, dict(_parameters(worker)), significance=20))
 
 
-def flip_optimizer(shot: Shot, victim: Victim) -> None:
+def flip_optimizer(task: Task, worker: TargetWorker) -> None:
     """Flip a bit in an optimizer's state: a higher one, for a moment forgets what it was within some steps."""
-    victim.between_steps.append(lambda: _flip(shot, victim, dict(_moments(victim)), significance=5))
+    worker.between_steps.append(lambda: _flip(task, worker, dict(_moments(worker)), significance=5))
 
 
 @torch.no_grad()
-def _flip(shot: Shot, victim: Victim, shards: Mapping[str, torch.Tensor], significance: int) -> None:
+def _flip(task: Task, worker: TargetWorker, shards: Mapping[str, torch.Tensor], significance: int) -> None:
     """Flip one bit of one of the shards, chosen by the order's seed: of weight 2**-significance, or the lowest."""
     if not shards:
-        shot.skip("there is nothing to flip a bit of: this rank holds no such state yet")
+        task.skip("there is nothing to flip a bit of: this rank holds no such state yet")
         return
-    chance = random.Random(shot.order.seed)
+    chance = random.Random(task.order.seed)
     for _ in range(_TRIES):
         name = chance.choice(sorted(shards))
         place = tuple(chance.randrange(size) for size in shards[name].shape)
@@ -156,22 +156,22 @@ def _flip(shot: Shot, victim: Victim, shards: Mapping[str, torch.Tensor], signif
             break
     mantissa_bits = round(-math.log2(torch.finfo(element.dtype).eps))
     bit = max(0, mantissa_bits - significance)
-    if shot.begin(step=victim.step, tensor=name, element=list(place), bit=bit):
+    if task.begin(step=worker.step, tensor=name, element=list(place), bit=bit):
         element.view(_INTEGERS[element.element_size()]).bitwise_xor_(1 << bit)
 
 
-def _parameters(victim: Victim) -> Iterator[tuple[str, torch.Tensor]]:
+def _parameters(worker: TargetWorker) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the local shards of the parameters."""
-    for number, part in enumerate(victim.model_parts):
+    for number, part in enumerate(worker.model_parts):
         for name, parameter in part.named_parameters():
             shard = local(parameter.detach())
             if _has_bits(shard):
                 yield f"{number}/{name}", shard
 
 
-def _moments(victim: Victim) -> Iterator[tuple[str, torch.Tensor]]:
+def _moments(worker: TargetWorker) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the local shards of the optimizers' state; not their counters."""
-    for number, optimizer in enumerate(victim.optimizers):
+    for number, optimizer in enumerate(worker.optimizers):
         for index, (parameter, state) in enumerate(optimizer.state.items()):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step":
@@ -205,9 +205,3 @@ IN_WAITING: Mapping[str, Fault] = {
     )
 }
 """Faults that another thread carries out when it comes by."""
-
-WHOLE_GROUP = ("network_dead", "network_slow", "link_dead")
-"""Faults that hit all ranks of a group unless one is named; of the others one rank takes its share."""
-
-DONOR = ("kill_donor", "corrupt_chunk")
-"""Faults that are armed in many workers and carried out by one."""

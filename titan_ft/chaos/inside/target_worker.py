@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the faults of one worker act on."""
+"""The worker that the faults act on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from titan_ft.chaos.inside.shot import Shot
+from titan_ft.chaos.inside.task import Task
 from titan_ft.replica.state_server import StateServer
 
 
 @dataclass
-class Victim:
-    """One worker's parts.
+class TargetWorker:
+    """One worker's worker.
 
     Attributes:
         process_group: of the exchange between the groups.
-        friends: process ids of this group on this host; a lost network leaves them connected.
+        group_pids: processes of this group on this host; a lost network leaves them connected.
         store: host and port of the group's store, to which the same applies.
         hang_timeout_seconds: of the watchdog; 0 = it never ends anything.
-        folder: shared by the agents of the run; each has told its whereabouts there.
+        folder: shared by the agents of the run; each has published its location there.
         between_steps: what the training thread does before its next step.
         step: the step under way.
         closing: set when the worker's part in the run ends.
@@ -38,7 +38,7 @@ class Victim:
     optimizers: Iterable[torch.optim.Optimizer]
     process_group: Any
     server: StateServer
-    friends: Collection[int]
+    group_pids: Collection[int]
     store: tuple[str, int]
     hang_timeout_seconds: float
     folder: Path
@@ -61,8 +61,8 @@ class Victim:
 
         self.between_steps.append(install)
 
-    def wrap(self, shot: Shot, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Put `wrapper(owner.name)` in place of that attribute until the shot has begun or is given up."""
+    def wrap(self, task: Task, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """Put `wrapper(owner.name)` in place of that attribute until the task has begun or is given up."""
         key = (id(owner), name)
 
         def change(with_it: bool) -> None:
@@ -77,4 +77,4 @@ class Victim:
                     del self._wrapped[key]
 
         change(with_it=True)
-        shot.at_end(lambda: change(with_it=False))
+        task.at_end(lambda: change(with_it=False))

@@ -1,18 +1,17 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An order to break something, and what becomes of it: it begins once or is skipped, and every outcome is an event."""
+"""An order in the hands of one worker: it begins once or is skipped, and every outcome is an event."""
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_ft.chaos.orders import Order
 from titan_ft.run.events import FaultInjected, FaultSkipped, FaultUndone, Target
 from titan_ft.run.log import EventLog
 
@@ -20,43 +19,18 @@ PATIENCE_SECONDS = 120.0
 """How long a fault waits for its occasion, such as a transfer or a checkpoint; a heal may take a restart to come."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """One line of the file of orders (see `titan_ft.chaos.orders`)."""
-
-    id: str
-    time: float
-    fault: str
-    replica: int | None
-    rank: int | None
-    attempt: int | None
-    params: dict[str, float]
-    seed: int
-    shot: int
-
-    @classmethod
-    def parse(cls, line: bytes) -> Order:
-        """Read a line.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is no order.
-        """
-        fields = json.loads(line)
-        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
-
-
-class Shot:
-    """One order in the hands of one worker. Threads may share it; only the first `begin` succeeds.
+class Task:
+    """What one worker makes of an order. Threads may share it; only the first `begin` succeeds.
 
     Args:
-        me: replica and rank of this worker.
+        worker: replica and rank.
         claim: file whose creation decides which of several workers acts; None = this one does.
     """
 
-    def __init__(self, order: Order, events: EventLog, me: tuple[int, int], claim: Path | None) -> None:
+    def __init__(self, order: Order, events: EventLog, worker: tuple[int, int], claim: Path | None) -> None:
         self.order = order
         self._events, self._claim = events, claim
-        self._target = Target(*me)
+        self._target = Target(*worker)
         self._deadline = time.monotonic() + PATIENCE_SECONDS
         self._restore: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -64,42 +38,33 @@ class Shot:
         """Whether it has neither begun nor been skipped."""
 
     def at_end(self, restore: Callable[[], None]) -> None:
-        """Call `restore` when the shot waits no more."""
+        """Call `restore` when it waits no more."""
         self._restore.append(restore)
 
     def begin(self, **facts: Any) -> bool:
-        """Say whether to act now, and tell that it happens; false if it has begun before, or elsewhere, or is over.
+        """Say whether to act now, and announce it; false if it has begun before, or elsewhere, or is over.
 
         Args:
             facts: further fields of `FaultInjected`.
         """
         order = self.order
-        return self._end_wait(
-            FaultInjected(
-                fault=order.fault,
-                target=self._target,
-                seed=order.seed,
-                shot=order.shot,
-                params={**order.params},
-                **facts,
-            )
-        )
+        return self._end_wait(FaultInjected(**self._header(), seed=order.seed, params={**order.params}, **facts))
 
     def skip(self, reason: str) -> None:
         """Give it up before it began."""
-        order = self.order
-        self._end_wait(
-            FaultSkipped(fault=order.fault, target=self._target, shot=order.shot, reason=reason, seed=order.seed)
-        )
+        self._end_wait(FaultSkipped(**self._header(), reason=reason, seed=self.order.seed))
 
     def undone(self) -> None:
-        """Tell that its effect is over."""
-        self._events.emit(FaultUndone(fault=self.order.fault, target=self._target, shot=self.order.shot))
+        """Announce that its effect is over."""
+        self._events.emit(FaultUndone(**self._header()))
 
     def expire(self) -> None:
         """Give it up when there was no occasion for too long."""
         if self.waits and time.monotonic() > self._deadline:
             self.skip(f"there was no occasion for it within {PATIENCE_SECONDS:g} s")
+
+    def _header(self) -> dict[str, Any]:
+        return {"fault": self.order.fault, "target": self._target, "shot": self.order.shot}
 
     def _end_wait(self, event: FaultInjected | FaultSkipped) -> bool:
         with self._lock:

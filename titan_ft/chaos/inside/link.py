@@ -1,23 +1,25 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the workers of a run are, told by their agents in a shared folder: what a fault of one link must tell apart."""
+"""Find the connections between this group and another one, by where each worker says that it is.
+
+Each agent publishes the location of its worker in a folder that all of the run share.
+"""
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from titan_ft.chaos.inside.blackhole import Connection, connected_to
 from titan_ft.run.process import this_host
 
 
-@dataclass(frozen=True)
-class Whereabouts:
-    """Where one worker is.
+class Location(msgspec.Struct, frozen=True):
+    """Where one worker is; a file of the shared folder.
 
     Attributes:
         host: names the host and its namespaces: with the same name, process ids and connections can be looked up.
@@ -32,33 +34,29 @@ class Whereabouts:
     address: str
 
     @classmethod
-    def own(cls, replica: int, rank: int, address: str) -> Whereabouts:
-        """Return those of this process."""
+    def own(cls, replica: int, rank: int, address: str) -> Location:
+        """Return that of this process."""
         return cls(replica, rank, this_host("net", "pid"), (os.getpid(), os.getppid()), address)
 
     def publish(self, folder: Path) -> None:
-        """Tell it, in the place of what this rank's last worker told."""
+        """Write it in the place of what this rank's last worker wrote."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"worker-{self.replica}-{self.rank}.json"
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(asdict(self)))
+        draft.write_bytes(msgspec.json.encode(self))
         draft.replace(path)  # a reader never sees half of it
 
 
-def read_all(folder: Path) -> list[Whereabouts]:
-    """Return what the newest worker of each rank has told."""
-    found = []
-    for path in sorted(folder.glob("worker-*-*.json")):
-        told = json.loads(path.read_text())
-        found.append(Whereabouts(**{**told, "pids": tuple(told["pids"])}))
-    return found
+def read_locations(folder: Path) -> list[Location]:
+    """Return where the newest worker of each rank is."""
+    return [msgspec.json.decode(path.read_bytes(), type=Location) for path in sorted(folder.glob("worker-*-*.json"))]
 
 
 class Link:
     """What this host's connections have to do with another group.
 
     Args:
-        folder: where workers tell where they are.
+        folder: where the locations are published.
         peer: the other group.
     """
 
@@ -67,7 +65,7 @@ class Link:
 
     def obstacle(self) -> str:
         """Return why the group's connections cannot be told from others', or nothing."""
-        workers = read_all(self._folder)
+        workers = read_locations(self._folder)
         if not any(worker.replica == self._peer for worker in workers):
             return f"no worker of replica {self._peer} has told where it is"
         afar = self._afar(workers)
@@ -78,13 +76,13 @@ class Link:
 
     def choose(self, connections: Collection[Connection]) -> set[int]:
         """Choose the sockets that are connected to the group: see `titan_ft.chaos.inside.blackhole.Choice`."""
-        workers = read_all(self._folder)  # anew each time: a group that was started again is elsewhere
+        workers = read_locations(self._folder)  # anew each time: a group that was started again is elsewhere
         here = this_host("net", "pid")
         pids = {pid for w in workers if (w.replica, w.host) == (self._peer, here) for pid in w.pids}
         pids -= {os.getpid(), os.getppid()}  # a parent of both groups has this group's store as well
         afar = {ipaddress.ip_address(address) for address in self._afar(workers)}
         return connected_to(pids, connections) | {c.inode for c in connections if c.peer[0] in afar}
 
-    def _afar(self, workers: Collection[Whereabouts]) -> set[str]:
+    def _afar(self, workers: Collection[Location]) -> set[str]:
         """Return the addresses of the group's workers on other hosts, whose processes cannot be looked up."""
         return {w.address for w in workers if w.replica == self._peer and w.host != this_host("net", "pid")}

@@ -1,0 +1,160 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Carry out the faults that happen inside workers: order their agents to act, and follow what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_ft.chaos.disturbance import Disturbance
+from titan_ft.chaos.faults import CHECKPOINT
+from titan_ft.chaos.job import Job
+from titan_ft.chaos.orders import Order
+from titan_ft.chaos.outcomes import Outcomes
+from titan_ft.chaos.processes import Unreachable
+from titan_ft.chaos.schedule import Injection
+from titan_ft.run.events import FaultInjected, FaultSkipped, FaultUndone, Target
+
+WAIT_SECONDS = 135.0
+"""An order of which nothing was heard for this long is given up. Agents give up earlier, if there are any."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An injection that was ordered, and of which nothing was heard yet."""
+
+    aimed: Injection
+    deadline: float
+    lives: dict[int, int] = field(default_factory=dict)
+    """The life of each target that may obey; empty where whichever donor comes first does."""
+    disturbances: dict[int, Disturbance] = field(default_factory=dict)
+    """By replica; of those that the fault keeps from contributing."""
+
+
+class Agents:
+    """The agents of a job's workers.
+
+    Args:
+        orders: the file that they follow.
+        clock: returns seconds that only go forward.
+    """
+
+    def __init__(self, job: Job, orders: Path, outcomes: Outcomes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._job, self._orders, self._outcomes, self._clock = job, orders, outcomes, clock
+        self._pending: list[_Pending] = []
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether an agent is still to act."""
+        return bool(self._pending)
+
+    @property
+    def awaits_donor(self) -> bool:
+        """Tell whether a group will be hit of which nobody knows yet which it is."""
+        return any(not pending.lives for pending in self._pending)
+
+    def order(self, aimed: Injection) -> None:
+        """Order the agents of the targets to act.
+
+        Raises:
+            Unreachable: the order could not be written.
+        """
+        pending = _Pending(aimed, self._clock() + WAIT_SECONDS)
+        for target in aimed.targets:
+            assert target.replica is not None, "the lighthouse has no agent"
+            life = pending.lives[target.replica] = self._job.life(target.replica)
+            self._give(aimed, target, self._job.attempt(target.replica), _params_at(aimed, target))
+            # A checkpoint that cannot be saved costs no group its part in training.
+            if CHECKPOINT not in aimed.fault.needs:
+                disturbance = pending.disturbances[target.replica] = Disturbance.of(aimed, target, life)
+                self._job.disturb(target.replica, disturbance)
+        self._pending.append(pending)
+
+    def order_donor(self, aimed: Injection) -> None:
+        """Order whichever group serves its state next to act.
+
+        Raises:
+            Unreachable: the order could not be written.
+        """
+        self._give(aimed, Target(), None, aimed.shot.params)
+        self._pending.append(_Pending(aimed, self._clock() + WAIT_SECONDS))
+
+    def _give(self, aimed: Injection, target: Target, attempt: int | None, params: Mapping[str, float]) -> None:
+        shot = aimed.shot
+        order = Order(
+            fault=shot.fault,
+            replica=target.replica,
+            rank=target.rank,
+            attempt=attempt,
+            params=dict(params),
+            seed=shot.seed,
+            shot=shot.number,
+        )
+        try:
+            order.give(self._orders)
+        except OSError as error:
+            raise Unreachable(f"the order could not be written ({error})") from error
+
+    def observe(self, event: FaultInjected | FaultSkipped | FaultUndone) -> None:
+        """Take in what an agent announces: that it acts, that it does not, or that it has undone it."""
+        replica, target = event.replica, Target(event.replica, event.rank)
+        assert replica is not None, "an agent is in a worker"
+        if isinstance(event, FaultUndone):
+            self._job.undo(replica, (event.fault, event.shot), event.time)
+            return
+        pending = next((pending for pending in self._pending if _is_about(event, pending.aimed)), None)
+        if pending is None:  # another rank of the group was first, or a link's other end, or it is another runner's
+            if isinstance(event, FaultSkipped):
+                self._job.undo(replica, (event.fault, event.shot), event.time)
+            return
+        self._pending.remove(pending)
+        aimed = pending.aimed
+        if isinstance(event, FaultSkipped):
+            self._miss(pending, target, event.reason, by_agent=True)
+            return
+        if not pending.lives:
+            disturbance = pending.disturbances[replica] = Disturbance.of(aimed, target, self._job.life(replica))
+            self._job.disturb(replica, disturbance)
+        for disturbance in pending.disturbances.values():  # of a link both ends, although only one has spoken yet
+            disturbance.begin(event.time, event.step)
+        peer = (event.params or {}).get("peer")
+        self._outcomes.hit(aimed.shot.fault, target, "" if peer is None else f", to replica {peer:g}")
+        self._outcomes.count(True)
+
+    def give_up(self) -> None:
+        """Stop waiting for agents that are gone, or that do not act."""
+        now = self._clock()
+        for pending in list(self._pending):
+            if self._job.ended:
+                reason = "the job's training ended first"
+            elif any(self._job.life(replica) != life for replica, life in pending.lives.items()):
+                reason = "the group was started anew before its agent acted"
+            elif now >= pending.deadline:
+                reason = f"no agent has acted within {WAIT_SECONDS:g} s"
+            else:
+                continue
+            self._pending.remove(pending)
+            self._miss(pending, pending.aimed.targets[0] if pending.lives else None, reason)
+
+    def _miss(self, pending: _Pending, target: Target | None, reason: str, *, by_agent: bool = False) -> None:
+        for replica, disturbance in pending.disturbances.items():
+            self._job.calm(replica, disturbance)
+        self._outcomes.missed(pending.aimed.shot, target, reason, by_agent=by_agent)
+        self._outcomes.count(False)
+
+
+def _params_at(aimed: Injection, target: Target) -> Mapping[str, float]:
+    """Return the parameters for one target: each end of a link is told the other one."""
+    if aimed.fault.scope != "link":
+        return aimed.shot.params
+    (peer,) = (other.replica for other in aimed.targets if other != target)
+    assert peer is not None, "a link's ends are groups"
+    return {**aimed.shot.params, "peer": peer}
+
+
+def _is_about(event: FaultInjected | FaultSkipped, aimed: Injection) -> bool:
+    shot = aimed.shot
+    return (event.fault, event.shot, event.seed) == (shot.fault, shot.number, shot.seed)
