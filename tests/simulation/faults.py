@@ -373,6 +373,38 @@ class Publish(Fault):
 
 
 @dataclass(frozen=True)
+class TakeAway(Fault):
+    """Another process removes the latest checkpoint at the next `moment`, and publishes one of that step again.
+
+    Attributes:
+        moment: "listing", "chosen" (by a rank), or "loading".
+        seconds: until it does; 0 = never.
+    """
+
+    moment: str
+    seconds: float
+
+    def inject(self, world: World) -> None:
+        folder = world.folder
+        assert folder is not None, "this world has no folder of checkpoints"
+
+        def act(node: Node) -> None:
+            step = folder.take_away()
+            world.say("fault", f"removes the checkpoint of step {step}" if step else "there is no checkpoint")
+            if step and self.seconds:
+                world.kernel.after(self.seconds, partial(folder.put_back, step))
+
+        _at_moment(world, self.moment, -1, act, LIGHTHOUSE)
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        """Who was about to load it ends, and chooses anew when it is started again."""
+        return error == "LoadError" and world.folder is not None and world.folder.missed >= rank.group.began
+
+    def shorter(self) -> list[Fault]:
+        return [replace(self, seconds=0.0)] if self.seconds else []
+
+
+@dataclass(frozen=True)
 class NotFinite(Fault):
     """The next gradients of one rank have a NaN."""
 

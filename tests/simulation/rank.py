@@ -34,7 +34,7 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog, end_process
 from titan_ft.run.events import Drained, Event, Hung, RankSilent
-from titan_ft.training.checkpoint_choice import NONE, agree_on_step
+from titan_ft.training.checkpoint_choice import NONE, agree_on_step, check_still_there, together
 
 if TYPE_CHECKING:
     from tests.simulation.world import GroupRun, World
@@ -101,6 +101,7 @@ class Rank:
         self.slowness = 0.0  # seconds that each backward takes longer
         self.met: list[int] = []  # slots of the groups in the last round that worked
         self.sent = 0  # values of gradients that it has summed with others in the last round
+        self.found: int | None = None  # step of the checkpoint that it has chosen, or NONE
         self.position = Position()
         self.rank_watch: RankWatch | None = None
         self.dimension: ReplicaDimension
@@ -167,8 +168,11 @@ class Rank:
         world_group: Any = "world"
         self._group = Group(torch.device("cpu"), world_group)
         # As the trainer does: who has met the others already would be waited for.
-        looks = world.folder is not None
-        self._found = agree_on_step(folder.PATH, -1, None, self.number, self._group.gather) if looks else NONE
+        if world.folder is None:
+            self.found = NONE
+        else:
+            self.found = agree_on_step(folder.PATH, -1, None, self.number, self._group.gather)
+            world.chose(self, self.found)
         address = f"{world.host(self.node)}:{9000 + self.group.attempt}"
         server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)
         world.transfers.servers[address] = self._server = server
@@ -248,7 +252,8 @@ class Rank:
 
     def _train(self) -> None:
         dimension, world = self.dimension, self.world
-        step = max(self._found, 0)
+        assert self.found is not None
+        step = max(self.found, 0)
         if dimension.join(step):
             self._heal(computed=False)
         else:
@@ -262,14 +267,17 @@ class Rank:
         self._end("finished", dimension.finish())
 
     def _load(self, step: int) -> None:
-        """Load this rank's part of the checkpoint after `step`, if there is one."""
-        kept = self.world.folder
+        """Load this rank's part of the checkpoint after `step`, if there is one, as ReplicaCheckpoints does."""
+        kept, world, gather = self.world.folder, self.world, self._group.gather
         if step and kept is not None:
-            snapshot = kept.load(step, self.number)
-            self.world.kernel.sleep(0.1 * self.world.kernel.rng.random())
+            check_still_there(folder.PATH, step, gather)
+            world.moment("loading", self.node)
+            snapshot = together(lambda: kept.load(step, self.number, self.node), folder.PATH, gather)
+            world.kernel.sleep(0.1 * world.kernel.rng.random())
             self.state.load(snapshot)
             self.position.restore(snapshot.lineage)
             self.position.tell_saved(step)
+            world.loaded(self)
 
     def _step(self) -> None:
         dimension, world = self.dimension, self.world

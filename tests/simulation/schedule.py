@@ -26,6 +26,7 @@ from tests.simulation.faults import (
     Publish,
     Slow,
     SlowLink,
+    TakeAway,
     as_json,
     from_json,
 )
@@ -285,7 +286,13 @@ class _Draw:
             self.faults.append(Publish(self._time()))
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(Publish(at, "listing"))
+        if self.rng.random() < 0.3:
+            moment = self.rng.choice(["listing", "chosen", "loading"])
+            self.faults.append(TakeAway(at, moment, self.rng.choice([0.0, 0.01, 0.6])))
         self.faults.append(KillGroups(at, tuple(range(self.groups))))
+        if self.rng.random() < 0.3:  # once more: then there are several states of one step
+            again = at + 1.0 + self.span * self.rng.random()
+            self.faults += [KillGroups(again, tuple(range(self.groups))), TakeAway(again, "chosen", 0.01)]
 
     def shape(self) -> None:
         """A group comes late, and its model is another one; the others are enough."""

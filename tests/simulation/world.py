@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from titan_ft.replica.decision import Round
 
 
+_CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
+
+
 @dataclass(frozen=True)
 class Options:
     """One schedule's world.
@@ -137,6 +140,11 @@ class GroupRun:
         """Return how all its ranks ended in order; empty if they did not."""
         how = {rank.ended.how if rank.ended else "" for rank in self.ranks}
         return how.pop() if len(how) == 1 else ""
+
+    @property
+    def chooses(self) -> bool:
+        """Say whether one of its ranks has yet to choose a checkpoint, or to see that there is none."""
+        return any(rank.found is None for rank in self.ranks)
 
     @property
     def ready(self) -> bool:
@@ -293,7 +301,9 @@ class World(standins.World):
             return
         self.say("launch", f"starts group {slot}" + (f", attempt {attempt}" if attempt else ""))
         self.disturbed = self.kernel.now
-        self.groups[slot] = GroupRun(self, slot, attempt)
+        group = self.groups[slot] = GroupRun(self, slot, attempt)
+        if self.folder is not None:
+            self.kernel.after(1.0, lambda: self._judge_choice(group))
 
     def _job_over(self) -> bool:
         finished = any(group.ended == "finished" for group in self.groups.values())
@@ -446,6 +456,26 @@ class World(standins.World):
         return self.transfers.fetch(*args, **kwargs)
 
     # What ranks tell
+
+    def chose(self, rank: Rank, step: int) -> None:
+        """Compare the checkpoint that a rank has chosen with those of the group's other ranks."""
+        self._compare(rank, ("choice of a checkpoint", step))
+        self.moment("chosen", rank.node)
+        self._stop_if_over()
+
+    def loaded(self, rank: Rank) -> None:
+        """Compare the checkpoint that a rank has loaded with those of the group's other ranks."""
+        self._compare(rank, ("load of step and lineage", *rank.held))
+
+    def _judge_choice(self, group: GroupRun) -> None:
+        """Look whether a group still looks for a checkpoint although nobody changes the folder, and nothing else."""
+        assert self.folder is not None
+        if group.over or not group.chooses:
+            return
+        since = max(group.began, self.folder.settled, self.thawed.get(group.slot, 0.0))
+        if group.runs and self.kernel.now - since > _CHOICE_SECONDS:
+            self.report("liveness", f"g{group.slot} has looked for a checkpoint for {self.kernel.now - since:.0f} s")
+        self.kernel.after(1.0, lambda: self._judge_choice(group))
 
     def told_to_drain(self, rank: Rank) -> bool:
         """Say whether a rank that starts has been told to leave already."""
@@ -773,7 +803,8 @@ class World(standins.World):
         left = [
             group
             for group in self.groups.values()
-            if not (group.over or group.ended or group.slot in self.gone or self._late(group))
+            if not (group.over or group.ended or group.slot in self.gone)
+            and (not self._late(group) or (self.folder is not None and group.chooses))
         ]
         # Fewer than the lighthouse wants wait for ever (docs/design.md, known limits).
         return len(left) < self.options.min_replicas
