@@ -300,23 +300,19 @@ class LighthouseDies(Fault):
 
 @dataclass(frozen=True)
 class DrainGroup(Fault):
-    """SIGTERM to all ranks of a group, some milliseconds apart; it comes back later or not."""
+    """SIGTERM to all ranks of a group (`rank` >= 0: to this one only), some milliseconds apart; it may come back."""
 
     slot: int
     comes_back: bool
+    rank: int = -1
 
     def inject(self, world: World) -> None:
         group = world.groups.get(self.slot)
-        if group is None or group.over:
-            return
-        world.drained[self.slot] = self.comes_back
-        for rank in group.ranks:
-            world.kernel.after(0.05 * world.kernel.rng.random(), partial(_request, world, rank))
+        if group is not None and not group.over:
+            world.tell_to_leave(group, [self.rank] if self.rank >= 0 else range(len(group.ranks)), self.comes_back)
 
-
-def _request(world: World, rank: Any) -> None:
-    if rank.drain is not None and not rank.process.dead:
-        world.kernel.spawn(rank.drain.request, "signals", rank.process)
+    def shorter(self) -> list[Fault]:
+        return [replace(self, rank=-1)] if self.rank >= 0 else []
 
 
 @dataclass(frozen=True)
@@ -349,7 +345,7 @@ class Flip(Fault):
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
         """With as many corrupt holders as sound ones nobody can tell which are right."""
-        return error == "DivergedError" and (world.tied or "DivergedError" in world.gone.values())
+        return error == "DivergedError" and rank.tied
 
     def shorter(self) -> list[Fault]:
         return [replace(self, moment="")] if self.moment and self.slot >= 0 else []

@@ -7,7 +7,7 @@ All that knows the engine's constructors and verbs is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from tests.simulation import folder, training
 from tests.simulation.kernel import Process
 from tests.simulation.transfer import SnapshotServer
 from titan_ft.config import FaultTolerance
+from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.decision import Round, Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -100,6 +101,9 @@ class Rank:
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
         self.met: list[int] = []  # slots of the groups in the last round that worked
+        self.tied = False  # nobody could tell in its last round whose bytes are right, and rightly so
+        self.voted = False
+        self.abandoned = False  # ends without having left in order, as it has told
         self.sent = 0  # values of gradients that it has summed with others in the last round
         self.found: int | None = None  # step of the checkpoint that it has chosen, or NONE
         self.position = Position()
@@ -193,6 +197,7 @@ class Rank:
             probe=Probe("token", address, self.number),
             told_to_leave=lambda: self._drain.requested,
         )
+        self._watch_agreements(self._membership._agreement)
         if world.options.ranks > 1:
             store: Any = world.connect_store(host, port, 300.0)
             self.rank_watch = RankWatch(
@@ -249,6 +254,16 @@ class Rank:
             pauses_after=lambda step: step >= world.options.steps,
             **shared,
         )
+
+    def _watch_agreements(self, agreement: Agreement) -> None:
+        decide = agreement.decide
+
+        def watched(found: Collection[str], judge: Callable[[set[str]], str]) -> str:
+            answer = decide(found, judge)
+            self.world.agreed(self, answer)
+            return answer
+
+        vars(agreement)["decide"] = watched
 
     def _train(self) -> None:
         dimension, world = self.dimension, self.world

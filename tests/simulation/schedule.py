@@ -268,7 +268,8 @@ class _Draw:
         """A group is told to leave."""
         least = self.config.get("min_replica_size", 1)
         stays = self.groups - 1 >= max(2, least + 1)
-        self.faults.append(DrainGroup(self._time(), self._slot(), not stays or self.rng.random() < 0.5))
+        rank = self._rank() if self.rng.random() < 0.4 else -1
+        self.faults.append(DrainGroup(self._time(), self._slot(), not stays or self.rng.random() < 0.5, rank))
 
     def flip(self) -> None:
         """A bit flips."""
