@@ -132,7 +132,8 @@ class Freeze(Fault):
 
             def thaw() -> None:
                 world.say("fault", f"thaws g{self.slot}r{self.rank}")
-                world.disturbed = world.thawed[self.slot] = world.kernel.now
+                world.thawed[self.slot] = world.kernel.now
+                world.disturb()
                 for process in processes:
                     process.thaw()
 
@@ -243,7 +244,8 @@ def _cut_for(world: World, pairs: list[tuple[Node, Node]], seconds: float, flaps
     def mend() -> None:
         for source, target in pairs:
             world.network.mend(source, target)
-        world.disturbed = world.kernel.now
+            world.mended[source[0]] = world.mended[target[0]] = world.kernel.now
+        world.disturb()
         if flaps and world.kernel.now + flaps < ends:
             world.kernel.after(flaps, cut)
         else:
@@ -289,7 +291,7 @@ class LighthouseDies(Fault):
 
         def start() -> None:
             world.say("fault", "the lighthouse is back")
-            world.disturbed = world.kernel.now
+            world.disturb()
             world.lighthouse.start()
 
         world.kernel.after(self.seconds, start)
@@ -300,16 +302,27 @@ class LighthouseDies(Fault):
 
 @dataclass(frozen=True)
 class DrainGroup(Fault):
-    """SIGTERM to all ranks of a group (`rank` >= 0: to this one only), some milliseconds apart; it may come back."""
+    """SIGTERM to all ranks of a group, some milliseconds apart, or to one of them only; it may come back.
+
+    Attributes:
+        slot: -1 = of the first group that comes to that moment.
+        rank: -1 = all.
+        moment: "outside" of the largest clique; empty = at once.
+    """
 
     slot: int
     comes_back: bool
     rank: int = -1
+    moment: str = ""
 
     def inject(self, world: World) -> None:
-        group = world.groups.get(self.slot)
-        if group is not None and not group.over:
-            world.tell_to_leave(group, [self.rank] if self.rank >= 0 else range(len(group.ranks)), self.comes_back)
+        def act(node: Node) -> None:
+            group = world.groups.get(node[0])
+            if group is not None and not group.over:
+                ranks = [self.rank] if self.rank >= 0 else range(len(group.ranks))
+                world.tell_to_leave(group, ranks, self.comes_back)
+
+        _at_moment(world, self.moment, self.slot, act, (self.slot, 0))
 
     def shorter(self) -> list[Fault]:
         return [replace(self, rank=-1)] if self.rank >= 0 else []

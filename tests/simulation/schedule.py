@@ -269,7 +269,11 @@ class _Draw:
         least = self.config.get("min_replica_size", 1)
         stays = self.groups - 1 >= max(2, least + 1)
         rank = self._rank() if self.rng.random() < 0.4 else -1
-        self.faults.append(DrainGroup(self._time(), self._slot(), not stays or self.rng.random() < 0.5, rank))
+        comes_back = not stays or self.rng.random() < 0.5
+        if "cut" in self.kinds and self.rng.random() < 0.5:
+            self.faults.append(DrainGroup(0.0, -1, True, rank, "outside"))
+        else:
+            self.faults.append(DrainGroup(self._time(), self._slot(), comes_back, rank))
 
     def flip(self) -> None:
         """A bit flips."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import collections
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
+_BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
+_PROBING_SECONDS = 6.0  # until groups that could not reach each other believe that they can
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
 
 
@@ -244,7 +246,9 @@ class World(standins.World):
         self.clocks: dict[Node, tuple[float, float]] = {}  # of each host: its wall clock's error, its clock's rate
         self.flipped: set[int] = set()  # slots of groups in which a bit has flipped
         self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
-        self.disturbed = 0.0  # when something last happened to the world
+        self.mended: dict[int, float] = {}  # by slot: when one of its links was mended last
+        self.changed = 0.0  # when something last happened to the world
+        self.disturbed = 0.0  # the same, or when training last could not go on
         self.progressed = 0.0  # when a step was last committed for the first time
         self.furthest = 0
         self.commits = 0
@@ -304,8 +308,12 @@ class World(standins.World):
     def _inject(self, fault: Fault) -> None:
         if not self._job_over():
             self.say("fault", str(fault))
-            self.disturbed = self.kernel.now
+            self.disturb()
             fault.inject(self)
+
+    def disturb(self) -> None:
+        """Take note that something happens to the world."""
+        self.changed = self.disturbed = self.kernel.now
 
     def when(self, moment: str, slot: int, act: Callable[[Node], None]) -> None:
         """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1."""
@@ -332,7 +340,7 @@ class World(standins.World):
         if slot in self.gone or self._job_over():
             return
         self.say("launch", f"starts group {slot}" + (f", attempt {attempt}" if attempt else ""))
-        self.disturbed = self.kernel.now
+        self.disturb()
         group = self.groups[slot] = GroupRun(self, slot, attempt)
         if self.folder is not None:
             self.kernel.after(1.0, lambda: self._judge_choice(group))
@@ -569,6 +577,8 @@ class World(standins.World):
             self.say(rank.process.name, f"{event} {told}")
         if event == "joined":
             rank.group.members = frozenset(fields["participants"])
+        if event == "outside":
+            self.moment("outside", rank.node)
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
         if event == "drained":
@@ -597,7 +607,8 @@ class World(standins.World):
         """A rank that was told to leave is gone after a while, one way or the other."""
         thawed = self.thawed.get(rank.slot, 0.0) >= since
         if rank.process.runs and not thawed:
-            self.report("liveness", f"{rank.process.name} is there {self.kernel.now - since:.0f} s after it was told to leave")
+            seconds = self.kernel.now - since
+            self.report("liveness", f"{rank.process.name} is there {seconds:.0f} s after it was told to leave")
 
     def _judge_abandoned(self, rank: Rank, reason: str) -> None:
         """A group that was told to leave ends its step first, unless something keeps it from that."""
@@ -607,8 +618,10 @@ class World(standins.World):
         elif "had not begun" in reason:
             fair = not rank.voted
         else:
-            patience = self.config["drain_timeout_seconds"] - 1.0
-            fair = not group.runs or self.kernel.now - self.disturbed < patience or not self._viable()
+            # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
+            lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
+            lately = self.kernel.now - self.changed < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
+            fair = lately or lonely or not group.runs or not self._reaches(group)
         rank.abandoned = True
         if not fair:
             self.report("no work lost", f"{rank.process.name} ends without having left in order: {reason}")
@@ -736,7 +749,7 @@ class World(standins.World):
             group.over = True
             if group.ended == "drained" and group.slot not in self.gone:
                 self._restart(group)
-        self.disturbed = self.kernel.now
+        self.disturb()
         self._stop_if_over()
 
     def _end_others(self, group: GroupRun) -> None:
@@ -787,16 +800,22 @@ class World(standins.World):
     def _too_few(self, rank: Rank) -> bool:
         """Say whether a rank that waits for the first step has met too few groups, and there were no others to meet."""
         least = self.config["min_replica_size"]
-        there = [group for group in self.groups.values() if self._could_be_met(group, rank.group)]
-        return len(rank.met) < least and len(there) < least
+        others = [group for group in self.groups.values() if group is not rank.group and self._can_be_met(group)]
+        return len(rank.met) < least and len(self._clique([rank.group, *others])) < least
 
-    def _could_be_met(self, group: GroupRun, by: GroupRun) -> bool:
-        """Say whether nothing has kept a group from meeting another one during the wait for the first step."""
-        if group is by:
-            return True
-        since = self.kernel.now - _MEETING_SECONDS
-        came = group.entered is not None and group.entered < since and self.thawed.get(group.slot, 0.0) < since
-        return came and group.runs and not group.ended and self._linked(group, by) and self._reaches(group)
+    def _can_be_met(self, group: GroupRun) -> bool:
+        """Say whether nothing keeps a group from meeting others, and has not for a while."""
+        now, slot = self.kernel.now, group.slot
+        came = max(group.entered or now, self.thawed.get(slot, 0.0), self.mended.get(slot, 0.0) + _PROBING_SECONDS)
+        return now - came > _MEETING_SECONDS and group.runs and not group.ended and self._reaches(group)
+
+    def _clique(self, groups: Iterable[GroupRun]) -> list[GroupRun]:
+        """Return groups that all reach each other, the first one among them."""
+        clique: list[GroupRun] = []
+        for group in groups:
+            if all(self._linked(group, other) for other in clique):
+                clique.append(group)
+        return clique
 
     def _reaches(self, group: GroupRun) -> bool:
         return self.lighthouse.listens and self.network.usable((group.slot, 0), LIGHTHOUSE)
@@ -906,7 +925,7 @@ class World(standins.World):
             group
             for group in self.groups.values()
             if not (group.over or group.ended or group.slot in self.gone)
-            and (not self._late(group) or (self.folder is not None and group.chooses))
+            and (not self._late(group) or group.told or (self.folder is not None and group.chooses))
         ]
         # Fewer than the lighthouse wants wait for ever (docs/design.md, known limits).
         return len(left) < self.options.min_replicas
@@ -935,11 +954,7 @@ class World(standins.World):
         if any(not group.runs and group.alive for group in self.groups.values()):
             return False
         least = max(self.config["min_replica_size"], self.options.min_replicas)
-        clique: list[GroupRun] = []
-        for group in running:
-            if all(self._linked(group, other) for other in clique):
-                clique.append(group)
-        return len(clique) >= least
+        return len(self._clique(running)) >= least
 
     def _linked(self, a: GroupRun, b: GroupRun) -> bool:
         ranks = range(self.options.ranks)
