@@ -244,7 +244,6 @@ def _cut_for(world: World, pairs: list[tuple[Node, Node]], seconds: float, flaps
     def mend() -> None:
         for source, target in pairs:
             world.network.mend(source, target)
-            world.mended[source[0]] = world.mended[target[0]] = world.kernel.now
         world.disturb()
         if flaps and world.kernel.now + flaps < ends:
             world.kernel.after(flaps, cut)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
-_PROBING_SECONDS = 6.0  # until groups that could not reach each other believe that they can
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
 
 
@@ -133,6 +133,7 @@ class GroupRun:
         told: ranks that were told to leave.
         comes_back: whether it is started again when it has left.
         entered: when it came to the lighthouse; None = it has not.
+        met_from: when it came to the lighthouse last, with nobody in sight whom it cannot reach, as far as it knows.
         ended_at: when the first of its processes that did not end in order was seen to have ended.
     """
 
@@ -144,6 +145,7 @@ class GroupRun:
         self.told: set[int] = set()
         self.comes_back = False
         self.entered: float | None = None
+        self.met_from = math.inf
         self.ended_at: float | None = None
         self.delays = [kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
@@ -246,7 +248,6 @@ class World(standins.World):
         self.clocks: dict[Node, tuple[float, float]] = {}  # of each host: its wall clock's error, its clock's rate
         self.flipped: set[int] = set()  # slots of groups in which a bit has flipped
         self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
-        self.mended: dict[int, float] = {}  # by slot: when one of its links was mended last
         self.changed = 0.0  # when something last happened to the world
         self.disturbed = 0.0  # the same, or when training last could not go on
         self.progressed = 0.0  # when a step was last committed for the first time
@@ -427,7 +428,7 @@ class World(standins.World):
                 raise RuntimeError("lighthouse: transport error")
         group = self.ranks[process].group
         if group.entered is None:
-            group.entered = self.kernel.now
+            group.entered = group.met_from = self.kernel.now
             self.entered.append(group)
         address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
         server = ManagerServer(
@@ -578,7 +579,10 @@ class World(standins.World):
         if event == "joined":
             rank.group.members = frozenset(fields["participants"])
         if event == "outside":
+            rank.group.met_from = math.inf
             self.moment("outside", rank.node)
+        if event == "link_back":
+            rank.group.met_from = self.kernel.now
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
         if event == "drained":
@@ -805,9 +809,9 @@ class World(standins.World):
 
     def _can_be_met(self, group: GroupRun) -> bool:
         """Say whether nothing keeps a group from meeting others, and has not for a while."""
-        now, slot = self.kernel.now, group.slot
-        came = max(group.entered or now, self.thawed.get(slot, 0.0), self.mended.get(slot, 0.0) + _PROBING_SECONDS)
-        return now - came > _MEETING_SECONDS and group.runs and not group.ended and self._reaches(group)
+        came = max(group.met_from, self.thawed.get(group.slot, 0.0))
+        there = group.runs and not group.ended and self._reaches(group)
+        return there and self.kernel.now - came > _MEETING_SECONDS
 
     def _clique(self, groups: Iterable[GroupRun]) -> list[GroupRun]:
         """Return groups that all reach each other, the first one among them."""
