@@ -239,7 +239,7 @@ MUTATIONS = [
         _one("group_store", "    store.check([key])", "    pass"),
         ("drain",),
         ("ranks never part", "no state given up", "liveness"),
-        first=3400,
+        first=4050,
     ),
     Mutation(
         "a joiner begins with the fetched state before all ranks of its group have it",
@@ -278,6 +278,12 @@ MUTATIONS = [
         _one("agreement", "            self._await(keys[:1])\n", "            return judge(set(found))\n"),
         ("cut",),
         ("ranks never part",),
+    ),
+    Mutation(
+        "a corrupt minority ends all groups",
+        _one("decision", "    if outcome.verdict.tie:\n", "    if outcome.verdict.tie or outcome.verdict.corrupt:\n"),
+        ("flip",),
+        ("no state given up",),
     ),
     Mutation(
         "the newest group says which shape is right",

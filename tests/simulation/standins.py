@@ -73,7 +73,7 @@ def _unknown(name: str) -> Callable[..., Any]:
 def _monotonic() -> float:
     kernel = kernels.current()
     kernel.pause()
-    process = kernel.process
+    process = kernel.current.process
     return kernel.now * process.rate + process.clock
 
 

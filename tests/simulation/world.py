@@ -112,15 +112,18 @@ class _Sequence:
 
     def __init__(self, ranks: int) -> None:
         self._counts = [0] * ranks
-        self._open: dict[int, tuple[object, int, int]] = {}  # by place: what, of which rank, how many have done it
+        self._open: dict[int, tuple[dict[str, Any], int, int]] = {}  # by place: what, of which rank, how many did it
 
-    def add(self, rank: int, what: object) -> str:
+    def add(self, rank: int, what: dict[str, Any]) -> str:
         """Take in what a rank does next; says how another rank has done something else in its place."""
         place = self._counts[rank]
         self._counts[rank] += 1
         other, first, seen = self._open.pop(place, (what, rank, 0))
         if other != what:
-            return f"r{rank} {what} as number {place}, r{first} {other}"
+            apart = [f"{name} {value} on r{rank}, {other[name]} on r{first}" for name, value in what.items()]
+            return f"number {place}: " + "; ".join(
+                text for text, name in zip(apart, what, strict=True) if what[name] != other[name]
+            )
         if seen + 1 < len(self._counts):
             self._open[place] = (what, first, seen + 1)
         return ""
@@ -555,8 +558,8 @@ class World(standins.World):
         what: object = type(decision.error) if isinstance(decision, GiveUp) else decision
         if position.standing is Standing.FINISHED and isinstance(decision, Wait | Done):
             what = "ends or waits"  # who left in order some ranks may not have heard: it is agreed on later
-        grounds = [value for name, value in vars(position).items() if name != "left"]
-        self._compare(rank, "decides", (what, type(outcome).__name__, *grounds))
+        facts = {**vars(position), "left": None, "outcome": type(outcome).__name__, "decision": what}
+        self._compare_all(rank, "decides", facts)
 
     def agreed(self, rank: Rank, answer: str) -> None:
         """Compare what the ranks of a group have agreed on over their store."""
@@ -567,9 +570,12 @@ class World(standins.World):
         self._compare(rank, "asks for a quorum with step", step)
 
     def _compare(self, rank: Rank, kind: str, what: object) -> None:
+        self._compare_all(rank, kind, {"it is": what})
+
+    def _compare_all(self, rank: Rank, kind: str, what: dict[str, Any]) -> None:
         """Compare the next of a kind of acts with those of the group's other ranks."""
         if self.options.ranks > 1 and (apart := rank.group.sequences[kind].add(rank.number, what)):
-            self.report("ranks never part", f"g{rank.slot} {kind}: {apart}")
+            self.report("ranks never part", f"g{rank.slot} {kind}, {apart}")
 
     def saw(self, rank: Rank, event: str, fields: dict[str, Any]) -> None:
         """Take note of an event of the engine."""
