@@ -204,7 +204,9 @@ class ProcessGroup:
         elif tensor.dtype == np.float32:
             self.reduced += tensor.size
             if self._count is None or not self._count.done_at or not self._count.sum()[0]:
-                self._report("no idle traffic", "sends gradients in a round to which nobody gives any, as far as it knows")
+                self._report(
+                    "no idle traffic", "sends gradients in a round to which nobody gives any, as far as it knows"
+                )
         timeout = options.timeout.total_seconds()
         return Work(lambda: self._finish(ring, operation, tensor, self._kernel.now + timeout))
 

@@ -293,7 +293,11 @@ MUTATIONS = [
     ),
     Mutation(
         "a job begins with all of its groups only",
-        _one("decision", "    if present < config.min_replica_size:\n        return GiveUp(", "    if present < config.group_size:\n        return GiveUp("),
+        _one(
+            "decision",
+            "    if present < config.min_replica_size:\n        return GiveUp(",
+            "    if present < config.group_size:\n        return GiveUp(",
+        ),
         ("late",),
         ("no state given up",),
     ),

@@ -120,9 +120,9 @@ class _Sequence:
         self._counts[rank] += 1
         other, first, seen = self._open.pop(place, (what, rank, 0))
         if other != what:
-            apart = [f"{name} {value} on r{rank}, {other[name]} on r{first}" for name, value in what.items()]
+            differing = [name for name in what if what[name] != other[name]]
             return f"number {place}: " + "; ".join(
-                text for text, name in zip(apart, what, strict=True) if what[name] != other[name]
+                f"{name} {what[name]} on r{rank}, {other[name]} on r{first}" for name in differing
             )
         if seen + 1 < len(self._counts):
             self._open[place] = (what, first, seen + 1)
@@ -728,9 +728,8 @@ class World(standins.World):
             self.report("counters", f"{rank.process.name} has finished at step {ended.step} of {self.options.steps}")
         group = rank.group
         self._compare(rank, "ends", (ended.how, ended.step, ended.lineage))
-        if group.ended == "drained":
-            if not group.comes_back:
-                self.gone[group.slot] = "drained"
+        if group.ended == "drained" and not group.comes_back:
+            self.gone[group.slot] = "drained"
         if self.final is None and group.ended == "finished":
             # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late.
             others = [self.groups[slot] for slot in sorted(group.members) if slot in self.groups]
