@@ -110,7 +110,8 @@ class ProcessGroup:
         rings: those of the world, by the address that their members meet at.
         silent: whether it fails as NCCL does.
         jitter: seconds by which members see an operation complete apart, at most; mostly it is far less.
-        on_mismatch: called when members make different operations: real ones end the process.
+        report: called with promise and text when members make different operations, which ends real ones, or send
+            gradients although nobody has said that it gives some.
         on_moment: told when it is built and when an operation is about to complete.
     """
 
@@ -124,16 +125,17 @@ class ProcessGroup:
         *,
         silent: bool,
         jitter: float,
-        on_mismatch: Callable[[str], None],
+        report: Callable[[str, str], None],
         on_moment: Callable[[str, Node], None],
     ) -> None:
         self._kernel, self._network, self._process, self.node = kernel, network, process, node
-        self._rings, self._silent, self._on_mismatch = rings, silent, on_mismatch
+        self._rings, self._silent, self._report = rings, silent, report
         self._jitter, self._on_moment = jitter, on_moment
         self._timeout = 10.0
         self._ring: Ring | None = None
         self._rank = self._number = 0
         self._error: Exception | None = None
+        self._count: _Operation | None = None  # of the members that give gradients in the round under way
         self.reduced = 0  # values of gradients that this rank has summed with others
         process.on_end.append(self._close)
 
@@ -160,7 +162,7 @@ class ProcessGroup:
         if ring is None:
             ring = self._rings[store_addr] = Ring(kernel, network, world_size)
         if ring.size != world_size:
-            self._on_mismatch(f"{store_addr}: {world_size} members here, {ring.size} elsewhere")
+            self._report("one trajectory", f"at {store_addr}: {world_size} members here, {ring.size} elsewhere")
         self._ring = ring
         end = kernel.now + self._timeout
         kernel.sleep(0.001 + 0.004 * kernel.rng.random())
@@ -194,12 +196,17 @@ class ProcessGroup:
             ring.operations.pop(number - 4, None)
         elif any(other.shape != tensor.shape or other.dtype != tensor.dtype for other in operation.inputs.values()):
             other = next(iter(operation.inputs.values()))
-            self._on_mismatch(
-                f"all-reduce {number} of a ring: {tensor.shape} {tensor.dtype} here, {other.shape} {other.dtype} there"
-            )
+            text = f"{tensor.shape} {tensor.dtype} here, {other.shape} {other.dtype} there"
+            self._report("one trajectory", f"makes all-reduce {number} of a ring: {text}")
         operation.inputs[self._rank] = tensor.copy()
-        if tensor.dtype == np.float32 and tensor.size > 1:  # one value counts who gives some
+        if tensor.dtype == np.float32 and tensor.size == 1:  # counts who gives some
+            self._count = operation
+        elif tensor.dtype == np.float32:
             self.reduced += tensor.size
+            if self._count is None or not self._count.done_at or not self._count.sum()[0]:
+                self._report(
+                    "no idle traffic", "sends gradients in a round to which nobody gives any, as far as it knows"
+                )
         timeout = options.timeout.total_seconds()
         return Work(lambda: self._finish(ring, operation, tensor, self._kernel.now + timeout))
 

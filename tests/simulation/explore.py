@@ -73,7 +73,7 @@ def explore(seeds: Sequence[int], kinds: Sequence[str] = KINDS) -> Findings:
             kind = kind_of(problem)
             findings.problems[kind] += 1
             findings.first.setdefault(kind, (seed, problem.text))
-        if number % 20 == 19:
+        if number % 50 == 49:
             gc.collect()
     gc.enable()
     return findings

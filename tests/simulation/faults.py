@@ -132,7 +132,8 @@ class Freeze(Fault):
 
             def thaw() -> None:
                 world.say("fault", f"thaws g{self.slot}r{self.rank}")
-                world.disturbed = world.thawed[self.slot] = world.kernel.now
+                world.thawed[self.slot] = world.kernel.now
+                world.disturb()
                 for process in processes:
                     process.thaw()
 
@@ -243,7 +244,7 @@ def _cut_for(world: World, pairs: list[tuple[Node, Node]], seconds: float, flaps
     def mend() -> None:
         for source, target in pairs:
             world.network.mend(source, target)
-        world.disturbed = world.kernel.now
+        world.disturb()
         if flaps and world.kernel.now + flaps < ends:
             world.kernel.after(flaps, cut)
         else:
@@ -289,7 +290,7 @@ class LighthouseDies(Fault):
 
         def start() -> None:
             world.say("fault", "the lighthouse is back")
-            world.disturbed = world.kernel.now
+            world.disturb()
             world.lighthouse.start()
 
         world.kernel.after(self.seconds, start)
@@ -300,23 +301,30 @@ class LighthouseDies(Fault):
 
 @dataclass(frozen=True)
 class DrainGroup(Fault):
-    """SIGTERM to all ranks of a group, some milliseconds apart; it comes back later or not."""
+    """SIGTERM to all ranks of a group, some milliseconds apart, or to one of them only; it may come back.
+
+    Attributes:
+        slot: -1 = of the first group that comes to that moment.
+        rank: -1 = all.
+        moment: "outside" of the largest clique; empty = at once.
+    """
 
     slot: int
     comes_back: bool
+    rank: int = -1
+    moment: str = ""
 
     def inject(self, world: World) -> None:
-        group = world.groups.get(self.slot)
-        if group is None or group.over:
-            return
-        world.drained[self.slot] = self.comes_back
-        for rank in group.ranks:
-            world.kernel.after(0.05 * world.kernel.rng.random(), partial(_request, world, rank))
+        def act(node: Node) -> None:
+            group = world.groups.get(node[0])
+            if group is not None and not group.over:
+                ranks = [self.rank] if self.rank >= 0 else range(len(group.ranks))
+                world.tell_to_leave(group, ranks, self.comes_back)
 
+        _at_moment(world, self.moment, self.slot, act, (self.slot, 0))
 
-def _request(world: World, rank: Any) -> None:
-    if rank.drain is not None and not rank.process.dead:
-        world.kernel.spawn(rank.drain.request, "signals", rank.process)
+    def shorter(self) -> list[Fault]:
+        return [replace(self, rank=-1)] if self.rank >= 0 else []
 
 
 @dataclass(frozen=True)
@@ -349,7 +357,7 @@ class Flip(Fault):
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
         """With as many corrupt holders as sound ones nobody can tell which are right."""
-        return error == "DivergedError" and (world.tied or "DivergedError" in world.gone.values())
+        return error == "DivergedError" and rank.tied
 
     def shorter(self) -> list[Fault]:
         return [replace(self, moment="")] if self.moment and self.slot >= 0 else []
@@ -370,6 +378,38 @@ class Publish(Fault):
 
     def shorter(self) -> list[Fault]:
         return [Publish(self.at)] if self.moment else []
+
+
+@dataclass(frozen=True)
+class TakeAway(Fault):
+    """Another process removes the latest checkpoint at the next `moment`, and publishes one of that step again.
+
+    Attributes:
+        moment: "listing", "chosen" (by a rank), or "loading".
+        seconds: until it does; 0 = never.
+    """
+
+    moment: str
+    seconds: float
+
+    def inject(self, world: World) -> None:
+        folder = world.folder
+        assert folder is not None, "this world has no folder of checkpoints"
+
+        def act(node: Node) -> None:
+            step = folder.take_away()
+            world.say("fault", f"removes the checkpoint of step {step}" if step else "there is no checkpoint")
+            if step and self.seconds:
+                world.kernel.after(self.seconds, partial(folder.put_back, step))
+
+        _at_moment(world, self.moment, -1, act, LIGHTHOUSE)
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        """Who was about to load it ends, and chooses anew when it is started again."""
+        return error == "LoadError" and world.folder is not None and world.folder.missed >= rank.group.began
+
+    def shorter(self) -> list[Fault]:
+        return [replace(self, seconds=0.0)] if self.seconds else []
 
 
 @dataclass(frozen=True)

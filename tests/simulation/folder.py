@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 
 from tests.simulation.kernel import Kernel
@@ -29,7 +30,7 @@ class _Kept:
 
 
 class Folder:
-    """What is published, since when.
+    """What is published, and what was, as each host sees it.
 
     Args:
         ranks: of a group; a checkpoint has the part of each.
@@ -40,8 +41,23 @@ class Folder:
     def __init__(self, kernel: Kernel, ranks: int, sight: float, on_look: Callable[[], None]) -> None:
         self._kernel, self._ranks, self._sight, self._on_look = kernel, ranks, sight, on_look
         self._kept: dict[int, _Kept] = {}
-        self._published: list[tuple[float, _Kept]] = []
+        self._views: list[tuple[float, dict[int, _Kept]]] = [(0.0, {})]  # by step, and since when
         self._late: dict[Node, float] = {}
+        self._taken = -math.inf  # when a checkpoint that was there was taken away last
+
+    @property
+    def missed(self) -> float:
+        """Return when the last host came to see that a checkpoint was taken away."""
+        return self._taken + self._sight
+
+    @property
+    def settled(self) -> float:
+        """Return when all hosts see it as it is now."""
+        return self._views[-1][0] + self._sight
+
+    @property
+    def _published(self) -> dict[int, _Kept]:
+        return self._views[-1][1]
 
     def keep(self, rank: int, snapshot: Snapshot) -> None:
         """Write a rank's part of a state, which may be published one day."""
@@ -50,28 +66,57 @@ class Folder:
 
     def publish(self) -> int:
         """Publish the latest state of which all parts are there, if none so late is; returns its step, or 0."""
-        whole = [kept for kept in self._kept.values() if len(kept.parts) == self._ranks]
-        latest = max(whole, key=lambda kept: kept.step, default=None)
-        if latest is None or any(kept.step >= latest.step for _, kept in self._published):
+        latest = max(self._whole(), key=lambda kept: kept.step, default=None)
+        if latest is None or max(self._published, default=0) >= latest.step:
             return 0
-        self._published.append((self._kernel.now, latest))
+        self._show({**self._published, latest.step: latest})
         return latest.step
 
-    def load(self, step: int, rank: int) -> Snapshot:
-        """Return a rank's part of a published checkpoint."""
-        return next(kept.parts[rank] for _, kept in self._published if kept.step == step)
+    def take_away(self) -> int:
+        """Remove the latest checkpoint; returns its step, or 0."""
+        step = max(self._published, default=0)
+        if step:
+            self._taken = self._kernel.now
+            self._show({other: kept for other, kept in self._published.items() if other != step})
+        return step
+
+    def put_back(self, step: int) -> None:
+        """Publish the checkpoint of a step again, if none is there: of another state of this step if one is known."""
+        found = [kept for kept in self._whole() if kept.step == step]
+        if found and step not in self._published:
+            self._show({**self._published, step: self._kernel.rng.choice(found)})
+
+    def load(self, step: int, rank: int, node: Node) -> Snapshot:
+        """Return a rank's part of a published checkpoint.
+
+        Raises:
+            FileNotFoundError: it is not there, as this host sees it.
+        """
+        kept = self._see(node).get(step)
+        if kept is None:
+            raise FileNotFoundError(f"step-{step}")
+        return kept.parts[rank]
 
     def files(self, node: Node) -> dict[str, str]:
         """Return all files as a host sees them now, by path."""
         self._on_look()
         kernel = self._kernel
         kernel.sleep(0.01 * kernel.rng.random())
-        if node not in self._late:
-            self._late[node] = self._sight * kernel.rng.random()
         found = {}
-        for since, kept in self._published:
-            if since + self._late[node] <= kernel.now:
-                manifest = Manifest(kept.step, f"{kept.lineage:012x}", "model", "data", 1, 1, False)
-                found[f"{PATH}/step-{kept.step}/.metadata"] = ""
-                found[f"{PATH}/step-{kept.step}/{MANIFEST}"] = json.dumps(dataclasses.asdict(manifest))
+        for kept in self._see(node).values():
+            manifest = Manifest(kept.step, f"{kept.lineage:012x}", "model", "data", 1, 1, False)
+            found[f"{PATH}/step-{kept.step}/.metadata"] = ""
+            found[f"{PATH}/step-{kept.step}/{MANIFEST}"] = json.dumps(dataclasses.asdict(manifest))
         return found
+
+    def _see(self, node: Node) -> dict[int, _Kept]:
+        late = self._late.get(node)
+        if late is None:
+            late = self._late[node] = self._sight * self._kernel.rng.random()
+        return next(view for since, view in reversed(self._views) if since + late <= self._kernel.now or not since)
+
+    def _show(self, published: dict[int, _Kept]) -> None:
+        self._views.append((self._kernel.now, published))
+
+    def _whole(self) -> list[_Kept]:
+        return [kept for kept in self._kept.values() if len(kept.parts) == self._ranks]

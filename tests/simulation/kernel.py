@@ -143,7 +143,8 @@ class Kernel:
     @property
     def process(self) -> Process:
         """Return the process of the task that runs."""
-        return self.current.process
+        task = self.task
+        return task.process if task is not None else self.current.process
 
     def spawn(self, fn: Callable[[], object], name: str, process: Process | None = None) -> Task:
         """Make a task that runs `fn`; of the process of the caller unless another is given."""

@@ -239,7 +239,7 @@ MUTATIONS = [
         _one("group_store", "    store.check([key])", "    pass"),
         ("drain",),
         ("ranks never part", "no state given up", "liveness"),
-        first=3400,
+        first=4050,
     ),
     Mutation(
         "a joiner begins with the fetched state before all ranks of its group have it",
@@ -256,6 +256,56 @@ MUTATIONS = [
         ),
         ("checkpoint",),
         ("ranks never part", "no state given up", "liveness"),
+    ),
+    Mutation(
+        "a group that is outside of the largest clique does not leave when it is told to",
+        _one("partition", "found = [_LEAVE] if self._told_to_leave() else", "found ="),
+        ("cut", "drain"),
+        ("no work lost",),
+    ),
+    Mutation(
+        "each rank leaves its gradients out, or not, for itself",
+        _one(
+            "round",
+            "spoiled=any(self._group.gather(int(self._nonfinite)))",
+            "spoiled=any([self._group.gather(int(self._nonfinite)), self._nonfinite][1:])",
+        ),
+        ("nan",),
+        ("ranks never part",),
+    ),
+    Mutation(
+        "each rank judges by what it has found itself",
+        _one("agreement", "            self._await(keys[:1])\n", "            return judge(set(found))\n"),
+        ("cut",),
+        ("ranks never part",),
+    ),
+    Mutation(
+        "a corrupt minority ends all groups",
+        _one("decision", "    if outcome.verdict.tie:\n", "    if outcome.verdict.tie or outcome.verdict.corrupt:\n"),
+        ("flip",),
+        ("no state given up",),
+    ),
+    Mutation(
+        "the newest group says which shape is right",
+        _one("member", "first = min(groups, key=", "first = max(groups, key="),
+        ("shape",),
+        ("no state given up",),
+    ),
+    Mutation(
+        "a job begins with all of its groups only",
+        _one(
+            "decision",
+            "    if present < config.min_replica_size:\n        return GiveUp(",
+            "    if present < config.group_size:\n        return GiveUp(",
+        ),
+        ("late",),
+        ("no state given up",),
+    ),
+    Mutation(
+        "a count of givers that has broken is believed",
+        _one("exchange", "        self._raise_errored()\n        return number", "        return number"),
+        ("kill", "freeze", "cut"),
+        ("no idle traffic",),
     ),
     Mutation(
         "rounds without gradients send them nevertheless",

@@ -7,7 +7,7 @@ All that knows the engine's constructors and verbs is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from tests.simulation import folder, training
 from tests.simulation.kernel import Process
 from tests.simulation.transfer import SnapshotServer
 from titan_ft.config import FaultTolerance
+from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.decision import Round, Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -34,7 +35,7 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog, end_process
 from titan_ft.run.events import Drained, Event, Hung, RankSilent
-from titan_ft.training.checkpoint_choice import NONE, agree_on_step
+from titan_ft.training.checkpoint_choice import NONE, agree_on_step, check_still_there, together
 
 if TYPE_CHECKING:
     from tests.simulation.world import GroupRun, World
@@ -100,7 +101,11 @@ class Rank:
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
         self.met: list[int] = []  # slots of the groups in the last round that worked
+        self.tied = False  # nobody could tell in its last round whose bytes are right, and rightly so
+        self.voted = False
+        self.abandoned = False  # ends without having left in order, as it has told
         self.sent = 0  # values of gradients that it has summed with others in the last round
+        self.found: int | None = None  # step of the checkpoint that it has chosen, or NONE
         self.position = Position()
         self.rank_watch: RankWatch | None = None
         self.dimension: ReplicaDimension
@@ -167,8 +172,11 @@ class Rank:
         world_group: Any = "world"
         self._group = Group(torch.device("cpu"), world_group)
         # As the trainer does: who has met the others already would be waited for.
-        looks = world.folder is not None
-        self._found = agree_on_step(folder.PATH, -1, None, self.number, self._group.gather) if looks else NONE
+        if world.folder is None:
+            self.found = NONE
+        else:
+            self.found = agree_on_step(folder.PATH, -1, None, self.number, self._group.gather)
+            world.chose(self, self.found)
         address = f"{world.host(self.node)}:{9000 + self.group.attempt}"
         server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)
         world.transfers.servers[address] = self._server = server
@@ -189,6 +197,7 @@ class Rank:
             probe=Probe("token", address, self.number),
             leave_requested=lambda: self._drain.requested,
         )
+        self._watch_agreements(self._membership._agreement)
         if world.options.ranks > 1:
             store: Any = world.connect_store(host, port, 300.0)
             self.rank_watch = RankWatch(
@@ -246,9 +255,20 @@ class Rank:
             **shared,
         )
 
+    def _watch_agreements(self, agreement: Agreement) -> None:
+        decide = agreement.decide
+
+        def watched(found: Collection[str], judge: Callable[[set[str]], str]) -> str:
+            answer = decide(found, judge)
+            self.world.agreed(self, answer)
+            return answer
+
+        vars(agreement)["decide"] = watched
+
     def _train(self) -> None:
         dimension, world = self.dimension, self.world
-        step = max(self._found, 0)
+        assert self.found is not None
+        step = max(self.found, 0)
         if dimension.join(step):
             self._heal(computed=False)
         else:
@@ -262,14 +282,17 @@ class Rank:
         self._end("finished", dimension.finish())
 
     def _load(self, step: int) -> None:
-        """Load this rank's part of the checkpoint after `step`, if there is one."""
-        kept = self.world.folder
+        """Load this rank's part of the checkpoint after `step`, if there is one, as ReplicaCheckpoints does."""
+        kept, world, gather = self.world.folder, self.world, self._group.gather
         if step and kept is not None:
-            snapshot = kept.load(step, self.number)
-            self.world.kernel.sleep(0.1 * self.world.kernel.rng.random())
+            check_still_there(folder.PATH, step, gather)
+            world.moment("loading", self.node)
+            snapshot = together(lambda: kept.load(step, self.number, self.node), folder.PATH, gather)
+            world.kernel.sleep(0.1 * world.kernel.rng.random())
             self.state.load(snapshot)
             self.position.restore(snapshot.lineage)
             self.position.note_saved(step)
+            world.loaded(self)
 
     def _step(self) -> None:
         dimension, world = self.dimension, self.world

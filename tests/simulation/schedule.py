@@ -26,6 +26,7 @@ from tests.simulation.faults import (
     Publish,
     Slow,
     SlowLink,
+    TakeAway,
     as_json,
     from_json,
 )
@@ -267,7 +268,12 @@ class _Draw:
         """A group is told to leave."""
         least = self.config.get("min_replica_size", 1)
         stays = self.groups - 1 >= max(2, least + 1)
-        self.faults.append(DrainGroup(self._time(), self._slot(), not stays or self.rng.random() < 0.5))
+        rank = self._rank() if self.rng.random() < 0.4 else -1
+        comes_back = not stays or self.rng.random() < 0.5
+        if "cut" in self.kinds and self.rng.random() < 0.5:
+            self.faults.append(DrainGroup(0.0, -1, True, rank, "outside"))
+        else:
+            self.faults.append(DrainGroup(self._time(), self._slot(), comes_back, rank))
 
     def flip(self) -> None:
         """A bit flips."""
@@ -285,7 +291,13 @@ class _Draw:
             self.faults.append(Publish(self._time()))
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(Publish(at, "listing"))
+        if self.rng.random() < 0.3:
+            moment = self.rng.choice(["listing", "chosen", "loading"])
+            self.faults.append(TakeAway(at, moment, self.rng.choice([0.0, 0.01, 0.6])))
         self.faults.append(KillGroups(at, tuple(range(self.groups))))
+        if self.rng.random() < 0.3:  # once more: then there are several states of one step
+            again = at + 1.0 + self.span * self.rng.random()
+            self.faults += [KillGroups(again, tuple(range(self.groups))), TakeAway(again, "chosen", 0.01)]
 
     def shape(self) -> None:
         """A group comes late, and its model is another one; the others are enough."""

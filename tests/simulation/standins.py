@@ -73,7 +73,7 @@ def _unknown(name: str) -> Callable[..., Any]:
 def _monotonic() -> float:
     kernel = kernels.current()
     kernel.pause()
-    process = kernel.process
+    process = kernel.current.process
     return kernel.now * process.rate + process.clock
 
 
@@ -494,6 +494,9 @@ class World:
     def host_of(self, process: Process) -> str:
         raise NotImplementedError
 
+    def decided(self, position: Any, outcome: Any, decision: Any) -> None:
+        raise NotImplementedError
+
     def files(self) -> dict[str, str]:
         raise NotImplementedError
 
@@ -703,9 +706,18 @@ def _round_trip(*args: Any, **kwargs: Any) -> None:
 # Installation
 
 
+def _watched(decide: Callable[..., Any]) -> Callable[..., Any]:
+    def decide_and_tell(position: Any, outcome: Any, config: Any) -> Any:
+        decision = decide(position, outcome, config)
+        world().decided(position, outcome, decision)
+        return decision
+
+    return decide_and_tell
+
+
 def _replacements() -> dict[int, Any]:
     """Return what stands in, by the identity of what it stands for."""
-    from titan_ft.replica import reach, state_fetch
+    from titan_ft.replica import decision, reach, state_fetch
 
     modules: list[tuple[Any, Any]] = [
         (time, TIME),
@@ -736,6 +748,7 @@ def _replacements() -> dict[int, Any]:
     found[id(pathlib.Path)] = ProcPath
     found[id(vars(dist)["TCPStore"])] = _tcp_store
     found[id(vars(dist)["PrefixStore"])] = _prefix_store
+    found[id(decision.decide)] = _watched(decision.decide)
     found[id(state_fetch.fetch)] = _fetch
     found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server

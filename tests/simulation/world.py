@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,18 @@ from tests.simulation.network import LIGHTHOUSE, Network, Node, PrefixStore, Sto
 from tests.simulation.oracle import Oracle, Rules
 from tests.simulation.rank import Rank
 from tests.simulation.transfer import Transfers
+from titan_ft.replica.decision import Done, GiveUp, Wait
 from titan_ft.replica.row import Standing
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Fault
-    from titan_ft.replica.decision import Round
+    from titan_ft.replica.decision import Broken, Decision, Round
+    from titan_ft.replica.position import Position
+
+
+_MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
+_BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
+_CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
 
 
 @dataclass(frozen=True)
@@ -98,15 +107,49 @@ class _Armed:
     skip: int
 
 
+class _Sequence:
+    """What the ranks of a group do one after the other, which must be the same on all of them."""
+
+    def __init__(self, ranks: int) -> None:
+        self._counts = [0] * ranks
+        self._open: dict[int, tuple[dict[str, Any], int, int]] = {}  # by place: what, of which rank, how many did it
+
+    def add(self, rank: int, what: dict[str, Any]) -> str:
+        """Take in what a rank does next; says how another rank has done something else in its place."""
+        place = self._counts[rank]
+        self._counts[rank] += 1
+        other, first, seen = self._open.pop(place, (what, rank, 0))
+        if other != what:
+            differing = [name for name in what if what[name] != other[name]]
+            return f"number {place}: " + "; ".join(
+                f"{name} {what[name]} on r{rank}, {other[name]} on r{first}" for name in differing
+            )
+        if seen + 1 < len(self._counts):
+            self._open[place] = (what, first, seen + 1)
+        return ""
+
+
 class GroupRun:
-    """One attempt of one group."""
+    """One attempt of one group.
+
+    Attributes:
+        told: ranks that were told to leave.
+        comes_back: whether it is started again when it has left.
+        entered: when it came to the lighthouse; None = it has not.
+        met_from: when it came to the lighthouse last, with nobody in sight whom it cannot reach, as far as it knows.
+        ended_at: when the first of its processes that did not end in order was seen to have ended.
+    """
 
     def __init__(self, world: World, slot: int, attempt: int) -> None:
         self.world, self.slot, self.attempt = world, slot, attempt
         kernel, options = world.kernel, world.options
         self.link = GroupLink(kernel, options.ranks)
-        self.calls: list[list[object]] = [[] for _ in range(options.ranks)]
-        self.asked: list[list[int]] = [[] for _ in range(options.ranks)]
+        self.sequences: dict[str, _Sequence] = collections.defaultdict(lambda: _Sequence(options.ranks))
+        self.told: set[int] = set()
+        self.comes_back = False
+        self.entered: float | None = None
+        self.met_from = math.inf
+        self.ended_at: float | None = None
         self.delays = [kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
@@ -137,6 +180,11 @@ class GroupRun:
         """Return how all its ranks ended in order; empty if they did not."""
         how = {rank.ended.how if rank.ended else "" for rank in self.ranks}
         return how.pop() if len(how) == 1 else ""
+
+    @property
+    def chooses(self) -> bool:
+        """Say whether one of its ranks has yet to choose a checkpoint, or to see that there is none."""
+        return any(rank.found is None for rank in self.ranks)
 
     @property
     def ready(self) -> bool:
@@ -192,19 +240,19 @@ class World(standins.World):
         self.ranks: dict[Process, Rank] = {}
         self.collectives: dict[Process, GroupCollective] = {}
         self.groups: dict[int, GroupRun] = {}
+        self.entered: list[GroupRun] = []  # all that came to the lighthouse, also those that are gone
         self.stores: dict[tuple[str, int], StoreServer] = {}
         self.rings: dict[str, Ring] = {}
         self.managers: dict[str, ManagerServer] = {}
         self.lighthouses = {self.lighthouse.address(): (self.lighthouse, LIGHTHOUSE)}
-        self.drained: dict[int, bool] = {}  # slots that were told to leave, and whether they come back
         self.gone: dict[int, str] = {}  # slots that come no more, and why
         # For a joiner: who showed sound bytes when its donor was named, if they were enough; and who that is.
         self.sound: dict[Rank, tuple[list[int], int]] = {}
-        self.tied = False  # whether nobody could tell whose bytes are right, and rightly so
         self.clocks: dict[Node, tuple[float, float]] = {}  # of each host: its wall clock's error, its clock's rate
         self.flipped: set[int] = set()  # slots of groups in which a bit has flipped
         self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
-        self.disturbed = 0.0  # when something last happened to the world
+        self.changed = 0.0  # when something last happened to the world
+        self.disturbed = 0.0  # the same, or when training last could not go on
         self.progressed = 0.0  # when a step was last committed for the first time
         self.furthest = 0
         self.commits = 0
@@ -264,8 +312,12 @@ class World(standins.World):
     def _inject(self, fault: Fault) -> None:
         if not self._job_over():
             self.say("fault", str(fault))
-            self.disturbed = self.kernel.now
+            self.disturb()
             fault.inject(self)
+
+    def disturb(self) -> None:
+        """Take note that something happens to the world."""
+        self.changed = self.disturbed = self.kernel.now
 
     def when(self, moment: str, slot: int, act: Callable[[Node], None]) -> None:
         """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1."""
@@ -292,8 +344,10 @@ class World(standins.World):
         if slot in self.gone or self._job_over():
             return
         self.say("launch", f"starts group {slot}" + (f", attempt {attempt}" if attempt else ""))
-        self.disturbed = self.kernel.now
-        self.groups[slot] = GroupRun(self, slot, attempt)
+        self.disturb()
+        group = self.groups[slot] = GroupRun(self, slot, attempt)
+        if self.folder is not None:
+            self.kernel.after(1.0, lambda: self._judge_choice(group))
 
     def _job_over(self) -> bool:
         finished = any(group.ended == "finished" for group in self.groups.values())
@@ -353,7 +407,7 @@ class World(standins.World):
             self.rings,
             silent=self.options.silent,
             jitter=self.options.jitter,
-            on_mismatch=lambda text: self.report("one trajectory", f"{rank.process.name}: {text}"),
+            report=lambda promise, text: self.report(promise, f"{rank.process.name} {text}"),
             on_moment=self.moment,
         )
 
@@ -375,6 +429,10 @@ class World(standins.World):
             self.kernel.sleep(options["connect_timeout"].total_seconds())
             if not (lighthouse.listens and self.network.usable(node, there)):
                 raise RuntimeError("lighthouse: transport error")
+        group = self.ranks[process].group
+        if group.entered is None:
+            group.entered = group.met_from = self.kernel.now
+            self.entered.append(group)
         address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
         server = ManagerServer(
             self.kernel, self.network, lighthouse, process, node, lighthouse_node=there, address=address, **options
@@ -447,9 +505,29 @@ class World(standins.World):
 
     # What ranks tell
 
+    def chose(self, rank: Rank, step: int) -> None:
+        """Compare the checkpoint that a rank has chosen with those of the group's other ranks."""
+        self._compare(rank, "calls", ("choice of a checkpoint", step))
+        self.moment("chosen", rank.node)
+        self._stop_if_over()
+
+    def loaded(self, rank: Rank) -> None:
+        """Compare the checkpoint that a rank has loaded with those of the group's other ranks."""
+        self._compare(rank, "calls", ("load of step and lineage", *rank.held))
+
+    def _judge_choice(self, group: GroupRun) -> None:
+        """Look whether a group still looks for a checkpoint although nobody changes the folder, and nothing else."""
+        assert self.folder is not None
+        if group.over or not group.chooses:
+            return
+        since = max(group.began, self.folder.settled, self.thawed.get(group.slot, 0.0))
+        if group.runs and self.kernel.now - since > _CHOICE_SECONDS:
+            self.report("liveness", f"g{group.slot} has looked for a checkpoint for {self.kernel.now - since:.0f} s")
+        self.kernel.after(1.0, lambda: self._judge_choice(group))
+
     def told_to_drain(self, rank: Rank) -> bool:
         """Say whether a rank that starts has been told to leave already."""
-        return rank.slot in self.drained and rank.group is self.groups.get(rank.slot) and rank.group.attempt == 0
+        return rank.number in rank.group.told
 
     def enters(self, rank: Rank, call: str) -> None:
         """Compare a call that all ranks of a group must make alike with those of the others."""
@@ -457,7 +535,7 @@ class World(standins.World):
         while frame.f_back is not None and frame.f_code.co_filename.endswith("group.py"):
             frame = frame.f_back
         what = (call, frame.f_code.co_name, frame.f_lineno) if call == "gather" else (call,)
-        self._compare(rank, what)
+        self._compare(rank, "calls", what)
 
     def votes(self, rank: Rank) -> None:
         """Compare a vote with what the others do."""
@@ -469,30 +547,35 @@ class World(standins.World):
             and any(other.position.standing is Standing.BEHIND for other in others)
         ):
             self.moment("naming", rank.node)  # of a donor, perhaps this one
-        self._compare(rank, ("vote",))
+        rank.voted = True
+        self._compare(rank, "calls", ("vote",))
 
-    def _compare(self, rank: Rank, what: object) -> None:
-        calls = rank.group.calls
-        place = len(calls[rank.number])
-        calls[rank.number].append(what)
-        for number, others in enumerate(calls):
-            if len(others) > place and others[place] != what:
-                self.report(
-                    "ranks never part",
-                    f"g{rank.slot}: r{rank.number} makes {what} as its call {place}, r{number} {others[place]}",
-                )
+    def decided(self, position: Position, outcome: Round | Broken, decision: Decision) -> None:
+        """Compare what a rank decides after a round, and on which grounds, with the group's other ranks."""
+        rank = self.ranks[self.kernel.process]
+        if self.options.ranks == 1:
+            return
+        what: object = type(decision.error) if isinstance(decision, GiveUp) else decision
+        if position.standing is Standing.FINISHED and isinstance(decision, Wait | Done):
+            what = "ends or waits"  # who left in order some ranks may not have heard: it is agreed on later
+        facts = {**vars(position), "left": None, "outcome": type(outcome).__name__, "decision": what}
+        self._compare_all(rank, "decides", facts)
+
+    def agreed(self, rank: Rank, answer: str) -> None:
+        """Compare what the ranks of a group have agreed on over their store."""
+        self._compare(rank, "agrees on", answer)
 
     def asks(self, rank: Rank, step: int) -> None:
         """Compare a quorum request with those of the group's other ranks."""
-        asked = rank.group.asked
-        place = len(asked[rank.number])
-        asked[rank.number].append(step)
-        for number, others in enumerate(asked):
-            if len(others) > place and others[place] != step:
-                self.report(
-                    "ranks never part",
-                    f"g{rank.slot}: r{rank.number} asks for a quorum with step {step}, r{number} with {others[place]}",
-                )
+        self._compare(rank, "asks for a quorum with step", step)
+
+    def _compare(self, rank: Rank, kind: str, what: object) -> None:
+        self._compare_all(rank, kind, {"it is": what})
+
+    def _compare_all(self, rank: Rank, kind: str, what: dict[str, Any]) -> None:
+        """Compare the next of a kind of acts with those of the group's other ranks."""
+        if self.options.ranks > 1 and (apart := rank.group.sequences[kind].add(rank.number, what)):
+            self.report("ranks never part", f"g{rank.slot} {kind}, {apart}")
 
     def saw(self, rank: Rank, event: str, fields: dict[str, Any]) -> None:
         """Take note of an event of the engine."""
@@ -501,14 +584,57 @@ class World(standins.World):
             self.say(rank.process.name, f"{event} {told}")
         if event == "joined":
             rank.group.members = frozenset(fields["participants"])
+        if event == "outside":
+            rank.group.met_from = math.inf
+            self.moment("outside", rank.node)
+        if event == "link_back":
+            rank.group.met_from = self.kernel.now
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
+        if event == "drained":
+            self._judge_abandoned(rank, fields["reason"])
         if event == "rolled_back":
             if lost := rank.unreplayed:
                 self.report("no state given up", f"{rank.process.name} rolls back with {lost} updates not replayed")
             self._judge_loss(rank, int(fields["step"]), event)
         elif event == "digest_mismatch":
             self._judge_mismatch(rank, fields)
+
+    def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
+        """Send SIGTERM to these ranks of a group, some milliseconds apart."""
+        group.told |= set(ranks)
+        group.comes_back = comes_back
+        for number in ranks:
+            self.kernel.after(0.05 * self.kernel.rng.random(), functools.partial(self._terminate, group.ranks[number]))
+
+    def _terminate(self, rank: Rank) -> None:
+        if rank.drain is not None and not rank.process.dead:
+            self.kernel.spawn(rank.drain.request, "signals", rank.process)
+        seconds = self.config["drain_timeout_seconds"] + 3.0
+        self.kernel.after(seconds, functools.partial(self._judge_leaving, rank, self.kernel.now))
+
+    def _judge_leaving(self, rank: Rank, since: float) -> None:
+        """A rank that was told to leave is gone after a while, one way or the other."""
+        thawed = self.thawed.get(rank.slot, 0.0) >= since
+        if rank.process.runs and not thawed:
+            seconds = self.kernel.now - since
+            self.report("liveness", f"{rank.process.name} is there {seconds:.0f} s after it was told to leave")
+
+    def _judge_abandoned(self, rank: Rank, reason: str) -> None:
+        """A group that was told to leave ends its step first, unless something keeps it from that."""
+        group = rank.group
+        if "another rank" in reason:
+            fair = any(other.abandoned or other.process.dead for other in group.ranks if other is not rank)
+        elif "had not begun" in reason:
+            fair = not rank.voted
+        else:
+            # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
+            lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
+            lately = self.kernel.now - self.changed < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
+            fair = lately or lonely or not group.runs or not self._reaches(group)
+        rank.abandoned = True
+        if not fair:
+            self.report("no work lost", f"{rank.process.name} ends without having left in order: {reason}")
 
     def started(self, rank: Rank, step: int) -> None:
         """Take note that a rank begins to train, at step 0 or behind a checkpoint."""
@@ -551,6 +677,7 @@ class World(standins.World):
     def made_round(self, rank: Rank, made: Round) -> None:
         """Take note of a round that worked on all ranks of a group, before anything follows from it."""
         rank.met = made.quorum.slots
+        rank.tied = rank.tied and made.verdict.tie
         if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
             self.report(
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
@@ -573,7 +700,7 @@ class World(standins.World):
             first = group.ranks[0]
             looks_alive = not group.over and first.process.runs and not any(rank.ended for rank in group.ranks)
             thawed = self.thawed.get(group.slot, 0.0) >= since
-            if looks_alive and not thawed and group.slot not in self.drained:
+            if looks_alive and not thawed:
                 seconds = self.kernel.now - since
                 self.report("liveness", f"g{group.slot} still beats {seconds:.0f} s after one of its hosts was frozen")
 
@@ -600,10 +727,9 @@ class World(standins.World):
         if ended.how == "finished" and ended.step != self.options.steps:
             self.report("counters", f"{rank.process.name} has finished at step {ended.step} of {self.options.steps}")
         group = rank.group
-        if group.ended == "drained":
-            comes_back = self.drained.get(group.slot, False)
-            if not comes_back:
-                self.gone[group.slot] = "drained"
+        self._compare(rank, "ends", (ended.how, ended.step, ended.lineage))
+        if group.ended == "drained" and not group.comes_back:
+            self.gone[group.slot] = "drained"
         if self.final is None and group.ended == "finished":
             # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late.
             others = [self.groups[slot] for slot in sorted(group.members) if slot in self.groups]
@@ -624,6 +750,7 @@ class World(standins.World):
         if left and stuck:
             self.report("ranks never part", f"g{group.slot}: ranks {left} have left in order, {stuck} had to end")
         if any(rank.ended is None for rank in dead):
+            group.ended_at = self.kernel.now
             self.say("launch", f"sees an end in group {group.slot}")
             group.over = True
             self.kernel.after(0.02 + 0.2 * self.kernel.rng.random(), lambda: self._end_others(group))
@@ -631,7 +758,7 @@ class World(standins.World):
             group.over = True
             if group.ended == "drained" and group.slot not in self.gone:
                 self._restart(group)
-        self.disturbed = self.kernel.now
+        self.disturb()
         self._stop_if_over()
 
     def _end_others(self, group: GroupRun) -> None:
@@ -672,18 +799,51 @@ class World(standins.World):
             return True
         if name == "GaveUpError" and "start_timeout" in str(crash.error):
             # Nothing is lost: what it holds is the initial state, or that of a checkpoint.
-            return not rank.position.training and self._too_few()
+            return not rank.position.training and self._too_few(rank)
         if name == "ConfigMismatchError":
-            # Who is right is said by who was there first; it must not be who has yet to begin.
-            odd = [self.groups[slot] for slot in self.options.odd if slot in self.groups]
-            return rank.slot in self.options.odd or (bool(odd) and not rank.position.training)
+            return self._is_later_kind(rank.group)
         if name == "JobLostError":
             return not self._holders(rank.held[0] + 1, rank.group)
         return False
 
-    def _too_few(self) -> bool:
-        started = [group for group in self.groups.values() if group.runs]
-        return len(started) < self.config["min_replica_size"] or bool(self.options.late) or bool(self.faults)
+    def _too_few(self, rank: Rank) -> bool:
+        """Say whether a rank that waits for the first step has met too few groups, and there were no others to meet."""
+        least = self.config["min_replica_size"]
+        others = [group for group in self.groups.values() if group is not rank.group and self._can_be_met(group)]
+        return len(rank.met) < least and len(self._clique([rank.group, *others])) < least
+
+    def _can_be_met(self, group: GroupRun) -> bool:
+        """Say whether nothing keeps a group from meeting others, and has not for a while."""
+        came = max(group.met_from, self.thawed.get(group.slot, 0.0))
+        there = group.runs and not group.ended and self._reaches(group)
+        return there and self.kernel.now - came > _MEETING_SECONDS
+
+    def _clique(self, groups: Iterable[GroupRun]) -> list[GroupRun]:
+        """Return groups that all reach each other, the first one among them."""
+        clique: list[GroupRun] = []
+        for group in groups:
+            if all(self._linked(group, other) for other in clique):
+                clique.append(group)
+        return clique
+
+    def _reaches(self, group: GroupRun) -> bool:
+        return self.lighthouse.listens and self.network.usable((group.slot, 0), LIGHTHOUSE)
+
+    def _is_later_kind(self, group: GroupRun) -> bool:
+        """Say whether groups of another shape may have come to the lighthouse before this one, by their clocks.
+
+        Who is right is said by who was there first.
+        """
+        odd, came = group.slot in self.options.odd, group.entered
+        clocks = self.options.lag + self.options.skew + 0.05
+        heard = self.config["heartbeat_timeout_ms"] / 1000 + 1.0
+        return came is not None and any(
+            (other.slot in self.options.odd) is not odd
+            and other.entered is not None
+            and other.entered <= came + clocks
+            and (other.ended_at is None or other.ended_at > came - heard)
+            for other in self.entered
+        )
 
     def _holders(self, step: int, but: GroupRun | None = None) -> list[GroupRun]:
         """Return the groups that hold at least `step` commits, live, and have been reachable for a while."""
@@ -715,7 +875,7 @@ class World(standins.World):
         minority = set(fields.get("minority", ()))
         lineages = fields.get("lineages", {})
         tainted = {slot: self._is_tainted(slot) for slot in fields.get("digests", {}) if slot in self.groups}
-        self.tied = len(minority) == len(tainted) and any(
+        rank.tied = len(minority) == len(tainted) and any(
             2 * len(corrupt) >= len(alike) for corrupt, alike in self._split(fields, tainted) if corrupt
         )
         for slot in minority:
@@ -773,7 +933,8 @@ class World(standins.World):
         left = [
             group
             for group in self.groups.values()
-            if not (group.over or group.ended or group.slot in self.gone or self._late(group))
+            if not (group.over or group.ended or group.slot in self.gone)
+            and (not self._late(group) or group.told or (self.folder is not None and group.chooses))
         ]
         # Fewer than the lighthouse wants wait for ever (docs/design.md, known limits).
         return len(left) < self.options.min_replicas
@@ -802,11 +963,7 @@ class World(standins.World):
         if any(not group.runs and group.alive for group in self.groups.values()):
             return False
         least = max(self.config["min_replica_size"], self.options.min_replicas)
-        clique: list[GroupRun] = []
-        for group in running:
-            if all(self._linked(group, other) for other in clique):
-                clique.append(group)
-        return len(clique) >= least
+        return len(self._clique(running)) >= least
 
     def _linked(self, a: GroupRun, b: GroupRun) -> bool:
         ranks = range(self.options.ranks)
