@@ -13,7 +13,6 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +32,9 @@ STEPS = 100_000
 """More than any campaign makes."""
 
 
-@dataclass(frozen=True)
-class Campaign:
-    """One campaign.
-
-    Attributes:
-        seconds: how long it took, without the start.
-        kills_skipped: because they would have hit the last group that could train.
-        crashes: attempts of groups that ended although nobody killed them.
-        ended: why the job ended before its time, or None.
-        stall_seconds: of each kill that a group lived to see.
-        goodput: as in `titan-ft report --json`.
-        figures: what `benchmarks.figures` shows of it.
-    """
-
-    groups: int
-    ranks: int
-    seed: int
-    seconds: float
-    kills: int
-    kills_skipped: int
-    crashes: int
-    ended: str | None
-    stall_seconds: list[float]
-    goodput: dict[str, Any]
-    figures: dict[str, str]
-
-
 def run_campaign(
     base: Mapping[str, Any], work_dir: Path, minutes: float, seed: int, num_groups: int, num_ranks: int
-) -> Campaign:
+) -> dict[str, Any]:
     """Run one campaign and return its figures.
 
     Args:
@@ -86,13 +58,18 @@ def run_campaign(
             ended = str(error)
             progress(ended)
         until = time.time()
-    return describe(job, read_run(job.run_dir), (began, until), seed, skipped, ended)
+    return describe(job, read_run(job.run_dir), (began, until)) | {
+        "seed": seed,
+        "kills_skipped": skipped,
+        "ended": ended,
+    }
 
 
-def describe(
-    job: Job, events: Sequence[Event], span: tuple[float, float], seed: int, skipped: int, ended: str | None
-) -> Campaign:
+def describe(job: Job, events: Sequence[Event], span: tuple[float, float]) -> dict[str, Any]:
     """Return the figures of a campaign from `span[0]` to `span[1]`, in Unix seconds; what was before does not count.
+
+    `crashes` are ends of groups that nobody killed, `stall_seconds` are of the kills that a group lived to see,
+    `goodput` is that of `titan-ft report --json`, `figures` what `benchmarks.figures` shows.
 
     Raises:
         BenchError: nothing was committed in it.
@@ -103,26 +80,16 @@ def describe(
     if not any(isinstance(event, StepCommitted) for event in events):
         raise BenchError("nothing was committed in the campaign")
     kills = injected(events)
-    crashes = len(stalls(events)) - len(kills)
-    told = {
-        "length (min)": f"{(until - began) / 60:.1f}",
-        "failures injected": f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, "
-        f"{crashes} crashes of its own",
-        "batches lost, repeated": "not told",
+    return {
+        "groups": job.num_groups,
+        "ranks": job.num_ranks,
+        "seconds": until - began,
+        "kills": len(kills),
+        "crashes": len(stalls(events)) - len(kills),
+        "stall_seconds": [kill.stall_seconds for kill in kills if kill.stall_seconds is not None],
+        "goodput": goodput(events).to_dict(),
+        "figures": figures(events),
     }
-    return Campaign(
-        groups=job.num_groups,
-        ranks=job.num_ranks,
-        seed=seed,
-        seconds=until - began,
-        kills=len(kills),
-        kills_skipped=skipped,
-        crashes=crashes,
-        ended=ended,
-        stall_seconds=[kill.stall_seconds for kill in kills if kill.stall_seconds is not None],
-        goodput=goodput(events).to_dict(),
-        figures={**figures(events), **told},
-    )
 
 
 def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
@@ -165,11 +132,17 @@ def _all_up(run: Run, events: Sequence[Event]) -> bool | None:
     return any(len(groups) == run.job.num_groups for groups in told.values()) or None
 
 
-def format_campaign(campaign: Campaign, against: Path | None) -> list[str]:
+def format_campaign(campaign: Mapping[str, Any], against: Path | None) -> list[str]:
     """Return the figures as a Markdown table, beside those of a campaign of titan_ft where one is given."""
-    title = f"torchtitan.experiments.ft, {campaign.groups} groups x {campaign.ranks} ranks"
-    columns = {title: campaign.figures}
+    skipped = " ({kills_skipped} skipped)".format(**campaign) if campaign["kills_skipped"] else ""
+    told = {
+        "length (min)": f"{campaign['seconds'] / 60:.1f}",
+        "failures injected": "{kills} SIGKILLs of a group{0}, {crashes} crashes of its own".format(skipped, **campaign),
+        "batches lost, repeated": "not told",
+    }
+    title = "torchtitan.experiments.ft, {groups} groups x {ranks} ranks".format(**campaign)
+    columns = {title: campaign["figures"] | told}
     if against is not None:
         columns[f"titan_ft ({against})"] = figures(read_run(against))
     lines = table(columns)
-    return [*lines, "", f"the job ended early: {campaign.ended}"] if campaign.ended else lines
+    return [*lines, "", f"the job ended early: {campaign['ended']}"] if campaign["ended"] else lines

@@ -29,7 +29,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,7 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
         seed = random.randrange(2**31) if options.seed is None else options.seed
         progress(f"seed {seed}")
         campaign = run_campaign(base, work_dir, options.minutes, seed, options.peer_groups, options.peer_ranks)
-        report["campaign_peer"] = asdict(campaign)
+        report["campaign_peer"] = campaign
         report["campaign_table"] = format_campaign(campaign, options.against)
         _save(report, options.json)
     if "recovery" in parts:

@@ -118,7 +118,7 @@ class Run:
             code = process.poll()
             if code or (code is not None and command.service):
                 line = last_error_line(self._log(command))
-                raise BenchError(f"{self._name}: {command.name} ended with status {code}; {self._where}; {line}")
+                raise BenchError(self._say(f"{command.name} ended with status {code}; {line}"))
         return any(process.poll() is None for command, process in self._started if not command.service)
 
     def wait(self, timeout_seconds: float) -> None:
@@ -130,7 +130,7 @@ class Run:
         deadline = time.monotonic() + timeout_seconds
         while self.is_running():
             if time.monotonic() > deadline:
-                raise TooLateError(f"{self._name} did not finish within {timeout_seconds:g} s; {self._where}")
+                raise TooLateError(self._say(f"did not finish within {timeout_seconds:g} s"))
             time.sleep(POLL_SECONDS)
 
     def sleep(self, seconds: float) -> None:
@@ -142,7 +142,7 @@ class Run:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if not self.is_running():
-                raise BenchError(f"{self._name}: all groups ended by themselves; {self._where}")
+                raise BenchError(self._say("all groups ended by themselves"))
             time.sleep(min(POLL_SECONDS, left))
 
     def events(self) -> list[Event]:
@@ -164,7 +164,7 @@ class Run:
             if (found := look(self.events())) is not None:
                 return found
             self.sleep(LOOK_SECONDS)
-        raise TooLateError(f"{self._name}: no {what} within {timeout_seconds:g} s; {self._where}")
+        raise TooLateError(self._say(f"no {what} within {timeout_seconds:g} s"))
 
     def wait_trained(self, num_steps: int, since: float = 0.0) -> list[Event]:
         """Wait until all of two groups together have made some steps since a moment; return the events."""
@@ -202,13 +202,8 @@ class Run:
         assert fault.shot is not None, "each of ours has a number"
         self._faults.emit(FaultUndone(fault=fault.fault, target=fault.target, shot=fault.shot))
 
-    @property
-    def _name(self) -> str:
-        return self.job.system
-
-    @property
-    def _where(self) -> str:
-        return f"logs in {self.job.run_dir}"
+    def _say(self, what: str) -> str:
+        return f"{self.job.system}: {what}; logs in {self.job.run_dir}"
 
 
 def commits_of(events: Iterable[Event], replica: int) -> list[StepCommitted]:

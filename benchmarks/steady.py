@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -40,51 +39,30 @@ def step_seconds(steps: Sequence[tuple[int, float]], warmup: int) -> list[float]
     return [(end - begin) / (last - first) for (first, begin), (last, end) in pairwise(late)]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A median with the range that it comes from."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(median(values), min(values), max(values))
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, and the range that it comes from."""
+    return {"median": median(values), "low": min(values), "high": max(values)}
 
 
-@dataclass(frozen=True)
-class Steady:
-    """Step time of one system over all rounds.
-
-    Attributes:
-        seconds: of the rounds' medians.
-        ratio: of each round's median to the reference's in the same round.
-        mean_ratio: the same of the rounds' means, in which rare costs count that a median hides.
-        rounds: seconds per step, of each interval of each round.
-    """
-
-    seconds: Spread
-    ratio: Spread
-    mean_ratio: Spread
-    rounds: list[list[float]]
-
-
-def compare(samples: Mapping[str, list[list[float]]], reference: str) -> dict[str, Steady]:
+def compare(samples: Mapping[str, list[list[float]]], reference: str) -> dict[str, dict[str, Any]]:
     """Compare the systems' step times, round by round, with those of the reference.
 
     Args:
         samples: for each system and round, the seconds per step of each interval.
+
+    Returns:
+        For each system the spread of `seconds`, the rounds' medians; of `ratio`, each to the reference's in the same
+        round; of `mean_ratio`, the same of the means, in which rare costs count that a median hides; and the `rounds`.
     """
     found = {}
     for system, rounds in samples.items():
         pairs = list(zip(rounds, samples[reference], strict=True))
-        found[system] = Steady(
-            seconds=Spread.of([median(values) for values in rounds]),
-            ratio=Spread.of([median(values) / median(others) for values, others in pairs]),
-            mean_ratio=Spread.of([fmean(values) / fmean(others) for values, others in pairs]),
-            rounds=rounds,
-        )
+        found[system] = {
+            "seconds": spread([median(values) for values in rounds]),
+            "ratio": spread([median(values) / median(others) for values, others in pairs]),
+            "mean_ratio": spread([fmean(values) / fmean(others) for values, others in pairs]),
+            "rounds": rounds,
+        }
     return found
 
 
@@ -104,4 +82,4 @@ def measure_steady(
             samples[system].append(seconds)
             shown = " ".join(f"{value:.3f}" for value in seconds)
             progress(f"round {number + 1} of {rounds}: {system} {shown} s a step")
-    return {system: asdict(figures) for system, figures in compare(samples, STOCK).items()}
+    return compare(samples, STOCK)

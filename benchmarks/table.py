@@ -9,7 +9,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from benchmarks.steady import Spread
+from benchmarks.steady import spread
 from benchmarks.systems import TITLES
 
 Costs = Sequence[Mapping[str, Any]]
@@ -37,8 +37,7 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
 def _steady_rows(steady: Mapping[str, Any]) -> list[str]:
     rows = [["without failures", "step (s)", "ratio of medians", "ratio of means"]]
     for system, figures in steady.items():
-        ratios = [_spread(Spread(**figures[name])) for name in ("ratio", "mean_ratio")]
-        rows.append([TITLES[system], _spread(Spread(**figures["seconds"])), *ratios])
+        rows.append([TITLES[system], *(_spread(figures[name]) for name in ("seconds", "ratio", "mean_ratio"))])
     return markdown(rows)
 
 
@@ -51,8 +50,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]
 
 
-def _spread(spread: Spread) -> str:
-    return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
+def _spread(figures: Mapping[str, float]) -> str:
+    return "{median:.3f} ({low:.3f} to {high:.3f})".format(**figures)
 
 
 def _table(corner: str, columns: Mapping[str, str], rows: Mapping[str, Costs]) -> list[str]:
@@ -75,7 +74,7 @@ def _cell(costs: Costs, form: str) -> str:
     if form.startswith("sum "):
         return str(sum(known))
     never = f", {len(values) - len(known)} never" if form.startswith("rejoin") and len(known) < len(values) else ""
-    return (_spread(Spread.of(known)) if known else "-") + never
+    return (_spread(spread(known)) if known else "-") + never
 
 
 def _kill_table(kills: Mapping[str, Costs], parts: Sequence[str]) -> list[str]:
