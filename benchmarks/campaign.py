@@ -58,18 +58,14 @@ def run_campaign(
             ended = str(error)
             progress(ended)
         until = time.time()
-    return describe(job, read_run(job.run_dir), (began, until)) | {
-        "seed": seed,
-        "kills_skipped": skipped,
-        "ended": ended,
-    }
+    return describe(job, read_run(job.run_dir), (began, until), skipped) | {"seed": seed, "ended": ended}
 
 
-def describe(job: Job, events: Sequence[Event], span: tuple[float, float]) -> dict[str, Any]:
+def describe(job: Job, events: Sequence[Event], span: tuple[float, float], skipped: int) -> dict[str, Any]:
     """Return the figures of a campaign from `span[0]` to `span[1]`, in Unix seconds; what was before does not count.
 
-    `crashes` are ends of groups that nobody killed, `stall_seconds` are of the kills that a group lived to see,
-    `goodput` is that of `titan-ft report --json`, `figures` what `benchmarks.figures` shows.
+    `crashes` are ends of groups that nobody killed, `stall_seconds` are of the kills that a group lived to see;
+    `figures` is what the table shows.
 
     Raises:
         BenchError: nothing was committed in it.
@@ -79,16 +75,24 @@ def describe(job: Job, events: Sequence[Event], span: tuple[float, float]) -> di
     events = [e for e in events if e.time <= until and (e.time >= began or isinstance(e, WorkerStarted))]
     if not any(isinstance(event, StepCommitted) for event in events):
         raise BenchError("nothing was committed in the campaign")
-    kills = injected(events)
+    good, kills = goodput(events), injected(events)
+    crashes = len(stalls(events)) - len(kills)
+    faults = (
+        f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
+    )
+    told = {"length (min)": f"{(until - began) / 60:.1f}", "failures injected": faults}
     return {
         "groups": job.num_groups,
         "ranks": job.num_ranks,
         "seconds": until - began,
         "kills": len(kills),
-        "crashes": len(stalls(events)) - len(kills),
+        "kills_skipped": skipped,
+        "crashes": crashes,
+        "steps_committed": good.exchanges_committed,
+        "steps_tried": good.exchanges_attempted,
+        "effective_share": good.effective_training_time_in_training,
         "stall_seconds": [kill.stall_seconds for kill in kills if kill.stall_seconds is not None],
-        "goodput": goodput(events).to_dict(),
-        "figures": figures(events),
+        "figures": {**figures(events), **told, "batches lost, repeated": "not told"},
     }
 
 
@@ -134,14 +138,7 @@ def _all_up(run: Run, events: Sequence[Event]) -> bool | None:
 
 def format_campaign(campaign: Mapping[str, Any], against: Path | None) -> list[str]:
     """Return the figures as a Markdown table, beside those of a campaign of titan_ft where one is given."""
-    skipped = " ({kills_skipped} skipped)".format(**campaign) if campaign["kills_skipped"] else ""
-    told = {
-        "length (min)": f"{campaign['seconds'] / 60:.1f}",
-        "failures injected": "{kills} SIGKILLs of a group{0}, {crashes} crashes of its own".format(skipped, **campaign),
-        "batches lost, repeated": "not told",
-    }
-    title = "torchtitan.experiments.ft, {groups} groups x {ranks} ranks".format(**campaign)
-    columns = {title: campaign["figures"] | told}
+    columns = {"torchtitan.experiments.ft, {groups} groups x {ranks} ranks".format(**campaign): campaign["figures"]}
     if against is not None:
         columns[f"titan_ft ({against})"] = figures(read_run(against))
     lines = table(columns)
