@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.figures import figures, table
 from benchmarks.kills import MAX_RESTARTS, OBSERVE_FLAGS
-from benchmarks.record import goodput, injected, read_run, stalls
+from benchmarks.record import goodput, injected, num_crashes, read_run
 from benchmarks.run import BenchError, Run, progress
 from benchmarks.systems import PEER, Job, derive_config
 from titan_ft.run.events import Event, StepCommitted, WorkerStarted
@@ -75,8 +75,7 @@ def describe(job: Job, events: Sequence[Event], span: tuple[float, float], skipp
     events = [e for e in events if e.time <= until and (e.time >= began or isinstance(e, WorkerStarted))]
     if not any(isinstance(event, StepCommitted) for event in events):
         raise BenchError("nothing was committed in the campaign")
-    good, kills = goodput(events), injected(events)
-    crashes = len(stalls(events)) - len(kills)
+    good, kills, crashes = goodput(events), injected(events), num_crashes(events)
     faults = (
         f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
     )

@@ -15,14 +15,14 @@ from pathlib import Path
 from benchmarks.run import SURVIVOR, BenchError, commits_of
 from benchmarks.tries import StepTried, translate
 from titan_ft.history.audit import audit
-from titan_ft.history.goodput import Goodput, goodput
+from titan_ft.history.goodput import goodput
 from titan_ft.history.job_facts import JobFacts
 from titan_ft.history.stalls import Stall, stalls
 from titan_ft.run.events import Drained, Event, HealStarted, RolledBack, StepCommitted, TrainingFinished
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
 
-__all__ = ["Goodput", "Stall", "audit", "goodput", "stalls"]
+__all__ = ["Stall", "audit", "goodput"]
 Gap = tuple[float, float]
 
 
@@ -34,6 +34,11 @@ def read_run(run_dir: Path) -> list[Event]:
 def injected(events: Iterable[Event]) -> list[Stall]:
     """Return what each injected fault cost."""
     return [stall for stall in stalls(events) if stall.injected]
+
+
+def num_crashes(events: Iterable[Event]) -> int:
+    """Return how many attempts of groups ended although nobody had injected a fault."""
+    return sum(not stall.injected for stall in stalls(events))
 
 
 def usual_step(events: Iterable[Event]) -> float:

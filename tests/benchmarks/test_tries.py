@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.figures import figures
 from benchmarks.kills import costs
-from benchmarks.record import compare_digests, goodput, injected, stalls
+from benchmarks.record import compare_digests, goodput, injected, num_crashes
 from benchmarks.tries import StepTried, translate
 from tests.benchmarks.histories import in_order, started
 from tests.event_builder import build
@@ -43,8 +43,8 @@ def test_what_a_kill_destroys() -> None:
     assert shown["forward passes for nothing"] == "3 of 11 (27.3 %)"
     # The first step counts as a usual one: 1 + 1 + 0.5 + 0.5 + 1 of 9 s.
     assert good.effective_training_time_in_training == pytest.approx(4 / 9)
-    (kill,) = stalls(events)
-    assert (kill.injected, kill.stall_seconds) == (True, pytest.approx(4.0))
+    (kill,) = injected(events)
+    assert (num_crashes(events), kill.stall_seconds) == (0, pytest.approx(4.0))
     (cost,) = costs(events)
     assert (cost["steps_lost"], cost["num_starts"], cost["rejoin_seconds"]) == (1, 1, 6.5)
     assert shown["loss of the last steps that all runs have"] == "4.000"
@@ -66,7 +66,7 @@ def test_a_job_that_begins_anew_has_lost_its_steps() -> None:
     good = goodput(events)
     assert (good.exchanges_committed, good.exchanges_attempted) == (3, 13)
     assert good.wasted["the state was thrown away"] == 10
-    assert [(crash.injected, crash.ended) for crash in stalls(events)] == [(False, True)]
+    assert (num_crashes(events), injected(events)) == (1, [])
 
 
 def test_the_loss_is_of_whole_groups() -> None:
