@@ -109,7 +109,7 @@ verdict=0
 "$TITAN_FT_PYTHON" -m titan_ft check "$run_dir" "${against[@]}" || verdict=$?
 # Its page and its figures are worth having for a run that fails the check, too.
 "$TITAN_FT_PYTHON" -m titan_ft report "$run_dir" || status=1
-"$TITAN_FT_PYTHON" scripts/campaign_figures.py --expect-faults "$run_dir" ${against:+"$run_dir-reference"} || status=1
+"$TITAN_FT_PYTHON" -m benchmarks.figures --expect-faults "$run_dir" ${against:+"$run_dir-reference"} || status=1
 echo "campaign.sh: seed $seed; the report is $run_dir/report/index.html"
 ((verdict == 0)) || exit "$verdict"
 exit "$status"

@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target, WorkerStarted
+from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target
 from titan_ft.run.log import EventLog, read_events
 from titan_ft.run.process import is_running_worker
+from titan_ft.run.workers import latest_workers
 
 POLL_SECONDS = 0.1
 
@@ -26,13 +27,6 @@ POLL_SECONDS = 0.1
 def has_committed(events: Iterable[Event], replica: int, step: int) -> bool:
     """Tell whether the group has committed `step` or a later one."""
     return any(isinstance(event, StepCommitted) and event.replica == replica and event.step >= step for event in events)
-
-
-def latest_workers(events: Iterable[Event], replica: int) -> list[int]:
-    """Return the pids of the workers that the group's latest attempt started."""
-    started = [event for event in events if isinstance(event, WorkerStarted) and event.replica == replica]
-    attempt = max((event.attempt for event in started), default=0)
-    return sorted({event.pid for event in started if event.attempt == attempt})
 
 
 def kill_group(run_dir: Path, replica: int, at_step: int, timeout_seconds: float) -> str | None:

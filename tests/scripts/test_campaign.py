@@ -1,29 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/campaign.sh: what it refuses and runs; scripts/campaign_figures.py: its figures on short histories."""
+"""scripts/campaign.sh: what it refuses and runs."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # where scripts find each other
-
-from campaign_figures import ROWS, Digest, compare_digests, figures, stalls, table  # noqa: E402
-
-from tests.event_builder import build  # noqa: E402
-from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target  # noqa: E402
-from titan_ft.run.log import encode  # noqa: E402
 
 # It only notes what it is asked to run, and ends as the variables of its environment say.
 STAND_IN = """#!/bin/bash
@@ -88,7 +79,7 @@ def test_a_campaign_is_launched_checked_and_reported(campaign: Campaign, tmp_pat
     assert "--lr_scheduler.total_steps=100000" in launch
     assert check == f"-m titan_ft check {run_dir}"
     assert report == f"-m titan_ft report {run_dir}"
-    assert shown == f"scripts/campaign_figures.py --expect-faults {run_dir}"
+    assert shown == f"-m benchmarks.figures --expect-faults {run_dir}"
     assert f"{run_dir}/report/index.html" in ended.stdout
 
 
@@ -110,7 +101,7 @@ def test_the_reference_is_the_same_run_without_faults(campaign: Campaign, tmp_pa
     assert set(flags[0]) - set(flags[1]) == {"--fault_tolerance.chaos"}
     assert set(flags[1]) < set(flags[0])
     assert check == f"-m titan_ft check {run_dir} --against {reference}"
-    assert shown == f"scripts/campaign_figures.py --expect-faults {run_dir} {reference}"
+    assert shown == f"-m benchmarks.figures --expect-faults {run_dir} {reference}"
 
 
 @pytest.mark.parametrize(
@@ -191,99 +182,3 @@ def test_a_campaign_that_is_stopped_ends_its_launch(tmp_path: Path) -> None:
     finally:
         script.kill()
         script.wait()
-
-
-def commit(time: float, step: int, replica: int = 0, **fields: Any) -> Event:
-    shape = {"rank": 0, "attempt": 0, "participants": [0, 1], "exchanges": 1, "forward_passes": 1}
-    data = {"slot": replica, "first_batch": step - 1, "num_batches": 1}
-    usual = {**shape, "data": data, "loss": 9.0 - step, "seconds": 1.0}
-    return build(StepCommitted, time=time, replica=replica, step=step, **usual | fields)
-
-
-def kill(time: float, replica: int) -> Event:
-    return build(FaultInjected, time=time, fault="kill_groups", shot=0, target=Target(replica))
-
-
-def test_figures_of_a_short_history() -> None:
-    """Steps of 1 s, a fault that stalls one by 2 s and takes a retry; both groups end with the same weights."""
-    times = {1: 1.0, 2: 2.0, 3: 5.0, 4: 6.0, 5: 7.0}
-    events = [
-        commit(time, step, replica, digest="aa" if step == 5 else f"{replica}", exchanges=2 if step == 3 else 1)
-        for step, time in times.items()
-        for replica in (0, 1)
-    ]
-    # One shot that hits two groups is one failure.
-    events += [kill(2.1 + replica / 100, replica) for replica in (0, 1)]
-    shown = figures(sorted(events, key=lambda event: event.time))
-    assert list(shown) == list(ROWS)
-    assert shown["failures injected"] == "1 of 1 kinds"
-    assert shown["exchanges committed of attempted"] == "5 of 6 (83.3 %)"
-    assert shown["forward passes for nothing"] == "0 of 10 (0.0 %)"
-    # 4 steps of 1 s in 6 s.
-    assert shown["effective training time"] == "66.7 %"
-    assert shown["stall per failure (s), median (max)"] == "2.00 (2.00)"
-    assert shown["weights after the last step that all have"] == "equal (step 5); differ in 4 of 5 comparisons"
-    assert shown["loss of the last steps that all runs have"] == "6.000"
-    assert figures(events, until=3)["loss of the last steps that all runs have"] == "7.000"
-
-
-def digest(step: int, replica: int, value: str, life: int = 0, rank: int = 0, time: float = 0.0) -> Digest:
-    return Digest(time or float(step), life, step, rank, replica, value)
-
-
-def test_digests_are_compared_by_rank_and_step() -> None:
-    same = [digest(5, 0, "a"), digest(5, 1, "a"), digest(5, 0, "b", rank=1), digest(5, 1, "b", rank=1)]
-    assert str(compare_digests(same)) == "equal (step 5)"
-    # At the last step only one group has one.
-    assert str(compare_digests([*same, digest(10, 0, "c")])) == "equal (step 5)"
-    differ = [*same, digest(10, 0, "c", rank=1), digest(10, 1, "d", rank=1), digest(10, 0, "e"), digest(10, 1, "e")]
-    assert str(compare_digests(differ)) == "differ (step 10); differ in 1 of 4 comparisons"
-    assert compare_digests([digest(5, 0, "a")]).last == "unknown"
-    assert compare_digests([]).last == "unknown"
-
-
-def test_the_last_step_is_the_last_in_time() -> None:
-    """A job that went back has lower steps later."""
-    late = [digest(5, 0, "x", life=1, time=90.0), digest(5, 1, "y", life=1, time=91.0)]
-    assert compare_digests([digest(50, 0, "a"), digest(50, 1, "a"), *late]).last == "differ"
-
-
-def test_a_stall_may_show_in_the_step_after_the_next() -> None:
-    commits = [0.0, 1.0, 2.0, 3.0, 7.0, *(8.0 + step for step in range(9))]
-    assert stalls(commits, [1.5]) == [3.0]
-    assert stalls(commits, [7.5]) == [0.0]
-    assert stalls(commits, [99.0]) == []
-    assert stalls([], [1.0]) == []
-
-
-def test_runs_without_a_figure_show_a_dash() -> None:
-    lines = table({"a": {"length (min)": "1.0"}, "b": {"length (min)": "2.0", "failures injected": "3"}})
-    assert [cell.strip() for cell in lines[-1].split("|")[1:-1]] == ["failures injected", "-", "3"]
-    assert len(lines) == 4
-
-
-def run_figures(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = clean_environment(PYTHONPATH=str(ROOT))
-    command = [sys.executable, str(SCRIPTS / "campaign_figures.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-
-
-def test_the_table_is_printed(tmp_path: Path) -> None:
-    """A column for each run, with losses of the same steps; a folder without events is named."""
-    for name, last in (("a", 3), ("b", 4)):
-        events = tmp_path / name / "events"
-        events.mkdir(parents=True)
-        lines = [encode(commit(float(step), step)) for step in range(1, last + 1)]
-        (events / "replica-0.jsonl").write_bytes(b"".join(lines))
-    shown = run_figures(str(tmp_path / "a"), str(tmp_path / "b")).stdout
-    assert "3 of 3 (100.0 %)" in shown
-    assert "4 of 4 (100.0 %)" in shown
-    assert [cell.strip() for cell in shown.splitlines()[-1].split("|")[2:4]] == ["7.000", "7.000"]
-    unbroken = run_figures("--expect-faults", str(tmp_path / "a"))
-    assert (unbroken.returncode, unbroken.stdout.splitlines()[-1][:4]) == (1, shown.splitlines()[-1][:4])
-    assert "no fault was injected, so that this proves nothing; give it more --minutes" in unbroken.stderr
-    (tmp_path / "a" / "events" / "chaos.jsonl").write_bytes(encode(kill(2.5, 0)))
-    assert run_figures("--expect-faults", str(tmp_path / "a"), str(tmp_path / "b")).returncode == 0
-    empty = run_figures(str(tmp_path / "c"))
-    assert empty.returncode == 1
-    assert "has no events" in empty.stderr

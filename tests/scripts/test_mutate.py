@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from scripts import mutate
 
-import mutate  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef halve(a):\n    return a / 2\n"
 TESTS = """

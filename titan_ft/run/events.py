@@ -65,7 +65,7 @@ class LaunchEvent(Event, kw_only=True):
 
 
 class ChaosEvent(Event, kw_only=True):
-    """Told by whoever injects faults: the chaos runner (in the launcher, or `titan-ft chaos`), or `kill_group.py`."""
+    """Told by whoever injects faults: the chaos runner (in the launcher, or `titan-ft chaos`), or a script."""
 
 
 # Parts of events
@@ -736,7 +736,7 @@ class ChaosFinished(ChaosEvent, kw_only=True):
 
 
 class FaultEvent(ChaosEvent, kw_only=True):
-    """Told by a chaos runner, by `kill_group.py`, or, with replica, rank and attempt, by the chaos agent in a worker.
+    """Told by a chaos runner, by a script, or, with replica, rank and attempt, by the chaos agent in a worker.
 
     Attributes:
         fault: its kind.

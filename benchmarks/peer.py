@@ -3,7 +3,7 @@
 """Run torchtitan's own fault-tolerant trainer, `torchtitan.experiments.ft.train`, as the benchmark's peer.
 
 The trainer is torchtitan's, unmodified. It gets from this project only what it cannot do without: the CPU seam (where
-there is no accelerator) and the packaged text. Takes torchtitan's TOML and flags; run it under torchrun.
+there is no accelerator) and the packaged text. Takes torchtitan's TOML and flags; run it under torchrun, as a module.
 
 `--observe-every=N`, before all other flags, leaves an event after each step that was tried, with a digest of the
 weights at each N-th; it changes nothing in the training.
@@ -19,8 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench_events import StepTried
-
+from benchmarks.tries import StepTried
 from titan_ft import device
 from titan_ft.run.events import WorkerStarted
 from titan_ft.run.log import EventLog

@@ -1,0 +1,144 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A campaign of failures against torchtitan's own integration: a SIGKILL of a random group every 15 seconds.
+
+It runs as it is meant to, with two ranks and more in a group (with one, no gradient ever crosses groups). It is treated
+mildly: only a group that has contributed since its last start is killed, never the last such group, and at the end all
+groups get the time to come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import figures, table
+from benchmarks.kills import MAX_RESTARTS, OBSERVE_FLAGS
+from benchmarks.record import goodput, injected, num_crashes, read_run
+from benchmarks.run import BenchError, Run, progress
+from benchmarks.systems import PEER, Job, derive_config
+from titan_ft.run.events import Event, StepCommitted, WorkerStarted
+from titan_ft.run.workers import latest_attempts, latest_workers
+
+KILL_EVERY_SECONDS = 15.0
+START_SECONDS = 240.0
+RETURN_SECONDS = 60.0
+"""At the end of the campaign, without kills, for all groups to come back."""
+STEPS = 100_000
+"""More than any campaign makes."""
+
+
+def run_campaign(
+    base: Mapping[str, Any], work_dir: Path, minutes: float, seed: int, num_groups: int, num_ranks: int
+) -> dict[str, Any]:
+    """Run one campaign and return its figures.
+
+    Args:
+        base: the config that the run derives its own from.
+
+    Raises:
+        BenchError: the groups did not even start to train together, or nothing was committed.
+    """
+    job = Job(PEER, work_dir / "campaign-peer", num_groups, num_ranks, MAX_RESTARTS, OBSERVE_FLAGS)
+    skipped, ended = 0, None
+    with Run(job, derive_config(base, job, STEPS, log_freq=1)) as run:
+        run.wait_for(lambda events: _all_up(run, events), "start of all groups", START_SECONDS)
+        began = time.time()
+        try:
+            skipped = sum(not killed for killed in _kill_on(run, seed, minutes))
+            progress("no more kills; waiting for all groups")
+            with contextlib.suppress(BenchError):
+                run.wait_for(lambda events: _all_up(run, events), "return of all groups", RETURN_SECONDS)
+            run.sleep(began + 60.0 * minutes - time.time())
+        except BenchError as error:
+            ended = str(error)
+            progress(ended)
+        until = time.time()
+    return describe(job, read_run(job.run_dir), (began, until), skipped) | {"seed": seed, "ended": ended}
+
+
+def describe(job: Job, events: Sequence[Event], span: tuple[float, float], skipped: int) -> dict[str, Any]:
+    """Return the figures of a campaign from `span[0]` to `span[1]`, in Unix seconds; what was before does not count.
+
+    `crashes` are ends of groups that nobody killed, `stall_seconds` are of the kills that a group lived to see;
+    `figures` is what the table shows.
+
+    Raises:
+        BenchError: nothing was committed in it.
+    """
+    began, until = span
+    # The starts before it say which attempts there were.
+    events = [e for e in events if e.time <= until and (e.time >= began or isinstance(e, WorkerStarted))]
+    if not any(isinstance(event, StepCommitted) for event in events):
+        raise BenchError("nothing was committed in the campaign")
+    good, kills, crashes = goodput(events), injected(events), num_crashes(events)
+    faults = (
+        f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
+    )
+    told = {"length (min)": f"{(until - began) / 60:.1f}", "failures injected": faults}
+    return {
+        "groups": job.num_groups,
+        "ranks": job.num_ranks,
+        "seconds": until - began,
+        "kills": len(kills),
+        "kills_skipped": skipped,
+        "crashes": crashes,
+        "steps_committed": good.exchanges_committed,
+        "steps_tried": good.exchanges_attempted,
+        "effective_share": good.effective_training_time_in_training,
+        "stall_seconds": [kill.stall_seconds for kill in kills if kill.stall_seconds is not None],
+        "figures": {**figures(events), **told, "batches lost, repeated": "not told"},
+    }
+
+
+def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
+    """Kill a random group every 15 s until shortly before the end; yields False for a kill that was skipped."""
+    choice, began = random.Random(seed), time.time()
+    # The last kill comes early enough that its group can be back.
+    quiet = min(RETURN_SECONDS, 60.0 * minutes / 2)
+    for number in range(1, int((60.0 * minutes - quiet) / KILL_EVERY_SECONDS) + 1):
+        after = number * KILL_EVERY_SECONDS
+        run.sleep(began + after - time.time())
+        draw = choice.random()  # also for a kill that is skipped, so that a seed says what comes next
+        up = sorted(groups_up(run, run.events()))
+        if len(up) < 2:
+            progress(f"{after:g} s: skipped, up is only {up}")
+            yield False
+            continue
+        replica = up[int(draw * len(up))]
+        run.kill(replica)
+        progress(f"{after:g} s: killed group {replica}")
+        yield True
+
+
+def groups_up(run: Run, events: Sequence[Event]) -> dict[int, int]:
+    """Return the latest attempt of each group that lives and has contributed in it."""
+    commits = [event for event in events if isinstance(event, StepCommitted)]
+    contributed = {(event.replica, event.attempt) for event in commits if event.replica in event.participants}
+    return {
+        replica: attempt
+        for replica, attempt in latest_attempts(events).items()
+        if (replica, attempt) in contributed and run.workers(replica) == latest_workers(events, replica)
+    }
+
+
+def _all_up(run: Run, events: Sequence[Event]) -> bool | None:
+    """Tell whether all groups have digests of one step, made since they last were started; None if not."""
+    up, told = groups_up(run, events), dict[int, set[int]]()
+    for event in events:
+        if isinstance(event, StepCommitted) and event.digest and up.get(event.replica) == event.attempt:
+            told.setdefault(event.step, set()).add(event.replica)
+    return any(len(groups) == run.job.num_groups for groups in told.values()) or None
+
+
+def format_campaign(campaign: Mapping[str, Any], against: Path | None) -> list[str]:
+    """Return the figures as a Markdown table, beside those of a campaign of titan_ft where one is given."""
+    columns = {"torchtitan.experiments.ft, {groups} groups x {ranks} ranks".format(**campaign): campaign["figures"]}
+    if against is not None:
+        columns[f"titan_ft ({against})"] = figures(read_run(against))
+    lines = table(columns)
+    return [*lines, "", f"the job ended early: {campaign['ended']}"] if campaign["ended"] else lines

@@ -1,0 +1,106 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Print the figures of campaigns of failures as a Markdown table: python -m benchmarks.figures RUN_DIR [RUN_DIR ...]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+from benchmarks.record import audit, compare_digests, goodput, injected, read_run
+from benchmarks.table import markdown
+from benchmarks.tries import StepTried
+from titan_ft.run.events import Event, StepCommitted
+
+ROWS = (
+    "length (min)",
+    "failures injected",
+    "exchanges committed of attempted",
+    "forward passes for nothing",
+    "effective training time",
+    "batches lost, repeated",
+    "stall per failure (s), median (max)",
+    "weights after the last step that all have",
+    "loss of the last steps that all runs have",
+)
+LOSS_STEPS = 10
+"""Steps of which the loss at the end is the mean."""
+
+
+def last_step(events: Sequence[Event]) -> int:
+    """Return the highest step that a group committed, or 0."""
+    return max((event.step for event in events if isinstance(event, StepCommitted)), default=0)
+
+
+def figures(events: Sequence[Event], until: int | None = None) -> dict[str, str]:
+    """Return the text of each row for a run.
+
+    Args:
+        events: all of the run, in order of time.
+        until: the last step that counts for the loss; None counts all.
+    """
+    good, batches, faults = goodput(events), audit(events), injected(events)
+    # A try of the peer that was not committed was computed for nothing; ours repeat the exchange alone.
+    lost = sum(isinstance(event, StepTried) and not event.committed and event.rank == 0 for event in events)
+    losses = {
+        event.step: event.loss
+        for event in events
+        if isinstance(event, StepCommitted) and event.loss is not None and event.rank == 0
+    }
+    last = [losses[step] for step in sorted(losses) if until is None or step <= until][-LOSS_STEPS:]
+    stalls = [fault.stall_seconds for fault in faults if fault.stall_seconds is not None]
+    share = good.effective_training_time_in_training
+    counts = f"{batches.num_lost}, {batches.num_repeated}"
+    values = (
+        f"{good.wall_us / 60e6:.1f}",
+        f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
+        _part(good.exchanges_committed, good.exchanges_attempted),
+        _part(good.num_wasted + lost, good.forward_passes + lost),
+        "-" if share is None else f"{100 * share:.1f} %",
+        counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
+        f"{median(stalls):.2f} ({max(stalls):.2f})" if stalls else "-",
+        compare_digests(events),
+        f"{fmean(last):.3f}" if last else "-",
+    )
+    return dict(zip(ROWS, values, strict=True))
+
+
+def _part(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({100 * part / whole:.1f} %)" if whole else "-"
+
+
+def table(columns: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return a Markdown table with a column for each run, named by its key."""
+    names = [row for row in ROWS if any(row in column for column in columns.values())]
+    return markdown(
+        [["", *columns], *([name, *(column.get(name, "-") for column in columns.values())] for name in names)]
+    )
+
+
+def main() -> int:
+    """Return 0, or 1 for a folder without events, or without the faults that are expected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--expect-faults", action="store_true", help="fail if the first run had no fault")
+    options = parser.parse_args()
+    runs = {}
+    for run_dir in options.run_dirs:
+        events = read_run(run_dir)
+        if not events:
+            print(f"benchmarks.figures: {run_dir} has no events (events/*.jsonl)", file=sys.stderr)
+            return 1
+        runs[str(run_dir)] = events
+    until = min(map(last_step, runs.values()))
+    print("\n".join(table({name: figures(events, until) for name, events in runs.items()})))
+    if options.expect_faults and not injected(next(iter(runs.values()))):
+        text = "no fault was injected, so that this proves nothing; give it more --minutes"
+        print(f"benchmarks.figures: {text}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

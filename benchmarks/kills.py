@@ -1,0 +1,103 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""SIGKILL a whole group again and again, and measure what each kill cost.
+
+The survivor is group 0, the victim group 1. The victim is killed each time at another moment of the step. Its own
+launcher starts it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import injected, longest_delay, read_run, steps_lost, survivor_gaps, usual_step
+from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, TooLateError, commits_of, progress
+from benchmarks.systems import PEER, Job, derive_config
+from titan_ft.run.events import Event, WorkerStarted
+
+SETTLE_STEPS = 5
+"""Steps of both groups before the next kill."""
+STEPS_PER_KILL = 1000
+"""More than a kill takes, and still an end, should nobody be left to end the run."""
+MAX_RESTARTS = 100
+OBSERVE_FLAGS = ("--observe-every=5",)
+"""Of the peer's workers, which tell nothing by themselves: a digest at each fifth step."""
+
+
+def costs(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Return what each kill cost.
+
+    `stall_seconds` is the survivor's stall, as history has it; `steps_lost` the steps that it computed and did not
+    commit, up to the next kill; `rejoin_seconds` is from the kill to the first committed step to which the victim
+    contributes (None if it never did); `rejoin_stall_seconds` how late the survivor's commits were at most since the
+    victim's next process was there, until it contributed; `num_starts` the attempts that the return took.
+
+    Raises:
+        BenchError: the survivor did not go on after one.
+    """
+    kills, usual = injected(events), usual_step(events)
+    ends = [*(kill.time for kill in kills[1:]), float("inf")]
+    starts = [e for e in events if isinstance(e, WorkerStarted) and (e.replica, e.rank) == (VICTIM, 0)]
+    found = []
+    for kill, end in zip(kills, ends, strict=True):
+        if kill.stall_seconds is None:
+            raise BenchError("the survivor committed nothing after a kill")
+        back = kill.time + (kill.rejoin_seconds or 0.0)
+        since = [event.time for event in starts if kill.time < event.time <= back]
+        # Not the gap of the kill itself, in which a standby may have been there already.
+        gaps = [gap for gap in survivor_gaps(events, min(since), back) if gap[0] >= min(since)] if since else []
+        found.append(
+            {
+                "stall_seconds": kill.stall_seconds,
+                "steps_lost": steps_lost(events, SURVIVOR, kill.time, end),
+                "rejoin_seconds": kill.rejoin_seconds,
+                "rejoin_stall_seconds": longest_delay(gaps, usual) if since else None,
+                "num_starts": len(since) or None,
+            }
+        )
+    return found
+
+
+def kill_repeatedly(
+    run: Run, num_kills: int, before_kill: Callable[[], None] = lambda: None, settle_steps: int = SETTLE_STEPS
+) -> None:
+    """Kill the victim `num_kills` times, and let it come back after each; no more once it does not.
+
+    Args:
+        before_kill: called before each.
+        settle_steps: of both groups before each.
+
+    Raises:
+        BenchError: it did not even start, or the run ended.
+    """
+    run.wait_trained(settle_steps)
+    for index in range(num_kills):
+        before_kill()
+        wait_phase(run, (index + 0.5) / num_kills)
+        kill = run.kill(VICTIM)
+        try:
+            run.wait_trained(settle_steps, since=kill.time)
+        except TooLateError:
+            return
+
+
+def wait_phase(run: Run, share: float) -> None:
+    """Sleep until about this share of a step has passed since the survivor's last commit."""
+    events = run.events()
+    step = usual_step(events)
+    time.sleep((commits_of(events, SURVIVOR)[-1].time + share * step - time.time()) % step)
+
+
+def measure_kills(num_kills: int, base: Mapping[str, Any], system: str, work_dir: Path) -> list[dict[str, Any]]:
+    """Kill a group of one run again and again; return what each kill cost."""
+    flags = OBSERVE_FLAGS if system == PEER else ()
+    job = Job(system, work_dir / f"kills-{system}", max_restarts=MAX_RESTARTS, flags=flags)
+    with Run(job, derive_config(base, job, num_kills * STEPS_PER_KILL, log_freq=1)) as run:
+        kill_repeatedly(run, num_kills)
+    found = costs(read_run(job.run_dir))
+    for cost in found:
+        progress(f"{system}: {cost}")
+    return found

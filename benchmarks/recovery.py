@@ -1,0 +1,242 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measure what recovery costs: a group that returns, one that leaves, and a lighthouse that dies.
+
+All on `titan-ft launch` with two groups, each on cores of its own, so that a group which is gone leaves none to the
+survivors. Without standbys except where these are what is measured: their imports take time from the steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.cores import pin_groups, supervisor_of, wait_for_standby
+from benchmarks.kills import MAX_RESTARTS, SETTLE_STEPS, costs, kill_repeatedly, wait_phase
+from benchmarks.record import Gap, Stall, injected, longest_delay, survivor_gaps, usual_step
+from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, commits_of, progress
+from benchmarks.systems import NUM_GROUPS, OURS, Job, derive_config
+from titan_ft.launch.lighthouse_keeper import HEALTHY_SECONDS
+from titan_ft.run.events import (
+    Drained,
+    Event,
+    FaultInjected,
+    HealFinished,
+    LighthouseRestarted,
+    LighthouseStarted,
+    ReplicaRestarted,
+    Target,
+)
+
+STEPS = 100_000
+"""More than any of it takes."""
+LOG_FREQ = 10
+USUAL_STEPS = 20
+"""Steps of all groups before what is measured, so that a usual step is known."""
+MIN_STEPS = 5
+"""Fewest whole steps within a transfer of which a median says something."""
+TRANSFER_STEPS = 20
+"""Usual steps that the throttled transfer takes."""
+STANDBY_SECONDS = 300.0
+"""Standbys import at idle priority, and there may be little left on cores that train."""
+
+Figures = dict[str, Any]
+Events = Sequence[Event]
+
+
+def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> Iterator[tuple[str, Any]]:
+    """Measure each kind of recovery `number` times; yields name and figures of each, as they are known.
+
+    Args:
+        base: the config that all runs derive theirs from.
+    """
+    launched = partial(_launched, base, work_dir)
+    returns, mbps = [], 0.0
+    for num_ranks, standby in ((1, False), (1, True), (2, False), (2, True)):
+        with launched(f"returns-{num_ranks}-{'standby' if standby else 'cold'}", num_ranks, standby) as run:
+            returns.append(measure_returns(run, number))
+            # The transfer's rate follows from what the first of these runs has shown.
+            mbps = mbps or throttle(run.events())
+        yield "returns", returns
+    progress(f"throttled to {mbps:.1f} Mbit/s, for transfers of {TRANSFER_STEPS} steps")
+    rejoins: Figures = {"transfer_max_mbps": mbps}
+    for catch_up in ("replay", "wait"):
+        with launched(f"rejoins-{catch_up}", catch_up=catch_up, transfer_max_mbps=mbps) as run:
+            kill_repeatedly(run, number, settle_steps=USUAL_STEPS + 1)
+            rejoins[catch_up] = _describe(catch_up, rejoin_after, run.events())
+        yield "rejoins", rejoins
+    drains: list[Figures] = []
+    for index in range(number):  # each in a run of its own, because the group does not come back
+        with launched(f"drain-{index}") as run:
+            run.wait_trained(USUAL_STEPS + 1)
+            wait_phase(run, (index + 0.5) / number)
+            fault = run.inject("term_group", Target(VICTIM), run.workers(VICTIM), signal.SIGTERM)
+            drains += _describe("drain", drain_after, _wait_over(run, fault, drained_after))
+    yield "drains", drains
+    with launched("outages") as run:
+        yield "outages", measure_outages(run, number)
+
+
+@contextlib.contextmanager
+def _launched(
+    base: Mapping[str, Any], work_dir: Path, name: str, num_ranks: int = 1, standby: bool = False, **fields: Any
+) -> Iterator[Run]:
+    """Run a launch with pinned groups; `fields` are of the [fault_tolerance] table."""
+    flags = () if standby else ("--no-standby",)
+    job = Job(OURS, work_dir / f"recovery-{name}", NUM_GROUPS, num_ranks, MAX_RESTARTS, flags)
+    config = derive_config(base, job, STEPS, LOG_FREQ)
+    config["fault_tolerance"] |= fields
+    with Run(job, config) as run:
+        pin_groups(run, run.wait_trained(1))
+        yield run
+
+
+def throttle(events: Events) -> float:
+    """Return the Mbit/s at which the state that these events tell of takes `TRANSFER_STEPS` of their steps.
+
+    Raises:
+        BenchError: no group fetched a state.
+    """
+    sizes = [event.bytes for event in events if isinstance(event, HealFinished) and event.rank == 0]
+    if not sizes:
+        raise BenchError("no group fetched a state, so that its size is not known")
+    return sizes[0] * 8 / 1e6 / (TRANSFER_STEPS * usual_step(events))
+
+
+def measure_returns(run: Run, number: int) -> Figures:
+    """Kill a group again and again; return how long it took to contribute again."""
+    ready: list[float | None] = []
+    standby = "--no-standby" not in run.job.flags
+
+    def wait_until_ready() -> None:
+        if standby:
+            workers = run.workers(VICTIM)
+            ready.append(wait_for_standby(supervisor_of(workers), workers, run.job.num_ranks, STANDBY_SECONDS))
+
+    kill_repeatedly(run, number, wait_until_ready)
+    kills = costs(run.events())
+    progress(f"{run.job.run_dir.name}: {kills}")
+    return {"num_ranks": run.job.num_ranks, "standby": standby, "standby_ready_seconds": ready, "kills": kills}
+
+
+def measure_outages(run: Run, number: int) -> list[Figures]:
+    """SIGKILL the lighthouse again and again; return what each time cost the groups."""
+    since = 0.0
+    for index in range(number):
+        events = run.wait_trained(USUAL_STEPS + 1, since)
+        # Or its launcher takes the deaths for a crash loop, and waits before it starts another.
+        run.sleep(since + HEALTHY_SECONDS + 1.0 - time.time())
+        wait_phase(run, (index + 0.5) / number)
+        pid = [event.lighthouse_pid for event in events if isinstance(event, LighthouseStarted)][-1]
+        fault = run.inject("kill_lighthouse", Target(lighthouse=True), [pid], signal.SIGKILL)
+        _wait_over(run, fault, lighthouse_after)
+        since = time.time()
+    return _describe("lighthouse killed", outage_after, run.events())
+
+
+def _wait_over(run: Run, fault: FaultInjected, end_after: Callable[[Events, float], Event | None]) -> list[Event]:
+    """Wait until a fault is over and the survivor has made some steps since; return the events.
+
+    The step under way may still pass: so what it costs may show in a later one, and belongs to it all the same.
+    """
+
+    def settled(events: list[Event]) -> bool | None:
+        end = end_after(events, fault.time)
+        made = [event for event in commits_of(events, SURVIVOR) if end is not None and event.time > end.time]
+        return len(made) >= SETTLE_STEPS or None
+
+    run.wait_for(settled, f"end of {fault.fault}")
+    run.undone(fault)
+    return run.events()
+
+
+def _describe(what: str, describe: Callable[[Events, Stall], Figures], events: Events) -> list[Figures]:
+    """Return the figures of each fault that was injected."""
+    found = [describe(events, fault) for fault in injected(events)]
+    for figures in found:
+        progress(f"{what}: {figures}")
+    return found
+
+
+def rejoin_after(events: Events, kill: Stall) -> Figures:
+    """Return what the victim's return after a kill cost the survivor.
+
+    `transfer_seconds` (`transfer_steps` in usual steps) are from the begin of the heal until the joiner has the state,
+    with the replay; `steps_made` are the survivor's meanwhile, `step_ratio` their median to a usual step (None with too
+    few whole ones); `stall` is from the begin of the heal until the joiner contributes, `return_stall` what is left of
+    it around the moment at which the joiner has the state; `replayed` counts updates.
+
+    Raises:
+        BenchError: it did not return.
+    """
+    if kill.rejoin_seconds is None or kill.heal is None:
+        raise BenchError("the group that was killed did not contribute again")
+    back, end, usual = kill.time + kill.rejoin_seconds, kill.heal.time, usual_step(events)
+    begin = end - kill.heal.seconds
+    around = survivor_gaps(events, begin, back)
+    whole = [after - before for before, after in around if before >= begin and after <= end]
+    later = [gap for gap in around if gap[1] > end and not _waited_through(gap, begin, end)]
+    return {
+        "transfer_seconds": end - begin,
+        "transfer_steps": (end - begin) / usual,
+        "steps_made": sum(begin <= event.time <= end for event in commits_of(events, SURVIVOR)),
+        "step_ratio": median(whole) / usual if len(whole) >= MIN_STEPS else None,
+        "stall": _pause(longest_delay(around, usual), usual),
+        "return_stall": _pause(longest_delay(later, usual), usual),
+        "replayed": kill.heal.replayed,
+    }
+
+
+def _waited_through(gap: Gap, begin: float, end: float) -> bool:
+    """Tell whether a gap is a wait for the transfer, though its commit may come a moment after the transfer's end."""
+    return min(gap[1], end) - max(gap[0], begin) > (end - begin) / 2
+
+
+def drain_after(events: Events, request: Stall) -> Figures:
+    """Return the survivor's stall when the victim is asked to leave, and the seconds until that had left.
+
+    Raises:
+        BenchError: it did not say that it left.
+    """
+    drained = drained_after(events, request.time)
+    if drained is None:
+        raise BenchError("the group that was asked to leave did not")
+    left = {"leave_seconds": drained.time - request.time, "in_order": drained.in_order}
+    return {"stall": _pause(request.stall_seconds, usual_step(events)), **left}
+
+
+def outage_after(events: Events, kill: Stall) -> Figures:
+    """Return the stall of the group hit hardest, the seconds without a lighthouse, and the groups restarted meanwhile.
+
+    Raises:
+        BenchError: the lighthouse did not come back.
+    """
+    back = lighthouse_after(events, kill.time)
+    if back is None:
+        raise BenchError("the lighthouse did not come back")
+    restarts = [e for e in events if isinstance(e, ReplicaRestarted) and kill.time <= e.time <= back.time + 5.0]
+    away = {"away_seconds": back.seconds, "num_restarts": len(restarts)}
+    return {"stall": _pause(kill.stall_seconds, usual_step(events)), **away}
+
+
+def drained_after(events: Events, since: float) -> Drained | None:
+    """Return the first word of a group that left."""
+    return next((e for e in events if isinstance(e, Drained) and e.time > since), None)
+
+
+def lighthouse_after(events: Events, since: float) -> LighthouseRestarted | None:
+    """Return the first word of a new lighthouse."""
+    return next((e for e in events if isinstance(e, LighthouseRestarted) and e.time > since), None)
+
+
+def _pause(seconds: float | None, usual: float) -> Figures:
+    """Return a stall in seconds and in usual steps."""
+    if seconds is None:
+        raise BenchError("nobody committed a step after what was to be measured")
+    return {"seconds": seconds, "steps": seconds / usual, "usual_seconds": usual}

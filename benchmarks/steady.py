@@ -1,0 +1,85 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Step time without failures: what torchtitan's log says of a run, and how the runs of several systems compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.run import BenchError, Run, progress
+from benchmarks.systems import STOCK, Job, derive_config, first_log
+
+LOG_FREQ = 10
+"""Steps between two lines of the log, torchtitan's default: stock pays for the means that it logs, ours do not."""
+WARMUP_STEPS = 10
+_STEP = re.compile(
+    r"^\[titan\] (?P<stamp>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - "
+    r".*?step:\s*(?P<step>\d+)\s+(?:\x1b\[[\d;]*m)?loss:",
+    re.MULTILINE,
+)
+
+
+def logged_steps(log: str) -> list[tuple[int, float]]:
+    """Return step and Unix seconds of each line with a loss; torchtitan writes it when the step is over."""
+    times = [
+        (match["step"], datetime.strptime(match["stamp"], "%Y-%m-%d %H:%M:%S,%f")) for match in _STEP.finditer(log)
+    ]
+    return [(int(step), time.timestamp()) for step, time in times]  # the log is in local time
+
+
+def step_seconds(steps: Sequence[tuple[int, float]], warmup: int) -> list[float]:
+    """Return the seconds per step of each interval between two logged steps, from step `warmup` on."""
+    late = [(step, time) for step, time in steps if step >= warmup]
+    return [(end - begin) / (last - first) for (first, begin), (last, end) in pairwise(late)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, and the range that it comes from."""
+    return {"median": median(values), "low": min(values), "high": max(values)}
+
+
+def compare(samples: Mapping[str, list[list[float]]], reference: str) -> dict[str, dict[str, Any]]:
+    """Compare the systems' step times, round by round, with those of the reference.
+
+    Args:
+        samples: for each system and round, the seconds per step of each interval.
+
+    Returns:
+        For each system the spread of `seconds`, the rounds' medians; of `ratio`, each to the reference's in the same
+        round; of `mean_ratio`, the same of the means, in which rare costs count that a median hides; and the `rounds`.
+    """
+    found = {}
+    for system, rounds in samples.items():
+        pairs = list(zip(rounds, samples[reference], strict=True))
+        found[system] = {
+            "seconds": spread([median(values) for values in rounds]),
+            "ratio": spread([median(values) / median(others) for values, others in pairs]),
+            "mean_ratio": spread([fmean(values) / fmean(others) for values, others in pairs]),
+            "rounds": rounds,
+        }
+    return found
+
+
+def measure_steady(
+    base: Mapping[str, Any], systems: Sequence[str], work_dir: Path, rounds: int, steps: int
+) -> dict[str, Any]:
+    """Run all systems in turn, round by round, and compare their step times."""
+    samples: dict[str, list[list[float]]] = {system: [] for system in systems}
+    for number in range(rounds):
+        for system in systems:
+            job = Job(system, work_dir / f"steady-{number}-{system}")
+            with Run(job, derive_config(base, job, steps, LOG_FREQ)) as run:
+                run.wait(timeout_seconds=120 + 30 * steps)
+            seconds = step_seconds(logged_steps(first_log(job).read_text(errors="replace")), WARMUP_STEPS)
+            if not seconds:
+                raise BenchError(f"{system}: no steps in the log of {job.run_dir}")
+            samples[system].append(seconds)
+            shown = " ".join(f"{value:.3f}" for value in seconds)
+            progress(f"round {number + 1} of {rounds}: {system} {shown} s a step")
+    return compare(samples, STOCK)

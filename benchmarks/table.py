@@ -1,0 +1,131 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Show the figures as Markdown, which a terminal shows well enough and a README takes as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+from benchmarks.steady import spread
+from benchmarks.systems import TITLES
+
+Costs = Sequence[Mapping[str, Any]]
+
+
+def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
+    """Return machine, command and the tables of what was measured, as far as `parts` asks for it."""
+    machine = report["machine"]
+    lines = [
+        "{cpu}, {cores} cores, {memory_gib} GiB, load {load}; {platform}".format(**machine),
+        "Python {python}, torch {torch}, torchtitan {torchtitan}, torchft {torchft}".format(**machine),
+        report["command"],
+    ]
+    if "steady" in report:
+        lines += ["", *_steady_rows(report["steady"])]
+    if report.get("kills"):
+        lines += ["", *_kill_table(report["kills"], parts)]
+    for name, figures in report.get("recovery", {}).items():
+        lines += ["", *_RECOVERY_TABLES[name](figures)]
+    if "campaign_table" in report:
+        lines += ["", *report["campaign_table"]]
+    return "\n".join(lines)
+
+
+def _steady_rows(steady: Mapping[str, Any]) -> list[str]:
+    rows = [["without failures", "step (s)", "ratio of medians", "ratio of means"]]
+    for system, figures in steady.items():
+        rows.append([TITLES[system], *(_spread(figures[name]) for name in ("seconds", "ratio", "mean_ratio"))])
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return an aligned Markdown table; the first row is the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    return [lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]
+
+
+def _spread(figures: Mapping[str, float]) -> str:
+    return "{median:.3f} ({low:.3f} to {high:.3f})".format(**figures)
+
+
+def _table(corner: str, columns: Mapping[str, str], rows: Mapping[str, Costs]) -> list[str]:
+    """Return a table of what was measured.
+
+    Args:
+        columns: heads, and what is below them; see `_cell`.
+        rows: titles, and the cases of each.
+    """
+    body = [[title, *(_cell(costs, form) for form in columns.values())] for title, costs in rows.items()]
+    return markdown([[corner, *columns], *body])
+
+
+def _cell(costs: Costs, form: str) -> str:
+    """Return the spread of a figure, given its path such as `stall.seconds`; `sum NAME`; or the `number` of cases."""
+    if form == "number":
+        return str(len(costs))
+    values = [reduce(getitem, form.removeprefix("sum ").split("."), cost) for cost in costs]
+    known: list[Any] = [value for value in values if value is not None]
+    if form.startswith("sum "):
+        return str(sum(known))
+    never = f", {len(values) - len(known)} never" if form.startswith("rejoin") and len(known) < len(values) else ""
+    return (_spread(spread(known)) if known else "-") + never
+
+
+def _kill_table(kills: Mapping[str, Costs], parts: Sequence[str]) -> list[str]:
+    columns = {"kills": "number"}
+    if "failure" in parts:
+        columns |= {"survivors' stall (s)": "stall_seconds", "steps lost, in all": "sum steps_lost"}
+    if "rejoin" in parts:
+        columns |= {"kill to contributing (s)": "rejoin_seconds", "stall at the return (s)": "rejoin_stall_seconds"}
+    return _table("SIGKILL of a group", columns, {TITLES[system]: costs for system, costs in kills.items()})
+
+
+def _return_table(returns: Costs) -> list[str]:
+    rows = {}
+    for case in returns:
+        late = case["standby_ready_seconds"].count(None)
+        ranks = "1 rank" if case["num_ranks"] == 1 else f"{case['num_ranks']} ranks"
+        title = f"{ranks} a group, {'a standby' if case['standby'] else 'no standby'}"
+        rows[title + (f" ({late} of them not ready)" if late else "")] = case["kills"]
+    columns = {"kills": "number", "kill to contributing (s)": "rejoin_seconds", "survivors' stall (s)": "stall_seconds"}
+    return _table("SIGKILL of a group", {**columns, "at the return (s)": "rejoin_stall_seconds"}, rows)
+
+
+def _rejoin_table(rejoins: Mapping[str, Any]) -> list[str]:
+    columns = {
+        "transfer (steps)": "transfer_steps",
+        "steps made meanwhile": "steps_made",
+        "median step / before": "step_ratio",
+        "longest gap beyond a step (s)": "stall.seconds",
+        "in steps": "stall.steps",
+        "when it is back (s)": "return_stall.seconds",
+    }
+    rows = {f"{how}, {len(rejoins[how])} times": rejoins[how] for how in ("replay", "wait") if rejoins.get(how)}
+    return _table(f"return at {rejoins['transfer_max_mbps']:.1f} Mbit/s", columns, rows)
+
+
+def _drain_table(drains: Costs) -> list[str]:
+    in_order = sum(drain["in_order"] for drain in drains)
+    columns = {"survivors' stall (s)": "stall.seconds", "in steps": "stall.steps"}
+    columns["until it had left (s)"] = "leave_seconds"
+    return _table("SIGTERM to a group", columns, {f"{len(drains)} drains, {in_order} in order": drains})
+
+
+def _outage_table(outages: Costs) -> list[str]:
+    columns = {"pause (s)": "stall.seconds", "in steps": "stall.steps", "lighthouse away (s)": "away_seconds"}
+    columns["groups restarted"] = "sum num_restarts"
+    return _table("SIGKILL of the lighthouse", columns, {f"{len(outages)} times": outages})
+
+
+_RECOVERY_TABLES: Mapping[str, Callable[[Any], list[str]]] = {
+    "returns": _return_table,
+    "rejoins": _rejoin_table,
+    "drains": _drain_table,
+    "outages": _outage_table,
+}

@@ -1,0 +1,25 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs without training: what a benchmark starts are Python one-liners."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import benchmarks.run
+from benchmarks.systems import Command
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what says which programs a run starts instead of its system."""
+
+    def start(*codes: str, services: tuple[str, ...] = ()) -> None:
+        started = [Command(f"worker-{index}", [sys.executable, "-c", code]) for index, code in enumerate(codes)]
+        started += [Command("service", [sys.executable, "-c", code], service=True) for code in services]
+        monkeypatch.setattr(benchmarks.run, "commands", lambda job: started)
+
+    return start
