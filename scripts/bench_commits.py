@@ -16,7 +16,6 @@ from pathlib import Path
 from bench_steps import STAMP, parse_stamp
 from bench_systems import OURS, rank_logs
 
-from titan_ft.history.failures import contributed
 from titan_ft.run.events import Event, HealStarted, RolledBack, StepCommitted
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
@@ -59,7 +58,7 @@ def from_events(events: Iterable[Event], replica: int) -> GroupHistory:
         if event.replica != replica or event.rank != 0:
             continue
         if isinstance(event, StepCommitted):
-            history.commits.append(Commit(event.time, event.attempt, contributed(event)))
+            history.commits.append(Commit(event.time, event.attempt, event.contributed))
             if event.data is not None and event.forward_passes > event.data.num_batches:
                 history.thrown_away.append(event.time)
         elif isinstance(event, HealStarted | RolledBack):

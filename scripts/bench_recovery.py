@@ -26,9 +26,8 @@ from bench_run import MAX_RESTARTS, BenchError, Run
 from bench_systems import NUM_GROUPS, OURS, derive_config
 from kill_group import latest_workers
 
-from titan_ft.history.failures import group_commits
 from titan_ft.launch.lighthouse_keeper import HEALTHY_SECONDS
-from titan_ft.run.events import Drained, Event, HealFinished, LighthouseRestarted, ReplicaRestarted
+from titan_ft.run.events import Drained, Event, HealFinished, LighthouseRestarted, ReplicaRestarted, StepCommitted
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
 
@@ -212,8 +211,12 @@ def _wait_training(run: Run, since: float, num_steps: int) -> list[Event]:
     def look(events: list[Event]) -> list[Event]:
         made = [
             event
-            for event in group_commits(events)
-            if event.replica == SURVIVOR and event.time > since and len(event.participants) == NUM_GROUPS
+            for event in events
+            if isinstance(event, StepCommitted)
+            and event.rank == 0
+            and event.replica == SURVIVOR
+            and event.time > since
+            and len(event.participants) == NUM_GROUPS
         ]
         return events if len(made) >= num_steps else []
 

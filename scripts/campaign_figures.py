@@ -16,8 +16,9 @@ from statistics import fmean, median
 from bench_table import markdown
 
 from titan_ft.history.audit import audit
-from titan_ft.history.failures import group_commits
 from titan_ft.history.goodput import goodput
+from titan_ft.history.incidents import find_incidents
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import Drained, Event, FaultInjected, StepCommitted, TrainingFinished
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
@@ -128,14 +129,6 @@ def describe_share(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def first_commits(commits: Iterable[StepCommitted]) -> dict[tuple[str, int], float]:
-    """Return when the first group committed each step, by the state that the step made."""
-    first: dict[tuple[str, int], float] = {}
-    for event in commits:
-        first.setdefault((event.lineage, event.step), event.time)
-    return first
-
-
 def injected(events: Iterable[Event]) -> list[FaultInjected]:
     """Return the faults of a run; one that hit several groups at once is one."""
     faults: dict[int | str, FaultInjected] = {}
@@ -147,7 +140,7 @@ def injected(events: Iterable[Event]) -> list[FaultInjected]:
 
 def last_step(events: Iterable[Event]) -> int:
     """Return the highest step that a group committed, or 0."""
-    return max((event.step for event in group_commits(events)), default=0)
+    return max((event.step for event in RunRecord(events).commits), default=0)
 
 
 def figures(events: Sequence[Event], until: int | None = None) -> dict[str, str]:
@@ -157,7 +150,9 @@ def figures(events: Sequence[Event], until: int | None = None) -> dict[str, str]
         events: all of the run, in order of time.
         until: the last step that counts for the loss; None counts all.
     """
-    good, batches, commits = goodput(events), audit(events), group_commits(events)
+    record = RunRecord(events)
+    good, batches, commits = goodput(record), audit(record), record.commits
+    costs = [incident.stall_seconds for incident in find_incidents(record) if incident.injected]
     faults = injected(events)
     digests = [
         Digest(e.time, e.lineage or "", e.step, e.rank, e.replica, e.digest)
@@ -175,7 +170,7 @@ def figures(events: Sequence[Event], until: int | None = None) -> dict[str, str]
         describe_part(good.num_wasted, good.forward_passes),
         describe_share(good.effective_training_time_in_training),
         counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
-        describe_stalls(stalls(list(first_commits(commits).values()), (event.time for event in faults))),
+        describe_stalls([cost for cost in costs if cost is not None]),
         str(compare_digests(digests)),
         f"{fmean(last):.3f}" if last else "-",
     )

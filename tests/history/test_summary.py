@@ -11,10 +11,21 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named
-from titan_ft.history.summary import RunSummary, format_summary, summarize
+from titan_ft.history import summary as summaries
+from titan_ft.history.record import RunRecord
+from titan_ft.history.summary import RunSummary, summary_table
+from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event
 
 STEP_SECONDS = 0.3
+
+
+def summarize(events: list[Event]) -> RunSummary:
+    return summaries.summarize(RunRecord(events))
+
+
+def format_summary(summary: RunSummary) -> str:
+    return text_of(summary_table(summary))
 
 
 def event(name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Any:
@@ -85,7 +96,7 @@ def test_clean_run() -> None:
     assert (summary.recomputed_forward_passes, summary.failures, summary.num_restarts) == (0, [], 0)
     assert (summary.final_digests, summary.finished_replicas) == ("equal", [0, 1, 2])
     assert (summary.step_digests, summary.num_step_digests, summary.differing_steps) == ("equal", 16, [])
-    assert (summary.seconds, summary.tokens, summary.step_seconds) == (8.0, 4096, STEP_SECONDS)
+    assert (summary.seconds, summary.tokens, summary.step_seconds) == (8.0, 4096, 1.0)
 
 
 def test_killed_and_healed_group() -> None:

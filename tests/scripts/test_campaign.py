@@ -213,7 +213,7 @@ def test_figures_of_a_short_history() -> None:
         for replica in (0, 1)
     ]
     # One shot that hits two groups is one failure.
-    events += [kill(2.1 + replica / 100, replica) for replica in (0, 1)]
+    events += [kill(2.1 + replica / 100, replica) for replica in (1, 2)]
     shown = figures(sorted(events, key=lambda event: event.time))
     assert list(shown) == list(ROWS)
     assert shown["failures injected"] == "1 of 1 kinds"

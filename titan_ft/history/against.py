@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from statistics import mean
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record
+from titan_ft.history.record import RunRecord
 from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import StepCommitted, WorkerStarted
 
@@ -41,9 +41,9 @@ class Point:
     event: StepCommitted
 
 
-def curve(record: Record) -> list[Point]:
+def curve(record: RunRecord) -> list[Point]:
     """Return the steps of a run's trajectory."""
-    told = [record.commits[state.lineage] for state in record.chain]
+    told = [record.commits_of[state.lineage] for state in record.chain]
     losses = [next((event.loss for event in events if event.loss is not None), None) for events in told]
     totals = accumulate(events[0].tokens for events in told)
     return [
@@ -52,7 +52,7 @@ def curve(record: Record) -> list[Point]:
     ]
 
 
-def check_against(record: Record, reference: Record, found: Judgement) -> None:
+def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> None:
     """Check that a run follows the loss curve of a reference without failures.
 
     Two rules. (1) While all groups took part in both runs, from step 1 on, step by step: loss, gradient norm, LR and
@@ -81,7 +81,7 @@ def check_against(record: Record, reference: Record, found: Judgement) -> None:
 
 
 def _comparable(
-    record: Record, reference: Record, ours: Sequence[Point], theirs: Sequence[Point], found: Judgement
+    record: RunRecord, reference: RunRecord, ours: Sequence[Point], theirs: Sequence[Point], found: Judgement
 ) -> bool:
     """Tell whether both runs train the same from the beginning; say why not."""
     digests = [

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import ConfigError
-from titan_ft.history.failures import Attempt, cause_of
 from titan_ft.live import status
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults
 from titan_ft.live.status import Groups
@@ -70,8 +69,8 @@ class RunMetrics:
 
         self.registry: CollectorRegistry = CollectorRegistry()
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
-        self._failed_attempts: set[Attempt] = set()
-        self._drained_attempts: set[Attempt] = set()
+        self._failed_attempts: set[tuple[int, int]] = set()
+        self._drained_attempts: set[tuple[int, int]] = set()
         self._differing_steps: set[int] = set()
         self._define_metrics()
 
@@ -171,7 +170,7 @@ class RunMetrics:
 
     def _count_exit(self, event: WorkerExited) -> None:
         """Count the first end of an attempt that was none in order; its other ranks die of it."""
-        attempt, cause = (event.replica, event.attempt), cause_of(event)
+        attempt, cause = (event.replica, event.attempt), event.cause
         asked = attempt in self._drained_attempts and cause == "SIGTERM"
         if cause is None or event.stopped or asked or attempt in self._failed_attempts:
             return

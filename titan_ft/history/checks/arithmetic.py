@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record
+from titan_ft.history.record import RunRecord
 
 FIGURES = ("loss", "grad_norm", "lr", "tokens")
 
 
-def check_arithmetic(record: Record, found: Judgement) -> None:
+def check_arithmetic(record: RunRecord, found: Judgement) -> None:
     """Check that all ranks of all groups tell the same figures, bit for bit, of each state.
 
     Whether they are those of a run without failures only such a run can tell: see `titan_ft.history.against`.
     """
     num_states = 0
-    for lineage, events in record.commits.items():
+    for lineage, events in record.commits_of.items():
         first: dict[str, float] = {}
         num_states += len({event.replica for event in events}) > 1
         for event in events:

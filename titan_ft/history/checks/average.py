@@ -7,29 +7,28 @@ from __future__ import annotations
 import math
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record
-from titan_ft.history.failures import contributed
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import GradientExcluded, StepCommitted
 
 RELATIVE_TOLERANCE = 1e-6
 """Of the loss: the groups' means are rounded once more on their way into the history."""
 
 
-def check_average(record: Record, found: Judgement) -> None:
+def check_average(record: RunRecord, found: Judgement) -> None:
     """Check participants, tokens and loss of each state against what its groups tell of themselves."""
     checked = 0
-    for lineage, events in record.commits.items():
+    for lineage, events in record.commits_of.items():
         first = events[0]
         for event in events[1:]:
             if event.participants != first.participants:
                 text = f"participants {event.participants} of the state {lineage}, others tell {first.participants}"
                 found.object_to(text, event)
         for event in events:
-            if not contributed(event) and event.own_tokens:
+            if not event.contributed and event.own_tokens:
                 found.object_to(f"had {event.own_tokens} tokens of weight and is no participant", event)
         checked += _check_sums(events, record.participants(lineage), found)
     excluded = _check_excluded(record, found)
-    total = len(record.commits)
+    total = len(record.commits_of)
     found.statement = (
         f"tokens and loss of {checked} of {count(total, 'state')} are those of their participants{excluded}"
     )
@@ -42,7 +41,7 @@ def _check_sums(events: list[StepCommitted], participants: frozenset[int], found
     tokens: dict[int, int] = {}
     losses: dict[int, float] = {}
     for event in events:
-        if contributed(event):
+        if event.contributed:
             tokens.setdefault(event.replica, event.own_tokens)
             if event.own_loss is not None:
                 losses.setdefault(event.replica, event.own_loss)
@@ -62,7 +61,7 @@ def _check_sums(events: list[StepCommitted], participants: frozenset[int], found
     return True
 
 
-def _check_excluded(record: Record, found: Judgement) -> str:
+def _check_excluded(record: RunRecord, found: Judgement) -> str:
     """Check that gradients which were left out are not in the update; return what to say of them."""
     exclusions: set[tuple[object, int]] = set()
     for process in record.processes:

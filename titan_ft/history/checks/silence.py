@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from titan_ft.history.checks.foundation import clock_jumped
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Process, Record
+from titan_ft.history.record import Process, RunRecord
 from titan_ft.run.events import (
     CheckpointFailed,
     DataReset,
@@ -68,7 +68,7 @@ CLOCK_SECONDS = 1.0
 FOLLOWED: tuple[type[GroupEvent], ...] = (ReplicaRestarted, ReplicaGaveUp, SpareTookOver)
 
 
-def check_silence(record: Record, found: Judgement) -> None:
+def check_silence(record: RunRecord, found: Judgement) -> None:
     """Check that each end, heal and fault is explained by what follows it."""
     jumped = clock_jumped(record)
     for process in record.processes:
@@ -87,7 +87,7 @@ def check_silence(record: Record, found: Judgement) -> None:
         found.unknown.append("no worker wrote an event")
 
 
-def _check_ends(record: Record, found: Judgement) -> None:
+def _check_ends(record: RunRecord, found: Judgement) -> None:
     """Object to processes that fell silent without a word of themselves or their supervisor."""
     latest: dict[int, int] = defaultdict(int)
     for event in record.events:
@@ -110,7 +110,7 @@ def _check_ends(record: Record, found: Judgement) -> None:
         found.unknown.append(f"nothing tells how {count(len(untold), 'worker')} ended (first: {untold[0]})")
 
 
-def _check_exits(record: Record, found: Judgement, jumped: bool) -> int:
+def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
     """Object to exits without a reason, and to failed groups that are neither restarted nor given up."""
     exits = record.of(WorkerExited)
     followed: dict[int, list[GroupEvent]] = defaultdict(list)
@@ -137,7 +137,7 @@ def _follows(exit: WorkerExited, later: GroupEvent) -> bool:
     return later.attempt >= least or later.time >= exit.time
 
 
-def _check_heals(process: Process, record: Record, found: Judgement) -> None:
+def _check_heals(process: Process, record: RunRecord, found: Judgement) -> None:
     """Object to a heal that neither ended nor failed in a process that trained on."""
     begun: HealStarted | None = None
     for event in process.events:
@@ -152,7 +152,7 @@ def _check_heals(process: Process, record: Record, found: Judgement) -> None:
         found.unknown.append(f"nothing tells how the heal of {process.name} ended")
 
 
-def _check_faults(record: Record, found: Judgement, jumped: bool) -> int:
+def _check_faults(record: RunRecord, found: Judgement, jumped: bool) -> int:
     """Object to faults that must end a process, and after which none ended; return how many others there are."""
     ends: dict[int, list[Event]] = defaultdict(list)
     for end in record.of(WorkerExited, Drained, *FOLLOWED):
@@ -176,7 +176,7 @@ def _check_faults(record: Record, found: Judgement, jumped: bool) -> int:
     return seen
 
 
-def _is_over(fault: FaultInjected, finished: dict[int, float], record: Record) -> bool:
+def _is_over(fault: FaultInjected, finished: dict[int, float], record: RunRecord) -> bool:
     """Tell whether a fault came when its target had finished, or the launch was about to end."""
     late = record.launch_end is None or record.launch_end - fault.time <= END_SECONDS
     replica = fault.target.replica

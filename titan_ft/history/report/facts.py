@@ -1,21 +1,21 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold the events of a run into what its report shows: faults, curves, recoveries, notes."""
+"""What the report of a run shows: curves, recoveries, notes."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_ft.history.check import Report
-from titan_ft.history.checks.judgement import Offence
-from titan_ft.history.failures import group_commits
-from titan_ft.history.goodput import Goodput
-from titan_ft.history.stalls import Stall, stalls
-from titan_ft.history.summary import RunSummary
+from titan_ft.history.check import Report, check
+from titan_ft.history.goodput import Goodput, goodput
+from titan_ft.history.incidents import Incident, find_incidents
+from titan_ft.history.record import RunRecord
+from titan_ft.history.summary import RunSummary, summarize
+from titan_ft.history.timeline import timeline
 from titan_ft.run.events import (
     ChaosStarted,
     CheckpointFailed,
@@ -75,25 +75,31 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One injected fault, or a failure that nobody injected, and what it cost."""
+class Recovery:
+    """A fault, or a failure that nobody injected, and what it cost."""
 
     time: float
     """Seconds since the beginning."""
-    target: str
-    """In words."""
     step: int | None
     """The first step that was committed after it; None if none was."""
-    cost: Stall
+    incident: Incident
 
     @property
     def kind(self) -> str:
-        return self.cost.fault
+        return self.incident.fault
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """The groups that it hit; none for the lighthouse."""
-        return self.cost.replicas
+        return self.incident.replicas
+
+    @property
+    def target(self) -> str:
+        """Whom it hit, in words."""
+        if not self.replicas:
+            return "lighthouse" if "lighthouse" in self.kind else "none"
+        groups = ("group " if len(self.replicas) == 1 else "groups ") + ", ".join(map(str, self.replicas))
+        return groups if self.incident.rank is None else f"{groups}, rank {self.incident.rank}"
 
 
 @dataclass(frozen=True)
@@ -105,19 +111,6 @@ class Note:
     where: str
     text: str
     count: int = 1
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What the checker says of one promise, or of what all of them rest on."""
-
-    number: int | None
-    name: str
-    verdict: str
-    """holds, does not hold, unknown or not asked."""
-    statement: str
-    details: list[str]
-    """Offending events, then why it cannot be told, then notes."""
 
 
 @dataclass(frozen=True)
@@ -137,52 +130,82 @@ class Commits:
 class RunReport:
     """All that the report of a run shows."""
 
+    begin: float
+    """Unix seconds."""
+    seconds: float
     summary: RunSummary
     goodput: Goodput
     plan: dict[str, Any]
     """Seed, plan, schedule, job_id, reason; those that are known."""
-    seconds: float
     commits: Commits
-    faults: list[Fault]
+    recoveries: list[Recovery]
     notes: list[Note]
     check: Report
     groups: dict[int, list[Span]]
 
 
-def fold_commits(history: Sequence[Event], begin: float) -> Commits:
-    """Fold the commits of a history that is sorted by time."""
-    commits = group_commits(history)
+def gather(record: RunRecord, against: RunRecord | None = None) -> RunReport:
+    """Return all that the report of a run shows.
+
+    Args:
+        against: a run without failures, for the checker.
+    """
+    line, begin = timeline(record), record.begin
+    return RunReport(
+        begin=begin,
+        seconds=line.wall_us / 1e6,
+        summary=summarize(record),
+        goodput=goodput(record),
+        plan=plan_of(record),
+        commits=fold_commits(record),
+        recoveries=find_recoveries(record),
+        notes=find_notes(record),
+        check=check(record, against),
+        groups={
+            replica: [Span(each.start_us / 1e6 - begin, each.end_us / 1e6 - begin, each.state) for each in intervals]
+            for replica, intervals in line.groups.items()
+        },
+    )
+
+
+def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[str, Any]:
+    """Return the figures of a run as plain dictionaries, lists and numbers: those of its summary, and more."""
+    report = gather(record, against)
+    return report.summary.to_dict() | {
+        "chaos": report.plan,
+        "faults_by_kind": dict(count_kinds(each.kind for each in report.recoveries if each.incident.injected)),
+        "goodput": report.goodput.to_dict(),
+        "stalls": [each.incident.to_dict() for each in report.recoveries],
+        "check": report.check.to_dict(),
+        "notes": [asdict(note) for note in report.notes],
+    }
+
+
+def fold_commits(record: RunRecord) -> Commits:
+    """Return the curves of a run."""
     best: dict[int, StepCommitted] = {}
-    for event in commits:
+    for event in record.commits:
         known = best.get(event.step)
         again = known is not None and event.lineage != known.lineage  # the job went back
         if known is None or again or event.replica < known.replica:
             best[event.step] = event
     return Commits(
         losses=[(step, best[step].loss) for step in sorted(best)],
-        participants=sorted((event.time - begin, len(event.participants)) for event in best.values()),
-        step_seconds=[event.seconds for event in commits],
+        participants=sorted((event.time - record.begin, len(event.participants)) for event in best.values()),
+        step_seconds=[event.seconds for event in record.commits],
         tokens=sum(event.tokens for event in best.values()),
     )
 
 
-def find_faults(history: Sequence[Event], begin: float) -> list[Fault]:
-    """Return the faults and the failures of a history that is sorted by time."""
-    commits = group_commits(history)
-    times = [event.time for event in commits]
-    faults = []
-    for cost in stalls(history):
-        after = bisect_left(times, cost.time)
-        step = commits[after].step if after < len(commits) else None
-        faults.append(Fault(cost.time - begin, _name_groups(cost), step, cost))
-    return faults
-
-
-def _name_groups(cost: Stall) -> str:
-    if not cost.replicas:
-        return "lighthouse" if "lighthouse" in cost.fault else "none"
-    groups = ("group " if len(cost.replicas) == 1 else "groups ") + ", ".join(map(str, cost.replicas))
-    return groups if cost.rank is None else f"{groups}, rank {cost.rank}"
+def find_recoveries(record: RunRecord) -> list[Recovery]:
+    """Return the faults and the failures of a run, in order of time."""
+    found = []
+    for incident in find_incidents(record):
+        if incident.failed:
+            after = bisect_right(record.commits, incident.time, key=lambda event: event.time)
+            step = record.commits[after].step if after < len(record.commits) else None
+            found.append(Recovery(incident.time - record.begin, step, incident))
+    return found
 
 
 def name_target(target: Target) -> str:
@@ -197,31 +220,10 @@ def count_kinds(kinds: Iterable[str]) -> list[tuple[str, int]]:
     return sorted(Counter(kinds).items(), key=lambda item: (-item[1], item[0]))
 
 
-def read_promises(report: Report) -> list[Promise]:
-    """Return what the checker says, in words."""
-    return [
-        Promise(
-            number=each.promise,
-            name=each.name,
-            verdict=each.verdict if each.asked else "not asked",
-            statement=each.statement,
-            details=[*(_tell(offence, report.start) for offence in each.offences), *each.unknown, *each.notes],
-        )
-        for each in report.judgements
-    ]
-
-
-def _tell(offence: Offence, start: float) -> str:
-    where = [f"{offence.time - start:.2f} s"] if offence.time is not None else []
-    places = (("group", offence.replica), ("rank", offence.rank), ("step", offence.step))
-    where += [f"{name} {value}" for name, value in places if value is not None]
-    return f"{', '.join(where)}: {offence.text}" if where else offence.text
-
-
-def find_notes(history: Iterable[Event], begin: float) -> list[Note]:
+def find_notes(record: RunRecord) -> list[Note]:
     """Return what else a reader should know; the same words again in a row are counted."""
     notes: list[Note] = []
-    for event in history:
+    for event in record.events:
         fields = NOTABLE.get(type(event))
         if fields is None or event.rank:  # rank 0 speaks for its group
             continue
@@ -229,7 +231,7 @@ def find_notes(history: Iterable[Event], begin: float) -> list[Note]:
         where = "job" if event.replica is None else f"group {event.replica}"
         if isinstance(event, FaultSkipped) and event.target is not None:
             where = name_target(event.target)
-        note = Note(event.time - begin, event.name, where, ", ".join(details))
+        note = Note(event.time - record.begin, event.name, where, ", ".join(details))
         last = notes[-1] if notes else None
         if last is not None and (last.event, last.where, last.text) == (note.event, note.where, note.text):
             notes[-1] = Note(last.time, last.event, last.where, last.text, last.count + 1)
@@ -247,10 +249,10 @@ def _say(name: str, value: Any) -> str:
     return str(value) if name in ("reason", "error", "fault") else f"{name} {value}"
 
 
-def plan_of(history: Iterable[Event]) -> dict[str, Any]:
+def plan_of(record: RunRecord) -> dict[str, Any]:
     """Return seed, plan and schedule of a run's chaos, its job's id and why it ended; the last word on each."""
     found: dict[str, Any] = {}
-    for event in history:
+    for event in record.events:
         match event:
             case ChaosStarted():
                 found |= {"seed": event.seed, "plan": event.plan, "schedule": event.schedule}
