@@ -313,7 +313,12 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
     record = RunRecord(events)
     (transfer,) = report_figures(record)["transfers"]
     assert {**transfer, "time": 0} == {
-        **{"time": 0, "donor": 1, "joiner": 2, "step": 7, "num_bytes": 2**21, "copy_seconds": 1.25},
+        "time": 0,
+        "donor": 1,
+        "joiner": 2,
+        "step": 7,
+        "num_bytes": 2**21,
+        "copy_seconds": 1.25,
         "serve_seconds": 4.5,
     }
     assert "1 time, 2.0 MiB; copied in 1.25 s" in text_of(summary_table(summarize(record)))

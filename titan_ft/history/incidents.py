@@ -31,6 +31,8 @@ from titan_ft.history.record import RunRecord, view
 from titan_ft.run.events import HealFinished, StepCommitted
 
 _SAME_SHOT_US = 2_000_000  # faults of one shot within this time are one incident
+Commits = Mapping[int, Sequence[StepCommitted]]
+"""Those of each group, in order of time."""
 _ASK_TO_LEAVE = ("term_group",)
 
 
@@ -195,7 +197,7 @@ def find_incidents(record: RunRecord) -> list[Incident]:
     for event in record.commits:
         commits[event.replica].append(event)
     for one in found:
-        one.reach_us = max(one.reach_us, _last_with_their_gradients(one, record))
+        one.reach_us = max(one.reach_us, _last_with_their_gradients(one, record, commits))
     stalls = survivors_stalls(
         [Cause(one.begin_us, one.reach_us, one.replicas) for one in found],
         {replica: [(microseconds(event), event.attempt) for event in made] for replica, made in commits.items()},
@@ -286,18 +288,18 @@ def _asked_to_leave(one: _Open, attempt: Attempt) -> bool:
     return one.name in _ASK_TO_LEAVE and attempt.replica in one.replicas and attempt.begin_us <= one.time_us <= left
 
 
-def _last_with_their_gradients(one: _Open, record: RunRecord) -> int:
+def _last_with_their_gradients(one: _Open, record: RunRecord, commits: Commits) -> int:
     """Return when the others last committed a step with the gradients of a group that had ended; 0 if they did not.
 
     Its part of the step under way may have been complete. They notice its end in the step after that one.
     """
     last = 0
     for attempt in one.ended:
-        later = [other.begin_us for other in record.attempts[attempt.replica] if other.number > attempt.number]
-        until = min(later, default=record.span_us[1])
+        made = commits.get(attempt.replica, ())
+        back = next((event.step for event in made if event.attempt > attempt.number), None)
         start = bisect_left(record.commits, one.begin_us / 1e6, key=lambda event: event.time)
         for event in record.commits[start:]:
-            if microseconds(event) > until:
+            if back is not None and event.step >= back:
                 break
             if event.replica not in one.replicas:
                 if attempt.replica not in event.participants:
@@ -309,7 +311,7 @@ def _last_with_their_gradients(one: _Open, record: RunRecord) -> int:
 def _describe(
     one: _Open,
     incidents: Sequence[_Open],
-    commits: Mapping[int, Sequence[StepCommitted]],
+    commits: Commits,
     heals: Sequence[Heal],
     stall: float | None,
 ) -> Incident:
