@@ -27,7 +27,7 @@ from rich.console import Console
 
 from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
-from titan_ft.live.group_table import duration
+from titan_ft.history.terminal import clock
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
@@ -209,7 +209,7 @@ def test_loss_curve() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     """Minutes and seconds, hours where there are any; a clock that is behind counts as zero."""
-    assert duration(seconds) == text
+    assert clock(seconds) == text
 
 
 def test_rate_falls_when_no_step_comes() -> None:

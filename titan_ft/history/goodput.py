@@ -130,6 +130,7 @@ def effective_training_time(record: RunRecord) -> tuple[float | None, float | No
     return effective / (end - begin), min(1.0, effective / training)
 
 
+@view
 def count_exchanges(record: RunRecord) -> tuple[int, int]:
     """Return the exchanges between the groups that were attempted, and those that became a step of the job.
 

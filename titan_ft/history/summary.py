@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ft.history.audit import Verdict as AuditVerdict
 from titan_ft.history.audit import audit
+from titan_ft.history.checks.judgement import count
 from titan_ft.history.digests import Verdict, compare_digests
+from titan_ft.history.goodput import count_exchanges
 from titan_ft.history.incidents import Drain, Failure, Heal, find_drains, find_failures, find_heals
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.terminal import grid
@@ -62,9 +64,8 @@ class RunSummary:
     steps_committed: int = 0
     """The highest step that a group committed."""
     exchanges_committed: int = 0
-    """Different steps that some group committed."""
     exchanges_attempted: int = 0
-    """Exchanges that those steps took, retries included; of the group with most of them."""
+    """See `titan_ft.history.goodput.count_exchanges`."""
     step_seconds: float | None = None
     """The usual step, see `RunRecord.usual_step_us`."""
     recomputed_forward_passes: int = 0
@@ -109,17 +110,15 @@ def summarize(record: RunRecord) -> RunSummary:
         if event.replica is not None:
             ranks[event.replica] = max(ranks[event.replica], (event.rank or 0) + 1)
     restarts, finished = record.of(ReplicaRestarted), record.of(TrainingFinished)
-    exchanges: dict[int, int] = {}
-    for commit in commits:
-        exchanges[commit.step] = max(exchanges.get(commit.step, 1), commit.exchanges)
+    attempted, committed = count_exchanges(record)
     summary = RunSummary(
         num_groups=len(ranks),
         ranks_per_group=max(ranks.values(), default=0),
         seconds=events[-1].time - events[0].time if events else 0.0,
         tokens=max((event.tokens for event in finished), default=0),
-        steps_committed=max(exchanges, default=0),
-        exchanges_committed=len(exchanges),
-        exchanges_attempted=sum(exchanges.values()),
+        steps_committed=max((event.step for event in commits), default=0),
+        exchanges_committed=committed,
+        exchanges_attempted=attempted,
         step_seconds=record.usual_step_seconds,
         recomputed_forward_passes=sum(_recomputed(event) for event in commits),
         num_restarts=len(restarts),
@@ -200,13 +199,13 @@ def summary_table(summary: RunSummary) -> Table:
     s = summary
     standby = f" ({s.num_standby_restarts} by a standby)" if s.num_standby_restarts else ""
     rows = [
-        ("groups", f"{s.num_groups} x {_count(s.ranks_per_group, 'rank')}"),
+        ("groups", f"{s.num_groups} x {count(s.ranks_per_group, 'rank')}"),
         ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a step (median)"),
         ("steps committed", str(s.steps_committed)),
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
         ("batches", f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown"),
-        ("failures", f"{len(s.failures)}, {_count(s.num_restarts, 'restart')}{standby}"),
+        ("failures", f"{len(s.failures)}, {count(s.num_restarts, 'restart')}{standby}"),
         *((f"  {_name(failure)}", _describe(failure)) for failure in s.failures[:MAX_FAILURES_SHOWN]),
     ]
     if len(s.failures) > MAX_FAILURES_SHOWN:
@@ -221,14 +220,14 @@ def summary_table(summary: RunSummary) -> Table:
         rows.append(("drained", f"{len(s.drains)} ({who}{more}), survivors stalled {stall}"))
     if s.transfers:
         size = sum(each.num_bytes for each in s.transfers) / 2**20
-        rows.append(("state served", f"{_count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}"))
+        rows.append(("state served", f"{count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}"))
     if s.num_lighthouse_restarts:
-        rows.append(("lighthouse", _count(s.num_lighthouse_restarts, "restart")))
+        rows.append(("lighthouse", count(s.num_lighthouse_restarts, "restart")))
     curve = ", ".join(f"{'not finite' if loss is None else f'{loss:.4f}'} (step {step})" for step, loss in s.losses)
-    steps = f" at {_count(len(s.differing_steps), 'step')}, first {s.differing_steps[0]}" if s.differing_steps else ""
+    steps = f" at {count(len(s.differing_steps), 'step')}, first {s.differing_steps[0]}" if s.differing_steps else ""
     rows += [
         ("loss", curve or "unknown"),
-        ("final digests", f"{s.final_digests} ({_count(len(s.finished_replicas), 'group')} at the end)"),
+        ("final digests", f"{s.final_digests} ({count(len(s.finished_replicas), 'group')} at the end)"),
         ("digests on the way", f"{s.step_digests}{steps} ({s.num_step_digests} compared)"),
     ]
     return grid(rows)
@@ -249,7 +248,7 @@ def _describe(failure: Failure) -> str:
         heal = failure.heal
         parts.append(f"healed from replica {heal.donor}: {heal.num_bytes / 2**20:.1f} MiB in {_seconds(heal.seconds)}")
         if heal.replayed:
-            parts.append(f"{_count(heal.replayed, 'update')} replayed")
+            parts.append(f"{count(heal.replayed, 'update')} replayed")
     return ", ".join(parts)
 
 
@@ -260,10 +259,6 @@ def _served(transfers: Sequence[Transfer]) -> str:
 
 def _seconds(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.2f} s"
-
-
-def _count(value: int, noun: str) -> str:
-    return f"{value} {noun}" if value == 1 else f"{value} {noun}s"
 
 
 def _spread(values: Sequence[float | None]) -> str:

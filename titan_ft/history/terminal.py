@@ -49,3 +49,10 @@ def show(shown: RenderableType) -> None:
         Console(highlight=False, emoji=False).print(shown)
     else:
         print(text_of(shown))
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as m:ss, or h:mm:ss."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

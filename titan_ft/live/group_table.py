@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from titan_ft.config import FaultTolerance
+from titan_ft.history.terminal import clock
 from titan_ft.live.status import (
     DIED,
     DRAINED,
@@ -84,7 +85,7 @@ def group_table(
 
 def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
     own_loss = group.own_loss if group.own_loss is not None else group.loss
-    fault = f"-{duration(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
+    fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
     return {
         "replica": str(group.replica),
         "state": group.state,
@@ -120,10 +121,3 @@ def _ratios(groups: Groups) -> dict[int, float]:
 def number(value: float | None, form: str = "") -> str:
     """Return a number in a format, or a dash where it is not known."""
     return "-" if value is None else format(value, form)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as m:ss, or h:mm:ss."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from titan_ft.live import status
 from titan_ft.run.events import (
@@ -25,6 +27,14 @@ RATE_STEPS = 8
 """But of this many steps at least, as far as there are."""
 MAX_STEPS_REMEMBERED = 4096
 MAX_LINES = 200
+
+
+# What the launcher prints by itself, so that `status.describe` leaves it out.
+_OF_LAUNCH: dict[type[Event], Callable[[Any], str]] = {
+    LaunchStarted: lambda e: f"launched: {e.replicas} groups x {e.ranks_per_replica} ranks",
+    LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
+    LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
+}
 
 
 class CommittedSteps:
@@ -146,7 +156,8 @@ class RunStatus:
                 self.groups = status.draining(self.groups)
             case LaunchFinished():
                 self.code, self._reason = event.code, event.reason
-        line = _describe_launch(event) or status.describe(before, self.groups, event)
+        of_launch = _OF_LAUNCH.get(type(event))
+        line = of_launch(event) if of_launch else status.describe(before, self.groups, event)
         if line:
             self.lines.append((event.time, line))
 
@@ -190,15 +201,3 @@ class RunStatus:
         usual = (last - recent[0][0]) / (len(recent) - 1)
         until = now if not self.end and now > last + 2 * usual else last
         return sum(tokens for _, tokens in recent[1:]) / (until - recent[0][0])
-
-
-def _describe_launch(event: Event) -> str | None:
-    """Return what the launcher tells by itself, so that `status.describe` leaves it out."""
-    match event:
-        case LaunchStarted():
-            return f"launched: {event.replicas} groups x {event.ranks_per_replica} ranks"
-        case LaunchStopping():
-            return f"all groups are asked to leave: {event.reason}"
-        case LaunchFinished():
-            return f"over: {event.reason} (exit status {event.code})"
-    return None

@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.run.events import (
     CatchUpWaiting,
-    ChaosEvent,
     ChaosFinished,
     ChaosStarted,
     CheckpointFailed,
@@ -166,13 +166,48 @@ def _apply_word_of_rank_0(group: GroupStatus, event: Event) -> GroupStatus:
     return group
 
 
+# The line that tells of an event. `replica N` stands before those of a group itself, told by its rank 0.
+_LINES: dict[type[Event], Callable[[Any], str]] = {
+    LighthouseRestarted: lambda e: f"{e.reason}; it is back at the same address after {e.seconds:.2f} s",
+    ChaosStarted: lambda e: f"chaos begins: {e.plan}, seed {e.seed}: {e.schedule}",
+    ChaosFinished: lambda e: f"chaos ends: faults injected: {e.injected}, skipped: {e.skipped}",
+    FaultInjected: lambda e: f"fault: {_fault(e)}{_params(e)}",
+    FaultUndone: lambda e: f"fault undone: {_fault(e)}",
+    FaultSkipped: lambda e: f"fault skipped: {_fault(e)}{_because(e.reason)}",
+    Straggler: lambda e: f"replica {e.slot} is slow: {e.factor:.1f} times the others' step time",
+    StragglerRecovered: lambda e: f"replica {e.slot} is as fast as the others again",
+    GradientExcluded: lambda e: (
+        f"step {e.step} goes without replica {_listed(e.slots)}: gradient not finite; the batch is trained again"
+    ),
+}
+_LINES_OF_GROUP: dict[type[Event], Callable[[Any], str]] = {
+    HealStarted: lambda e: f"healing from replica {e.donor} at step {e.from_step}",
+    HealFinished: lambda e: f"healed in {e.seconds:.2f} s",
+    HealFailed: lambda e: f"got no state from replica {e.donor}: {_first_line(e.error)}",
+    RolledBack: lambda e: f"goes on from step {e.step}: steps lost with their groups: {e.lost}",
+    CheckpointFailed: lambda e: f"could not save the checkpoint of step {e.step}: {_first_line(e.error)}",
+    DigestMismatch: lambda e: (
+        f"sees different digests at step {e.step} (minority: {_listed(e.minority) or 'none, a tie'})"
+    ),
+    Waiting: lambda e: f"waits after step {e.step}: {e.reason or 'too few groups'}",
+    CatchUpWaiting: lambda e: f"cannot queue more updates: the others wait until it has step {e.step}",
+    Drained: lambda e: f"left after step {e.step}{_because(e.reason)}",
+    ForeignMember: lambda e: f"leaves {e.member} aside{_because(e.reason)}",
+    CheckpointSaved: lambda e: f"saved the checkpoint of step {e.step}",
+    DataReset: lambda e: f"starts its data anew{_because(e.reason)}",
+    TrainingFinished: lambda e: f"finished at step {e.step}",
+}
+# Every group comes to the same finding: one line is enough.
+_SEEN_BY_ALL = (Waiting, Straggler, StragglerRecovered, DigestMismatch, GradientExcluded, RolledBack)
+
+
 def describe(before: Groups, after: Groups, event: Event) -> str | None:
     """Return the line that tells a change, or None when the event is not worth one."""
-    if isinstance(event, ChaosEvent):
-        # The agents of all ranks tell what befell their group.
-        return None if event.rank and isinstance(event, FaultEvent) and _hits_groups(event) else _describe_chaos(event)
-    if isinstance(event, LighthouseRestarted):
-        return f"{event.reason}; it is back at the same address after {event.seconds:.2f} s"
+    line, line_of_group = _LINES.get(type(event)), _LINES_OF_GROUP.get(type(event))
+    if isinstance(event, FaultEvent) and event.rank and _hits_groups(event):
+        return None  # the agents of all ranks tell what befell their group
+    if line is not None and not isinstance(event, RankEvent):
+        return line(event)
     replica = event.replica
     if replica is None or replica not in after:
         return None
@@ -195,82 +230,16 @@ def describe(before: Groups, after: Groups, event: Event) -> str | None:
     if isinstance(event, Joined):
         joins = new.state == JOINED and before[replica].state != JOINED
         return f"{name} joined (groups {_listed(new.participants)})" if joins else None
-    if isinstance(event, _SEEN_BY_ALL) and not _tells_for_all(after, replica):
+    if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(after, replica):
         return None
-    return _describe_job(event) or _describe_group(event, name)
+    if line is not None:
+        return line(event)
+    return None if line_of_group is None else f"{name} {line_of_group(event)}"
 
 
-# Every group comes to the same finding: one line is enough.
-_SEEN_BY_ALL = (Waiting, Straggler, StragglerRecovered, DigestMismatch, GradientExcluded, RolledBack)
-
-
-def _tells_for_all(groups: Groups, replica: int) -> bool:
+def _is_first_to_train(groups: Groups, replica: int) -> bool:
     """Tell whether a group is the first of those that train."""
     return all(group.state not in (JOINED, TRAINING) for group in groups.values() if group.replica < replica)
-
-
-def _describe_job(event: RankEvent) -> str | None:
-    """Return what rank 0 of a group tells of others."""
-    match event:
-        case Straggler():
-            return f"replica {event.slot} is slow: {event.factor:.1f} times the others' step time"
-        case StragglerRecovered():
-            return f"replica {event.slot} is as fast as the others again"
-        case GradientExcluded():
-            whose = f"replica {_listed(event.slots)}"
-            return f"step {event.step} goes without {whose}: gradient not finite; the batch is trained again"
-    return None
-
-
-def _describe_group(event: RankEvent, name: str) -> str | None:
-    """Return what rank 0 tells of its own group."""
-    match event:
-        case HealStarted():
-            told = f"healing from replica {event.donor} at step {event.from_step}"
-        case HealFinished():
-            told = f"healed in {event.seconds:.2f} s"
-        case HealFailed():
-            told = f"got no state from replica {event.donor}: {_first_line(event.error)}"
-        case RolledBack():
-            told = f"goes on from step {event.step}: steps lost with their groups: {event.lost}"
-        case CheckpointFailed():
-            told = f"could not save the checkpoint of step {event.step}: {_first_line(event.error)}"
-        case DigestMismatch():
-            minority = _listed(event.minority) or "none, a tie"
-            told = f"sees different digests at step {event.step} (minority: {minority})"
-        case Waiting():
-            told = f"waits after step {event.step}: {event.reason or 'too few groups'}"
-        case CatchUpWaiting():
-            told = f"cannot queue more updates: the others wait until it has step {event.step}"
-        case Drained():
-            told = f"left after step {event.step}{_because(event.reason)}"
-        case ForeignMember():
-            told = f"leaves {event.member} aside{_because(event.reason)}"
-        case CheckpointSaved():
-            told = f"saved the checkpoint of step {event.step}"
-        case DataReset():
-            told = f"starts its data anew{_because(event.reason)}"
-        case TrainingFinished():
-            told = f"finished at step {event.step}"
-        case _:
-            return None
-    return f"{name} {told}"
-
-
-def _describe_chaos(event: ChaosEvent) -> str | None:
-    """Return what the chaos runner and its agents do, to whomever."""
-    match event:
-        case ChaosStarted():
-            return f"chaos begins: {event.plan}, seed {event.seed}: {event.schedule}"
-        case ChaosFinished():
-            return f"chaos ends: faults injected: {event.injected}, skipped: {event.skipped}"
-        case FaultInjected():
-            return f"fault: {_fault(event)}{_params(event)}"
-        case FaultUndone():
-            return f"fault undone: {_fault(event)}"
-        case FaultSkipped():
-            return f"fault skipped: {_fault(event)}{_because(event.reason)}"
-    return None
 
 
 def _hits_groups(event: FaultEvent) -> bool:

@@ -84,4 +84,3 @@ class TableView:
 def make_view(num_replicas: int) -> StatusView:
     """Choose by what stdout is."""
     return TableView(num_replicas) if sys.stdout.isatty() else PlainView()
-

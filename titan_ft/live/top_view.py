@@ -11,7 +11,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from titan_ft.live.group_table import GAP, duration, group_table, number
+from titan_ft.history.terminal import clock
+from titan_ft.live.group_table import GAP, group_table, number
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status import TRAINING, GroupStatus
 
@@ -84,13 +85,13 @@ def _state(run: RunStatus, now: float) -> Text:
     if run.started is None:
         return _text("no event yet", "yellow")
     shape = f"{len(run.groups)} groups" + (f" x {run.num_ranks} ranks" if run.num_ranks else "")
-    elapsed = duration(run.elapsed(now))
+    elapsed = clock(run.elapsed(now))
     if run.end:
         code = "" if run.code is None else f" (exit status {run.code})"
         return _text(f"over after {elapsed}: {run.end}{code}; {shape}", "red" if run.code else "green")
     line = _text(f"running for {elapsed}; {shape}")
     if now - run.last > SILENT_SECONDS:
-        line.append(f"; no event for {duration(now - run.last)}", "bold yellow")
+        line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
     return line
 
 
@@ -164,5 +165,4 @@ def _line(seconds: float, text: str) -> Text:
         style = "magenta"
     elif any(word in text for word in (" died", " failed", " hangs", "different digests", "not finite")):
         style = "red"
-    return _text(f"{duration(seconds):>8}  ", "dim").append(text, f"not dim {style}")
-
+    return _text(f"{clock(seconds):>8}  ", "dim").append(text, f"not dim {style}")

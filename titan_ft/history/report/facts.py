@@ -282,13 +282,6 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes} min"
 
 
-def clock(seconds: float) -> str:
-    """Return seconds as m:ss or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def size(num_bytes: float) -> str:
     """Return an amount of bytes with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):

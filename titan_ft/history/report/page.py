@@ -12,8 +12,9 @@ from typing import Any
 
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report.canvas import Drawing
-from titan_ft.history.report.facts import RunReport, clock, count_kinds, duration, gather, size
+from titan_ft.history.report.facts import RunReport, count_kinds, duration, gather, size
 from titan_ft.history.report.plots import draw
+from titan_ft.history.terminal import clock
 
 LLAMA = ("https://pytorch.org/blog/fault-tolerant-llama-training-with-2000-synthetic-failures-every-15-seconds-and-no-checkpoints-on-crusoe-l40s/", "torchft")  # fmt: skip  # noqa: E501
 FT_HSDP = ("https://arxiv.org/abs/2602.00277", "FT-HSDP")

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.history.report.canvas import LEFT, Canvas, Drawing, add_axes, new_canvas, render
-from titan_ft.history.report.facts import Recovery, RunReport, Span, clock, duration
+from titan_ft.history.report.facts import Recovery, RunReport, Span, duration
 from titan_ft.history.report.style import (
     ACCENT,
     FAULT,
@@ -22,6 +22,7 @@ from titan_ft.history.report.style import (
     state_label,
     state_order,
 )
+from titan_ft.history.terminal import clock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
