@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import mean
 
 from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.curve import Point, curve
 from titan_ft.history.record import RunRecord
 from titan_ft.history.trajectory import ROOT
-from titan_ft.run.events import StepCommitted, WorkerStarted
+from titan_ft.run.events import WorkerStarted
 
 ROUNDING = 1e-4
 """Relative difference, times the step, that the order of additions may make with more than two groups."""
@@ -25,31 +25,6 @@ LEAST_STEPS = 5
 STANDARD_ERRORS = 3.0
 LEAST_DIFFERENCE = 0.02
 """Relative difference of two means that is no difference."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """One step of the trajectory.
-
-    `tokens` are those of this step and all before; `whole` says whether all groups took part; `event` told of it.
-    """
-
-    step: int
-    tokens: int
-    loss: float | None
-    whole: bool
-    event: StepCommitted
-
-
-def curve(record: RunRecord) -> list[Point]:
-    """Return the steps of a run's trajectory."""
-    told = [record.commits_of[state.lineage] for state in record.chain]
-    losses = [next((event.loss for event in events if event.loss is not None), None) for events in told]
-    totals = accumulate(events[0].tokens for events in told)
-    return [
-        Point(state.step, total, loss, len(record.participants(state.lineage)) >= record.group_size, events[0])
-        for state, events, loss, total in zip(record.chain, told, losses, totals, strict=True)
-    ]
 
 
 def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titan_ft.history.audit import Verdict as AuditVerdict
 from titan_ft.history.audit import audit
 from titan_ft.history.checks.judgement import count
+from titan_ft.history.curve import curve
 from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.goodput import count_exchanges
 from titan_ft.history.incidents import Drain, Failure, Heal, find_drains, find_failures, find_heals
@@ -128,7 +129,7 @@ def summarize(record: RunRecord) -> RunSummary:
         failures=find_failures(record),
         heals=find_heals(record),
         transfers=find_transfers(record),
-        losses=_losses(commits),
+        losses=_losses(record),
     )
     _compare_final(summary, finished or _last_to_leave(record))
     compared = compare_digests(((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
@@ -167,17 +168,11 @@ def _recomputed(commit: StepCommitted) -> int:
     return max(0, commit.forward_passes - sum(data.num_batches for data in commit.readings()))
 
 
-def _losses(commits: Iterable[StepCommitted]) -> list[tuple[int, float | None]]:
-    """Return the loss of the first, the last and the quartile steps, each from the lowest replica that has it."""
-    best: dict[int, tuple[int, float | None]] = {}
-    for event in commits:
-        if event.replica <= best.get(event.step, (event.replica, None))[0]:
-            best[event.step] = (event.replica, event.loss)
-    steps = sorted(best)
-    if not steps:
-        return []
-    indices = sorted({round(quarter * (len(steps) - 1) / 4) for quarter in range(5)})
-    return [(steps[index], best[steps[index]][1]) for index in indices]
+def _losses(record: RunRecord) -> list[tuple[int, float | None]]:
+    """Return the loss of the first, the last and the quartile steps."""
+    points = curve(record)
+    places = sorted({round(quarter * (len(points) - 1) / 4) for quarter in range(5)}) if points else []
+    return [(points[place].step, points[place].loss) for place in places]
 
 
 def _last_to_leave(record: RunRecord) -> list[Drained]:

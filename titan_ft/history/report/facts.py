@@ -11,57 +11,33 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_ft.history.check import Report, check
+from titan_ft.history.curve import Point, curve
 from titan_ft.history.goodput import Goodput, goodput
 from titan_ft.history.incidents import Incident, find_incidents
 from titan_ft.history.record import RunRecord
 from titan_ft.history.summary import RunSummary, summarize
 from titan_ft.history.timeline import timeline
-from titan_ft.run.events import (
-    ChaosStarted,
-    CheckpointFailed,
-    DataReset,
-    DigestMismatch,
-    Event,
-    FaultInjected,
-    FaultSkipped,
-    ForeignMember,
-    GradientExcluded,
-    HealFailed,
-    Hung,
-    LaunchFinished,
-    LaunchStarted,
-    LaunchStopping,
-    LighthouseRestarted,
-    RankSilent,
-    ReplicaGaveUp,
-    RolledBack,
-    SpareTookOver,
-    StartedAnew,
-    StepCommitted,
-    Straggler,
-    Target,
-    Waiting,
-)
+from titan_ft.run import events as ev
 
 # Events that a reader should know of, and the fields that say why.
-NOTABLE: dict[type[Event], tuple[str, ...]] = {
-    FaultSkipped: ("fault", "reason"),
-    HealFailed: ("donor", "error"),
-    DigestMismatch: ("step", "minority"),
-    GradientExcluded: ("step", "slots"),
-    Straggler: ("slot", "factor"),
-    Hung: ("step",),
-    RankSilent: ("ranks", "hosts"),
-    ForeignMember: (),
-    RolledBack: ("step", "lost"),
-    StartedAnew: (),
-    DataReset: ("reason",),
-    CheckpointFailed: ("step", "error"),
-    ReplicaGaveUp: ("reason",),
-    SpareTookOver: (),
-    LighthouseRestarted: ("reason",),
-    Waiting: ("reason",),
-    LaunchStopping: ("reason",),
+NOTABLE: dict[type[ev.Event], tuple[str, ...]] = {
+    ev.FaultSkipped: ("fault", "reason"),
+    ev.HealFailed: ("donor", "error"),
+    ev.DigestMismatch: ("step", "minority"),
+    ev.GradientExcluded: ("step", "slots"),
+    ev.Straggler: ("slot", "factor"),
+    ev.Hung: ("step",),
+    ev.RankSilent: ("ranks", "hosts"),
+    ev.ForeignMember: (),
+    ev.RolledBack: ("step", "lost"),
+    ev.StartedAnew: (),
+    ev.DataReset: ("reason",),
+    ev.CheckpointFailed: ("step", "error"),
+    ev.ReplicaGaveUp: ("reason",),
+    ev.SpareTookOver: (),
+    ev.LighthouseRestarted: ("reason",),
+    ev.Waiting: ("reason",),
+    ev.LaunchStopping: ("reason",),
 }
 
 
@@ -113,19 +89,6 @@ class Note:
     count: int = 1
 
 
-@dataclass(frozen=True)
-class Commits:
-    """The curves of a run. Of a step that several groups committed, the lowest replica speaks; the last word counts."""
-
-    losses: list[tuple[int, float | None]]
-    """(step, loss); None for a loss that was not finite."""
-    participants: list[tuple[float, int]]
-    """(seconds since the beginning, groups with weight) at each commit."""
-    step_seconds: list[float]
-    """Of each group's rank 0."""
-    tokens: int
-
-
 @dataclass
 class RunReport:
     """All that the report of a run shows."""
@@ -137,7 +100,9 @@ class RunReport:
     goodput: Goodput
     plan: dict[str, Any]
     """Seed, plan, schedule, job_id, reason; those that are known."""
-    commits: Commits
+    curve: list[Point]
+    step_seconds: list[float]
+    """Of each group's steps, as its rank 0 tells them."""
     recoveries: list[Recovery]
     notes: list[Note]
     check: Report
@@ -157,7 +122,8 @@ def gather(record: RunRecord, against: RunRecord | None = None) -> RunReport:
         summary=summarize(record),
         goodput=goodput(record),
         plan=plan_of(record),
-        commits=fold_commits(record),
+        curve=curve(record),
+        step_seconds=[event.seconds for event in record.commits],
         recoveries=find_recoveries(record),
         notes=find_notes(record),
         check=check(record, against),
@@ -181,22 +147,6 @@ def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[
     }
 
 
-def fold_commits(record: RunRecord) -> Commits:
-    """Return the curves of a run."""
-    best: dict[int, StepCommitted] = {}
-    for event in record.commits:
-        known = best.get(event.step)
-        again = known is not None and event.lineage != known.lineage  # the job went back
-        if known is None or again or event.replica < known.replica:
-            best[event.step] = event
-    return Commits(
-        losses=[(step, best[step].loss) for step in sorted(best)],
-        participants=sorted((event.time - record.begin, len(event.participants)) for event in best.values()),
-        step_seconds=[event.seconds for event in record.commits],
-        tokens=sum(event.tokens for event in best.values()),
-    )
-
-
 def find_recoveries(record: RunRecord) -> list[Recovery]:
     """Return the faults and the failures of a run, in order of time."""
     found = []
@@ -208,7 +158,7 @@ def find_recoveries(record: RunRecord) -> list[Recovery]:
     return found
 
 
-def name_target(target: Target) -> str:
+def name_target(target: ev.Target) -> str:
     """Return the target of a skipped fault in words."""
     if target.lighthouse:
         return "lighthouse"
@@ -229,7 +179,7 @@ def find_notes(record: RunRecord) -> list[Note]:
             continue
         details = [_say(name, getattr(event, name)) for name in fields]
         where = "job" if event.replica is None else f"group {event.replica}"
-        if isinstance(event, FaultSkipped) and event.target is not None:
+        if isinstance(event, ev.FaultSkipped) and event.target is not None:
             where = name_target(event.target)
         note = Note(event.time - record.begin, event.name, where, ", ".join(details))
         last = notes[-1] if notes else None
@@ -254,15 +204,15 @@ def plan_of(record: RunRecord) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for event in record.events:
         match event:
-            case ChaosStarted():
+            case ev.ChaosStarted():
                 found |= {"seed": event.seed, "plan": event.plan, "schedule": event.schedule}
-            case LaunchStarted():
+            case ev.LaunchStarted():
                 found.pop("reason", None)  # an earlier launch ended so
                 found["job_id"] = event.job_id
-            case LaunchFinished():
+            case ev.LaunchFinished():
                 found["reason"] = event.reason
             # A fault of a plan has a seed of its own, which follows from the plan's.
-            case FaultInjected(seed=int(seed)) if "plan" not in found:
+            case ev.FaultInjected(seed=int(seed)) if "plan" not in found:
                 found["seed"] = seed
     return found
 

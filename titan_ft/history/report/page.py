@@ -75,7 +75,7 @@ def _words(report: RunReport) -> dict[str, Any]:
         "facts": [
             (f"groups {TIMES} ranks", f"{s.num_groups} {TIMES} {s.ranks_per_group}"),
             ("steps committed", f"{s.steps_committed:,}"),
-            ("tokens", f"{max(s.tokens, report.commits.tokens):,}"),
+            ("tokens", f"{max([s.tokens, *(point.tokens for point in report.curve[-1:])]):,}"),
             ("wall time", duration(report.seconds)),
             ("faults injected", f"{len(injected):,}"),
             ("seed", str(plan.get("seed", "none"))),
@@ -89,11 +89,11 @@ def _words(report: RunReport) -> dict[str, Any]:
 
 
 def _loss_caption(report: RunReport) -> str:
-    losses = [(step, loss) for step, loss in report.commits.losses if loss is not None]
+    losses = [(point.step, point.loss) for point in report.curve if point.loss is not None]
     if not losses:
         return "The history tells of no loss."
     (first, begin), (last, end) = losses[0], losses[-1]
     text = f"Mean loss over the tokens of each committed step: {begin:.3f} at step {first}, {end:.3f} at step {last:,}."
-    broken = len(report.commits.losses) - len(losses)
+    broken = len(report.curve) - len(losses)
     text += f" {broken} were not finite (crosses)." if broken else ""
     return text + (" A red line is a fault, at the step that it hit." if report.recoveries else "")

@@ -42,12 +42,13 @@ def draw(report: RunReport) -> list[Drawing]:
     for each in report.recoveries:
         if each.incident.stall_seconds is not None:
             stalls_of[each.kind].append(each.incident.stall_seconds)
+    counts = [(point.event.time - report.begin, len(point.event.participants)) for point in report.curve]
     spent = {"job": report.goodput.job_us} | {f"group {group}": us for group, us in report.goodput.groups_us.items()}
     return [
-        loss(report.commits.losses, report.recoveries),
-        participants(report.commits.participants, report.summary.num_groups, report.seconds),
+        loss([(point.step, point.loss) for point in report.curve], report.recoveries),
+        participants(counts, report.summary.num_groups, report.seconds),
         timeline(report.groups, report.recoveries, report.seconds),
-        step_times(report.commits.step_seconds),
+        step_times(report.step_seconds),
         stalls(stalls_of),
         goodput({name: {state: us / 1e6 for state, us in states.items()} for name, states in spent.items()}),
     ]
