@@ -1,0 +1,80 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the docs name is there: files, classes, functions, fields."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/design.md")
+_SOURCES = ("titan_ft", "tests", "scripts", "benchmarks")
+_WORD = r"[A-Za-z_]\w*"
+
+
+@cache
+def _files() -> frozenset[str]:
+    """Return the paths of all files and folders of the sources, below the repository's root."""
+    paths = (path for folder in _SOURCES for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts)
+    return frozenset(f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in paths)
+
+
+@cache
+def _known() -> frozenset[str]:
+    """Return every name that the sources define, assign, import or use, and the strings that are names."""
+    names: set[str] = set()
+    for folder in _SOURCES:
+        for path in (ROOT / folder).rglob("*.py"):
+            if path == Path(__file__):
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.ClassDef() | ast.FunctionDef():
+                        names.add(node.name)
+                    case ast.Name():
+                        names.add(node.id)
+                    case ast.Attribute():
+                        names.add(node.attr)
+                    case ast.arg() | ast.keyword() if node.arg:
+                        names.add(node.arg)
+                    case ast.alias():
+                        names.update(node.name.split("."))
+                    case ast.Constant() if isinstance(node.value, str):
+                        names.add(node.value)
+    return frozenset(names)
+
+
+def _quoted(page: str) -> Iterator[str]:
+    """Yield what a page says in backticks, without its blocks of code."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"`([^`\n]+)`", text)
+
+
+def _stands(quoted: str) -> bool:
+    """Tell whether a file or a name that is quoted exists; what is neither is not looked at."""
+    if re.fullmatch(r"[\w./-]+\.(py|sh|md|toml|txt)", quoted):
+        return (ROOT / quoted).exists() or any(path.endswith(f"/{quoted}") for path in _files())
+    if re.fullmatch(r"[\w.-]+/([\w.-]+/)*", quoted):
+        return (ROOT / quoted).is_dir() or any(path.endswith(f"/{quoted}") for path in _files())
+    called = re.match(rf"({_WORD}(?:\.{_WORD})*)(?:\(.*)?$", quoted)
+    return called is None or quoted.startswith("torchft.") or all(part in _known() for part in called[1].split("."))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page: str) -> None:
+    """A file, a class, a method, a field that a page names exists in the sources."""
+    gone = sorted({quoted for quoted in _quoted(page) if not _stands(quoted)})
+    assert gone == []
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    """A renamed function, a moved file: both are found missing."""
+    assert _stands("Rounds.make")
+    assert not _stands("Rounds.fabricate_nothing")
+    assert not _stands("replica/never_there.py")
