@@ -495,7 +495,7 @@ def test_history_without_one_group_is_unknown(good_run: Any) -> None:
     """A history that lacks the file of a group which took part never holds."""
     report = check([e for e in good_run.events if e.replica != 1 or e.name == "worker_exited"])
     assert report.verdict == "unknown"
-    assert "groups [1] took part in steps and told of none" in "".join(report["whole history"].unknown)
+    assert "groups [1] took part in steps and have no events of their own" in "".join(report["whole history"].unknown)
 
 
 def test_lost_batch_in_a_cut_history(good_run: Any) -> None:

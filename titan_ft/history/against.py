@@ -21,7 +21,7 @@ MOST_ROUNDING = 0.05
 WINDOW = 0.1
 """Share of the common tokens that the last window has."""
 LEAST_STEPS = 5
-"""Steps that each run must have in the window, so that their scatter can be told."""
+"""Steps that each run must have in the window, so that their scatter can be estimated."""
 STANDARD_ERRORS = 3.0
 LEAST_DIFFERENCE = 0.02
 """Relative difference of two means that is no difference."""
@@ -58,7 +58,7 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
 def _comparable(
     record: RunRecord, reference: RunRecord, ours: Sequence[Point], theirs: Sequence[Point], found: Judgement
 ) -> bool:
-    """Tell whether both runs train the same from the beginning; say why not."""
+    """Return whether both runs train the same from the beginning; note why not."""
     digests = [
         {event.config_digest for event in each.of(WorkerStarted) if event.config_digest} for each in (record, reference)
     ]

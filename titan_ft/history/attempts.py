@@ -126,7 +126,7 @@ def microseconds(event: Event) -> int:
 
 
 def key_of(event: Event) -> Key | None:
-    """Return group and attempt (0 where it is not told) of an event, or None for one of no group."""
+    """Return group and attempt (0 where it is not given) of an event, or None for one of no group."""
     return None if event.replica is None else (event.replica, event.attempt or 0)
 
 
@@ -136,7 +136,7 @@ def is_of_worker(event: Event) -> bool:
 
 
 def seconds_of(fault: FaultInjected) -> float:
-    """Return how long a fault lasts by its parameters; 0 where they do not tell."""
+    """Return how long a fault lasts by its parameters; 0 where they do not say."""
     seconds = (fault.params or {}).get("seconds", 0.0)
     return seconds if isinstance(seconds, int | float) else 0.0
 
@@ -162,7 +162,7 @@ def read_faults(events: Iterable[Event]) -> list[Fault]:
 
 
 def read_attempts(events: Iterable[Event], faults: Sequence[Fault]) -> dict[int, list[Attempt]]:
-    """Return the attempts of each group of which some event tells, in order; the events are in order of time."""
+    """Return the attempts of each group that have events, in order; the events are in order of time."""
     found: dict[Key, Attempt] = {}
     for event in events:
         key = key_of(event)

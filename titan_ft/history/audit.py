@@ -29,13 +29,13 @@ MAX_FINDINGS_SHOWN = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """Consecutive batches of one slot, and what is said about them."""
+    """Consecutive batches of one slot, and what was found about them."""
 
     slot: int
     first_batch: int
     num_batches: int
     steps: tuple[int, ...]
-    """Those that trained them, or that tell that nobody did."""
+    """Those that trained them, or that show that nobody did."""
     detail: str = ""
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Audit:
     verdict: Verdict = "unknown"
     """Whether every batch was trained once: "does not hold" beats "unknown", which beats "holds"."""
     num_steps: int = 0
-    """Steps on the job's trajectory, as far back as the history tells it."""
+    """Steps on the job's trajectory, as far back as the history goes."""
     num_batches: int = 0
     """Different batches trained there."""
     lost: list[Finding] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Audit:
     void: list[Finding] = field(default_factory=list)
     """Batches whose step was thrown away."""
     unknown: list[str] = field(default_factory=list)
-    """Why it cannot be told."""
+    """Why there is no verdict."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -116,7 +116,7 @@ def audit(record: RunRecord) -> Audit:
 
 
 def _decide(found: Audit) -> Audit:
-    """Set the verdict. Nothing found in a history that cannot tell is unknown."""
+    """Set the verdict. Where nothing was found and something is missing, it is unknown."""
     if not found.num_batches and not found.unknown:
         found.unknown.append("no step tells of a batch")
     failed = found.lost or found.repeated or found.differing or found.conflicts
@@ -161,7 +161,7 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
         void=[
             Finding(slot, first, count, (state.step,), f"void at step {state.step} ({state.lineage})")
             for state in sorted(record.states.values(), key=lambda state: state.step)
-            if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut nobody can tell
+            if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut of the history it is unknown
             for slot, (first, count) in state.batches.items()
         ],
     )
@@ -201,7 +201,7 @@ def _count_uses(slot: int, uses: Sequence[tuple[int, int, int]], start: int, fou
 
 
 def _compare_readings(state: State, found: Audit) -> None:
-    """Compare the batches that a step counts with those that its groups read for it, as far as they told."""
+    """Compare the batches that a step counts with those that its groups read for it, as far as known."""
     counted = {(slot, batch) for slot, (first, count) in state.batches.items() for batch in range(first, first + count)}
     for replica, read in sorted(state.read.items()):
         for slot, first, count in _ranges(read - counted):

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Judge a run by its history: which of the promises hold, which do not, and what cannot be told.
+"""Judge a run by its history: which of the promises hold, which do not, and what is unknown.
 
 As in Jepsen: a history goes in, small checkers that know nothing of each other judge it, their verdicts are merged
-("does not hold" beats "unknown", which beats "holds"). A checker that crashes says unknown, and so does a history that
+("does not hold" beats "unknown", which beats "holds"). A checker that crashes gives unknown, and so does a history that
 is empty, damaged or cut: nothing that was not verified ever holds.
 """
 
@@ -82,7 +82,7 @@ def check(record: RunRecord, against: RunRecord | None = None) -> Report:
 
 
 def check_folders(folder: Path, against: Path | None = None) -> Report:
-    """Judge the events in a folder, as `check` does. A damaged file tells nothing for sure.
+    """Judge the events in a folder, as `check` does. With a damaged file all is unknown.
 
     Raises:
         OSError: a file cannot be read.
@@ -95,7 +95,7 @@ def check_folders(folder: Path, against: Path | None = None) -> Report:
 
 
 def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) -> Judgement:
-    """Let a checker judge; one that crashes says unknown."""
+    """Let a checker judge; one that crashes gives unknown."""
     found = Judgement(name, promise)
     try:
         checker(record, found)

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss curve of a run: a point for each step of its trajectory, as far back as the history tells it."""
+"""The loss curve of a run: a point for each step of its trajectory, as far back as the history goes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Point:
 
     Attributes:
         tokens: of this step and all before.
-        loss: mean over the tokens of the step; None where it was not finite, or nobody told it.
+        loss: mean over the tokens of the step; None where it was not finite, or is not in the history.
         whole: whether all groups took part.
-        event: the first that told of it.
+        event: the first commit of it.
     """
 
     step: int

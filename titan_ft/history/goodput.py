@@ -22,7 +22,7 @@ from titan_ft.run.events import ExchangeFailed, StepCommitted, Waiting
 
 @dataclass
 class Goodput:
-    """The figures of one run. None where the history does not tell."""
+    """The figures of one run. None where it is not in the history."""
 
     wall_us: int = 0
     """From `launch_started` (else the first event) to `launch_finished` (else the last event)."""
@@ -165,7 +165,7 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
         broken[step] = max(broken.get(step, 0), fails)
     committed = [state for state in made if state[1] not in record.void]
     reached = {step for step, _ in made}
-    # A group that died in the exchange saw it break no more often than the others, who tell of it with their commit.
+    # A group that died in the exchange saw it break no more often than the others, whose commits count it.
     attempted = sum(made.values()) + sum(fails for step, fails in broken.items() if step not in reached)
     return attempted, len(committed)
 

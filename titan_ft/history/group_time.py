@@ -150,7 +150,7 @@ class GroupFold:
         why = "" if counts else "the step is void" if void else "its gradient did not count"
         before = "overhead"
         if self._heal is not None or not begun:
-            before = "wait_for_groups" if not begun else "heal"  # the heal's end is not told
+            before = "wait_for_groups" if not begun else "heal"  # the heal's end is not in the history
         strip.fill(strip.cursor + head - computing, before, "" if begun else "first meeting")
         strip.fill(strip.cursor + computing, "productive" if counts else "wasted", why)
         strip.fill(strip.cursor + exchange, "exchange_wait")
@@ -220,7 +220,7 @@ class GroupFold:
     def _end(self, attempt: Attempt) -> None:
         """Fill the time from the attempt's last step or heal to its end, as far as that is known."""
         until = attempt.died_us
-        if until is None:  # nothing tells of its end
+        if until is None:  # its end is not in the history
             self._strip.fill(attempt.last_us, "heal" if self._heal is not None else "unknown")
             self._paint_exchange(self._strip.cursor)
             return

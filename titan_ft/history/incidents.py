@@ -3,10 +3,10 @@
 """Incidents of a run, and what each cost: the one definition of a stall, of a failure and of their price.
 
 An *incident* is a fault that was injected (one shot that hits several groups is one), the end of a group that no fault
-explains, or a group's leaving because it was asked to. It *begins* with the fault, with the last word of the worker
-that fell silent first, or with the group's word that it leaves. It *reaches* until it was over for the others: until
-the end of its groups was noticed, until the last step that still has their gradients, until the fault was undone, or
-until a lighthouse listened again.
+explains, or a group's leaving because it was asked to. It *begins* with the fault; without one, with the last event of
+the worker that fell silent first, or with the event in which the group says that it leaves. It *reaches* until it is
+over for the others: until the end of its groups is noticed, until the last step that still has their gradients, until
+the fault is undone, or until a lighthouse listens again.
 
 A *stall* is the time by which a commit of a group came later than one usual step (`RunRecord.usual_step_us`) after the
 commit before it, of the same attempt. Each stall counts once: for the last incident that had begun when the commit was
@@ -79,7 +79,7 @@ class Drain:
     replica: int
     attempt: int
     time: float
-    """Unix seconds at which its first rank said so."""
+    """Unix seconds at which its first rank reported it."""
     in_order: bool
     """Whether it finished its step first."""
     stall_seconds: float | None
@@ -91,7 +91,7 @@ class Incident:
     """A fault, or a group's end or leaving that no fault explains, and what it cost."""
 
     time: float
-    """Unix seconds of the fault; of the supervisor's note, or of the group's word, where no fault is known."""
+    """Unix seconds of the fault; of the supervisor's event, or of the group's own, where no fault is known."""
     fault: str
     """The fault's name; what ended the group (SIGKILL, exit code 1, drained) where none was injected."""
     injected: bool
@@ -223,7 +223,7 @@ def find_drains(record: RunRecord) -> list[Drain]:
 
 @view
 def find_heals(record: RunRecord) -> list[Heal]:
-    """Fold what the ranks of a group tell of a heal into one transfer, in order of time."""
+    """Return the transfers of state to groups, the ranks of a group together, in order of time."""
     ranks: dict[tuple[int, int, int], list[HealFinished]] = defaultdict(list)
     for event in record.of(HealFinished):
         ranks[event.replica, event.attempt, event.from_step].append(event)
@@ -231,14 +231,14 @@ def find_heals(record: RunRecord) -> list[Heal]:
         Heal(
             replica,
             attempt,
-            time=max(event.time for event in told),
-            donor=told[0].donor,
+            time=max(event.time for event in events),
+            donor=events[0].donor,
             from_step=step,
-            num_bytes=sum(event.bytes for event in told),
-            seconds=max(event.seconds for event in told),
-            replayed=max(event.replayed for event in told),
+            num_bytes=sum(event.bytes for event in events),
+            seconds=max(event.seconds for event in events),
+            replayed=max(event.replayed for event in events),
         )
-        for (replica, attempt, step), told in ranks.items()
+        for (replica, attempt, step), events in ranks.items()
     ]
     return sorted(heals, key=lambda heal: heal.time)
 

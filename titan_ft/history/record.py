@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The record of a run: its events, read once, and what they say. Every figure of a run is a view of its record."""
+"""The record of a run: its events, read once, and what follows; every figure is a view of it."""
 
 from __future__ import annotations
 
@@ -152,24 +152,24 @@ class RunRecord:
 
     @cached_property
     def attempts(self) -> dict[int, list[Attempt]]:
-        """The attempts of each group of which some event tells."""
+        """The attempts of each group that have events."""
         return read_attempts(self.events, self.faults)
 
     @cached_property
     def groups(self) -> list[int]:
-        """The groups that were launched, and those of which some event tells."""
+        """The groups that were launched, and those that have events."""
         launches = self.of(LaunchStarted)
         return sorted({*range(launches[-1].replicas if launches else 0), *self.attempts})
 
     @cached_property
     def group_size(self) -> int:
-        """How many groups the job has when all are there; 0 if nothing tells."""
+        """How many groups the job has when all are there; 0 if unknown."""
         sizes = [process.config.group_size for process in self.processes if process.config is not None]
         return max([*sizes, *(event.replicas for event in self.of(LaunchStarted))], default=0)
 
     @cached_property
     def hang_us(self) -> int | None:
-        """After how many microseconds without progress a worker ends itself; None if nothing tells."""
+        """After how many microseconds without progress a worker ends itself; None if unknown."""
         configs = [event.config for event in self.of(WorkerStarted) if event.config is not None]
         return round(configs[-1].hang_timeout_seconds * 1e6) if configs else None
 
@@ -217,7 +217,7 @@ class RunRecord:
 
     @cached_property
     def commits(self) -> list[StepCommitted]:
-        """One commit per group and step: that of rank 0, which speaks for its group."""
+        """One commit per group and step: that of its rank 0."""
         return [event for event in self.of(StepCommitted) if event.rank == 0]
 
     @cached_property
@@ -249,7 +249,7 @@ class RunRecord:
 
     @cached_property
     def finals(self) -> tuple[list[State], list[str]]:
-        """The states that the job may have ended with, the likeliest first, and why the history cannot tell more."""
+        """The states that the job may have ended with, the likeliest first, and what is missing to know more."""
         unknown: list[str] = []
         return (final_states(self.states, self.events, unknown) if self.states else []), unknown
 
@@ -267,7 +267,7 @@ class RunRecord:
     def void(self) -> frozenset[str]:
         """The lineages that some group committed and that did not lead to the job's last state.
 
-        Below a cut of the history nobody can tell.
+        Steps below a cut of the history are left out: nothing is known of them.
         """
         known = {state.lineage for state in self.states.values() if state.step >= self.chain[0].step}
         return frozenset(known - self.on_chain)
@@ -307,7 +307,7 @@ class RunRecord:
 
     @property
     def usual_step_seconds(self) -> float | None:
-        """The usual step in seconds; None where nothing tells."""
+        """The usual step in seconds; None if unknown."""
         return self.usual_step_us / 1e6 if self.usual_step_us else None
 
 

@@ -54,7 +54,7 @@ class Transfer:
 
 @dataclass
 class RunSummary:
-    """The figures of one run. Zero, None, empty or "unknown" where the history does not tell."""
+    """The figures of one run. Zero, None, empty or "unknown" where it is not in the history."""
 
     num_groups: int = 0
     ranks_per_group: int = 0
@@ -142,21 +142,21 @@ def summarize(record: RunRecord) -> RunSummary:
 
 
 def find_transfers(record: RunRecord) -> list[Transfer]:
-    """Fold what the ranks of a donor tell of one state that they served into one transfer, in order of time."""
+    """Return the transfers of state from donors, the ranks of a group together, in order of time."""
     ranks: dict[tuple[int, int, int], list[StateServed]] = defaultdict(list)
     for event in record.of(StateServed):
         ranks[event.replica, event.joiner, event.step].append(event)
     transfers = [
         Transfer(
-            time=max(event.time for event in told),
+            time=max(event.time for event in served),
             donor=donor,
             joiner=joiner,
             step=step,
-            num_bytes=sum(event.bytes for event in told),
-            copy_seconds=max(event.copy_seconds for event in told),
-            serve_seconds=max(event.serve_seconds for event in told),
+            num_bytes=sum(event.bytes for event in served),
+            copy_seconds=max(event.copy_seconds for event in served),
+            serve_seconds=max(event.serve_seconds for event in served),
         )
-        for (donor, joiner, step), told in ranks.items()
+        for (donor, joiner, step), served in ranks.items()
     ]
     return sorted(transfers, key=lambda transfer: transfer.time)
 

@@ -18,7 +18,7 @@
 | hung | it lives and does nothing: stopped (SIGSTOP) or deadlocked |
 | overhead | it is between two steps: digests, logging, checkpoints, validation |
 | idle | it has finished, was drained or stopped for good, or gave up |
-| unknown | the events do not tell, as at the end of a history that was cut |
+| unknown | there is no event, as at the end of a history that was cut |
 
 What is hidden behind forward and backward (most quorums, a donor's transfers) is productive time: it costs nothing.
 """

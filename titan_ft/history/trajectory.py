@@ -64,7 +64,7 @@ def read_states(history: Iterable[Event], conflicts: list[str]) -> dict[str, Sta
 
 
 def final_states(states: Mapping[str, State], history: Sequence[Event], unknown: list[str]) -> list[State]:
-    """Return the states that the job may have ended with, the likeliest first; one, unless the history cannot tell."""
+    """Return the states that the job may have ended with, the likeliest first; one, if the history is clear."""
     parents = {state.parent for state in states.values()}
     tips = [state for state in states.values() if state.lineage not in parents]
     tips.sort(key=lambda state: (state.step, len(state.committed), state.time), reverse=True)

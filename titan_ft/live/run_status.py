@@ -38,7 +38,7 @@ _OF_LAUNCH: dict[type[Event], Callable[[Any], str]] = {
 
 
 class CommittedSteps:
-    """Count each committed step once, whichever of its groups tells first."""
+    """Count each committed step once, whichever of its groups is first."""
 
     def __init__(self) -> None:
         self.num_committed = 0
@@ -69,14 +69,14 @@ class CommittedSteps:
 
 
 class InjectedFaults:
-    """Count each fault once, however many groups it hits and however many ranks tell."""
+    """Count each fault once, however many groups it hits and however many ranks write it."""
 
     def __init__(self) -> None:
         self.num_injected = 0
         self._shots: set[tuple[object, ...]] = set()
 
     def observe(self, event: Event) -> bool:
-        """Take any event; return whether it tells a fault that is new."""
+        """Take any event; return whether it is a new fault."""
         if isinstance(event, ChaosStarted):
             self._shots.clear()  # the same plan may be carried out again
         if not isinstance(event, FaultInjected):
@@ -104,7 +104,7 @@ class RunStatus:
     def _begin(self, num_replicas: int) -> None:
         self.groups = status.initial(num_replicas)
         self.num_ranks = 0
-        """Ranks of each group; 0 where no launcher tells."""
+        """Ranks of each group; 0 where there is no launcher."""
         self.steps = CommittedSteps()
         self.step: int | None = None
         self.loss: float | None = None
@@ -129,7 +129,7 @@ class RunStatus:
 
     @property
     def end(self) -> str:
-        """Return why the run is over; empty while it goes on. Without a launcher, its groups tell."""
+        """Return why the run is over; empty while it goes on. Without a launcher, it is over when all groups are."""
         if self.code is not None:
             return self._reason or "the launcher ended"
         states = {group.state for group in self.groups.values()}

@@ -66,7 +66,7 @@ def draining(groups: Groups) -> Groups:
 
 
 def fold(groups: Groups, event: ev.Event) -> Groups:
-    """Return the status after an event. Of a group's ranks, rank 0 speaks; a rank that died does so for itself."""
+    """Return the status after an event. Of a group's ranks, rank 0's events count, and the end of any rank."""
     if isinstance(event, ev.FaultInjected):
         hit = groups.get(-1 if event.target.replica is None else event.target.replica)
         if hit is None:
@@ -87,7 +87,7 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
             return replace(group, state=DIED, own_seconds=None)
         case ev.WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:
             return replace(group, state=FINISHED)
-        case ev.SpareTookOver():  # its supervisor tells that it restarts the group
+        case ev.SpareTookOver():  # its supervisor's event of the restart follows
             return replace(group, state=STARTING, attempt=event.attempt, own_seconds=None)
         case ev.ReplicaRestarted():
             restarts = group.restarts + 1
@@ -96,14 +96,14 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
             return replace(group, state=FAILED)
     if event.rank != 0 or group.state == FAILED:
         return group
-    changed = _apply_word_of_rank_0(group, event)
+    changed = _apply_event_of_rank_0(group, event)
     # A group that was asked to leave goes on with its step meanwhile.
     if group.state == DRAINING and changed.state not in (DRAINED, FINISHED):
         return replace(changed, state=DRAINING)
     return changed
 
 
-def _apply_word_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
+def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
     match event:
         case ev.WorkerStarted():
             return replace(group, state=STARTING, attempt=event.attempt, host=event.host, own_seconds=None)
@@ -131,7 +131,7 @@ def _apply_word_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
     return group
 
 
-# The line that tells of an event. `replica N` stands before those of a group itself, told by its rank 0.
+# The line that an event becomes. `replica N` stands before those of a group itself, of which rank 0's count.
 _LINES: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.LighthouseRestarted: lambda e: f"{e.reason}; it is back at the same address after {e.seconds:.2f} s",
     ev.ChaosStarted: lambda e: f"chaos begins: {e.plan}, seed {e.seed}: {e.schedule}",
@@ -167,10 +167,10 @@ _SEEN_BY_ALL = (ev.Waiting, ev.Straggler, ev.StragglerRecovered, ev.DigestMismat
 
 
 def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
-    """Return the line that tells a change, or None when the event is not worth one."""
+    """Return the line that shows a change, or None when the event is not worth one."""
     line, line_of_group = _LINES.get(type(event)), _LINES_OF_GROUP.get(type(event))
     if isinstance(event, ev.FaultEvent) and event.rank and _hits_groups(event):
-        return None  # the agents of all ranks tell what befell their group
+        return None  # the agents of all ranks report what hit their group
     if line is not None and not isinstance(event, ev.RankEvent):
         return line(event)
     replica = event.replica

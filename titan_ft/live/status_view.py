@@ -19,7 +19,7 @@ class StatusView(Protocol):
     """Where the launcher shows what happens."""
 
     def line(self, text: str) -> None:
-        """Tell one change."""
+        """Show one change."""
 
     def update(self, groups: Groups) -> None:
         """Show the state of all groups; called often."""

@@ -148,7 +148,7 @@ def sparkline(values: Sequence[float], width: int, rows: int = 1, *, ascii_only:
 
 
 def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
-    """Return the groups that have a row, and what to say of the others; of too many, those that train are left out."""
+    """Return the groups that have a row, and a line about the others; of too many, those that train are left out."""
     groups = list(run.groups.values())
     if max_rows >= len(groups):
         return groups, ""

@@ -40,7 +40,7 @@ def _check_steps(record: RunRecord, found: Judgement) -> None:
             found.object_to(text, record.commits_of[state.lineage][0])
         for event in record.commits_of[state.lineage]:
             if (event.step, event.parent) != (state.step, state.parent):
-                found.object_to(f"step and parent of the state {state.lineage} are not what others tell", event)
+                found.object_to(f"step and parent of the state {state.lineage} are not what others report", event)
 
 
 def _check_rates(record: RunRecord, found: Judgement) -> int:
@@ -73,22 +73,22 @@ def _check_finished(record: RunRecord, found: Judgement) -> None:
     """Check the final counts of steps and tokens against the trajectory."""
     tokens: dict[str, int] = {}
     for event in record.of(TrainingFinished):
-        state, told = record.states.get(event.lineage), event.tokens
+        state, tokens_seen = record.states.get(event.lineage), event.tokens
         if state is not None and event.step != state.step:
             found.object_to(f"finished with step {event.step} in the state of step {state.step}", event)
-        if tokens.setdefault(event.lineage, told) != told:
-            found.object_to(f"finished with {told} tokens, others with {tokens[event.lineage]}", event)
+        if tokens.setdefault(event.lineage, tokens_seen) != tokens_seen:
+            found.object_to(f"finished with {tokens_seen} tokens, others with {tokens[event.lineage]}", event)
         elif record.chain and event.lineage == record.chain[-1].lineage and record.chain[0].parent == ROOT:
             _check_tokens(record, event, found)
 
 
 def _check_tokens(record: RunRecord, event: TrainingFinished, found: Judgement) -> None:
     """Compare a final count with the sum of the steps' tokens. Tokens without a label are in the count only."""
-    told, sums = event.tokens, [(state, record.commits_of[state.lineage][0].tokens) for state in record.chain]
+    tokens_seen, sums = event.tokens, [(state, record.commits_of[state.lineage][0].tokens) for state in record.chain]
     total = sum(tokens for _, tokens in sums)
     full = {tokens / batches for state, tokens in sums if (batches := _num_batches(state))}
-    if told < total or (len(full) == 1 and told != total):
-        found.object_to(f"finished with {told} tokens, the steps' own are {total}", event)
+    if tokens_seen < total or (len(full) == 1 and tokens_seen != total):
+        found.object_to(f"finished with {tokens_seen} tokens, the steps' own are {total}", event)
 
 
 def _num_batches(state: State) -> int:
@@ -126,4 +126,4 @@ def _check_sizes(record: RunRecord, found: Judgement) -> None:
                     found.object_to(f"committed with {count(present, 'group')}; min_replica_size is {least}", event)
                 excluded = []
     if untold:
-        found.unknown.append(f"{count(untold, 'commit')} of workers that do not tell their min_replica_size")
+        found.unknown.append(f"{count(untold, 'commit')} of workers whose min_replica_size is not in the history")

@@ -50,7 +50,7 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
     if compared.differing:
         found.statement = f"{len(compared.differing)} of {len(compared.compared)} comparisons of digests differ{final}"
     if not compared.compared:
-        found.unknown.append("no two groups told a digest of the same state (fault_tolerance.digest_every)")
+        found.unknown.append("no two groups have a digest of the same state (fault_tolerance.digest_every)")
 
 
 def _words(record: RunRecord) -> Iterator[Word]:
@@ -99,7 +99,7 @@ def _named(record: RunRecord, step: int) -> set[int]:
 
 
 def _after(process: Process, event: Event) -> list[StepCommitted | HealFinished | TrainingFinished]:
-    """Return what the process told after an event, other than of the differing state itself."""
+    """Return what the process did after an event, other than with the differing state itself."""
     rest = list(dropwhile(lambda each: each is not event, process.events))[1:]
     return [each for each in rest if isinstance(each, StepCommitted | HealFinished | TrainingFinished)]
 
@@ -114,7 +114,7 @@ def _contribution_before_heal(after: Sequence[StepCommitted | HealFinished | Tra
 
 
 def _compare_ends(record: RunRecord, found: Judgement) -> str:
-    """Check that the groups finished with one state; return what to say of it."""
+    """Check that the groups finished with one state; return a clause about it."""
     since = max((event.time for event in record.of(LaunchStarted)), default=0.0)
     last = {(event.replica, event.rank): event for event in record.of(TrainingFinished) if event.time >= since}
     ends = {event.lineage: event for event in last.values()}

@@ -46,10 +46,10 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
         found.unknown.append(f"the history is cut: no event tells how the state before step {first.step} was made")
     elif first.parent == ROOT and first.step != 1:
         found.notes.append(f"the first step is {first.step}")
-    told = {process.replica for process in record.processes}
-    silent = sorted({slot for state in record.chain for slot in record.participants(state.lineage)} - told)
+    known = {process.replica for process in record.processes}
+    silent = sorted({slot for state in record.chain for slot in record.participants(state.lineage)} - known)
     if silent:
-        found.unknown.append(f"the history is cut: groups {silent} took part in steps and told of none")
+        found.unknown.append(f"the history is cut: groups {silent} took part in steps and have no events of their own")
 
 
 def _check_end(record: RunRecord, found: Judgement) -> None:
@@ -80,7 +80,7 @@ def check_clock(record: RunRecord, found: Judgement) -> None:
     jumps = [jump for events in hosts.values() for jump in _jumps(events)]
     found.statement = f"{count(len(hosts), 'clock')} advanced evenly"
     if jumps:
-        found.statement = f"wall clocks jumped {count(len(jumps), 'time')}: what rests on times cannot be told"
+        found.statement = f"wall clocks jumped {count(len(jumps), 'time')}: what rests on times is unknown"
     for event, seconds in jumps:
         way = "forward" if seconds > 0 else "back"
         found.object_to(

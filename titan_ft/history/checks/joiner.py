@@ -33,7 +33,7 @@ from titan_ft.run.events import (
 )
 
 LONG_STEPS = 4
-"""Usual steps that a heal must last to tell anything; what a shorter one could stall is no more than that."""
+"""Usual steps that a heal must last to show anything; what a shorter one could stall is no more than that."""
 LEAST_RATE = 0.5
 """Share of the usual rate of commits that the others must keep, over all heals together."""
 LEAST_RATE_OF_ONE = 0.25
@@ -120,7 +120,7 @@ def _rate(heals: Sequence[_Heal], scale: float) -> float:
 
 
 def _slowdown(heals: Sequence[_Heal], usual: float | None) -> float:
-    """Return how much longer the others' own computing took during heals; 1 where the history does not tell."""
+    """Return how much longer the others' own computing took during heals; 1 if unknown."""
     seconds = [value for heal in heals for value in heal.compute]
     return max(1.0, median(seconds) / usual) if seconds and usual else 1.0
 
@@ -191,7 +191,7 @@ def _waits_for_joiner(event: Waiting) -> bool:
 
 
 def _check_waits(record: RunRecord, found: Judgement) -> None:
-    """Object to a wait for a joiner that did not ask for it. Counts what was said, whenever it was."""
+    """Object to a wait for a joiner that did not ask for it. Counts all such events, whenever they were."""
     asked = {event.replica for event in record.of(CatchUpWaiting)}
     waits = [event for event in record.of(Waiting) if _waits_for_joiner(event)]
     for event in waits if not asked else []:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 8: whatever ends, fails or is broken is told, and something follows from it."""
+"""Promise 8: whatever ends, fails or is broken has its event, and something follows from it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
     counts = Counter(event.name for event in record.of(*NOTED))
     found.notes += [f"{name}: {count(times, 'event')}" for name, times in counts.items()]
     if jumped:
-        found.unknown.append("the wall clock jumped: what followed what cannot be told")
+        found.unknown.append("the wall clock jumped: what followed what is unknown")
     if not record.processes:
         found.unknown.append("no worker wrote an event")
 
 
 def _check_ends(record: RunRecord, found: Judgement) -> None:
-    """Object to processes that fell silent without a word of themselves or their supervisor."""
+    """Object to processes that fell silent without an event of their own or of their supervisor about it."""
     latest: dict[int, int] = defaultdict(int)
     for event in record.events:
         if event.replica is not None:
@@ -121,7 +121,7 @@ def _check_heals(process: Process, record: RunRecord, found: Judgement) -> None:
         elif isinstance(event, ev.HealFinished | ev.HealFailed | ev.RolledBack):
             begun = None
         elif isinstance(event, ev.StepCommitted | ev.TrainingFinished) and begun is not None:
-            found.object_to("began a heal, and trains on without a word how it ended", begun)
+            found.object_to("began a heal, and trains on without an event about how it ended", begun)
             begun = None
     if begun is not None and process.exit is None and not process.ended_in_order and record.launch_end is None:
         found.unknown.append(f"nothing tells how the heal of {process.name} ended")
@@ -147,7 +147,7 @@ def _check_faults(record: RunRecord, found: Judgement, jumped: bool) -> int:
         if any(end.time >= event.time - CLOCK_SECONDS for end in later):
             seen += 1
         elif not _is_over(event, finished, record):
-            found.object_to(f"the fault {event.fault} was injected, and nothing is told to have ended", event)
+            found.object_to(f"the fault {event.fault} was injected, and no event says that anything ended", event)
     return seen
 
 

@@ -44,7 +44,7 @@ def _check_passes(process: Process, found: Judgement) -> int:
 def _check_order(process: Process, record: RunRecord, found: Judgement) -> None:
     """Object to a commit that does not go on from the state that the process held.
 
-    A state of which no event tells at all is missing from the history: nobody can say who made it.
+    A state without any event is missing from the history: who made it is unknown.
     """
     held: StepCommitted | None = None
     # It may go on from any state that it got in the meantime, or in a part of its events that is missing.

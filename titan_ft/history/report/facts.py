@@ -102,7 +102,7 @@ class RunReport:
     """Seed, plan, schedule, job_id, reason; those that are known."""
     curve: list[Point]
     step_seconds: list[float]
-    """Of each group's steps, as its rank 0 tells them."""
+    """Of each group's steps, by its rank 0."""
     recoveries: list[Recovery]
     notes: list[Note]
     check: Report
@@ -171,11 +171,11 @@ def count_kinds(kinds: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def find_notes(record: RunRecord) -> list[Note]:
-    """Return what else a reader should know; the same words again in a row are counted."""
+    """Return what else a reader should know; equal notes in a row are counted."""
     notes: list[Note] = []
     for event in record.events:
         fields = NOTABLE.get(type(event))
-        if fields is None or event.rank:  # rank 0 speaks for its group
+        if fields is None or event.rank:  # rank 0's event stands for its group's
             continue
         details = [_say(name, getattr(event, name)) for name in fields]
         where = "job" if event.replica is None else f"group {event.replica}"
@@ -191,7 +191,7 @@ def find_notes(record: RunRecord) -> list[Note]:
 
 
 def _say(name: str, value: Any) -> str:
-    """Return a field in words; a text speaks for itself."""
+    """Return a field in words: with its name, unless it is a text."""
     if isinstance(value, list):
         value = " ".join(map(str, value))
     elif isinstance(value, float):
@@ -200,7 +200,7 @@ def _say(name: str, value: Any) -> str:
 
 
 def plan_of(record: RunRecord) -> dict[str, Any]:
-    """Return seed, plan and schedule of a run's chaos, its job's id and why it ended; the last word on each."""
+    """Return seed, plan and schedule of a run's chaos, its job's id and why it ended; of each the latest."""
     found: dict[str, Any] = {}
     for event in record.events:
         match event:

@@ -61,7 +61,7 @@ def render(report: RunReport, drawings: Mapping[str, Drawing]) -> str:
 
 
 def _words(report: RunReport) -> dict[str, Any]:
-    """Return what the template says of the run as a whole."""
+    """Return what the template shows of the run as a whole."""
     s, plan, recoveries = report.summary, report.plan, report.recoveries
     injected = [each for each in recoveries if each.incident.injected]
     lead = "No faults were injected."
