@@ -7,22 +7,24 @@ A stall, a usual step and the time until a group is back are history's, the same
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.run import SURVIVOR, BenchError, commits_of
 from benchmarks.tries import StepTried, translate
-from titan_ft.history.audit import audit
-from titan_ft.history.goodput import goodput
-from titan_ft.history.job_facts import JobFacts
-from titan_ft.history.stalls import Stall, stalls
+from titan_ft.history import audit as audits
+from titan_ft.history import digests
+from titan_ft.history import goodput as goodputs
+from titan_ft.history.audit import Audit
+from titan_ft.history.goodput import Goodput
+from titan_ft.history.incidents import Incident, find_incidents
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import Drained, Event, HealStarted, RolledBack, StepCommitted, TrainingFinished
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
 
-__all__ = ["Stall", "audit", "goodput"]
+__all__ = ["Incident"]
 Gap = tuple[float, float]
 
 
@@ -31,14 +33,24 @@ def read_run(run_dir: Path) -> list[Event]:
     return translate(read_events(RunPaths(run_dir).events))
 
 
-def injected(events: Iterable[Event]) -> list[Stall]:
+def audit(events: Iterable[Event]) -> Audit:
+    """Return what became of the batches of a run."""
+    return audits.audit(RunRecord(events))
+
+
+def goodput(events: Iterable[Event]) -> Goodput:
+    """Return what the time and the work of a run went into."""
+    return goodputs.goodput(RunRecord(events))
+
+
+def injected(events: Iterable[Event]) -> list[Incident]:
     """Return what each injected fault cost."""
-    return [stall for stall in stalls(events) if stall.injected]
+    return [incident for incident in find_incidents(RunRecord(events)) if incident.injected]
 
 
 def num_crashes(events: Iterable[Event]) -> int:
     """Return how many attempts of groups ended although nobody had injected a fault."""
-    return sum(not stall.injected for stall in stalls(events))
+    return sum(incident.failed and not incident.injected for incident in find_incidents(RunRecord(events)))
 
 
 def usual_step(events: Iterable[Event]) -> float:
@@ -47,9 +59,10 @@ def usual_step(events: Iterable[Event]) -> float:
     Raises:
         BenchError: no two steps were committed.
     """
-    if not (usual := JobFacts(events).usual_step_us()):
+    usual = RunRecord(events).usual_step_seconds
+    if usual is None:
         raise BenchError("no steps were committed before what was to be measured")
-    return usual / 1e6
+    return usual
 
 
 def survivor_gaps(events: Iterable[Event], begin: float, end: float) -> list[Gap]:
@@ -84,21 +97,15 @@ def compare_digests(events: Sequence[Event]) -> str:
     """Compare the groups' digests, state by state and rank by rank.
 
     Returns:
-        "equal", "differ" or "unknown", for the last state of which all groups told a digest; and what differs in all.
+        "equal", "differ" or "unknown", for the last state of which all groups have a digest; and what differs in all.
     """
-    found: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
-    steps: dict[str, int] = {}
-    for event in events:
-        if isinstance(event, StepCommitted | Drained | TrainingFinished) and event.digest:
-            lineage = event.lineage or ""
-            found[lineage, event.rank][event.replica] = event.digest
-            steps[lineage] = steps.pop(lineage, event.step)  # in the order in which they were last told
-    num_groups = len({replica for told in found.values() for replica in told})
-    differs = {state: len(set(told.values())) > 1 for state, told in found.items() if len(told) > 1}
-    whole = {lineage for (lineage, _), told in found.items() if len(told) == num_groups > 1}
+    told = [e for e in events if isinstance(e, StepCommitted | Drained | TrainingFinished) and e.digest]
+    found = digests.compare_digests(((event.lineage or "", event.rank), event.replica, event.digest) for event in told)
+    num_groups = len({event.replica for event in told})
+    whole = {state for (state, _), groups in found.groups.items() if len(groups) == num_groups > 1}
     verdict = "unknown"
-    if last := next((lineage for lineage in reversed(steps) if lineage in whole), None):
-        differ = any(different for (lineage, _), different in differs.items() if lineage == last)
-        verdict = f"{'differ' if differ else 'equal'} (step {steps[last]})"
-    num_differing = sum(differs.values())
-    return verdict + (f"; differ in {num_differing} of {len(differs)} comparisons" if num_differing else "")
+    if last := next((event for event in reversed(told) if (event.lineage or "") in whole), None):
+        differ = any(state == (last.lineage or "") for state, _ in found.differing)
+        verdict = f"{'differ' if differ else 'equal'} (step {last.step})"
+    num = len(found.differing)
+    return verdict + (f"; differ in {num} of {len(found.compared)} comparisons" if num else "")

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.cores import pin_groups, supervisor_of, wait_for_standby
 from benchmarks.kills import MAX_RESTARTS, SETTLE_STEPS, costs, kill_repeatedly, wait_phase
-from benchmarks.record import Gap, Stall, injected, longest_delay, survivor_gaps, usual_step
+from benchmarks.record import Gap, Incident, injected, longest_delay, survivor_gaps, usual_step
 from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, commits_of, progress
 from benchmarks.systems import NUM_GROUPS, OURS, Job, derive_config
 from titan_ft.launch.lighthouse_keeper import HEALTHY_SECONDS
@@ -156,7 +156,7 @@ def _wait_over(run: Run, fault: FaultInjected, end_after: Callable[[Events, floa
     return run.events()
 
 
-def _describe(what: str, describe: Callable[[Events, Stall], Figures], events: Events) -> list[Figures]:
+def _describe(what: str, describe: Callable[[Events, Incident], Figures], events: Events) -> list[Figures]:
     """Return the figures of each fault that was injected."""
     found = [describe(events, fault) for fault in injected(events)]
     for figures in found:
@@ -164,7 +164,7 @@ def _describe(what: str, describe: Callable[[Events, Stall], Figures], events: E
     return found
 
 
-def rejoin_after(events: Events, kill: Stall) -> Figures:
+def rejoin_after(events: Events, kill: Incident) -> Figures:
     """Return what the victim's return after a kill cost the survivor.
 
     `transfer_seconds` (`transfer_steps` in usual steps) are from the begin of the heal until the joiner has the state,
@@ -198,7 +198,7 @@ def _waited_through(gap: Gap, begin: float, end: float) -> bool:
     return min(gap[1], end) - max(gap[0], begin) > (end - begin) / 2
 
 
-def drain_after(events: Events, request: Stall) -> Figures:
+def drain_after(events: Events, request: Incident) -> Figures:
     """Return the survivor's stall when the victim is asked to leave, and the seconds until that had left.
 
     Raises:
@@ -211,7 +211,7 @@ def drain_after(events: Events, request: Stall) -> Figures:
     return {"stall": _pause(request.stall_seconds, usual_step(events)), **left}
 
 
-def outage_after(events: Events, kill: Stall) -> Figures:
+def outage_after(events: Events, kill: Incident) -> Figures:
     """Return the stall of the group hit hardest, the seconds without a lighthouse, and the groups restarted meanwhile.
 
     Raises:

@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from titan_ft.history.record import RunRecord
 from titan_ft.history.summary import RunSummary, summarize
-from titan_ft.run.log import read_events
 
 
 def shortfalls(summary: RunSummary) -> list[str]:
@@ -33,7 +33,7 @@ def shortfalls(summary: RunSummary) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path, help="the folder of the finished job")
-    found = shortfalls(summarize(read_events(parser.parse_args().run_dir / "events")))
+    found = shortfalls(summarize(RunRecord.read(parser.parse_args().run_dir / "events")))
     if found:
         print(f"expect_rejoin.py: {'; '.join(found)}", file=sys.stderr)
         return 1

@@ -89,13 +89,17 @@ def _chaos(command: Chaos) -> int:
 
 
 def _check(command: Check) -> int:
-    from titan_ft.history.check import check_folders, format_check
+    from titan_ft.history.check import check_folders, check_table
+    from titan_ft.history.terminal import show
     from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir, command.against)
     against = None if command.against is None else RunPaths(command.against).events
     report = check_folders(RunPaths(command.run_dir).events, against)
-    print(json.dumps(report.to_dict(), indent=2) if command.json else format_check(report))
+    if command.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        show(check_table(report))
     return 0 if report.verdict == "holds" else 1
 
 
@@ -106,26 +110,28 @@ def _top(command: Top) -> int:
 
 
 def _report(command: Report) -> int:
-    from titan_ft.history.report import report_figures, write_report
-    from titan_ft.history.summary import format_summary, summarize
-    from titan_ft.run.log import read_events
+    from titan_ft.history.record import RunRecord
+    from titan_ft.history.report.facts import report_figures
+    from titan_ft.history.report.page import write_report
+    from titan_ft.history.summary import summarize, summary_table
+    from titan_ft.history.terminal import show
     from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir, command.against)
     try:
-        events = read_events(RunPaths(command.run_dir).events)
-        against = None if command.against is None else read_events(RunPaths(command.against).events)
+        record = RunRecord.read(RunPaths(command.run_dir).events)
+        against = None if command.against is None else RunRecord.read(RunPaths(command.against).events)
     except ValueError as error:
         print(f"titan-ft report: {error}", file=sys.stderr)
         return 1
-    if not events:
+    if not record.events:
         print(f"titan-ft report: {command.run_dir} has no events (events/*.jsonl)", file=sys.stderr)
         return 1
     if command.json:
-        print(json.dumps(report_figures(events, against), indent=2))
+        print(json.dumps(report_figures(record, against), indent=2))
         return 0
-    print(format_summary(summarize(events)))
-    page = write_report(events, command.out or RunPaths(command.run_dir).report, against)
+    show(summary_table(summarize(record)))
+    page = write_report(record, command.out or RunPaths(command.run_dir).report, against)
     print(f"page: {page}")
     return 0
 
@@ -139,13 +145,17 @@ def _require_folders(run_dir: Path, against: Path | None = None) -> None:
 
 def _audit(command: Audit) -> int:
     from titan_ft.history import audit
-    from titan_ft.run.log import read_events
+    from titan_ft.history.record import RunRecord
+    from titan_ft.history.terminal import show
     from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir)
     try:
-        found = audit.audit(read_events(RunPaths(command.run_dir).events))
+        found = audit.audit(RunRecord.read(RunPaths(command.run_dir).events))
     except ValueError as error:  # a file that is damaged tells nothing for sure
         found = audit.Audit(unknown=[str(error)])
-    print(json.dumps(found.to_dict(), indent=2) if command.json else audit.format_audit(found))
+    if command.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(audit.audit_table(found))
     return 0 if found.verdict == "holds" else 1

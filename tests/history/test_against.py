@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 
-from titan_ft.history.check import Report, check, check_folders, format_check
+from titan_ft.history import check as check_module
+from titan_ft.history.check import Report, check_folders, check_table
+from titan_ft.history.record import RunRecord
+from titan_ft.history.terminal import text_of
+from titan_ft.run.events import Event
+
+
+def check(events: list[Event], against: list[Event] | None = None) -> Report:
+    return check_module.check(RunRecord(events), None if against is None else RunRecord(against))
+
+
+def format_check(report: Report) -> str:
+    return text_of(check_table(report))
 
 
 def clean(run_class: Any, num_groups: int = 2, steps: int = 60, loss_scale: float = 1.0, **fields: Any) -> Any:

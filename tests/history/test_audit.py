@@ -15,8 +15,20 @@ import pytest
 from tests.event_builder import change, named, untyped
 from tests.event_builder import event as make
 from titan_ft.cli import main
-from titan_ft.history.audit import ROOT, Audit, audit, format_audit
+from titan_ft.history import audit as audits
+from titan_ft.history.audit import Audit, audit_table
+from titan_ft.history.record import RunRecord
+from titan_ft.history.terminal import text_of
+from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import Event
+
+
+def audit(events: Iterable[Event]) -> Audit:
+    return audits.audit(RunRecord(events))
+
+
+def format_audit(found: Audit) -> str:
+    return text_of(audit_table(found))
 
 
 class Job:

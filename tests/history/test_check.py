@@ -16,9 +16,20 @@ import pytest
 from tests.event_builder import change, like, untyped
 from tests.event_builder import event as make
 from titan_ft.history import check as check_module
-from titan_ft.history.check import Report, check, check_folders, format_check
-from titan_ft.history.failures import find_failures
-from titan_ft.run.events import RankEvent, Target
+from titan_ft.history.check import Report, check_folders, check_table
+from titan_ft.history.incidents import find_failures
+from titan_ft.history.record import RunRecord
+from titan_ft.history.terminal import text_of
+from titan_ft.run.events import Event, RankEvent, Target
+
+
+def check(events: list[Event]) -> Report:
+    return check_module.check(RunRecord(events))
+
+
+def format_check(report: Report) -> str:
+    return text_of(check_table(report))
+
 
 OTHERS_ASKED = {2, 3, 4, 5, 6, 7, 8}
 
@@ -484,7 +495,7 @@ def test_history_without_one_group_is_unknown(good_run: Any) -> None:
     """A history that lacks the file of a group which took part never holds."""
     report = check([e for e in good_run.events if e.replica != 1 or e.name == "worker_exited"])
     assert report.verdict == "unknown"
-    assert "groups [1] took part in steps and told of none" in "".join(report["whole history"].unknown)
+    assert "groups [1] took part in steps and have no events of their own" in "".join(report["whole history"].unknown)
 
 
 def test_lost_batch_in_a_cut_history(good_run: Any) -> None:
@@ -596,7 +607,7 @@ def test_fault_dates_the_failure(good_run: Any, target: Target, hit: bool) -> No
     """A failure began when a fault was aimed at its group."""
     (fault,) = good_run.named("fault_injected")
     fault.target = target
-    (failure,) = find_failures(good_run.events, [])
+    (failure,) = find_failures(RunRecord(good_run.events))
     assert (failure.time == fault.time) == hit
 
 

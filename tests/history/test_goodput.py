@@ -6,77 +6,20 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
 
 import pytest
 
 from tests.event_builder import event as make
-from titan_ft.history.goodput import Goodput, format_goodput, goodput, stalls
+from tests.history.histories import calm_run, commit, killed_run, say
+from titan_ft.history import goodput as goodputs
+from titan_ft.history.goodput import Goodput
+from titan_ft.history.incidents import find_incidents
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import Event
 
 
-def say(time: float, event: str, replica: int | None = None, **fields: Any) -> Any:
-    """Return an event of a group's rank 0, or of the launcher."""
-    context = {} if replica is None else {"replica": replica, "rank": 0, "attempt": 0}
-    return make(event, time=1e9 + time, **context | fields)
-
-
-def fault(time: float, name: str, replica: int | None = None, **fields: Any) -> Any:
-    target = {"lighthouse": True} if replica is None else {"replica": replica}
-    return say(time, "fault_injected", fault=name, target=target, seed=1, **fields)
-
-
-def commit(time: float, step: int, replica: int, **fields: Any) -> Any:
-    """Return a commit of two groups that computed two microbatches each."""
-    usual = {
-        "participants": [0, 1],
-        "lineage": f"{step:012x}",
-        "parent": f"{step - 1:012x}",
-        "tokens": 1000,
-        "seconds": 1.0,
-        "compute_seconds": 0.7,
-        "exchange_seconds": 0.2,
-        "apply_seconds": 0.1,
-        "exchanges": 1,
-        "forward_passes": 2,
-    }
-    return say(time, "step_committed", replica, step=step, **(usual | fields))
-
-
-def calm_run(steps: int = 10) -> list[Event]:
-    """Return a run of two groups that start in 10 s and make a step a second."""
-    events = [say(0.0, "launch_started", replicas=2)]
-    for replica in (0, 1):
-        events.append(say(9.0, "joined", replica, participants=[0, 1], quorum_seconds=0.0, rebuild_seconds=0.0))
-        events += [commit(9.0 + step, step, replica) for step in range(1, steps + 1)]
-        events.append(say(9.0 + steps, "training_finished", replica, step=steps))
-    return [*events, say(9.0 + steps + 1.0, "launch_finished", code=0)]
-
-
-def killed_run() -> list[Event]:
-    """Return a run in which group 1 is killed at 12.5 s, after step 3, and contributes again to step 8 of 10.
-
-    Step 4 comes 3 s after step 3, with a second exchange; the others each a second after the one before.
-    """
-    events = [say(0.0, "launch_started", replicas=2)]
-    for replica in (0, 1):
-        events.append(say(9.0, "joined", replica, participants=[0, 1], quorum_seconds=0.0, rebuild_seconds=0.0))
-        events += [commit(9.0 + step, step, replica) for step in (1, 2, 3)]
-    events += [
-        fault(12.5, "kill_group", 1, shot=0),
-        say(12.6, "worker_exited", 1, signal="SIGKILL", stopped=False),
-        say(12.7, "replica_restarted", 1, attempt=1),
-        say(13.0, "exchange_failed", 0, error="closed", seconds=0.3, step=3),
-        commit(15.0, 4, 0, participants=[0], exchanges=2, seconds=3.0, exchange_seconds=2.2),
-    ]
-    events += [commit(11.0 + step, step, 0, participants=[0]) for step in (5, 6, 7)]
-    events += [
-        say(16.0, "heal_started", 1, donor=0, from_step=5, step=5, attempt=1),
-        say(18.0, "heal_finished", 1, donor=0, from_step=5, step=7, bytes=9, seconds=2.0, replayed=2, attempt=1),
-    ]
-    for step in (8, 9, 10):
-        events += [commit(11.0 + step, step, 0), commit(11.0 + step, step, 1, attempt=1)]
-    return events
+def goodput(events: list[Event]) -> Goodput:
+    return goodputs.goodput(RunRecord(events))
 
 
 def check_sums(figures: Goodput) -> None:
@@ -168,83 +111,15 @@ def test_void_and_left_out_work_is_wasted() -> None:
     }
 
 
-def test_stall_of_a_kill() -> None:
-    """A fault's stall is what its survivors waited beyond a usual step; its group is back with its contribution."""
-    (stall,) = stalls(killed_run())
-    assert (stall.fault, stall.injected, stall.replicas, stall.ended) == ("kill_group", True, (1,), True)
-    assert stall.stall_seconds == pytest.approx(2.0)
-    assert stall.rejoin_seconds == pytest.approx(19.0 - 12.5)
-    assert stall.heal is not None
-    assert (stall.heal.donor, stall.heal.replayed) == (0, 2)
-
-
-def test_death_without_a_fault() -> None:
-    """A group that dies by itself is a failure too, named by what ended it."""
-    (stall,) = stalls(event for event in killed_run() if event.name != "fault_injected")
-    assert (stall.fault, stall.injected, stall.replicas) == ("SIGKILL", False, (1,))
-    assert stall.stall_seconds == pytest.approx(2.0)
-
-
-def test_stall_counts_once() -> None:
-    """Of two faults the one before the stall began has it; one that comes while it lasts has none of its own."""
-    events = killed_run()
-    events += [fault(10.5, "slow_rank", 1, shot=7), fault(14.5, "kill_lighthouse", shot=8)]
-    found = {stall.fault: stall.stall_seconds for stall in stalls(events)}
-    assert found == {"slow_rank": 0.0, "kill_group": pytest.approx(2.0), "kill_lighthouse": 0.0}
-
-
-def test_fault_that_comes_while_a_step_is_late() -> None:
-    """A stall that no fault precedes belongs to the first that came while it lasted."""
-    events = [event for event in killed_run() if event.name != "fault_injected"]
-    events = [event for event in events if event.name not in ("worker_exited", "replica_restarted")]
-    events.append(fault(13.5, "kill_lighthouse", shot=1))
-    (stall,) = stalls(events)
-    assert stall.stall_seconds == pytest.approx(2.0)
-    assert stall.replicas == ()
-
-
-def test_one_shot_that_hits_several_groups_is_one_failure() -> None:
-    """Two groups killed by one shot are one failure, over when both are back."""
-    events = [*killed_run(), fault(12.52, "kill_group", 2, shot=0)]
-    (stall,) = stalls(events)
-    assert stall.replicas == (1, 2)
-    assert stall.rejoin_seconds is None
-
-
-def test_no_survivor_no_stall() -> None:
-    """Where no other group committed before and after a fault its stall is unknown, not zero."""
-    events = [event for event in killed_run() if event.replica != 0]
-    (stall,) = stalls(events)
-    assert stall.stall_seconds is None
-    assert goodput(events).mean_stall_seconds is None
-
-
-def test_group_that_is_stopped_and_goes_on() -> None:
-    """A group under SIGSTOP contributes again without a new attempt; the others stall meanwhile."""
-    events = [*calm_run(3), fault(12.5, "stop_group", 1, shot=0, params={"seconds": 4})]
-    events += [commit(17.0, 4, replica, seconds=5.0) for replica in (0, 1)]
-    (stall,) = stalls(events)
-    assert not stall.ended
-    assert stall.stall_seconds == pytest.approx(4.0)
-    assert stall.rejoin_seconds == pytest.approx(4.5)
-
-
-def test_text_and_json() -> None:
-    """The figures are printed as few aligned lines, and are plain JSON."""
-    figures = goodput(killed_run())
-    text = format_goodput(figures)
-    assert "10 committed of 11 attempted" in text
-    assert "34, 2 wasted (2 unfinished: kill_group (SIGKILL))" in text
-    width = len("effective training time") + 2
-    assert all(line[width - 1] == " " and line[width] != " " for line in text.splitlines())
-    data = json.loads(json.dumps(figures.to_dict()))
+def test_figures_are_json() -> None:
+    """The figures are plain JSON."""
+    data = json.loads(json.dumps(goodput(killed_run()).to_dict()))
     assert sum(data["shares"].values()) == pytest.approx(1.0, abs=1e-4)
-    json.dumps([stall.to_dict() for stall in stalls(killed_run())])
 
 
 def test_nothing_known() -> None:
     """Without events, or without a commit, no figure is made up."""
-    assert "unknown" in format_goodput(goodput([]))
+    assert goodput([]) == Goodput()
     figures = goodput([say(0.0, "launch_started", replicas=2), say(5.0, "worker_started", 0)])
     check_sums(figures)
     assert figures.effective_training_time is None
@@ -267,6 +142,5 @@ def test_thinned_histories_add_up(seed: int) -> None:
     assert figures.steps_committed <= figures.steps_begun
     assert figures.num_wasted <= figures.forward_passes
     assert 0.0 <= (figures.effective_training_time or 0.0) <= 1.0
-    for stall in stalls(events):
-        assert stall.stall_seconds is None or stall.stall_seconds >= 0.0
-    format_goodput(figures)
+    for incident in find_incidents(RunRecord(events)):
+        assert incident.stall_seconds is None or incident.stall_seconds >= 0.0

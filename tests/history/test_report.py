@@ -20,13 +20,15 @@ import pytest
 
 from tests.event_builder import build, change, named
 from titan_ft.chaos.faults import FAULTS
-from titan_ft.history import timeline
+from titan_ft.history import intervals
 from titan_ft.history.check import check
-from titan_ft.history.report import report_figures, write_report
-from titan_ft.history.report_facts import Span, duration
-from titan_ft.history.report_plots import MAX_POINTS, thin
-from titan_ft.history.report_style import OTHER, STATES, category
-from titan_ft.history.summary import summarize
+from titan_ft.history.record import RunRecord
+from titan_ft.history.report.facts import Span, duration, report_figures
+from titan_ft.history.report.page import write_report
+from titan_ft.history.report.plots import MAX_POINTS, thin
+from titan_ft.history.report.style import OTHER, STATES, category
+from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, StepCommitted
 
 DEADLY = ("kill_rank", "kill_group", "segfault", "exception", "out_of_memory", "abort_process_group", "kill_donor")
@@ -218,7 +220,7 @@ class Reader(HTMLParser):
 
 def read_page(events: list[Event], folder: Path) -> Reader:
     """Write the report of some events and read its page."""
-    page = write_report(events, folder)
+    page = write_report(RunRecord(events), folder)
     reader = Reader(page.read_text(encoding="utf-8"))
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         ["index.html", *(f"{name}.png" for name in FIGURES)]
@@ -239,10 +241,10 @@ def test_page_of_a_campaign(short_campaign: list[Event], tmp_path: Path) -> None
     page = read_page(short_campaign, tmp_path / "report")
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert "@import" not in page.text
-    summary = summarize(short_campaign)
+    summary = summarize(RunRecord(short_campaign))
     for text in ("Run synthetic", f"{summary.steps_committed:,}", "82.3 %", "30.2 %", "44 → 80 %", "10 → 3 min"):
         assert text in page.text
-    judged = check(short_campaign)
+    judged = check(RunRecord(short_campaign))
     for promise in range(1, 9):
         name = judged[promise].name
         assert name[:1].upper() + name[1:] in page.text
@@ -269,8 +271,8 @@ def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_pa
 
 def test_figures_are_a_superset_of_the_summary(short_campaign: list[Event]) -> None:
     """--json keeps every figure of the short report as it is, and adds goodput, stalls, verdicts, notes."""
-    figures = report_figures(short_campaign)
-    summary = summarize(short_campaign).to_dict()
+    figures = report_figures(RunRecord(short_campaign))
+    summary = summarize(RunRecord(short_campaign)).to_dict()
     assert {name: figures[name] for name in summary} == summary
     assert figures["goodput"]["num_groups"] == 4
     assert len(figures["stalls"]) == sum(figures["faults_by_kind"].values())
@@ -294,6 +296,32 @@ def test_words_of_events_are_escaped(tmp_path: Path) -> None:
     page = read_page(job.events, tmp_path)
     assert "script" not in page.tags
     assert page.text.count("alert('&')") >= 6
+
+
+def test_state_served_is_shown(tmp_path: Path) -> None:
+    """Who served whom: the ranks of one transfer together, on the page, in the JSON and on the terminal."""
+    job = Job(3)
+    job.train(BEGIN + 10)
+    for rank in range(2):
+        times = {"copy_seconds": 0.25 + rank, "serve_seconds": 3.5 + rank}
+        job._log(job.time, "state_served", 1, rank, joiner=2, step=7, bytes=2**20, **times)
+    job.train(BEGIN + 15)
+    events = job.finish()
+    page = read_page(events, tmp_path)
+    assert "State served" in page.text
+    assert "group 1 group 2 7 2 MiB 1.25 4.50" in page.text
+    record = RunRecord(events)
+    (transfer,) = report_figures(record)["transfers"]
+    assert {**transfer, "time": 0} == {
+        "time": 0,
+        "donor": 1,
+        "joiner": 2,
+        "step": 7,
+        "num_bytes": 2**21,
+        "copy_seconds": 1.25,
+        "serve_seconds": 4.5,
+    }
+    assert "1 time, 2.0 MiB; copied in 1.25 s" in text_of(summary_table(summarize(record)))
 
 
 QUICK = ("nothing", "one group without failures", "the end")  # the others are as quick, but there are many
@@ -325,7 +353,7 @@ def test_history_that_lacks_something(what: str, tmp_path: Path) -> None:
     """There is a page whatever the history lacks, and it never says more than the history tells."""
     events = lacking()[what]
     page = read_page(events, tmp_path)
-    assert json.dumps(report_figures(events), allow_nan=False)
+    assert json.dumps(report_figures(RunRecord(events)), allow_nan=False)
     if what in ("nothing", "a launch", "no step"):
         assert "Every batch trained once unknown" in page.text
         assert "✓ holds" not in page.text.partition("Headline figures")[0].partition("Clocks")[0]
@@ -362,7 +390,7 @@ def test_thinned_row_keeps_its_time() -> None:
 
 def test_every_state_and_fault_has_its_look() -> None:
     """One colour per state, and a mark for each fault of the catalogue."""
-    assert set(timeline.STATES) == STATES.keys()
+    assert set(intervals.STATES) == STATES.keys()
     assert len({colour for _, colour in STATES.values()}) == len(STATES)
     assert {kind for kind in FAULTS if category(kind) == OTHER} == set()
 
@@ -389,9 +417,10 @@ def test_duration(seconds: float | None, text: str) -> None:
 def test_import_is_light() -> None:
     """Neither torch nor matplotlib comes in before a figure is drawn, and pyplot never does."""
     code = (
-        "import sys, titan_ft.history.report as report\n"
+        "import sys; from titan_ft.history.record import RunRecord\n"
+        "from titan_ft.history.report import facts, page, plots\n"
         "heavy = {'torch', 'matplotlib', 'torchft'} & set(sys.modules)\n"
-        "report.draw(report.gather([]))\n"
+        "plots.draw(facts.gather(RunRecord([])))\n"
         "print(sorted(heavy), 'matplotlib.pyplot' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -402,7 +431,7 @@ def test_import_is_light() -> None:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_page_in_a_browser(short_campaign: list[Event], tmp_path: Path) -> None:
     """Chromium draws the page and prints it."""
-    page = write_report(short_campaign, tmp_path / "report")
+    page = write_report(RunRecord(short_campaign), tmp_path / "report")
     quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
     quiet += ("--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}")
     for order in (f"--screenshot={tmp_path / 'page.png'}", f"--print-to-pdf={tmp_path / 'page.pdf'}"):

@@ -11,10 +11,21 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named
-from titan_ft.history.summary import RunSummary, format_summary, summarize
+from titan_ft.history import summary as summaries
+from titan_ft.history.record import RunRecord
+from titan_ft.history.summary import RunSummary, summary_table
+from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event
 
 STEP_SECONDS = 0.3
+
+
+def summarize(events: list[Event]) -> RunSummary:
+    return summaries.summarize(RunRecord(events))
+
+
+def format_summary(summary: RunSummary) -> str:
+    return text_of(summary_table(summary))
 
 
 def event(name: str, time: float, replica: int, rank: int | None = 0, attempt: int = 0, **fields: Any) -> Any:
@@ -85,7 +96,7 @@ def test_clean_run() -> None:
     assert (summary.recomputed_forward_passes, summary.failures, summary.num_restarts) == (0, [], 0)
     assert (summary.final_digests, summary.finished_replicas) == ("equal", [0, 1, 2])
     assert (summary.step_digests, summary.num_step_digests, summary.differing_steps) == ("equal", 16, [])
-    assert (summary.seconds, summary.tokens, summary.step_seconds) == (8.0, 4096, STEP_SECONDS)
+    assert (summary.seconds, summary.tokens, summary.step_seconds) == (8.0, 4096, 1.0)
 
 
 def test_killed_and_healed_group() -> None:
@@ -232,15 +243,20 @@ def test_recomputed_forward_passes_are_counted() -> None:
     assert summarize(events).recomputed_forward_passes == 3
 
 
-def test_loss_comes_from_the_lowest_replica_present() -> None:
-    """The curve shows first, quartiles and last; where group 0 is away another one speaks; NaN is said."""
-    events = [commit(step, step, 1, loss=100.0 + step) for step in range(1, 10)]
+def test_loss_is_shown_at_quartiles() -> None:
+    """The curve shows first, quartiles and last, as whoever knows the loss tells it; one that nobody tells is said."""
+    events = [commit(step, step, 1, loss=None if step == 9 else float(step)) for step in range(1, 10)]
     events += [commit(step, step, 0, loss=float(step)) for step in range(1, 6)]
-    events += [commit(9.0, 9, 0, loss=None)]
     summary = summarize(events)
-    assert summary.losses == [(1, 1.0), (3, 3.0), (5, 5.0), (7, 107.0), (9, None)]
+    assert summary.losses == [(1, 1.0), (3, 3.0), (5, 5.0), (7, 7.0), (9, None)]
     assert "not finite (step 9)" in format_summary(summary)
     assert summarize([commit(1.0, 1, 0, loss=2.0)]).losses == [(1, 2.0)]
+
+
+def test_loss_of_a_pipeline_comes_from_its_last_stage() -> None:
+    """Rank 0 of a pipeline does not know the loss; the curve has it from the rank that does."""
+    events = [commit(step, step, 0, rank, loss=float(step) if rank else None) for step in (1, 2) for rank in (0, 1)]
+    assert summarize(events).losses == [(1, 1.0), (2, 2.0)]
 
 
 @pytest.mark.parametrize(

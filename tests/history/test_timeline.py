@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build, named
-from titan_ft.history.timeline import STATES, Interval, Timeline, timeline
+from titan_ft.history import timeline as timelines
+from titan_ft.history.intervals import STATES, Interval
+from titan_ft.history.record import RunRecord
+from titan_ft.history.timeline import Timeline
 from titan_ft.run.events import Event
+
+
+def timeline(events: Iterable[Event]) -> Timeline:
+    return timelines.timeline(RunRecord(events))
 
 
 class Run:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.event_builder import build, named
 from titan_ft.live import status
-from titan_ft.live.status_view import PlainView, _table
+from titan_ft.live.group_table import group_table
+from titan_ft.live.status_view import PlainView
 from titan_ft.run.events import (
     ChaosFinished,
     ChaosStarted,
@@ -281,4 +282,4 @@ def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) ->
 
 def test_table_has_a_row_per_group() -> None:
     """On a terminal, each group has a row."""
-    assert _table(status.fold(status.initial(3), step(1)), 1.0).row_count == 3
+    assert group_table(status.fold(status.initial(3), step(1)), 1.0, width=80).row_count == 3

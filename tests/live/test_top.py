@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import select
@@ -21,12 +22,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
 from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
+from titan_ft.history.terminal import clock
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults, RunStatus
 from titan_ft.live.top import FollowedRun, top
-from titan_ft.live.top_view import Screen, duration, frame, sparkline
+from titan_ft.live.top_view import Screen, frame, sparkline
 from titan_ft.run.events import Event, Target
 from titan_ft.run.log import EventLog
 
@@ -57,7 +61,11 @@ def fold(*events: Event) -> RunStatus:
 
 
 def shown(run: RunStatus, width: int = 80, height: int | None = None, now: float = 0.0, **options: Any) -> list[str]:
-    return [line.plain for line in frame(run, "/runs/a", now, Screen(width, height, **options))]
+    """Return the lines that a terminal of this size shows."""
+    console = Console(width=width, height=height or 1000, file=io.StringIO(), color_system=None)
+    rendered = console.render_lines(frame(run, "/runs/a", now, Screen(width, height, **options)), pad=False)
+    assert all(cell_len("".join(segment.text for segment in line)) <= width for line in rendered)
+    return ["".join(segment.text for segment in line).rstrip() for line in rendered][:height]
 
 
 def story(replicas: int = 4, steps: int = 30) -> RunStatus:
@@ -201,7 +209,7 @@ def test_loss_curve() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     """Minutes and seconds, hours where there are any; a clock that is behind counts as zero."""
-    assert duration(seconds) == text
+    assert clock(seconds) == text
 
 
 def test_rate_falls_when_no_step_comes() -> None:

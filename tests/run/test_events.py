@@ -15,7 +15,7 @@ import pytest
 
 from tests.event_builder import build, event
 from titan_ft.run import events
-from titan_ft.run.events import Event, Hung, kinds, markdown
+from titan_ft.run.events import Event, Hung, RankEvent, kinds, markdown
 
 ROOT = Path(__file__).parents[2]
 KINDS = [kind for kind in kinds() if kind.__module__ == events.__name__]
@@ -60,6 +60,17 @@ def test_field_that_nobody_describes_is_refused() -> None:
 
     with pytest.raises(ValueError, match="the fields of Untold must be those that its docstring describes: grams"):
         events._rows(Untold)
+
+
+def test_event_derived_from_an_event_hides_none() -> None:
+    """A program may derive an event from another one; both are read."""
+
+    class Stuck(Hung, kw_only=True):
+        """Derived from an event that is told."""
+
+    assert {Hung, Stuck} <= set(kinds())
+    assert Hung in set(kinds(RankEvent))
+    assert not set(events.ABSTRACT) & set(kinds())
 
 
 FAULTS_OF_THAT_NAME = {"link_dead"}

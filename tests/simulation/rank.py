@@ -256,14 +256,14 @@ class Rank:
         )
 
     def _watch_agreements(self, agreement: Agreement) -> None:
-        decide = agreement.decide
+        decide = agreement.rank0_decides
 
         def watched(found: Collection[str], judge: Callable[[set[str]], str]) -> str:
             answer = decide(found, judge)
             self.world.agreed(self, answer)
             return answer
 
-        vars(agreement)["decide"] = watched
+        vars(agreement)["rank0_decides"] = watched
 
     def _train(self) -> None:
         dimension, world = self.dimension, self.world

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import mean
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record
+from titan_ft.history.curve import Point, curve
+from titan_ft.history.record import RunRecord
 from titan_ft.history.trajectory import ROOT
-from titan_ft.run.events import StepCommitted, WorkerStarted
+from titan_ft.run.events import WorkerStarted
 
 ROUNDING = 1e-4
 """Relative difference, times the step, that the order of additions may make with more than two groups."""
@@ -21,38 +21,13 @@ MOST_ROUNDING = 0.05
 WINDOW = 0.1
 """Share of the common tokens that the last window has."""
 LEAST_STEPS = 5
-"""Steps that each run must have in the window, so that their scatter can be told."""
+"""Steps that each run must have in the window, so that their scatter can be estimated."""
 STANDARD_ERRORS = 3.0
 LEAST_DIFFERENCE = 0.02
 """Relative difference of two means that is no difference."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """One step of the trajectory.
-
-    `tokens` are those of this step and all before; `whole` says whether all groups took part; `event` told of it.
-    """
-
-    step: int
-    tokens: int
-    loss: float | None
-    whole: bool
-    event: StepCommitted
-
-
-def curve(record: Record) -> list[Point]:
-    """Return the steps of a run's trajectory."""
-    told = [record.commits[state.lineage] for state in record.chain]
-    losses = [next((event.loss for event in events if event.loss is not None), None) for events in told]
-    totals = accumulate(events[0].tokens for events in told)
-    return [
-        Point(state.step, total, loss, len(record.participants(state.lineage)) >= record.group_size, events[0])
-        for state, events, loss, total in zip(record.chain, told, losses, totals, strict=True)
-    ]
-
-
-def check_against(record: Record, reference: Record, found: Judgement) -> None:
+def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> None:
     """Check that a run follows the loss curve of a reference without failures.
 
     Two rules. (1) While all groups took part in both runs, from step 1 on, step by step: loss, gradient norm, LR and
@@ -81,9 +56,9 @@ def check_against(record: Record, reference: Record, found: Judgement) -> None:
 
 
 def _comparable(
-    record: Record, reference: Record, ours: Sequence[Point], theirs: Sequence[Point], found: Judgement
+    record: RunRecord, reference: RunRecord, ours: Sequence[Point], theirs: Sequence[Point], found: Judgement
 ) -> bool:
-    """Tell whether both runs train the same from the beginning; say why not."""
+    """Return whether both runs train the same from the beginning; note why not."""
     digests = [
         {event.config_digest for event in each.of(WorkerStarted) if event.config_digest} for each in (record, reference)
     ]

@@ -13,10 +13,15 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from titan_ft.history.trajectory import ROOT, State, chain_to, final_states, read_states, readings
-from titan_ft.run.events import DataReset, Event, StepCommitted
+from titan_ft.history.record import RunRecord, view
+from titan_ft.history.terminal import grid
+from titan_ft.history.trajectory import ROOT, State, chain_to
+from titan_ft.run.events import DataReset, StepCommitted
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Verdict = Literal["holds", "does not hold", "unknown"]
 MAX_FINDINGS_SHOWN = 10
@@ -24,13 +29,13 @@ MAX_FINDINGS_SHOWN = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """Consecutive batches of one slot, and what is said about them."""
+    """Consecutive batches of one slot, and what was found about them."""
 
     slot: int
     first_batch: int
     num_batches: int
     steps: tuple[int, ...]
-    """Those that trained them, or that tell that nobody did."""
+    """Those that trained them, or that show that nobody did."""
     detail: str = ""
 
     def __str__(self) -> str:
@@ -46,7 +51,7 @@ class Audit:
     verdict: Verdict = "unknown"
     """Whether every batch was trained once: "does not hold" beats "unknown", which beats "holds"."""
     num_steps: int = 0
-    """Steps on the job's trajectory, as far back as the history tells it."""
+    """Steps on the job's trajectory, as far back as the history goes."""
     num_batches: int = 0
     """Different batches trained there."""
     lost: list[Finding] = field(default_factory=list)
@@ -58,7 +63,7 @@ class Audit:
     void: list[Finding] = field(default_factory=list)
     """Batches whose step was thrown away."""
     unknown: list[str] = field(default_factory=list)
-    """Why it cannot be told."""
+    """Why there is no verdict."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -85,20 +90,20 @@ class Audit:
         return asdict(self) | counts
 
 
-def audit(events: Iterable[Event]) -> Audit:
-    """Find the lost and the repeated batches of a run in its events, given in any order."""
-    history = sorted(events, key=lambda event: event.time)
-    common = Audit(differing=_differing(history))
-    states = read_states(history, common.conflicts)
-    for event in history:
-        if isinstance(event, DataReset):
-            told = f"the data began anew at a resume ({event.reason}): nothing before it compares with it"
-            common.unknown.append(told)
-    if not states:
+@view
+def audit(record: RunRecord) -> Audit:
+    """Find the lost and the repeated batches of a run."""
+    common = Audit(differing=_differing(record), conflicts=list(record.conflicts))
+    common.unknown += [
+        f"the data began anew at a resume ({event.reason}): nothing before it compares with it"
+        for event in record.of(DataReset)
+    ]
+    if not record.states:
         common.unknown.append("no event tells of a committed step")
         return _decide(common)
-    finals = final_states(states, history, common.unknown)
-    audits = [_decide(_audit_chain(states, final, history, common)) for final in finals]
+    finals, untold = record.finals
+    common.unknown += untold
+    audits = [_decide(_audit_chain(record, final, common)) for final in finals]
     result = audits[0]
     if len(finals) > 1:
         names = ", ".join(f"step {final.step} ({final.lineage})" for final in finals)
@@ -111,7 +116,7 @@ def audit(events: Iterable[Event]) -> Audit:
 
 
 def _decide(found: Audit) -> Audit:
-    """Set the verdict. Nothing found in a history that cannot tell is unknown."""
+    """Set the verdict. Where nothing was found and something is missing, it is unknown."""
     if not found.num_batches and not found.unknown:
         found.unknown.append("no step tells of a batch")
     failed = found.lost or found.repeated or found.differing or found.conflicts
@@ -119,19 +124,17 @@ def _decide(found: Audit) -> Audit:
     return found
 
 
-def _resets(history: Iterable[Event]) -> list[float]:
+def _resets(record: RunRecord) -> list[float]:
     """Return the times at which batches began to be numbered anew."""
-    return [event.time for event in history if isinstance(event, DataReset)]
+    return [event.time for event in record.of(DataReset)]
 
 
-def _differing(history: Sequence[Event]) -> list[Finding]:
+def _differing(record: RunRecord) -> list[Finding]:
     """Return the batches of which the same rank read other tokens at another time."""
-    resets = _resets(history)
+    resets = _resets(record)
     seen: dict[tuple[int, int, int, int, int], dict[str, int]] = defaultdict(dict)
-    for event in history:
-        if not isinstance(event, StepCommitted):
-            continue
-        for data in readings(event):
+    for event in record.of(StepCommitted):
+        for data in event.readings():
             span = bisect_right(resets, event.time)
             seen[span, data.slot, data.first_batch, data.num_batches, event.rank].setdefault(data.checksum, event.step)
     return [
@@ -145,9 +148,9 @@ def _listed(sums: Mapping[str, int]) -> str:
     return ", ".join(f"checksum {checksum} at step {step}" for checksum, step in sums.items())
 
 
-def _audit_chain(states: Mapping[str, State], final: State, history: Iterable[Event], common: Audit) -> Audit:
+def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
     """Audit the trajectory that ends with a state, on top of what is known of all states."""
-    chain = chain_to(states, final)
+    chain = chain_to(record.states, final)
     on_chain = {state.lineage for state in chain}
     whole = chain[0].step == 1 and chain[0].parent == ROOT
     found = Audit(
@@ -157,18 +160,18 @@ def _audit_chain(states: Mapping[str, State], final: State, history: Iterable[Ev
         unknown=list(common.unknown),
         void=[
             Finding(slot, first, count, (state.step,), f"void at step {state.step} ({state.lineage})")
-            for state in sorted(states.values(), key=lambda state: state.step)
-            if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut nobody can tell
+            for state in sorted(record.states.values(), key=lambda state: state.step)
+            if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut of the history it is unknown
             for slot, (first, count) in state.batches.items()
         ],
     )
     if not whole:
         step, parent = chain[0].step, chain[0].parent
         found.unknown.append(f"the history is cut: no event tells how the state before step {step} ({parent}) was made")
-    resets = _resets(history)
+    resets = _resets(record)
     uses: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for state in chain:
-        _comparereadings(state, found)
+        _compare_readings(state, found)
         for slot, (first, count) in state.batches.items():
             if count > 0:
                 # What follows a reset does not compare with what was before it.
@@ -197,8 +200,8 @@ def _count_uses(slot: int, uses: Sequence[tuple[int, int, int]], start: int, fou
         found.conflicts.append(f"slot {slot}: the batches were not trained in their order")
 
 
-def _comparereadings(state: State, found: Audit) -> None:
-    """Compare the batches that a step counts with those that its groups read for it, as far as they told."""
+def _compare_readings(state: State, found: Audit) -> None:
+    """Compare the batches that a step counts with those that its groups read for it, as far as known."""
     counted = {(slot, batch) for slot, (first, count) in state.batches.items() for batch in range(first, first + count)}
     for replica, read in sorted(state.read.items()):
         for slot, first, count in _ranges(read - counted):
@@ -226,8 +229,8 @@ def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return ranges
 
 
-def format_audit(audit: Audit) -> str:
-    """Return the audit as a few aligned lines of text."""
+def audit_table(audit: Audit) -> Table:
+    """Return the audit as a short table for the terminal."""
     rows = [
         ("every batch once", audit.verdict),
         ("batches", f"{audit.counts()}, in {audit.num_steps} steps"),
@@ -245,5 +248,4 @@ def format_audit(audit: Audit) -> str:
         rows += [(label, str(finding)) for finding in findings[:MAX_FINDINGS_SHOWN]]
         if len(findings) > MAX_FINDINGS_SHOWN:
             rows.append(("", f"... {len(findings) - MAX_FINDINGS_SHOWN} more (--json names them all)"))
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+    return grid(rows)

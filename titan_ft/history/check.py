@@ -1,19 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Judge a run by its history: which of the promises hold, which do not, and what cannot be told.
+"""Judge a run by its history: which of the promises hold, which do not, and what is unknown.
 
 As in Jepsen: a history goes in, small checkers that know nothing of each other judge it, their verdicts are merged
-("does not hold" beats "unknown", which beats "holds"). A checker that crashes says unknown, and so does a history that
+("does not hold" beats "unknown", which beats "holds"). A checker that crashes gives unknown, and so does a history that
 is empty, damaged or cut: nothing that was not verified ever holds.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_ft.history.against import check_against
 from titan_ft.history.audit import audit
@@ -24,17 +24,18 @@ from titan_ft.history.checks.digests import check_digests
 from titan_ft.history.checks.foundation import check_clock, check_whole
 from titan_ft.history.checks.joiner import check_joiner
 from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, count, merge
-from titan_ft.history.checks.record import Record
 from titan_ft.history.checks.silence import check_silence
 from titan_ft.history.checks.work import check_work
-from titan_ft.run.events import Event
-from titan_ft.run.log import read_events
+from titan_ft.history.record import RunRecord
+from titan_ft.history.terminal import grid
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 MAX_SHOWN = 5
 SYMBOLS: dict[Verdict, str] = {"holds": "\u2713", "does not hold": "\u2717", "unknown": "?"}
-NOT_ASKED = "not asked"
 
-Checker = Callable[[Record, Judgement], None]
+Checker = Callable[[RunRecord, Judgement], None]
 
 
 @dataclass
@@ -61,16 +62,14 @@ class Report:
         return {"verdict": self.verdict, "start": self.start, "judgements": judgements}
 
 
-def check(events: Sequence[Event], against: Sequence[Event] | None = None) -> Report:
-    """Judge the events of a run, given in any order.
+def check(record: RunRecord, against: RunRecord | None = None) -> Report:
+    """Judge a run.
 
     Args:
-        against: the events of a run without failures, of the same config, that the loss curve must follow.
+        against: a run without failures, of the same config, whose loss curve it must follow.
     """
-    record = Record(events)
-    reference = None if against is None else Record(against)
     whole = _judge("whole history", None, check_whole, record)
-    promises = [_judge_arithmetic(record, reference)]
+    promises = [_judge_arithmetic(record, against)]
     promises += [_judge(name, promise, checker, record) for promise, name, checker in _CHECKERS]
     for each in promises:
         # What is not in the history may be what breaks a promise.
@@ -83,20 +82,20 @@ def check(events: Sequence[Event], against: Sequence[Event] | None = None) -> Re
 
 
 def check_folders(folder: Path, against: Path | None = None) -> Report:
-    """Judge the events in a folder, as `check` does. A damaged file tells nothing for sure.
+    """Judge the events in a folder, as `check` does. With a damaged file all is unknown.
 
     Raises:
         OSError: a file cannot be read.
     """
     try:
-        return check(read_events(folder), None if against is None else read_events(against))
+        return check(RunRecord.read(folder), None if against is None else RunRecord.read(against))
     except ValueError as error:
         names = [(1, "same arithmetic"), *((promise, name) for promise, name, _ in _CHECKERS), (None, "whole history")]
         return Report([Judgement(name, promise, unknown=[str(error)]) for promise, name in names])
 
 
-def _judge(name: str, promise: int | None, checker: Checker, record: Record) -> Judgement:
-    """Let a checker judge; one that crashes says unknown."""
+def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) -> Judgement:
+    """Let a checker judge; one that crashes gives unknown."""
     found = Judgement(name, promise)
     try:
         checker(record, found)
@@ -108,7 +107,7 @@ def _judge(name: str, promise: int | None, checker: Checker, record: Record) -> 
     return found.decide()
 
 
-def _judge_arithmetic(record: Record, reference: Record | None) -> Judgement:
+def _judge_arithmetic(record: RunRecord, reference: RunRecord | None) -> Judgement:
     """Judge the promise that only another run can prove; without one it is asked only where it is broken."""
     found = _judge("same arithmetic", 1, check_arithmetic, record)
     if reference is None:
@@ -123,9 +122,9 @@ def _judge_arithmetic(record: Record, reference: Record | None) -> Judgement:
     return other.decide()
 
 
-def _check_batches(record: Record, found: Judgement) -> None:
+def _check_batches(record: RunRecord, found: Judgement) -> None:
     """Check that every batch was trained once (see `titan_ft.history.audit`)."""
-    audited = audit(record.events)
+    audited = audit(record)
     found.statement = f"{audited.counts()}, in {count(audited.num_steps, 'step')}"
     for finding in (*audited.lost, *audited.repeated, *audited.differing):
         step = finding.steps[-1] if finding.steps else None
@@ -146,29 +145,16 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
 )
 
 
-def format_check(report: Report) -> str:
-    """Return the report as aligned lines of text."""
-    width = max((len(each.name) for each in report.judgements), default=0)
-    lines = []
+def check_table(report: Report) -> Group:
+    """Return the report as a table for the terminal: a row for each promise, and below it what it rests on."""
+    from rich.console import Group
+
+    rows = []
     for each in report.judgements:
-        symbol, verdict = (SYMBOLS[each.verdict], str(each.verdict)) if each.asked else ("-", NOT_ASKED)
-        number = "" if each.promise is None else str(each.promise)
-        lines.append(f"{symbol} {number:<1} {each.name:<{width}}  {verdict:<13}  {each.statement}".rstrip())
-        shown = [_describe(offence, report.start) for offence in each.offences]
-        shown += [f"unknown: {reason}" for reason in dict.fromkeys(each.unknown) if each.asked]
-        shown += [f"note: {note}" for note in each.notes]
-        lines += [f"      {text}" for text in shown[:MAX_SHOWN]]
-        if len(shown) > MAX_SHOWN:
-            lines.append(f"      ... {len(shown) - MAX_SHOWN} more (--json names them all)")
-    return "\n".join([*lines, "", f"{SYMBOLS[report.verdict]} verdict: {report.verdict}"])
-
-
-def _describe(offence: Offence, start: float) -> str:
-    """Return an offence in words: when, where, what."""
-    where = [f"{offence.time - start:.2f} s"] if offence.time is not None else []
-    where += [
-        f"{name} {value}"
-        for name, value in (("replica", offence.replica), ("rank", offence.rank), ("step", offence.step))
-        if value is not None
-    ]
-    return f"{', '.join(where)}: {offence.text}" if where else offence.text
+        symbol, number = SYMBOLS[each.verdict] if each.asked else "-", each.promise or " "
+        rows.append((f"{symbol} {number} {each.name}", each.shown_verdict, each.statement))
+        details = each.details(report.start)
+        rows += [("", "", text) for text in details[:MAX_SHOWN]]
+        if len(details) > MAX_SHOWN:
+            rows.append(("", "", f"... {len(details) - MAX_SHOWN} more (--json names them all)"))
+    return Group(grid(rows), "", f"{SYMBOLS[report.verdict]} verdict: {report.verdict}")

@@ -8,23 +8,21 @@ Where there is a choice the stricter definition is taken: all time from the laun
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
-from titan_ft.history.failures import contributed
-from titan_ft.history.job_facts import JobFacts
-from titan_ft.history.stalls import Stall, find_stalls, stalls
-from titan_ft.history.timeline import STATES, Timeline, fold_time
-from titan_ft.run.events import Event, ExchangeFailed, StepCommitted, Waiting
-
-__all__ = ["Goodput", "Stall", "format_goodput", "goodput", "stalls"]
+from titan_ft.history.attempts import microseconds
+from titan_ft.history.incidents import find_incidents
+from titan_ft.history.intervals import STATES
+from titan_ft.history.record import RunRecord, view
+from titan_ft.history.timeline import timeline
+from titan_ft.run.events import ExchangeFailed, StepCommitted, Waiting
 
 
 @dataclass
 class Goodput:
-    """The figures of one run. None where the history does not tell."""
+    """The figures of one run. None where it is not in the history."""
 
     wall_us: int = 0
     """From `launch_started` (else the first event) to `launch_finished` (else the last event)."""
@@ -78,10 +76,10 @@ class Goodput:
         return asdict(self) | {"group_us": self.group_us, "shares": shares, "num_wasted": self.num_wasted}
 
 
-def goodput(events: Iterable[Event]) -> Goodput:
-    """Fold events, in any order, into what the time and the work went into."""
-    job = JobFacts(events)
-    line = fold_time(job)
+@view
+def goodput(record: RunRecord) -> Goodput:
+    """Return what the time and the work of a run went into."""
+    line = timeline(record)
     result = Goodput(wall_us=line.wall_us, num_groups=len(line.groups))
     for replica in line.groups:
         totals = line.totals_us(replica)
@@ -89,31 +87,23 @@ def goodput(events: Iterable[Event]) -> Goodput:
         assert sum(totals.values()) == line.wall_us, f"the time of group {replica} does not add up"
     result.job_us = dict(sum((Counter(states) for states in result.groups_us.values()), Counter()))
     assert sum(result.job_us.values()) == result.group_us, "the job's time does not add up"
-    steps: dict[int, tuple[int, StepCommitted]] = {}
-    for time, event in job.commits:
-        if event.lineage not in job.void:
-            steps.setdefault(event.step, (time, event))
-    usual = job.usual_step_us()
-    result.usual_step_seconds = usual / 1e6 if usual else None
-    result.effective_training_time, result.effective_training_time_in_training = effective_training_time(
-        steps, usual, line
-    )
-    result.exchanges_attempted, result.exchanges_committed = count_exchanges(job)
-    result.steps_begun, result.steps_committed = count_steps(job, line)
-    result.forward_passes, result.wasted = _count_passes(job, line)
+    result.usual_step_seconds = record.usual_step_seconds
+    result.effective_training_time, result.effective_training_time_in_training = effective_training_time(record)
+    result.exchanges_attempted, result.exchanges_committed = count_exchanges(record)
+    result.steps_begun, result.steps_committed = count_steps(record)
+    result.forward_passes, result.wasted = _count_passes(record)
     if line.wall_us:
+        steps = record.first_commits.values()
         result.steps_per_hour = len(steps) * 3600e6 / line.wall_us
-        result.tokens_per_second = sum(event.tokens for _, event in steps.values()) * 1e6 / line.wall_us
-    found = find_stalls(job)
-    known = [stall.stall_seconds for stall in found if stall.stall_seconds is not None]
-    result.num_failures = len(found)
+        result.tokens_per_second = sum(event.tokens for event in steps) * 1e6 / line.wall_us
+    failed = [incident for incident in find_incidents(record) if incident.failed]
+    known = [incident.stall_seconds for incident in failed if incident.stall_seconds is not None]
+    result.num_failures = len(failed)
     result.mean_stall_seconds = mean(known) if known else None
     return result
 
 
-def effective_training_time(
-    steps: Mapping[int, tuple[int, StepCommitted]], usual_us: int, line: Timeline
-) -> tuple[float | None, float | None]:
+def effective_training_time(record: RunRecord) -> tuple[float | None, float | None]:
     """Return the effective training time as a share of the whole time, and of the time between first and last step.
 
     sum over committed steps of min(time since the step before, usual step) x contributing groups / all groups, divided
@@ -126,23 +116,22 @@ def effective_training_time(
     of the paper's text only the abstract was at hand, which has none. It is the reading that explains those figures
     with the paper's failure each 18 minutes: 1 - 10/18 = 44 % with everybody waiting for everybody, and
     1 - 3/18 = 83 % less the share of a replica that is being restarted.
-
-    Args:
-        steps: when each step of the job was first committed, and one of its events.
     """
-    if not steps or not usual_us or not line.wall_us or not line.groups:
+    steps, usual_us, (begin, end) = record.first_commits, record.usual_step_us, record.span_us
+    if not steps or not usual_us or begin == end or not record.groups:
         return None, None
-    effective, before = 0.0, line.begin_us
-    for _, (time, event) in sorted(steps.items()):
-        share = len(event.participants) / len(line.groups)
+    effective, before = 0.0, begin
+    for _, event in sorted(steps.items()):
+        time, share = microseconds(event), len(event.participants) / len(record.groups)
         effective += min(max(0, time - before), usual_us) * min(1.0, share)
         before = time
-    times = [time for time, _ in steps.values()]
-    training = min(max(times) - min(times) + usual_us, line.wall_us)
-    return effective / line.wall_us, min(1.0, effective / training)
+    times = [microseconds(event) for event in steps.values()]
+    training = min(max(times) - min(times) + usual_us, end - begin)
+    return effective / (end - begin), min(1.0, effective / training)
 
 
-def count_exchanges(job: JobFacts) -> tuple[int, int]:
+@view
+def count_exchanges(record: RunRecord) -> tuple[int, int]:
     """Return the exchanges between the groups that were attempted, and those that became a step of the job.
 
     The equal of the steps that torchft's runs count: 5,145 of 6,249 committed with a failure each 60 s, 268 of 888 each
@@ -159,7 +148,7 @@ def count_exchanges(job: JobFacts) -> tuple[int, int]:
     failed: dict[tuple[int, int], int] = defaultdict(int)  # replica, step -> since its last commit of that step
     waited: set[tuple[int, int]] = set()
     broken: dict[int, int] = {}  # step -> exchanges that groups made for it which did not commit it
-    for _, event in job.moments:
+    for event in record.events:
         if not isinstance(event, ExchangeFailed | Waiting | StepCommitted) or event.rank != 0:
             continue
         if isinstance(event, ExchangeFailed):
@@ -174,72 +163,41 @@ def count_exchanges(job: JobFacts) -> tuple[int, int]:
             made[state] = max(made.get(state, 1), count)
     for (_, step), fails in failed.items():
         broken[step] = max(broken.get(step, 0), fails)
-    committed = [state for state in made if state[1] not in job.void]
+    committed = [state for state in made if state[1] not in record.void]
     reached = {step for step, _ in made}
-    # A group that died in the exchange saw it break no more often than the others, who tell of it with their commit.
+    # A group that died in the exchange saw it break no more often than the others, whose commits count it.
     attempted = sum(made.values()) + sum(fails for step, fails in broken.items() if step not in reached)
     return attempted, len(committed)
 
 
-def count_steps(job: JobFacts, line: Timeline) -> tuple[int, int]:
+def count_steps(record: RunRecord) -> tuple[int, int]:
     """Return the steps that groups began to compute, and those of them that count; each group's by themselves.
 
     A step that a group computed does not count when it died or healed before it had committed it (unless the others
     committed it with its gradient), when its gradient was left out, or when the state that it made was thrown away.
     """
-    begun = [event for _, event in job.commits if event.forward_passes > 0]
-    kept = sum(_counts(event, job.void) for event in begun) + sum(one.kept for one in line.unfinished)
-    return len(begun) + len(line.unfinished), kept
+    begun = [event for event in record.commits if event.forward_passes > 0]
+    unfinished = timeline(record).unfinished
+    kept = sum(_counts(event, record) for event in begun) + sum(one.kept for one in unfinished)
+    return len(begun) + len(unfinished), kept
 
 
-def _count_passes(job: JobFacts, line: Timeline) -> tuple[int, dict[str, int]]:
+def _count_passes(record: RunRecord) -> tuple[int, dict[str, int]]:
     """Return the forward passes of all groups, and those that were for nothing by reason."""
     passes, wasted = 0, Counter[str]()
-    for _, event in job.commits:
+    for event in record.commits:
         count = event.forward_passes
         passes += count
-        if not _counts(event, job.void):
-            void = event.lineage in job.void
+        if not _counts(event, record):
+            void = event.lineage in record.void
             wasted["the state was thrown away" if void else "the gradient was left out"] += count
-    for one in line.unfinished:
+    for one in timeline(record).unfinished:
         passes += one.forward_passes
         if not one.kept:
             wasted[f"unfinished: {one.reason}"] += one.forward_passes
     return passes, {reason: count for reason, count in wasted.items() if count}
 
 
-def _counts(commit: StepCommitted, void: set[str]) -> bool:
-    """Say whether what a group computed for a step is in the job's state."""
-    return commit.lineage not in void and contributed(commit)
-
-
-def format_goodput(goodput: Goodput) -> str:
-    """Return the figures as a few aligned lines of text."""
-    g = goodput
-    spent = sorted(((us, state) for state, us in g.job_us.items() if us), reverse=True)
-    states = ", ".join(f"{state.replace('_', ' ')} {_percent(g.share(state))}" for _, state in spent)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in g.wasted.items())
-    rows = [
-        ("time", f"{g.wall_us / 1e6:.1f} s x {g.num_groups} groups = {g.group_us / 1e6:.1f} s"),
-        ("spent", states or "unknown"),
-        (
-            "effective training time",
-            f"{_percent(g.effective_training_time)} of all, "
-            f"{_percent(g.effective_training_time_in_training)} from the first step to the last",
-        ),
-        ("exchanges", f"{g.exchanges_committed} committed of {g.exchanges_attempted} attempted"),
-        ("steps of the groups", f"{g.steps_committed} count of {g.steps_begun} begun"),
-        ("forward passes", f"{g.forward_passes}, {g.num_wasted} wasted{f' ({reasons})' if reasons else ''}"),
-        ("speed", f"{_figure(g.steps_per_hour, '.0f')} steps/h, {_figure(g.tokens_per_second, '.0f')} tokens/s"),
-        ("failures", f"{g.num_failures}, mean stall {_figure(g.mean_stall_seconds, '.2f')} s"),
-    ]
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
-
-
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{100 * share:.1f} %"
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "?" if value is None else format(value, form)
+def _counts(commit: StepCommitted, record: RunRecord) -> bool:
+    """Tell whether what a group computed for a step is in the job's state."""
+    return commit.lineage not in record.void and commit.contributed

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Cut the time of one group into intervals; see `titan_ft.history.timeline` for the states."""
+"""Cut the time of one group into intervals, by the states that `titan_ft.history.timeline` describes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from statistics import median
 
-from titan_ft.history.failures import contributed
+from titan_ft.history.attempts import DEADLOCKS, STOPS, Attempt, microseconds
 from titan_ft.history.intervals import STATES, Interval, Strip
-from titan_ft.history.job_facts import JobFacts
-from titan_ft.history.lives import DEADLOCKS, STOPS, Life
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import (
     Drained,
     ExchangeFailed,
@@ -45,11 +44,13 @@ class Unfinished:
 class GroupFold:
     """Cuts one group's time, attempt by attempt and event by event."""
 
-    def __init__(self, job: JobFacts, replica: int) -> None:
-        self._job, self._replica, self._lives = job, replica, job.lives.get(replica, [])
-        self._strip = Strip(job.begin, job.end)
+    def __init__(self, record: RunRecord, replica: int) -> None:
+        self._record, self._replica, self._attempts = record, replica, record.attempts.get(replica, [])
+        self._strip = Strip(*record.span_us)
         self.unfinished: list[Unfinished] = []
-        commits = [event for life in self._lives for _, event in life.moments if isinstance(event, StepCommitted)]
+        commits = [
+            event for attempt in self._attempts for _, event in attempt.moments if isinstance(event, StepCommitted)
+        ]
         self._own_steps = {event.step for event in commits}
         parts = [_parts(event) for event in commits]
         self._usual_compute = round(median(part[0] for part in parts)) if parts else 0
@@ -62,29 +63,29 @@ class GroupFold:
 
     def run(self) -> tuple[Interval, ...]:
         strip, cause = self._strip, ""
-        for index, life in enumerate(self._lives):
+        for index, attempt in enumerate(self._attempts):
             self._begun, self._heal, self._pending = False, None, []
-            self._prepare(life, "restart" if index else "start", cause)
-            if self._live(life):
-                self._end(life)
-            cause = life.cause or ("its end is not told" if life.exit_us is None else "ended")
-            if index + 1 == len(self._lives):
-                self._rest(life)
-        for fault in self._job.faults:
+            self._prepare(attempt, "restart" if index else "start", cause)
+            if self._live(attempt):
+                self._end(attempt)
+            cause = attempt.cause or ("its end is not told" if attempt.exit_us is None else "ended")
+            if index + 1 == len(self._attempts):
+                self._rest(attempt)
+        for fault in self._record.faults:
             if fault.replica == self._replica and fault.name in STOPS:
                 resumed = fault.undone_us or self._next_word(fault.time_us)
                 over = set(STATES) - _AWAY
                 strip.paint(fault.time_us, resumed, "hung", over, f"stopped ({fault.name})")
-        for start, end in self._job.outages:
+        for start, end in self._record.outages_us:
             for left, right in strip.stretches("exchange_wait"):
                 if left < end and right > start:
                     strip.paint(max(left, start), right, "quorum", {"exchange_wait"}, "the lighthouse is down")
         return strip.cut()
 
-    def _prepare(self, life: Life, state: str, cause: str) -> None:
+    def _prepare(self, attempt: Attempt, state: str, cause: str) -> None:
         """Fill the time until the process asks for its first quorum."""
-        until = life.last_us if life.died_us is None else life.died_us
-        for time, event in life.moments:
+        until = attempt.last_us if attempt.died_us is None else attempt.died_us
+        for time, event in attempt.moments:
             if isinstance(event, Joined | StepCommitted | HealStarted | TrainingFinished):
                 until = time
                 if isinstance(event, Joined):
@@ -94,10 +95,10 @@ class GroupFold:
                 break
         self._strip.fill(until, state, cause)
 
-    def _live(self, life: Life) -> bool:
+    def _live(self, attempt: Attempt) -> bool:
         """Walk through rank 0's events; returns whether the attempt has still to be ended."""
-        died, strip = life.died_us, self._strip
-        for time, event in life.moments:
+        died, strip = attempt.died_us, self._strip
+        for time, event in attempt.moments:
             if died is not None and time > died and not isinstance(event, TrainingFinished):
                 continue
             match event:
@@ -144,12 +145,12 @@ class GroupFold:
         done = min(compute + update, head + tail)
         applying = min(tail, max(update, done - head))
         computing = min(head, done - applying)
-        void = event.lineage in self._job.void
-        counts = not void and (contributed(event) or _trained(event))
+        void = event.lineage in self._record.void
+        counts = not void and (event.contributed or _trained(event))
         why = "" if counts else "the step is void" if void else "its gradient did not count"
         before = "overhead"
         if self._heal is not None or not begun:
-            before = "wait_for_groups" if not begun else "heal"  # the heal's end is not told
+            before = "wait_for_groups" if not begun else "heal"  # the heal's end is not in the history
         strip.fill(strip.cursor + head - computing, before, "" if begun else "first meeting")
         strip.fill(strip.cursor + computing, "productive" if counts else "wasted", why)
         strip.fill(strip.cursor + exchange, "exchange_wait")
@@ -164,7 +165,7 @@ class GroupFold:
         paint, waiting = self._strip.paint, {"exchange_wait", "unknown"}
         for time, event in self._pending:
             if isinstance(event, ExchangeFailed):
-                start = self._job.last_fault(time - _us(event.seconds), time)
+                start = self._record.last_fault_us(time - _us(event.seconds), time)
                 paint(start, time, "detection", waiting, event.error[:80])
         for time, event in self._pending:
             if isinstance(event, Joined):
@@ -197,66 +198,66 @@ class GroupFold:
 
     def _break_off(self, until: int, reason: str) -> None:
         """Fill the time of a step that this group does not commit, or of a heal that does not end."""
-        strip = self._strip
+        strip, commits = self._strip, self._record.commits
         until = min(until, strip.end)
         if self._heal is not None:
             strip.fill(until, "heal", "in vain")
         elif not self._begun:
-            met = strip.cursor >= self._job.first_commit
+            met = bool(commits) and strip.cursor >= microseconds(commits[0])
             strip.fill(until, "exchange_wait" if met else "wait_for_groups", "" if met else "first meeting")
         elif until > strip.cursor:
             compute = min(self._usual_compute, until - strip.cursor)
             share = compute / self._usual_compute if self._usual_compute else 1.0
             # With its gradient from now, not with one that it computed when it was back.
             others = self._step + 1 not in self._own_steps
-            kept = others and self._replica in self._job.makers.get(self._step + 1, ())
+            kept = others and self._replica in self._record.makers.get(self._step + 1, ())
             passes = math.ceil(share * self._passes)
             self.unfinished.append(Unfinished(self._replica, until, passes, kept, reason))
             strip.fill(strip.cursor + compute, "productive" if kept else "wasted", "" if kept else reason)
             strip.fill(until, "exchange_wait")
         self._paint_exchange(until)
 
-    def _end(self, life: Life) -> None:
+    def _end(self, attempt: Attempt) -> None:
         """Fill the time from the attempt's last step or heal to its end, as far as that is known."""
-        until = life.died_us
-        if until is None:  # nothing tells of its end
-            self._strip.fill(life.last_us, "heal" if self._heal is not None else "unknown")
+        until = attempt.died_us
+        if until is None:  # its end is not in the history
+            self._strip.fill(attempt.last_us, "heal" if self._heal is not None else "unknown")
             self._paint_exchange(self._strip.cursor)
             return
-        hung = self._hung_since(life, self._strip.cursor)
-        self._break_off(until if hung is None else hung, life.cause or "stopped")
+        hung = self._hung_since(attempt, self._strip.cursor)
+        self._break_off(until if hung is None else hung, attempt.cause or "stopped")
         self._strip.fill(until, "hung", "deadlocked")
 
-    def _hung_since(self, life: Life, cursor: int) -> int | None:
-        """Return since when a life that has not gone on after `cursor` hung; None if it did not."""
-        for fault in self._job.faults:
+    def _hung_since(self, attempt: Attempt, cursor: int) -> int | None:
+        """Return since when an attempt that has not gone on after `cursor` hung; None if it did not."""
+        for fault in self._record.faults:
             hit = fault.replica == self._replica and fault.name in DEADLOCKS
-            if hit and cursor <= fault.time_us <= (life.hung_us or life.exit_us or 0):
+            if hit and cursor <= fault.time_us <= (attempt.hung_us or attempt.exit_us or 0):
                 return fault.time_us
-        if life.hung_us is None or life.hung_us < cursor:
+        if attempt.hung_us is None or attempt.hung_us < cursor:
             return None
-        return cursor if self._job.hang_us is None else max(cursor, life.hung_us - self._job.hang_us)
+        return cursor if self._record.hang_us is None else max(cursor, attempt.hung_us - self._record.hang_us)
 
-    def _rest(self, life: Life) -> None:
+    def _rest(self, attempt: Attempt) -> None:
         """Fill the time behind the last attempt."""
-        strip, stopping = self._strip, self._job.stopping
-        ended = next((e for _, e in life.moments if isinstance(e, TrainingFinished | Drained)), None)
-        if life.gave_up_us is not None:
-            strip.fill(life.gave_up_us, "restart", life.cause)
+        strip, stopping = self._strip, self._record.stopping_us
+        ended = next((e for _, e in attempt.moments if isinstance(e, TrainingFinished | Drained)), None)
+        if attempt.gave_up_us is not None:
+            strip.fill(attempt.gave_up_us, "restart", attempt.cause)
             strip.fill(strip.end, "idle", "gave up")
-        elif ended is not None or (life.exit_us is not None and not life.failed):
+        elif ended is not None or (attempt.exit_us is not None and not attempt.failed):
             how = "stopped" if ended is None else "drained" if isinstance(ended, Drained) else "finished"
             strip.fill(strip.end, "idle", how)
-        elif life.failed:  # a restart that was not seen to begin
-            strip.fill(life.last_us if stopping is None else stopping, "restart", life.cause)
+        elif attempt.failed:  # a restart that was not seen to begin
+            strip.fill(attempt.last_us if stopping is None else stopping, "restart", attempt.cause)
             if stopping is not None:
                 strip.fill(strip.end, "idle", "stopped")
 
     def _next_word(self, since: int) -> int:
         """Return the time of rank 0's first event after `since`; the job's end if there is none."""
-        times = sorted(time for life in self._lives for time, _ in life.moments)
+        times = sorted(time for attempt in self._attempts for time, _ in attempt.moments)
         index = bisect_left(times, since + 1)
-        return times[index] if index < len(times) else self._job.end
+        return times[index] if index < len(times) else self._record.span_us[1]
 
 
 def _us(seconds: float) -> int:

@@ -45,8 +45,8 @@ class Interval:
 class Strip:
     """Cuts the time from `begin` to `end` into intervals, from the left to the right.
 
-    Whatever it is told, in whatever order: it only goes on from where it is, never beyond the end, and says "unknown"
-    for what nobody filled.
+    In whatever order it is filled, it only goes on from where it is, never beyond the end; what nobody filled is
+    "unknown".
     """
 
     def __init__(self, begin: int, end: int) -> None:
@@ -56,7 +56,7 @@ class Strip:
         self._states: list[tuple[str, str]] = []
 
     def fill(self, until: int, state: str, detail: str = "") -> None:
-        """Say what the time from the cursor to `until` was; nothing if the cursor is there already."""
+        """Give the time from the cursor to `until` a state; do nothing if the cursor is there already."""
         until = min(until, self.end)
         if until > self.cursor:
             self._starts.append(self.cursor)
@@ -64,7 +64,7 @@ class Strip:
             self.cursor = until
 
     def paint(self, start: int, end: int, state: str, over: Collection[str], detail: str = "") -> None:
-        """Say better what the time from `start` to `end` was, where it is said to be one of the states `over`."""
+        """Give the time from `start` to `end` a more exact state, where it is in one of the states `over`."""
         start, end = max(start, self.begin), min(end, self.cursor)
         if start >= end:
             return
@@ -96,7 +96,7 @@ class Strip:
         return [*self._starts[1:], *([self.cursor] if self._starts else [])]
 
     def cut(self) -> tuple[Interval, ...]:
-        """Return the intervals; neighbours of which the same is said are one."""
+        """Return the intervals; neighbours in the same state with the same detail are one."""
         self.fill(self.end, "unknown")
         intervals: list[Interval] = []
         for left, right, (state, detail) in zip(self._starts, self._ends(), self._states, strict=True):

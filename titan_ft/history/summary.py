@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fold the events of a run into the figures that its short report shows."""
+"""The figures of a run's short report, and their table for the terminal."""
 
 from __future__ import annotations
 
@@ -8,31 +8,53 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from titan_ft.history import audit
-from titan_ft.history.failures import (
-    Drain,
-    Failure,
-    Heal,
-    attempt_of,
-    contributed,
-    find_drains,
-    find_failures,
-    find_heals,
-    group_commits,
-    median_seconds,
+from titan_ft.history.audit import Verdict as AuditVerdict
+from titan_ft.history.audit import audit
+from titan_ft.history.checks.judgement import count
+from titan_ft.history.curve import curve
+from titan_ft.history.digests import Verdict, compare_digests
+from titan_ft.history.goodput import count_exchanges
+from titan_ft.history.incidents import Drain, Failure, Heal, find_drains, find_failures, find_heals
+from titan_ft.history.record import RunRecord, view
+from titan_ft.history.terminal import grid
+from titan_ft.run.events import (
+    Drained,
+    LighthouseRestarted,
+    ReplicaRestarted,
+    StateServed,
+    StepCommitted,
+    TrainingFinished,
 )
-from titan_ft.history.trajectory import readings
-from titan_ft.run.events import Drained, Event, LighthouseRestarted, ReplicaRestarted, StepCommitted, TrainingFinished
 
-Verdict = Literal["equal", "differ", "unknown"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
 MAX_FAILURES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What the ranks of a group served of one state to a joiner."""
+
+    time: float
+    """Unix seconds at which the last rank was done."""
+    donor: int
+    joiner: int
+    step: int
+    """Step after which the state is."""
+    num_bytes: int
+    """Bytes of all ranks."""
+    copy_seconds: float
+    """The copy of the state by the slowest rank, while training stood still."""
+    serve_seconds: float
+    """The transfer by the slowest rank, beside training."""
 
 
 @dataclass
 class RunSummary:
-    """The figures of one run. Zero, None, empty or "unknown" where the history does not tell."""
+    """The figures of one run. Zero, None, empty or "unknown" where it is not in the history."""
 
     num_groups: int = 0
     ranks_per_group: int = 0
@@ -43,11 +65,10 @@ class RunSummary:
     steps_committed: int = 0
     """The highest step that a group committed."""
     exchanges_committed: int = 0
-    """Different steps that some group committed."""
     exchanges_attempted: int = 0
-    """Exchanges that those steps took, retries included; of the group with most of them."""
+    """See `titan_ft.history.goodput.count_exchanges`."""
     step_seconds: float | None = None
-    """Median duration of a step."""
+    """The usual step, see `RunRecord.usual_step_us`."""
     recomputed_forward_passes: int = 0
     """Forward passes beyond one per batch, by the groups that contributed to the step."""
     num_restarts: int = 0
@@ -57,18 +78,20 @@ class RunSummary:
     drains: list[Drain] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     heals: list[Heal] = field(default_factory=list)
-    """All transfers of state, those at the start of the run included."""
+    """All transfers of state that were received, those at the start of the run included."""
+    transfers: list[Transfer] = field(default_factory=list)
+    """All transfers of state that were served."""
     losses: list[tuple[int, float | None]] = field(default_factory=list)
     """(step, loss) of the first, the last and the quartile steps; None for a loss that was not finite."""
     final_digests: Verdict = "unknown"
     """Whether ranks of the same index ended with the same state in all groups that finished, or left at the end."""
     finished_replicas: list[int] = field(default_factory=list)
     step_digests: Verdict = "unknown"
-    """Whether they had the same state at each step where they took a digest."""
+    """Whether those that made the same state held the same bytes of it, wherever they took a digest."""
     num_step_digests: int = 0
-    """(step, rank) pairs that were compared."""
+    """Pairs of a state and a rank that were compared."""
     differing_steps: list[int] = field(default_factory=list)
-    every_batch_once: audit.Verdict = "unknown"
+    every_batch_once: AuditVerdict = "unknown"
     batches: str = ""
     """The audit's counts in words."""
 
@@ -79,82 +102,82 @@ class RunSummary:
         return figures
 
 
-def summarize(events: Iterable[Event]) -> RunSummary:
-    """Fold events, in any order, into the figures of the run."""
-    history = sorted(events, key=lambda event: event.time)
-    commits = group_commits(history)
-    heals = find_heals(history)
-    ranks = defaultdict(set)
-    restarts = [event for event in history if isinstance(event, ReplicaRestarted)]
-    for event in history:
-        attempt = attempt_of(event)
-        if attempt is not None:
-            ranks[attempt[0]].add(event.rank or 0)
-    finished = [event for event in history if isinstance(event, TrainingFinished)]
-    left = [event for event in history if isinstance(event, Drained) and event.digest]
-    exchanges: dict[int, int] = {}
-    for event in commits:
-        exchanges[event.step] = max(exchanges.get(event.step, 1), event.exchanges)
+@view
+def summarize(record: RunRecord) -> RunSummary:
+    """Return the figures of a run."""
+    events, commits = record.events, record.commits
+    ranks: dict[int, int] = defaultdict(int)
+    for event in events:
+        if event.replica is not None:
+            ranks[event.replica] = max(ranks[event.replica], (event.rank or 0) + 1)
+    restarts, finished = record.of(ReplicaRestarted), record.of(TrainingFinished)
+    attempted, committed = count_exchanges(record)
     summary = RunSummary(
         num_groups=len(ranks),
-        ranks_per_group=max((max(indices) + 1 for indices in ranks.values()), default=0),
-        seconds=history[-1].time - history[0].time if history else 0.0,
+        ranks_per_group=max(ranks.values(), default=0),
+        seconds=events[-1].time - events[0].time if events else 0.0,
         tokens=max((event.tokens for event in finished), default=0),
-        steps_committed=max(exchanges, default=0),
-        exchanges_committed=len(exchanges),
-        exchanges_attempted=sum(exchanges.values()),
-        step_seconds=median_seconds(commits),
+        steps_committed=max((event.step for event in commits), default=0),
+        exchanges_committed=committed,
+        exchanges_attempted=attempted,
+        step_seconds=record.usual_step_seconds,
         recomputed_forward_passes=sum(_recomputed(event) for event in commits),
         num_restarts=len(restarts),
         num_standby_restarts=sum(event.standby for event in restarts),
-        num_lighthouse_restarts=sum(isinstance(event, LighthouseRestarted) for event in history),
-        drains=find_drains(history),
-        failures=find_failures(history, heals),
-        heals=heals,
-        losses=_losses(commits),
+        num_lighthouse_restarts=len(record.of(LighthouseRestarted)),
+        drains=find_drains(record),
+        failures=find_failures(record),
+        heals=find_heals(record),
+        transfers=find_transfers(record),
+        losses=_losses(record),
     )
-    _compare_final(summary, finished or _last_to_leave(left))
-    _compare_steps(summary, history)
+    _compare_final(summary, finished or _last_to_leave(record))
+    compared = compare_digests(((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
+    summary.step_digests, summary.num_step_digests = compared.verdict, len(compared.compared)
+    summary.differing_steps = sorted({step for step, _, _ in compared.differing})
     if commits:
-        audited = audit.audit(history)
+        audited = audit(record)
         summary.every_batch_once, summary.batches = audited.verdict, audited.counts()
     return summary
 
 
+def find_transfers(record: RunRecord) -> list[Transfer]:
+    """Return the transfers of state from donors, the ranks of a group together, in order of time."""
+    ranks: dict[tuple[int, int, int], list[StateServed]] = defaultdict(list)
+    for event in record.of(StateServed):
+        ranks[event.replica, event.joiner, event.step].append(event)
+    transfers = [
+        Transfer(
+            time=max(event.time for event in served),
+            donor=donor,
+            joiner=joiner,
+            step=step,
+            num_bytes=sum(event.bytes for event in served),
+            copy_seconds=max(event.copy_seconds for event in served),
+            serve_seconds=max(event.serve_seconds for event in served),
+        )
+        for (donor, joiner, step), served in ranks.items()
+    ]
+    return sorted(transfers, key=lambda transfer: transfer.time)
+
+
 def _recomputed(commit: StepCommitted) -> int:
     """Return the forward passes of a step beyond one per batch; 0 for a group without weight, whose batch waits."""
-    if commit.data is None or not contributed(commit):
+    if commit.data is None or not commit.contributed:
         return 0
-    return max(0, commit.forward_passes - sum(data.num_batches for data in readings(commit)))
+    return max(0, commit.forward_passes - sum(data.num_batches for data in commit.readings()))
 
 
-def _losses(commits: Iterable[StepCommitted]) -> list[tuple[int, float | None]]:
-    """Return the loss of the first, the last and the quartile steps, each from the lowest replica that has it."""
-    best: dict[int, tuple[int, float | None]] = {}
-    for event in commits:
-        if event.replica <= best.get(event.step, (event.replica, None))[0]:
-            best[event.step] = (event.replica, event.loss)
-    steps = sorted(best)
-    if not steps:
-        return []
-    indices = sorted({round(quarter * (len(steps) - 1) / 4) for quarter in range(5)})
-    return [(steps[index], best[steps[index]][1]) for index in indices]
+def _losses(record: RunRecord) -> list[tuple[int, float | None]]:
+    """Return the loss of the first, the last and the quartile steps."""
+    points = curve(record)
+    places = sorted({round(quarter * (len(points) - 1) / 4) for quarter in range(5)}) if points else []
+    return [(points[place].step, points[place].loss) for place in places]
 
 
-def _by_key(
-    events: Iterable[Drained | StepCommitted | TrainingFinished], keys: Sequence[str]
-) -> dict[tuple[int, ...], dict[int, set[str]]]:
-    """Return the digests of events per key, and there per replica."""
-    table: dict[tuple[int, ...], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for event in events:
-        if event.digest:
-            table[tuple(getattr(event, key) for key in keys)][event.replica].add(event.digest)
-    return table
-
-
-def _last_to_leave(left: Iterable[Drained]) -> list[Drained]:
+def _last_to_leave(record: RunRecord) -> list[Drained]:
     """Return the groups that left together at the end of a run that was ended before its training."""
-    left = list(left)
+    left = [event for event in record.of(Drained) if event.digest]
     last = max(left, key=lambda event: event.step, default=None)
     return [event for event in left if last is not None and event.lineage == last.lineage]
 
@@ -163,34 +186,21 @@ def _compare_final(summary: RunSummary, finished: Iterable[Drained | TrainingFin
     """Compare the digests with which the ranks ended, and note who ended."""
     last = {(event.replica, event.rank): event for event in finished}
     summary.finished_replicas = sorted({replica for replica, _ in last})
-    table = _by_key(last.values(), ["rank"])
-    compared = [digests for digests in table.values() if len(digests) > 1]
-    if compared:
-        summary.final_digests = "differ" if any(len(set().union(*d.values())) > 1 for d in compared) else "equal"
+    summary.final_digests = compare_digests((rank, replica, e.digest) for (replica, rank), e in last.items()).verdict
 
 
-def _compare_steps(summary: RunSummary, history: Iterable[Event]) -> None:
-    """Compare the digests that ranks of the same index took at the same step."""
-    table = _by_key((event for event in history if isinstance(event, StepCommitted)), ["step", "rank"])
-    compared = {key: digests for key, digests in table.items() if len(digests) > 1}
-    summary.num_step_digests = len(compared)
-    summary.differing_steps = sorted({key[0] for key, d in compared.items() if len(set().union(*d.values())) > 1})
-    if compared:
-        summary.step_digests = "differ" if summary.differing_steps else "equal"
-
-
-def format_summary(summary: RunSummary) -> str:
-    """Return the figures as a few aligned lines of text."""
+def summary_table(summary: RunSummary) -> Table:
+    """Return the figures as a short table for the terminal."""
     s = summary
     standby = f" ({s.num_standby_restarts} by a standby)" if s.num_standby_restarts else ""
     rows = [
-        ("groups", f"{s.num_groups} x {_count(s.ranks_per_group, 'rank')}"),
+        ("groups", f"{s.num_groups} x {count(s.ranks_per_group, 'rank')}"),
         ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a step (median)"),
         ("steps committed", str(s.steps_committed)),
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
         ("batches", f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown"),
-        ("failures", f"{len(s.failures)}, {_count(s.num_restarts, 'restart')}{standby}"),
+        ("failures", f"{len(s.failures)}, {count(s.num_restarts, 'restart')}{standby}"),
         *((f"  {_name(failure)}", _describe(failure)) for failure in s.failures[:MAX_FAILURES_SHOWN]),
     ]
     if len(s.failures) > MAX_FAILURES_SHOWN:
@@ -203,17 +213,19 @@ def format_summary(summary: RunSummary) -> str:
         more = ", ..." if len(s.drains) > MAX_FAILURES_SHOWN else ""
         stall = _spread([drain.stall_seconds for drain in s.drains])
         rows.append(("drained", f"{len(s.drains)} ({who}{more}), survivors stalled {stall}"))
+    if s.transfers:
+        size = sum(each.num_bytes for each in s.transfers) / 2**20
+        rows.append(("state served", f"{count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}"))
     if s.num_lighthouse_restarts:
-        rows.append(("lighthouse", _count(s.num_lighthouse_restarts, "restart")))
+        rows.append(("lighthouse", count(s.num_lighthouse_restarts, "restart")))
     curve = ", ".join(f"{'not finite' if loss is None else f'{loss:.4f}'} (step {step})" for step, loss in s.losses)
-    steps = f" at {_count(len(s.differing_steps), 'step')}, first {s.differing_steps[0]}" if s.differing_steps else ""
+    steps = f" at {count(len(s.differing_steps), 'step')}, first {s.differing_steps[0]}" if s.differing_steps else ""
     rows += [
         ("loss", curve or "unknown"),
-        ("final digests", f"{s.final_digests} ({_count(len(s.finished_replicas), 'group')} at the end)"),
+        ("final digests", f"{s.final_digests} ({count(len(s.finished_replicas), 'group')} at the end)"),
         ("digests on the way", f"{s.step_digests}{steps} ({s.num_step_digests} compared)"),
     ]
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+    return grid(rows)
 
 
 def _name(end: Failure | Drain) -> str:
@@ -231,16 +243,17 @@ def _describe(failure: Failure) -> str:
         heal = failure.heal
         parts.append(f"healed from replica {heal.donor}: {heal.num_bytes / 2**20:.1f} MiB in {_seconds(heal.seconds)}")
         if heal.replayed:
-            parts.append(f"{_count(heal.replayed, 'update')} replayed")
+            parts.append(f"{count(heal.replayed, 'update')} replayed")
     return ", ".join(parts)
+
+
+def _served(transfers: Sequence[Transfer]) -> str:
+    copies, sent = [each.copy_seconds for each in transfers], [each.serve_seconds for each in transfers]
+    return f"copied in {_spread(copies)} while training stood still, sent in {_spread(sent)}"
 
 
 def _seconds(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.2f} s"
-
-
-def _count(value: int, noun: str) -> str:
-    return f"{value} {noun}" if value == 1 else f"{value} {noun}s"
 
 
 def _spread(values: Sequence[float | None]) -> str:

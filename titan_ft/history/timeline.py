@@ -18,7 +18,7 @@
 | hung | it lives and does nothing: stopped (SIGSTOP) or deadlocked |
 | overhead | it is between two steps: digests, logging, checkpoints, validation |
 | idle | it has finished, was drained or stopped for good, or gave up |
-| unknown | the events do not tell, as at the end of a history that was cut |
+| unknown | there is no event, as at the end of a history that was cut |
 
 What is hidden behind forward and backward (most quorums, a donor's transfers) is productive time: it costs nothing.
 """
@@ -26,15 +26,11 @@ What is hidden behind forward and backward (most quorums, a donor's transfers) i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from titan_ft.history.group_time import GroupFold, Unfinished
-from titan_ft.history.intervals import STATES, Interval, total_us
-from titan_ft.history.job_facts import JobFacts
-from titan_ft.run.events import Event
-
-__all__ = ["STATES", "Interval", "Timeline", "Unfinished", "fold_time", "timeline"]
+from titan_ft.history.intervals import Interval, total_us
+from titan_ft.history.record import RunRecord, view
 
 
 @dataclass(frozen=True)
@@ -55,14 +51,10 @@ class Timeline:
         return total_us(self.groups[replica])
 
 
-def timeline(events: Iterable[Event]) -> Timeline:
-    """Fold events, in any order, into what each group did."""
-    return fold_time(JobFacts(events))
-
-
-def fold_time(job: JobFacts) -> Timeline:
-    """Fold a run of which the facts are read."""
-    folds = {replica: GroupFold(job, replica) for replica in job.replicas}
+@view
+def timeline(record: RunRecord) -> Timeline:
+    """Return what each group did from the job's begin to its end."""
+    folds = {replica: GroupFold(record, replica) for replica in record.groups}
     groups = {replica: fold.run() for replica, fold in folds.items()}
     unfinished = tuple(one for fold in folds.values() for one in fold.unfinished)
-    return Timeline(job.begin, job.end, groups, unfinished)
+    return Timeline(*record.span_us, groups, unfinished)

@@ -8,12 +8,10 @@ the chain of parents backwards from its final state; commits off the chain are v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titan_ft.history.failures import contributed
 from titan_ft.run.events import (
-    Batches,
     CheckpointLoaded,
     Event,
     RolledBack,
@@ -54,10 +52,10 @@ def read_states(history: Iterable[Event], conflicts: list[str]) -> dict[str, Sta
         if event.batches != state.batches:
             disagreements[lineage] = f"events disagree about the batches of step {step} ({lineage})"
         state.committed.add(event.replica)
-        if contributed(event):
+        if event.contributed:
             state.participants.update(event.participants)
             read = state.read.setdefault(event.replica, set())
-            for data in readings(event):
+            for data in event.readings():
                 read.update(
                     (data.slot, batch) for batch in range(data.first_batch, data.first_batch + data.num_batches)
                 )
@@ -65,15 +63,8 @@ def read_states(history: Iterable[Event], conflicts: list[str]) -> dict[str, Sta
     return states
 
 
-def readings(event: StepCommitted) -> Iterator[Batches]:
-    """Yield what a rank read for its step."""
-    if event.data is not None:
-        yield event.data
-    yield from event.extra_data
-
-
 def final_states(states: Mapping[str, State], history: Sequence[Event], unknown: list[str]) -> list[State]:
-    """Return the states that the job may have ended with, the likeliest first; one, unless the history cannot tell."""
+    """Return the states that the job may have ended with, the likeliest first; one, if the history is clear."""
     parents = {state.parent for state in states.values()}
     tips = [state for state in states.values() if state.lineage not in parents]
     tips.sort(key=lambda state: (state.step, len(state.committed), state.time), reverse=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import ConfigError
-from titan_ft.history.failures import Attempt, cause_of
 from titan_ft.live import status
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults
 from titan_ft.live.status import Groups
@@ -60,7 +59,7 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 class RunMetrics:
-    """A run's figures in a registry of their own, each event counted once. Rank 0 speaks for its group.
+    """A run's figures in a registry of their own, each event counted once. Rank 0's events stand for its group's.
 
     They count from the start of this process: what an earlier launch in the same folder did is not in them.
     """
@@ -70,8 +69,8 @@ class RunMetrics:
 
         self.registry: CollectorRegistry = CollectorRegistry()
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
-        self._failed_attempts: set[Attempt] = set()
-        self._drained_attempts: set[Attempt] = set()
+        self._failed_attempts: set[tuple[int, int]] = set()
+        self._drained_attempts: set[tuple[int, int]] = set()
         self._differing_steps: set[int] = set()
         self._define_metrics()
 
@@ -116,7 +115,7 @@ class RunMetrics:
 
     def observe(self, event: Event) -> None:
         """Count an event."""
-        new_fault, speaks = self._injected.observe(event), not event.rank
+        new_fault, is_first_rank = self._injected.observe(event), not event.rank
         match event:
             case StepCommitted():
                 self._count_step(event)
@@ -128,15 +127,17 @@ class RunMetrics:
                 self._faults.labels(event.fault).inc()
             case LighthouseRestarted():
                 self._lighthouses.inc()
-            case Drained() if speaks:
+            case Drained() if is_first_rank:
                 self._drained_attempts.add((event.replica, event.attempt))
-            case HealFinished() if speaks:
+            case HealFinished() if is_first_rank:
                 self._heals.labels(str(event.replica)).inc()
                 self._heal_seconds.observe(event.seconds)
-            case DigestMismatch() if speaks and event.step not in self._differing_steps:  # each group tells it
+            case DigestMismatch() if (
+                is_first_rank and event.step not in self._differing_steps
+            ):  # each group has the event
                 self._differing_steps.add(event.step)
                 self._mismatches.inc()
-            case CheckpointSaved() if speaks:
+            case CheckpointSaved() if is_first_rank:
                 self._saved.inc()
 
     def update(self, groups: Groups) -> None:
@@ -171,7 +172,7 @@ class RunMetrics:
 
     def _count_exit(self, event: WorkerExited) -> None:
         """Count the first end of an attempt that was none in order; its other ranks die of it."""
-        attempt, cause = (event.replica, event.attempt), cause_of(event)
+        attempt, cause = (event.replica, event.attempt), event.cause
         asked = attempt in self._drained_attempts and cause == "SIGTERM"
         if cause is None or event.stopped or asked or attempt in self._failed_attempts:
             return

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from titan_ft.live import status
 from titan_ft.run.events import (
@@ -27,8 +29,16 @@ MAX_STEPS_REMEMBERED = 4096
 MAX_LINES = 200
 
 
+# What the launcher prints by itself, so that `status.describe` leaves it out.
+_OF_LAUNCH: dict[type[Event], Callable[[Any], str]] = {
+    LaunchStarted: lambda e: f"launched: {e.replicas} groups x {e.ranks_per_replica} ranks",
+    LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
+    LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
+}
+
+
 class CommittedSteps:
-    """Count each committed step once, whichever of its groups tells first."""
+    """Count each committed step once, whichever of its groups is first."""
 
     def __init__(self) -> None:
         self.num_committed = 0
@@ -59,14 +69,14 @@ class CommittedSteps:
 
 
 class InjectedFaults:
-    """Count each fault once, however many groups it hits and however many ranks tell."""
+    """Count each fault once, however many groups it hits and however many ranks write it."""
 
     def __init__(self) -> None:
         self.num_injected = 0
         self._shots: set[tuple[object, ...]] = set()
 
     def observe(self, event: Event) -> bool:
-        """Take any event; return whether it tells a fault that is new."""
+        """Take any event; return whether it is a new fault."""
         if isinstance(event, ChaosStarted):
             self._shots.clear()  # the same plan may be carried out again
         if not isinstance(event, FaultInjected):
@@ -94,7 +104,7 @@ class RunStatus:
     def _begin(self, num_replicas: int) -> None:
         self.groups = status.initial(num_replicas)
         self.num_ranks = 0
-        """Ranks of each group; 0 where no launcher tells."""
+        """Ranks of each group; 0 where there is no launcher."""
         self.steps = CommittedSteps()
         self.step: int | None = None
         self.loss: float | None = None
@@ -119,7 +129,7 @@ class RunStatus:
 
     @property
     def end(self) -> str:
-        """Return why the run is over; empty while it goes on. Without a launcher, its groups tell."""
+        """Return why the run is over; empty while it goes on. Without a launcher, it is over when all groups are."""
         if self.code is not None:
             return self._reason or "the launcher ended"
         states = {group.state for group in self.groups.values()}
@@ -146,7 +156,8 @@ class RunStatus:
                 self.groups = status.draining(self.groups)
             case LaunchFinished():
                 self.code, self._reason = event.code, event.reason
-        line = _describe_launch(event) or status.describe(before, self.groups, event)
+        of_launch = _OF_LAUNCH.get(type(event))
+        line = of_launch(event) if of_launch else status.describe(before, self.groups, event)
         if line:
             self.lines.append((event.time, line))
 
@@ -190,15 +201,3 @@ class RunStatus:
         usual = (last - recent[0][0]) / (len(recent) - 1)
         until = now if not self.end and now > last + 2 * usual else last
         return sum(tokens for _, tokens in recent[1:]) / (until - recent[0][0])
-
-
-def _describe_launch(event: Event) -> str | None:
-    """Return what the launcher tells by itself, so that `status.describe` leaves it out."""
-    match event:
-        case LaunchStarted():
-            return f"launched: {event.replicas} groups x {event.ranks_per_replica} ranks"
-        case LaunchStopping():
-            return f"all groups are asked to leave: {event.reason}"
-        case LaunchFinished():
-            return f"over: {event.reason} (exit status {event.code})"
-    return None

@@ -4,46 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from titan_ft.run.events import (
-    CatchUpWaiting,
-    ChaosEvent,
-    ChaosFinished,
-    ChaosStarted,
-    CheckpointFailed,
-    CheckpointSaved,
-    DataReset,
-    DigestMismatch,
-    Drained,
-    Event,
-    FaultEvent,
-    FaultInjected,
-    FaultSkipped,
-    FaultUndone,
-    ForeignMember,
-    GradientExcluded,
-    HealFailed,
-    HealFinished,
-    HealStarted,
-    Hung,
-    Joined,
-    LighthouseRestarted,
-    RankEvent,
-    RankSilent,
-    ReplicaGaveUp,
-    ReplicaRestarted,
-    RolledBack,
-    SpareTookOver,
-    StepCommitted,
-    Straggler,
-    StragglerRecovered,
-    TrainingFinished,
-    Waiting,
-    WorkerExited,
-    WorkerStarted,
-)
+from titan_ft.run import events as ev
 
 WAITING = "waiting"
 STARTING = "starting"
@@ -99,9 +64,9 @@ def draining(groups: Groups) -> Groups:
     }
 
 
-def fold(groups: Groups, event: Event) -> Groups:
-    """Return the status after an event. Of a group's ranks, rank 0 speaks; a rank that died does so for itself."""
-    if isinstance(event, FaultInjected):
+def fold(groups: Groups, event: ev.Event) -> Groups:
+    """Return the status after an event. Of a group's ranks, rank 0's events count, and the end of any rank."""
+    if isinstance(event, ev.FaultInjected):
         hit = groups.get(-1 if event.target.replica is None else event.target.replica)
         if hit is None:
             return groups
@@ -113,42 +78,42 @@ def fold(groups: Groups, event: Event) -> Groups:
     return groups if changed is group else {**groups, group.replica: changed}
 
 
-def _apply(group: GroupStatus, event: Event) -> GroupStatus:
+def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
     match event:
-        case WorkerExited() if group.state == FAILED or (group.state == DRAINED and event.stopped):
+        case ev.WorkerExited() if group.state == FAILED or (group.state == DRAINED and event.stopped):
             return group
-        case WorkerExited() if event.code != 0:
+        case ev.WorkerExited() if event.code != 0:
             return replace(group, state=DIED, own_seconds=None)
-        case WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:
+        case ev.WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:
             return replace(group, state=FINISHED)
-        case SpareTookOver():  # its supervisor tells that it restarts the group
+        case ev.SpareTookOver():  # its supervisor's event of the restart follows
             return replace(group, state=STARTING, attempt=event.attempt, own_seconds=None)
-        case ReplicaRestarted():
+        case ev.ReplicaRestarted():
             restarts = group.restarts + 1
             return replace(group, state=STARTING, attempt=event.attempt, restarts=restarts, own_seconds=None)
-        case ReplicaGaveUp():
+        case ev.ReplicaGaveUp():
             return replace(group, state=FAILED)
     if event.rank != 0 or group.state == FAILED:
         return group
-    changed = _apply_word_of_rank_0(group, event)
+    changed = _apply_event_of_rank_0(group, event)
     # A group that was asked to leave goes on with its step meanwhile.
     if group.state == DRAINING and changed.state not in (DRAINED, FINISHED):
         return replace(changed, state=DRAINING)
     return changed
 
 
-def _apply_word_of_rank_0(group: GroupStatus, event: Event) -> GroupStatus:
+def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
     match event:
-        case WorkerStarted():
+        case ev.WorkerStarted():
             return replace(group, state=STARTING, attempt=event.attempt, host=event.host, own_seconds=None)
-        case Joined():
+        case ev.Joined():
             state = JOINED if group.state in (WAITING, STARTING) else group.state
             return replace(group, state=state, participants=tuple(event.participants))
-        case HealStarted():
+        case ev.HealStarted():
             return replace(group, state=HEALING, donor=event.donor)
-        case HealFinished():
+        case ev.HealFinished():
             return replace(group, state=JOINED)
-        case StepCommitted():
+        case ev.StepCommitted():
             return replace(
                 group,
                 state=TRAINING,
@@ -158,121 +123,90 @@ def _apply_word_of_rank_0(group: GroupStatus, event: Event) -> GroupStatus:
                 own_loss=event.own_loss,
                 own_seconds=event.compute_seconds + event.apply_seconds,
             )
-        case Drained():
+        case ev.Drained():
             return replace(group, state=DRAINED, step=event.step)
-        case TrainingFinished():
+        case ev.TrainingFinished():
             return replace(group, state=FINISHED, step=event.step)
     return group
 
 
-def describe(before: Groups, after: Groups, event: Event) -> str | None:
-    """Return the line that tells a change, or None when the event is not worth one."""
-    if isinstance(event, ChaosEvent):
-        # The agents of all ranks tell what befell their group.
-        return None if event.rank and isinstance(event, FaultEvent) and _hits_groups(event) else _describe_chaos(event)
-    if isinstance(event, LighthouseRestarted):
-        return f"{event.reason}; it is back at the same address after {event.seconds:.2f} s"
+# The line that an event becomes. `replica N` stands before those of a group itself, of which rank 0's count.
+_LINES: dict[type[ev.Event], Callable[[Any], str]] = {
+    ev.LighthouseRestarted: lambda e: f"{e.reason}; it is back at the same address after {e.seconds:.2f} s",
+    ev.ChaosStarted: lambda e: f"chaos begins: {e.plan}, seed {e.seed}: {e.schedule}",
+    ev.ChaosFinished: lambda e: f"chaos ends: faults injected: {e.injected}, skipped: {e.skipped}",
+    ev.FaultInjected: lambda e: f"fault: {_fault(e)}{_params(e)}",
+    ev.FaultUndone: lambda e: f"fault undone: {_fault(e)}",
+    ev.FaultSkipped: lambda e: f"fault skipped: {_fault(e)}{_because(e.reason)}",
+    ev.Straggler: lambda e: f"replica {e.slot} is slow: {e.factor:.1f} times the others' step time",
+    ev.StragglerRecovered: lambda e: f"replica {e.slot} is as fast as the others again",
+    ev.GradientExcluded: lambda e: (
+        f"step {e.step} goes without replica {_listed(e.slots)}: gradient not finite; the batch is trained again"
+    ),
+}
+_LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any], str]] = {
+    ev.HealStarted: lambda e: f"healing from replica {e.donor} at step {e.from_step}",
+    ev.HealFinished: lambda e: f"healed in {e.seconds:.2f} s",
+    ev.HealFailed: lambda e: f"got no state from replica {e.donor}: {_first_line(e.error)}",
+    ev.RolledBack: lambda e: f"goes on from step {e.step}: steps lost with their groups: {e.lost}",
+    ev.CheckpointFailed: lambda e: f"could not save the checkpoint of step {e.step}: {_first_line(e.error)}",
+    ev.DigestMismatch: lambda e: (
+        f"sees different digests at step {e.step} (minority: {_listed(e.minority) or 'none, a tie'})"
+    ),
+    ev.Waiting: lambda e: f"waits after step {e.step}: {e.reason or 'too few groups'}",
+    ev.CatchUpWaiting: lambda e: f"cannot queue more updates: the others wait until it has step {e.step}",
+    ev.Drained: lambda e: f"left after step {e.step}{_because(e.reason)}",
+    ev.ForeignMember: lambda e: f"leaves {e.member} aside{_because(e.reason)}",
+    ev.CheckpointSaved: lambda e: f"saved the checkpoint of step {e.step}",
+    ev.DataReset: lambda e: f"starts its data anew{_because(e.reason)}",
+    ev.TrainingFinished: lambda e: f"finished at step {e.step}",
+}
+# Every group comes to the same finding: one line is enough.
+_SEEN_BY_ALL = (ev.Waiting, ev.Straggler, ev.StragglerRecovered, ev.DigestMismatch, ev.GradientExcluded, ev.RolledBack)
+
+
+def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
+    """Return the line that shows a change, or None when the event is not worth one."""
+    line, line_of_group = _LINES.get(type(event)), _LINES_OF_GROUP.get(type(event))
+    if isinstance(event, ev.FaultEvent) and event.rank and _hits_groups(event):
+        return None  # the agents of all ranks report what hit their group
+    if line is not None and not isinstance(event, ev.RankEvent):
+        return line(event)
     replica = event.replica
     if replica is None or replica not in after:
         return None
     name, new = f"replica {replica}", after[replica]
     match event:
-        case WorkerExited() if new.state == DIED and not event.stopped:
+        case ev.WorkerExited() if new.state == DIED and not event.stopped:
             return f"{name} died: {event.reason or 'a worker ended'}"
-        case ReplicaRestarted():
+        case ev.ReplicaRestarted():
             return f"{name} restarting (attempt {new.attempt})"
-        case ReplicaGaveUp():
+        case ev.ReplicaGaveUp():
             return f"{name} failed: {event.reason}; {event.log}: {event.error}"
-        case SpareTookOver():
+        case ev.SpareTookOver():
             return f"{name}: a spare takes its place (attempt {new.attempt})"
-        case Hung():
+        case ev.Hung():
             return f"{name} hangs: rank {event.rank} made no progress and ends itself; its log has the stacks"
-        case RankSilent():
+        case ev.RankSilent():
             return f"{name}: ranks {_listed(event.ranks)} are silent, so that the group ends"
-    if not isinstance(event, RankEvent) or event.rank != 0 or event.attempt < new.attempt:
+    if not isinstance(event, ev.RankEvent) or event.rank != 0 or event.attempt < new.attempt:
         return None
-    if isinstance(event, Joined):
+    if isinstance(event, ev.Joined):
         joins = new.state == JOINED and before[replica].state != JOINED
         return f"{name} joined (groups {_listed(new.participants)})" if joins else None
-    if isinstance(event, _SEEN_BY_ALL) and not _tells_for_all(after, replica):
+    if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(after, replica):
         return None
-    return _describe_job(event) or _describe_group(event, name)
+    if line is not None:
+        return line(event)
+    return None if line_of_group is None else f"{name} {line_of_group(event)}"
 
 
-# Every group comes to the same finding: one line is enough.
-_SEEN_BY_ALL = (Waiting, Straggler, StragglerRecovered, DigestMismatch, GradientExcluded, RolledBack)
-
-
-def _tells_for_all(groups: Groups, replica: int) -> bool:
+def _is_first_to_train(groups: Groups, replica: int) -> bool:
     """Tell whether a group is the first of those that train."""
     return all(group.state not in (JOINED, TRAINING) for group in groups.values() if group.replica < replica)
 
 
-def _describe_job(event: RankEvent) -> str | None:
-    """Return what rank 0 of a group tells of others."""
-    match event:
-        case Straggler():
-            return f"replica {event.slot} is slow: {event.factor:.1f} times the others' step time"
-        case StragglerRecovered():
-            return f"replica {event.slot} is as fast as the others again"
-        case GradientExcluded():
-            whose = f"replica {_listed(event.slots)}"
-            return f"step {event.step} goes without {whose}: gradient not finite; the batch is trained again"
-    return None
-
-
-def _describe_group(event: RankEvent, name: str) -> str | None:
-    """Return what rank 0 tells of its own group."""
-    match event:
-        case HealStarted():
-            told = f"healing from replica {event.donor} at step {event.from_step}"
-        case HealFinished():
-            told = f"healed in {event.seconds:.2f} s"
-        case HealFailed():
-            told = f"got no state from replica {event.donor}: {_first_line(event.error)}"
-        case RolledBack():
-            told = f"goes on from step {event.step}: steps lost with their groups: {event.lost}"
-        case CheckpointFailed():
-            told = f"could not save the checkpoint of step {event.step}: {_first_line(event.error)}"
-        case DigestMismatch():
-            minority = _listed(event.minority) or "none, a tie"
-            told = f"sees different digests at step {event.step} (minority: {minority})"
-        case Waiting():
-            told = f"waits after step {event.step}: {event.reason or 'too few groups'}"
-        case CatchUpWaiting():
-            told = f"cannot queue more updates: the others wait until it has step {event.step}"
-        case Drained():
-            told = f"left after step {event.step}{_because(event.reason)}"
-        case ForeignMember():
-            told = f"leaves {event.member} aside{_because(event.reason)}"
-        case CheckpointSaved():
-            told = f"saved the checkpoint of step {event.step}"
-        case DataReset():
-            told = f"starts its data anew{_because(event.reason)}"
-        case TrainingFinished():
-            told = f"finished at step {event.step}"
-        case _:
-            return None
-    return f"{name} {told}"
-
-
-def _describe_chaos(event: ChaosEvent) -> str | None:
-    """Return what the chaos runner and its agents do, to whomever."""
-    match event:
-        case ChaosStarted():
-            return f"chaos begins: {event.plan}, seed {event.seed}: {event.schedule}"
-        case ChaosFinished():
-            return f"chaos ends: faults injected: {event.injected}, skipped: {event.skipped}"
-        case FaultInjected():
-            return f"fault: {_fault(event)}{_params(event)}"
-        case FaultUndone():
-            return f"fault undone: {_fault(event)}"
-        case FaultSkipped():
-            return f"fault skipped: {_fault(event)}{_because(event.reason)}"
-    return None
-
-
-def _hits_groups(event: FaultEvent) -> bool:
+def _hits_groups(event: ev.FaultEvent) -> bool:
     """Tell whether a fault is one that hits whole groups."""
     from titan_ft.chaos.faults import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
 
@@ -280,7 +214,7 @@ def _hits_groups(event: FaultEvent) -> bool:
     return fault is not None and fault.scope in ("group", "groups", "link")
 
 
-def _fault(event: FaultEvent) -> str:
+def _fault(event: ev.FaultEvent) -> str:
     """Return a fault with its target: "kill_rank on replica 2, rank 1"."""
     target = event.target
     if target is None:
@@ -291,7 +225,7 @@ def _fault(event: FaultEvent) -> str:
     return f"{event.fault} on replica {target.replica}" + (f", rank {rank}" if rank is not None else "")
 
 
-def _params(event: FaultInjected) -> str:
+def _params(event: ev.FaultInjected) -> str:
     params = event.params or {}
     values = [f"{name} {value:g}" for name, value in params.items() if isinstance(value, int | float)]
     return f" ({', '.join(values)})" if values else ""

@@ -8,37 +8,18 @@ import sys
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from titan_ft.live.status import (
-    DIED,
-    DRAINED,
-    DRAINING,
-    FAILED,
-    FINISHED,
-    HEALING,
-    TRAINING,
-    Groups,
-    describe_progress,
-)
+from titan_ft.live.group_table import group_table
+from titan_ft.live.status import DRAINED, FINISHED, Groups, describe_progress, initial
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-COLORS = {
-    TRAINING: "green",
-    FINISHED: "bold green",
-    HEALING: "yellow",
-    DRAINING: "yellow",
-    DRAINED: "cyan",
-    DIED: "red",
-    FAILED: "bold red",
-}
+    from rich.console import RenderableType
 
 
 class StatusView(Protocol):
     """Where the launcher shows what happens."""
 
     def line(self, text: str) -> None:
-        """Tell one change."""
+        """Show one change."""
 
     def update(self, groups: Groups) -> None:
         """Show the state of all groups; called often."""
@@ -78,41 +59,28 @@ class TableView:
     def __init__(self, num_replicas: int) -> None:
         from rich.live import Live
 
-        from titan_ft.live.status import initial
-
         self._start = time.monotonic()
-        self._live = Live(_table(initial(num_replicas), 0.0), refresh_per_second=4)
+        self._live = Live(refresh_per_second=4)
+        self.update(initial(num_replicas))
         self._live.start()
 
     def line(self, text: str) -> None:
         self._live.console.print(f"[{time.monotonic() - self._start:7.1f} s] {text}", markup=False, highlight=False)
 
     def update(self, groups: Groups) -> None:
-        self._live.update(_table(groups, time.monotonic() - self._start))
+        self._live.update(self._shown(groups))
 
     def close(self) -> None:
         self._live.stop()
+
+    def _shown(self, groups: Groups) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        title = f"{time.monotonic() - self._start:.0f} s  {describe_progress(groups) or 'starting'}"
+        return Group(Text(title, style="italic"), group_table(groups, time.time(), self._live.console.width))
 
 
 def make_view(num_replicas: int) -> StatusView:
     """Choose by what stdout is."""
     return TableView(num_replicas) if sys.stdout.isatty() else PlainView()
-
-
-def _table(groups: Groups, seconds: float) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"{seconds:.0f} s  {describe_progress(groups) or 'starting'}", title_justify="left")
-    for heading in ("replica", "state", "step", "loss", "groups", "restarts"):
-        table.add_column(heading, justify="left" if heading == "state" else "right")
-    for group in groups.values():
-        color = COLORS.get(group.state)
-        table.add_row(
-            str(group.replica),
-            f"[{color}]{group.state}[/]" if color else group.state,
-            "-" if group.step is None else str(group.step),
-            "-" if group.loss is None else f"{group.loss:.5f}",
-            f"{len(group.participants)}/{len(groups)}",
-            str(group.restarts),
-        )
-    return table

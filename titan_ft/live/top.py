@@ -54,9 +54,7 @@ class FollowedRun:
         return self.status
 
     def render(self, screen: Screen) -> RenderableType:
-        from rich.console import Group
-
-        return Group(*frame(self.status, str(self.run_dir), time.time(), screen))
+        return frame(self.status, str(self.run_dir), time.time(), screen)
 
 
 def top(run_dir: Path, *, once: bool = False) -> int:

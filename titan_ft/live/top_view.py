@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lay a run's status out as lines of a terminal of any size; pure, but for rich's text."""
+"""Lay a run's status out for a terminal of any size; pure, but for rich's text."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from titan_ft.config import FaultTolerance
+from titan_ft.history.terminal import clock
+from titan_ft.live.group_table import GAP, group_table, number
 from titan_ft.live.run_status import RunStatus
-from titan_ft.live.status import DRAINING, TRAINING, Groups, GroupStatus
-from titan_ft.live.status_view import COLORS
+from titan_ft.live.status import TRAINING, GroupStatus
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.text import Text
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
@@ -24,9 +25,6 @@ SILENT_SECONDS = 10.0
 """Without an event for so long, a run that is not over may be stuck, or its launcher killed."""
 NUM_LINES = 10
 """Of what happened, where the height is not limited."""
-GAP = 2
-MIN_FLEXIBLE = 16
-"""Least width of the last column, which takes what is left."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +39,31 @@ class Screen:
     """Stands at the right end of the first line."""
 
 
-def frame(run: RunStatus, name: str, now: float, screen: Screen) -> list[Text]:
-    """Return the lines that show a run: head, loss, a table of the groups, what happened last.
+def frame(run: RunStatus, name: str, now: float, screen: Screen) -> Group:
+    """Return what shows a run: head, loss, a table of the groups, what happened last.
 
     Args:
         name: what the run is called, such as its folder.
         now: Unix seconds.
     """
-    lines = [_title(name, screen), _state(run, now), *_figures(run, now, screen.width), *_losses(run, screen)]
+    from rich.console import Group
+
+    head = [_title(name, screen), _state(run, now), *_figures(run, now, screen.width), *_losses(run, screen), _text("")]
     if screen.height is None:
         rows, num_lines = len(run.groups), NUM_LINES
     else:
-        room = max(0, screen.height - len(lines) - 3)  # two empty lines and the table's head
+        room = max(0, screen.height - len(head) - 2)  # the table's head, and an empty line
         rows = min(len(run.groups), max(room - NUM_LINES, room - room // 3))
         num_lines = room - rows
-    lines += [_text(""), *_table(run, now, rows, screen.width), _text("")]
-    told = list(run.lines)[-num_lines:] if num_lines > 0 else []
-    lines += [_told(moment - (run.started or 0.0), text) for moment, text in told]
-    for line in lines:
-        line.truncate(screen.width, overflow="ellipsis" if not screen.ascii_only else "crop")
-    return lines[: screen.height]
+    shown, hidden = _shown(run, rows)
+    until = run.last if run.end else now
+    table = group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
+    tail = [_text(hidden, "dim")] if hidden else []
+    happened = list(run.lines)[-num_lines:] if num_lines > 0 else []
+    tail += [_text(""), *(_line(moment - (run.started or 0.0), text) for moment, text in happened)]
+    for line in [*head, *tail]:
+        line.overflow = "crop" if screen.ascii_only else "ellipsis"
+    return Group(*head, table, *tail)
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -82,13 +85,13 @@ def _state(run: RunStatus, now: float) -> Text:
     if run.started is None:
         return _text("no event yet", "yellow")
     shape = f"{len(run.groups)} groups" + (f" x {run.num_ranks} ranks" if run.num_ranks else "")
-    elapsed = duration(run.elapsed(now))
+    elapsed = clock(run.elapsed(now))
     if run.end:
         code = "" if run.code is None else f" (exit status {run.code})"
         return _text(f"over after {elapsed}: {run.end}{code}; {shape}", "red" if run.code else "green")
     line = _text(f"running for {elapsed}; {shape}")
     if now - run.last > SILENT_SECONDS:
-        line.append(f"; no event for {duration(now - run.last)}", "bold yellow")
+        line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
     return line
 
 
@@ -97,9 +100,9 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     rate, steps = run.tokens_per_second(now), run.steps
     share = f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)" if steps.num_attempted else ""
     figures = [
-        ("step", _number(run.step)),
-        ("loss", _number(run.loss, ".5f")),
-        ("tokens/s", _number(rate, ",.0f")),
+        ("step", number(run.step)),
+        ("loss", number(run.loss, ".5f")),
+        ("tokens/s", number(rate, ",.0f")),
         ("contributing", f"{len(run.participants)}/{len(run.groups)}"),
         ("committed", f"{steps.num_committed}/{steps.num_attempted}{share}"),
         ("faults", str(run.faults.num_injected)),
@@ -144,114 +147,22 @@ def sparkline(values: Sequence[float], width: int, rows: int = 1, *, ascii_only:
     return lines
 
 
-def _table(run: RunStatus, now: float, max_rows: int, width: int) -> list[Text]:
-    """Return the head and one line per group; of too many, those first that do not train, and what is left out."""
+def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:
+    """Return the groups that have a row, and a line about the others; of too many, those that train are left out."""
     groups = list(run.groups.values())
-    shown = groups
-    if max_rows < len(groups):
-        urgent = sorted(groups, key=lambda group: (group.state == TRAINING, group.replica))
-        shown = sorted(urgent[: max(0, max_rows - 1)], key=lambda group: group.replica)
-    ratios, until = _ratios(run.groups), run.last if run.end else now
-    cells = [_cells(group, ratios.get(group.replica), until) for group in shown]
-    names = [name for name, _ in _COLUMNS]
-    widths = {name: max(len(name), *(len(row[name]) for row in cells)) if cells else len(name) for name in names}
-    kept = _fitting(widths, width)
-    widths[_FLEXIBLE] = 0  # the last one needs no filling
-    head = _text("  ".join(_aligned(name, name, widths) for name in kept), "bold underline")
-    lines = [head]
-    for group, row in zip(shown, cells, strict=True):
-        line = _text("")
-        for name in kept:
-            line.append("  " if line.plain else "")
-            line.append(_aligned(name, row[name], widths), _style(name, group, ratios) or None)
-        lines.append(line)
+    if max_rows >= len(groups):
+        return groups, ""
+    urgent = sorted(groups, key=lambda group: (group.state == TRAINING, group.replica))
+    shown = sorted(urgent[: max(0, max_rows - 1)], key=lambda group: group.replica)
     hidden = Counter(group.state for group in groups if group not in shown)
-    if hidden and max_rows > 0:
-        states = ", ".join(f"{count} {state}" for state, count in hidden.most_common())
-        lines.append(_text(f"and {sum(hidden.values())} more: {states}", "dim"))
-    return lines
+    states = ", ".join(f"{count} {state}" for state, count in hidden.most_common())
+    return shown, f"and {sum(hidden.values())} more: {states}" if max_rows > 0 else ""
 
 
-# Heading, and how much it matters: the least important columns go first where the width does not do for all.
-_COLUMNS = (
-    ("replica", 11),
-    ("state", 10),
-    ("step", 9),
-    ("own loss", 4),
-    ("own s", 6),
-    ("x others", 5),
-    ("restarts", 8),
-    ("donor", 3),
-    ("attempt", 2),
-    ("host", 1),
-    ("last fault", 7),
-)
-_LEFT = ("state", "host", "last fault")
-_FLEXIBLE = "last fault"
-
-
-def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
-    own_loss = group.own_loss if group.own_loss is not None else group.loss
-    fault = f"-{duration(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
-    return {
-        "replica": str(group.replica),
-        "state": group.state,
-        "step": _number(group.step),
-        "own loss": _number(own_loss, ".4f"),
-        "own s": _number(group.own_seconds, ".3f"),
-        "x others": _number(ratio, ".2f"),
-        "restarts": str(group.restarts),
-        "donor": _number(group.donor),
-        "attempt": str(group.attempt),
-        "host": group.host or "-",
-        "last fault": fault,
-    }
-
-
-def _fitting(widths: dict[str, int], width: int) -> list[str]:
-    """Return the columns that fit, in order; the flexible one needs no more than its least width."""
-    needed = {**widths, _FLEXIBLE: min(widths[_FLEXIBLE], MIN_FLEXIBLE)}
-    kept = sorted(_COLUMNS, key=lambda column: -column[1])
-    while len(kept) > 1 and sum(needed[name] + GAP for name, _ in kept) - GAP > width:
-        kept.pop()
-    names = {name for name, _ in kept}
-    return [name for name, _ in _COLUMNS if name in names]
-
-
-def _aligned(column: str, text: str, widths: dict[str, int]) -> str:
-    return text.ljust(widths[column]) if column in _LEFT else text.rjust(widths[column])
-
-
-def _style(column: str, group: GroupStatus, ratios: dict[int, float]) -> str:
-    if column == "state":
-        return COLORS.get(group.state, "")
-    if column == "x others" and ratios.get(group.replica, 0.0) > FaultTolerance.straggler_factor > 0:
-        return "yellow"
-    return ""
-
-
-def _ratios(groups: Groups) -> dict[int, float]:
-    """Return each training group's own seconds of its last step / median of the others', as the straggler's are."""
-    own = {r: g.own_seconds for r, g in groups.items() if g.own_seconds and g.state in (TRAINING, DRAINING)}
-    others = {replica: [own[other] for other in own if other != replica] for replica in own}
-    return {replica: own[replica] / median(values) for replica, values in others.items() if values}
-
-
-def _told(seconds: float, text: str) -> Text:
+def _line(seconds: float, text: str) -> Text:
     style = ""
     if text.startswith(("fault: ", "chaos ")):
         style = "magenta"
     elif any(word in text for word in (" died", " failed", " hangs", "different digests", "not finite")):
         style = "red"
-    return _text(f"{duration(seconds):>8}  ", "dim").append(text, f"not dim {style}")
-
-
-def _number(value: float | None, form: str = "") -> str:
-    return "-" if value is None else format(value, form)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as m:ss, or h:mm:ss."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return _text(f"{clock(seconds):>8}  ", "dim").append(text, f"not dim {style}")

@@ -213,6 +213,17 @@ class StepCommitted(RankEvent, kw_only=True):
     batches: dict[int, tuple[int, int]]
     digest: str | None = None
 
+    @property
+    def contributed(self) -> bool:
+        """Whether this group's gradient is in the step."""
+        return self.replica in self.participants
+
+    def readings(self) -> Iterator[Batches]:
+        """Yield what this rank read for the step."""
+        if self.data is not None:
+            yield self.data
+        yield from self.extra_data
+
 
 class TrainingFinished(RankEvent, kw_only=True):
     """The last step is made, and all groups hold the final state.
@@ -605,6 +616,11 @@ class WorkerExited(GroupEvent, kw_only=True):
     code: int | None = None
     signal: str | None = None
 
+    @property
+    def cause(self) -> str | None:
+        """What ended the worker: a signal's name or an exit code; None where it ended well."""
+        return self.signal or (f"exit code {self.code}" if self.code else None)
+
 
 class ReplicaRestarted(GroupEvent, kw_only=True):
     """A group is started again; `attempt` is the new one.
@@ -807,16 +823,18 @@ class FaultSkipped(FaultEvent, kw_only=True):
     seed: int | None = None
 
 
+ABSTRACT: tuple[type[Event], ...] = (Event, RankEvent, GroupEvent, LaunchEvent, ChaosEvent, FaultEvent)
+"""Nobody tells these; they are what the others are derived from."""
+
+
 def kinds(base: type[Event] = Event) -> Iterator[type[Event]]:
     """Yield the classes of all events below a class, in the order in which they were defined.
 
     A program with events of its own, such as a benchmark, derives their classes; they are read where they are imported.
-    It derives them from the bases, such as `RankEvent`: a class that others are derived from is no event any more.
     """
-    below = base.__subclasses__()
-    if not below and base is not Event:
-        yield base
-    for kind in below:
+    for kind in base.__subclasses__():
+        if kind not in ABSTRACT:
+            yield kind
         yield from kinds(kind)
 
 
@@ -847,25 +865,16 @@ def markdown() -> str:
         ValueError: a field is not described, or what is described is no field.
     """
     parts = [_HEAD, _table(("event", "str", "its name, as in the headings below"), *_rows(Event))]
-    for section in _sections(Event):
-        own = [kind for kind in section.__subclasses__() if kind.__module__ == Event.__module__]
+    for section in ABSTRACT[1:]:
+        own = [k for k in section.__subclasses__() if k.__module__ == Event.__module__ and k not in ABSTRACT]
         parts.append(f"## {section.__name__}\n\n{_summary(section)}\n")
         for kind in own:
-            if not kind.__subclasses__():
-                fields = [row for row in _rows(kind) if row[0] not in Event.__struct_fields__]
-                parts.append(f"### `{_snake(kind.__name__)}`\n\n{_summary(kind)}\n")
-                parts += [_table(*fields)] if fields else []
+            fields = [row for row in _rows(kind) if row[0] not in Event.__struct_fields__]
+            parts.append(f"### `{_snake(kind.__name__)}`\n\n{_summary(kind)}\n")
+            parts += [_table(*fields)] if fields else []
     for part in (Batches, Target, WorkerConfig):
         parts.append(f"## {part.__name__}\n\n{_summary(part)}\n\n{_table(*_rows(part))}")
     return "\n".join(parts)
-
-
-def _sections(base: type[Event]) -> Iterator[type[Event]]:
-    """Yield the classes below a class that have classes of events right below them."""
-    for section in base.__subclasses__():
-        if section.__module__ == Event.__module__ and section.__subclasses__():
-            yield section
-            yield from _sections(section)
 
 
 def _summary(kind: type) -> str:

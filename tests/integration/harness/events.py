@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.history import audit as history
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import RankEvent
 from titan_ft.run.log import decode, encode, read_events
 
@@ -44,4 +45,4 @@ def read(folder: Path) -> list[Event]:
 def audit(events: Iterable[Event]) -> history.Audit:
     """Audit the data of a run."""
     typed = (decode(json.dumps(event).encode()) for event in events)
-    return history.audit(event for event in typed if event is not None)
+    return history.audit(RunRecord(event for event in typed if event is not None))

@@ -1,28 +1,28 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 1, as far as one history can tell: groups that made the same state tell the same figures of it."""
+"""Promise 1, as far as one history can show it: groups that made the same state report the same figures of it."""
 
 from __future__ import annotations
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record
+from titan_ft.history.record import RunRecord
 
 FIGURES = ("loss", "grad_norm", "lr", "tokens")
 
 
-def check_arithmetic(record: Record, found: Judgement) -> None:
-    """Check that all ranks of all groups tell the same figures, bit for bit, of each state.
+def check_arithmetic(record: RunRecord, found: Judgement) -> None:
+    """Check that all ranks of all groups report the same figures, bit for bit, of each state.
 
-    Whether they are those of a run without failures only such a run can tell: see `titan_ft.history.against`.
+    Whether they are those of a run without failures only such a run can show: see `titan_ft.history.against`.
     """
     num_states = 0
-    for lineage, events in record.commits.items():
+    for lineage, events in record.commits_of.items():
         first: dict[str, float] = {}
         num_states += len({event.replica for event in events}) > 1
         for event in events:
             for name in FIGURES:
                 value = getattr(event, name)  # a rank without the last pipeline stage knows no loss
                 if value is not None and first.setdefault(name, value) != value:
-                    text = f"tells {name} {value!r} of the state {lineage}; another group tells {first[name]!r}"
+                    text = f"reports {name} {value!r} of the state {lineage}; another group reports {first[name]!r}"
                     found.object_to(text, event)
-    found.statement = f"groups tell the same {', '.join(FIGURES)} of {count(num_states, 'state')}"
+    found.statement = f"groups report the same {', '.join(FIGURES)} of {count(num_states, 'state')}"

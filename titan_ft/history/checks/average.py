@@ -7,54 +7,53 @@ from __future__ import annotations
 import math
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record
-from titan_ft.history.failures import contributed
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import GradientExcluded, StepCommitted
 
 RELATIVE_TOLERANCE = 1e-6
 """Of the loss: the groups' means are rounded once more on their way into the history."""
 
 
-def check_average(record: Record, found: Judgement) -> None:
-    """Check participants, tokens and loss of each state against what its groups tell of themselves."""
+def check_average(record: RunRecord, found: Judgement) -> None:
+    """Check participants, tokens and loss of each state against what its groups report of themselves."""
     checked = 0
-    for lineage, events in record.commits.items():
+    for lineage, events in record.commits_of.items():
         first = events[0]
         for event in events[1:]:
             if event.participants != first.participants:
-                text = f"participants {event.participants} of the state {lineage}, others tell {first.participants}"
+                text = f"participants {event.participants} of the state {lineage}, others report {first.participants}"
                 found.object_to(text, event)
         for event in events:
-            if not contributed(event) and event.own_tokens:
+            if not event.contributed and event.own_tokens:
                 found.object_to(f"had {event.own_tokens} tokens of weight and is no participant", event)
         checked += _check_sums(events, record.participants(lineage), found)
     excluded = _check_excluded(record, found)
-    total = len(record.commits)
+    total = len(record.commits_of)
     found.statement = (
         f"tokens and loss of {checked} of {count(total, 'state')} are those of their participants{excluded}"
     )
     if not checked:
-        found.unknown.append("no state of which all participants are told of")
+        found.unknown.append("no state of which all participants are in the history")
 
 
 def _check_sums(events: list[StepCommitted], participants: frozenset[int], found: Judgement) -> bool:
-    """Check tokens and loss of one state; False if some participant does not tell its own. It may have died."""
+    """Check tokens and loss of one state; False if a participant's own are missing: it may have died."""
     tokens: dict[int, int] = {}
     losses: dict[int, float] = {}
     for event in events:
-        if contributed(event):
+        if event.contributed:
             tokens.setdefault(event.replica, event.own_tokens)
             if event.own_loss is not None:
                 losses.setdefault(event.replica, event.own_loss)
     if not participants or tokens.keys() != participants:
         return False
-    told, total = events[0].tokens, sum(tokens.values())
-    if told != total:
-        found.object_to(f"{told} tokens, the participants' own are {total} ({tokens})", events[0])
+    reported, total = events[0].tokens, sum(tokens.values())
+    if reported != total:
+        found.object_to(f"{reported} tokens, the participants' own are {total} ({tokens})", events[0])
         return True
-    told_losses = {event.loss for event in events} - {None}
+    losses_reported = {event.loss for event in events} - {None}
     loss = next((event.loss for event in events if event.loss is not None), None)
-    if loss is None or len(told_losses) > 1 or losses.keys() != participants or total <= 0:
+    if loss is None or len(losses_reported) > 1 or losses.keys() != participants or total <= 0:
         return True
     mean = sum(losses[replica] * tokens[replica] for replica in participants) / total
     if not math.isclose(loss, mean, rel_tol=RELATIVE_TOLERANCE, abs_tol=RELATIVE_TOLERANCE):
@@ -62,8 +61,8 @@ def _check_sums(events: list[StepCommitted], participants: frozenset[int], found
     return True
 
 
-def _check_excluded(record: Record, found: Judgement) -> str:
-    """Check that gradients which were left out are not in the update; return what to say of them."""
+def _check_excluded(record: RunRecord, found: Judgement) -> str:
+    """Check that gradients which were left out are not in the update; return a clause about them."""
     exclusions: set[tuple[object, int]] = set()
     for process in record.processes:
         pending: GradientExcluded | None = None

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record
+from titan_ft.history.record import RunRecord
 from titan_ft.history.trajectory import ROOT, State
 from titan_ft.run.events import (
     CheckpointLoaded,
@@ -18,7 +18,7 @@ from titan_ft.run.events import (
 )
 
 
-def check_counters(record: Record, found: Judgement) -> None:
+def check_counters(record: RunRecord, found: Judgement) -> None:
     """Check step, LR, tokens, checkpoints and `min_replica_size` against the commits."""
     _check_steps(record, found)
     compared = _check_rates(record, found)
@@ -31,19 +31,19 @@ def check_counters(record: Record, found: Judgement) -> None:
         found.unknown.append("no event tells of a committed step")
 
 
-def _check_steps(record: Record, found: Judgement) -> None:
+def _check_steps(record: RunRecord, found: Judgement) -> None:
     for state in record.states.values():
         parent = record.states.get(state.parent)
         before = 0 if state.parent == ROOT else None if parent is None else parent.step
         if before is not None and state.step != before + 1:
             text = f"step {state.step} changes the state of step {before}; steps must go up by one"
-            found.object_to(text, record.commits[state.lineage][0])
-        for event in record.commits[state.lineage]:
+            found.object_to(text, record.commits_of[state.lineage][0])
+        for event in record.commits_of[state.lineage]:
             if (event.step, event.parent) != (state.step, state.parent):
-                found.object_to(f"step and parent of the state {state.lineage} are not what others tell", event)
+                found.object_to(f"step and parent of the state {state.lineage} are not what others report", event)
 
 
-def _check_rates(record: Record, found: Judgement) -> int:
+def _check_rates(record: RunRecord, found: Judgement) -> int:
     """Check that the LR is the same wherever step, share of the batch and config are; return the commits compared.
 
     A schedule that advanced on a failed exchange gives another LR to the same step of a group that did not see it
@@ -69,33 +69,33 @@ def _check_rates(record: Record, found: Judgement) -> int:
     return compared
 
 
-def _check_finished(record: Record, found: Judgement) -> None:
+def _check_finished(record: RunRecord, found: Judgement) -> None:
     """Check the final counts of steps and tokens against the trajectory."""
     tokens: dict[str, int] = {}
     for event in record.of(TrainingFinished):
-        state, told = record.states.get(event.lineage), event.tokens
+        state, tokens_seen = record.states.get(event.lineage), event.tokens
         if state is not None and event.step != state.step:
             found.object_to(f"finished with step {event.step} in the state of step {state.step}", event)
-        if tokens.setdefault(event.lineage, told) != told:
-            found.object_to(f"finished with {told} tokens, others with {tokens[event.lineage]}", event)
+        if tokens.setdefault(event.lineage, tokens_seen) != tokens_seen:
+            found.object_to(f"finished with {tokens_seen} tokens, others with {tokens[event.lineage]}", event)
         elif record.chain and event.lineage == record.chain[-1].lineage and record.chain[0].parent == ROOT:
             _check_tokens(record, event, found)
 
 
-def _check_tokens(record: Record, event: TrainingFinished, found: Judgement) -> None:
+def _check_tokens(record: RunRecord, event: TrainingFinished, found: Judgement) -> None:
     """Compare a final count with the sum of the steps' tokens. Tokens without a label are in the count only."""
-    told, sums = event.tokens, [(state, record.commits[state.lineage][0].tokens) for state in record.chain]
+    tokens_seen, sums = event.tokens, [(state, record.commits_of[state.lineage][0].tokens) for state in record.chain]
     total = sum(tokens for _, tokens in sums)
     full = {tokens / batches for state, tokens in sums if (batches := _num_batches(state))}
-    if told < total or (len(full) == 1 and told != total):
-        found.object_to(f"finished with {told} tokens, the steps' own are {total}", event)
+    if tokens_seen < total or (len(full) == 1 and tokens_seen != total):
+        found.object_to(f"finished with {tokens_seen} tokens, the steps' own are {total}", event)
 
 
 def _num_batches(state: State) -> int:
     return sum(num_batches for _, num_batches in state.batches.values())
 
 
-def _check_saved(record: Record, found: Judgement) -> int:
+def _check_saved(record: RunRecord, found: Judgement) -> int:
     """Check that each checkpoint is of a state that its writer had made; return their number."""
     saved = 0
     for process in record.processes:
@@ -110,7 +110,7 @@ def _check_saved(record: Record, found: Judgement) -> int:
     return saved
 
 
-def _check_sizes(record: Record, found: Judgement) -> None:
+def _check_sizes(record: RunRecord, found: Judgement) -> None:
     """Check that no state was made by fewer groups than `min_replica_size`; those with void gradients were there."""
     untold = 0
     for process in record.processes:
@@ -126,4 +126,4 @@ def _check_sizes(record: Record, found: Judgement) -> None:
                     found.object_to(f"committed with {count(present, 'group')}; min_replica_size is {least}", event)
                 excluded = []
     if untold:
-        found.unknown.append(f"{count(untold, 'commit')} of workers that do not tell their min_replica_size")
+        found.unknown.append(f"{count(untold, 'commit')} of workers whose min_replica_size is not in the history")

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import dropwhile
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Process, Record
-from titan_ft.history.failures import contributed
+from titan_ft.history.digests import compare_digests
+from titan_ft.history.record import Process, RunRecord
 from titan_ft.run.events import (
     DigestMismatch,
     Drained,
@@ -21,48 +21,50 @@ from titan_ft.run.events import (
     TrainingFinished,
 )
 
-Teller = StepCommitted | TrainingFinished | Drained
-Telling = tuple[Process, Teller, str]
-"""A process, the event in which it told a digest, and the digest."""
+HasDigest = StepCommitted | TrainingFinished | Drained
+Word = tuple[Process, HasDigest, str]
+"""A process, the event in which it wrote a digest, and the digest."""
 
 
-def check_digests(record: Record, found: Judgement) -> None:
+def check_digests(record: RunRecord, found: Judgement) -> None:
     """Compare the digests of each state, rank by rank.
 
     A group whose digest differs must be named by a `digest_mismatch`, and heal or end before it contributes again. One
     that died or left before the next exchange, in which it would have been named, harmed nobody, if others stayed.
     """
-    table: dict[tuple[str, int], list[Telling]] = defaultdict(list)
-    for telling in _tellings(record):
-        table[telling[1].lineage or "", telling[0].rank].append(telling)
-    compared = {key: told for key, told in table.items() if len({process.replica for process, _, _ in told}) > 1}
-    differing = {key: told for key, told in compared.items() if len({digest for _, _, digest in told}) > 1}
-    for (lineage, _), told in differing.items():
-        _judge_difference(record, told, record.commits[lineage][0].step if lineage in record.commits else 0, found)
+    table: dict[tuple[str, int], list[Word]] = defaultdict(list)
+    for word in _words(record):
+        table[word[1].lineage or "", word[0].rank].append(word)
+    compared = compare_digests(
+        (key, process.replica, digest) for key, words in table.items() for process, _, digest in words
+    )
+    for lineage, rank in sorted(compared.differing):
+        step = record.commits_of[lineage][0].step if lineage in record.commits_of else 0
+        _judge_difference(record, table[lineage, rank], step, found)
     final = _compare_ends(record, found)
-    digests = sum(len(told) for told in compared.values())
-    states = len({lineage for lineage, _ in compared})
+    digests = sum(len(table[key]) for key in compared.compared)
+    states = len({lineage for lineage, _ in compared.compared})
     found.statement = (
         f"{count(digests, 'digest')} of {count(states, 'state')} agree between groups, rank by rank{final}"
     )
-    if differing:
-        found.statement = f"{len(differing)} of {len(compared)} comparisons of digests differ{final}"
-    if not compared:
-        found.unknown.append("no two groups told a digest of the same state (fault_tolerance.digest_every)")
+    if compared.differing:
+        found.statement = f"{len(compared.differing)} of {len(compared.compared)} comparisons of digests differ{final}"
+    if not compared.compared:
+        found.unknown.append("no two groups have a digest of the same state (fault_tolerance.digest_every)")
 
 
-def _tellings(record: Record) -> Iterator[Telling]:
+def _words(record: RunRecord) -> Iterator[Word]:
     for process in record.processes:
         for event in process.events:
-            if isinstance(event, Teller) and event.digest and event.lineage:
+            if isinstance(event, HasDigest) and event.digest and event.lineage:
                 yield process, event, event.digest
 
 
-def _judge_difference(record: Record, told: list[Telling], step: int, found: Judgement) -> None:
+def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Judgement) -> None:
     """Object to digests of one state that differ, unless the differing groups were named, healed, or gone at once."""
     named = _named(record, step)
     mended, left, kept = [], [], []
-    for process, event, digest in told:
+    for process, event, digest in words:
         after = _after(process, event)
         if process.replica in named:
             again = _contribution_before_heal(after)
@@ -79,7 +81,7 @@ def _judge_difference(record: Record, told: list[Telling], step: int, found: Jud
     digests = {digest: process for process, digest in reversed(kept)}
     if len(digests) > 1:
         text = "; ".join(f"{process.name}: {digest}" for digest, process in digests.items())
-        found.object_to(f"digests of one state differ and no digest_mismatch names the group ({text})", told[0][1])
+        found.object_to(f"digests of one state differ and no digest_mismatch names the group ({text})", words[0][1])
         return
     mended += [process.replica for process, digest in left if digest not in digests]
     if mended:
@@ -87,7 +89,7 @@ def _judge_difference(record: Record, told: list[Telling], step: int, found: Jud
         found.notes.append(f"step {step}: the digest of group {who} differed; it was named, and healed or ended")
 
 
-def _named(record: Record, step: int) -> set[int]:
+def _named(record: RunRecord, step: int) -> set[int]:
     """Return the groups that differed, as the groups themselves found out."""
     found: set[int] = set()
     for event in record.of(DigestMismatch):
@@ -97,7 +99,7 @@ def _named(record: Record, step: int) -> set[int]:
 
 
 def _after(process: Process, event: Event) -> list[StepCommitted | HealFinished | TrainingFinished]:
-    """Return what the process told after an event, other than of the differing state itself."""
+    """Return what the process did after an event, other than with the differing state itself."""
     rest = list(dropwhile(lambda each: each is not event, process.events))[1:]
     return [each for each in rest if isinstance(each, StepCommitted | HealFinished | TrainingFinished)]
 
@@ -106,13 +108,13 @@ def _contribution_before_heal(after: Sequence[StepCommitted | HealFinished | Tra
     for event in after:
         if isinstance(event, HealFinished):
             return None
-        if isinstance(event, TrainingFinished) or contributed(event):
+        if isinstance(event, TrainingFinished) or event.contributed:
             return event
     return None
 
 
-def _compare_ends(record: Record, found: Judgement) -> str:
-    """Check that the groups finished with one state; return what to say of it."""
+def _compare_ends(record: RunRecord, found: Judgement) -> str:
+    """Check that the groups finished with one state; return a clause about it."""
     since = max((event.time for event in record.of(LaunchStarted)), default=0.0)
     last = {(event.replica, event.rank): event for event in record.of(TrainingFinished) if event.time >= since}
     ends = {event.lineage: event for event in last.values()}

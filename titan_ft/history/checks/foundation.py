@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Record
+from titan_ft.history.record import RunRecord
 from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import (
     CheckpointLoaded,
@@ -25,7 +25,7 @@ TOLERANCE_SECONDS = 1.0
 """What a wall clock may gain or lose between two events, as one that is disciplined by NTP does."""
 
 
-def check_whole(record: Record, found: Judgement) -> None:
+def check_whole(record: RunRecord, found: Judgement) -> None:
     """Check that the history has a beginning and an end, and no part of it is missing."""
     processes = count(len(record.processes), "worker process", "worker processes")
     found.statement = f"{count(len(record.events), 'event')} of {processes}"
@@ -46,13 +46,13 @@ def check_whole(record: Record, found: Judgement) -> None:
         found.unknown.append(f"the history is cut: no event tells how the state before step {first.step} was made")
     elif first.parent == ROOT and first.step != 1:
         found.notes.append(f"the first step is {first.step}")
-    told = set(record.replicas)
-    silent = sorted({slot for state in record.chain for slot in record.participants(state.lineage)} - told)
+    known = {process.replica for process in record.processes}
+    silent = sorted({slot for state in record.chain for slot in record.participants(state.lineage)} - known)
     if silent:
-        found.unknown.append(f"the history is cut: groups {silent} took part in steps and told of none")
+        found.unknown.append(f"the history is cut: groups {silent} took part in steps and have no events of their own")
 
 
-def _check_end(record: Record, found: Judgement) -> None:
+def _check_end(record: RunRecord, found: Judgement) -> None:
     """Find out whether the end of the run is in the history."""
     if record.of(LaunchStarted):
         if record.launch_end is None:
@@ -70,17 +70,17 @@ def _check_end(record: Record, found: Judgement) -> None:
             found.unknown.append(f"the history is cut: {process.name} ended well, and its last events are missing")
 
 
-def _ended_well(record: Record) -> bool:
+def _ended_well(record: RunRecord) -> bool:
     return record.of(LaunchFinished)[-1].code == 0
 
 
-def check_clock(record: Record, found: Judgement) -> None:
+def check_clock(record: RunRecord, found: Judgement) -> None:
     """Check that each host's wall clock advanced as its monotonic clock did."""
     hosts = _by_host(record)
     jumps = [jump for events in hosts.values() for jump in _jumps(events)]
     found.statement = f"{count(len(hosts), 'clock')} advanced evenly"
     if jumps:
-        found.statement = f"wall clocks jumped {count(len(jumps), 'time')}: what rests on times cannot be told"
+        found.statement = f"wall clocks jumped {count(len(jumps), 'time')}: what rests on times is unknown"
     for event, seconds in jumps:
         way = "forward" if seconds > 0 else "back"
         found.object_to(
@@ -90,18 +90,18 @@ def check_clock(record: Record, found: Judgement) -> None:
         found.unknown.append("there are no events")
 
 
-def clock_jumped(record: Record) -> bool:
+def clock_jumped(record: RunRecord) -> bool:
     """Tell whether a wall clock was set during the run."""
     return any(True for events in _by_host(record).values() for _ in _jumps(events))
 
 
-def _by_host(record: Record) -> dict[object, list[Event]]:
+def _by_host(record: RunRecord) -> dict[object, list[Event]]:
     """Return the events that share a monotonic clock, in its order: those of one host, or of one process."""
     host_of = {event.pid: event.host for event in record.of(WorkerStarted)}
     known = set(host_of.values())
     only = known.pop() if len(known) == 1 else None
     found: dict[object, list[Event]] = defaultdict(list)
-    for event in record.events:
+    for event in record.written:
         host = host_of.get(event.pid, only)
         found[host or (event.pid, event.replica, event.rank, event.attempt)].append(event)
     for events in found.values():

@@ -11,10 +11,10 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
+from titan_ft.history.attempts import seconds_of
 from titan_ft.history.checks.foundation import clock_jumped
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Process, Record
-from titan_ft.history.lives import seconds_of
+from titan_ft.history.record import Process, RunRecord
 from titan_ft.run.events import (
     CatchUpWaiting,
     Drained,
@@ -33,7 +33,7 @@ from titan_ft.run.events import (
 )
 
 LONG_STEPS = 4
-"""Usual steps that a heal must last to tell anything; what a shorter one could stall is no more than that."""
+"""Usual steps that a heal must last to show anything; what a shorter one could stall is no more than that."""
 LEAST_RATE = 0.5
 """Share of the usual rate of commits that the others must keep, over all heals together."""
 LEAST_RATE_OF_ONE = 0.25
@@ -67,10 +67,10 @@ class _Heal:
     clean: bool
 
 
-def check_joiner(record: Record, found: Judgement) -> None:
+def check_joiner(record: RunRecord, found: Judgement) -> None:
     """Check that the others committed while groups healed, at no less than half of their usual rate.
 
-    The usual time of a step is the median time between two commits, longer by as much as the steps' computing took
+    The usual time of a step is `RunRecord.usual_step_us`, longer by as much as the steps' computing took
     longer during the heals: a joiner on the same machine takes its share of it, and that is no wait. A group that asks
     the others to wait says so (`catch_up_waiting`).
     """
@@ -79,16 +79,16 @@ def check_joiner(record: Record, found: Judgement) -> None:
         found.statement = 'not asked: the others wait for a joiner, as fault_tolerance.catch_up = "wait" says'
         return
     _check_waits(record, found)
-    stage = _Stage(record)
+    stage, usual = _Stage(record), record.usual_step_seconds
     heals = [heal for process in record.processes if process.rank == 0 for heal in stage.heals(process)]
     if clock_jumped(record):
         found.unknown.append("the wall clock jumped")
         return
-    if not heals or stage.usual is None:
+    if not heals or usual is None:
         found.statement = "no group had to catch up while others trained"
         return
     longest = max(heal.longest for heal in heals)
-    scale = stage.usual * _slowdown(heals, stage.compute)
+    scale = usual * _slowdown(heals, stage.compute)
     long = [heal for heal in heals if heal.end - heal.start >= LONG_STEPS * scale]
     if not long:
         found.statement = (
@@ -98,7 +98,7 @@ def check_joiner(record: Record, found: Judgement) -> None:
     clean = [heal for heal in long if heal.clean]
     rate = _rate(long, scale)
     share = f"{rate:.0%} of their usual rate during {count(len(long), 'heal')}"
-    found.statement = f"others committed at {share}, longest step {longest:.2f} s (usual {stage.usual:.2f} s)"
+    found.statement = f"others committed at {share}, longest step {longest:.2f} s (usual {usual:.2f} s)"
     for heal in clean:
         expected = (heal.end - heal.start) / scale
         if expected >= TELLING_STEPS and heal.commits < LEAST_RATE_OF_ONE * expected:
@@ -120,7 +120,7 @@ def _rate(heals: Sequence[_Heal], scale: float) -> float:
 
 
 def _slowdown(heals: Sequence[_Heal], usual: float | None) -> float:
-    """Return how much longer the others' own computing took during heals; 1 where the history does not tell."""
+    """Return how much longer the others' own computing took during heals; 1 if unknown."""
     seconds = [value for heal in heals for value in heal.compute]
     return max(1.0, median(seconds) / usual) if seconds and usual else 1.0
 
@@ -128,17 +128,11 @@ def _slowdown(heals: Sequence[_Heal], usual: float | None) -> float:
 class _Stage:
     """Who committed when, and what happened beside it."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RunRecord) -> None:
         self._record = record
         self._commits = {id(process): list(process.commits()) for process in record.processes if process.rank == 0}
         self._times = {key: [event.time for event in events] for key, events in self._commits.items()}
         self._spans = sorted(self._disturbed())
-
-    @cached_property
-    def usual(self) -> float | None:
-        """Return the median time between two commits of a group, or None without any."""
-        gaps = [after - before for times in self._times.values() for before, after in pairwise(times)]
-        return median(gaps) if gaps and median(gaps) > 0 else None
 
     @cached_property
     def compute(self) -> float | None:
@@ -196,8 +190,8 @@ def _waits_for_joiner(event: Waiting) -> bool:
     return "fetch the state" in event.reason
 
 
-def _check_waits(record: Record, found: Judgement) -> None:
-    """Object to a wait for a joiner that did not ask for it. Counts what was said, whenever it was."""
+def _check_waits(record: RunRecord, found: Judgement) -> None:
+    """Object to a wait for a joiner that did not ask for it. Counts all such events, whenever they were."""
     asked = {event.replica for event in record.of(CatchUpWaiting)}
     waits = [event for event in record.of(Waiting) if _waits_for_joiner(event)]
     for event in waits if not asked else []:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a checker says of a promise: verdict, offending events, what it cannot tell, notes."""
+"""What a checker says of a promise: verdict, offending events, what is unknown, notes."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ class Offence:
     rank: int | None = None
     step: int | None = None
 
+    def describe(self, start: float) -> str:
+        """Return it in words: when (seconds since `start`), where, what."""
+        where = [] if self.time is None else [f"{self.time - start:.2f} s"]
+        places = (("replica", self.replica), ("rank", self.rank), ("step", self.step))
+        where += [f"{name} {value}" for name, value in places if value is not None]
+        return f"{', '.join(where)}: {self.text}" if where else self.text
+
 
 @dataclass
 class Judgement:
@@ -46,11 +53,21 @@ class Judgement:
     """What was verified, in one line."""
     offences: list[Offence] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Why it cannot be told."""
+    """Why there is no verdict."""
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def shown_verdict(self) -> str:
+        """Its verdict in words: "not asked" where it does not count."""
+        return self.verdict if self.asked else "not asked"
+
+    def details(self, start: float) -> list[str]:
+        """Return what stands below it: offences, what is unknown, notes; `start` is the run's, Unix seconds."""
+        unknown = [f"unknown: {reason}" if self.asked else reason for reason in dict.fromkeys(self.unknown)]
+        return [*(each.describe(start) for each in self.offences), *unknown, *(f"note: {note}" for note in self.notes)]
+
     def object_to(self, text: str, event: Event | None = None) -> None:
-        """Add an offence; `event` tells where and when."""
+        """Add an offence, where and when `event` was."""
         if event is None:
             self.offences.append(Offence(text))
             return

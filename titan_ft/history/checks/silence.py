@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 8: whatever ends, fails or is broken is told, and something follows from it."""
+"""Promise 8: whatever ends, fails or is broken has its event, and something follows from it."""
 
 from __future__ import annotations
 
@@ -9,45 +9,20 @@ from collections.abc import Sequence
 
 from titan_ft.history.checks.foundation import clock_jumped
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Process, Record
-from titan_ft.run.events import (
-    CheckpointFailed,
-    DataReset,
-    DigestMismatch,
-    Drained,
-    Event,
-    FaultInjected,
-    ForeignMember,
-    GroupEvent,
-    HealFailed,
-    HealFinished,
-    HealStarted,
-    Hung,
-    LaunchFinished,
-    LaunchStopping,
-    LighthouseRestarted,
-    RankSilent,
-    ReplicaGaveUp,
-    ReplicaRestarted,
-    RolledBack,
-    SpareTookOver,
-    StartedAnew,
-    StepCommitted,
-    TrainingFinished,
-    WorkerExited,
-)
+from titan_ft.history.record import Process, RunRecord
+from titan_ft.run import events as ev
 
-NOTED: tuple[type[Event], ...] = (
-    DigestMismatch,
-    Hung,
-    RankSilent,
-    RolledBack,
-    StartedAnew,
-    DataReset,
-    ForeignMember,
-    CheckpointFailed,
-    ReplicaGaveUp,
-    LighthouseRestarted,
+NOTED: tuple[type[ev.Event], ...] = (
+    ev.DigestMismatch,
+    ev.Hung,
+    ev.RankSilent,
+    ev.RolledBack,
+    ev.StartedAnew,
+    ev.DataReset,
+    ev.ForeignMember,
+    ev.CheckpointFailed,
+    ev.ReplicaGaveUp,
+    ev.LighthouseRestarted,
 )
 """Nothing that breaks a promise by itself, but worth knowing."""
 DEADLY = (
@@ -65,10 +40,10 @@ DEADLY = (
 END_SECONDS = 30.0
 """A group that ends so shortly before the launch does is not started again."""
 CLOCK_SECONDS = 1.0
-FOLLOWED: tuple[type[GroupEvent], ...] = (ReplicaRestarted, ReplicaGaveUp, SpareTookOver)
+FOLLOWED: tuple[type[ev.GroupEvent], ...] = (ev.ReplicaRestarted, ev.ReplicaGaveUp, ev.SpareTookOver)
 
 
-def check_silence(record: Record, found: Judgement) -> None:
+def check_silence(record: RunRecord, found: Judgement) -> None:
     """Check that each end, heal and fault is explained by what follows it."""
     jumped = clock_jumped(record)
     for process in record.processes:
@@ -82,18 +57,18 @@ def check_silence(record: Record, found: Judgement) -> None:
     counts = Counter(event.name for event in record.of(*NOTED))
     found.notes += [f"{name}: {count(times, 'event')}" for name, times in counts.items()]
     if jumped:
-        found.unknown.append("the wall clock jumped: what followed what cannot be told")
+        found.unknown.append("the wall clock jumped: what followed what is unknown")
     if not record.processes:
         found.unknown.append("no worker wrote an event")
 
 
-def _check_ends(record: Record, found: Judgement) -> None:
-    """Object to processes that fell silent without a word of themselves or their supervisor."""
+def _check_ends(record: RunRecord, found: Judgement) -> None:
+    """Object to processes that fell silent without an event of their own or of their supervisor about it."""
     latest: dict[int, int] = defaultdict(int)
     for event in record.events:
         if event.replica is not None:
             latest[event.replica] = max(latest[event.replica], event.attempt or 0)
-    failure = next((event.reason for event in record.of(LaunchFinished)[-1:] if event.code), None)
+    failure = next((event.reason for event in record.of(ev.LaunchFinished)[-1:] if event.code), None)
     untold = []
     for process in record.processes:
         if process.ended_in_order or process.exit is not None or process.attempt < latest[process.replica]:
@@ -110,13 +85,13 @@ def _check_ends(record: Record, found: Judgement) -> None:
         found.unknown.append(f"nothing tells how {count(len(untold), 'worker')} ended (first: {untold[0]})")
 
 
-def _check_exits(record: Record, found: Judgement, jumped: bool) -> int:
+def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
     """Object to exits without a reason, and to failed groups that are neither restarted nor given up."""
-    exits = record.of(WorkerExited)
-    followed: dict[int, list[GroupEvent]] = defaultdict(list)
+    exits = record.of(ev.WorkerExited)
+    followed: dict[int, list[ev.GroupEvent]] = defaultdict(list)
     for later in record.of(*FOLLOWED):
         followed[later.replica].append(later)
-    stopping = min((event.time for event in record.of(LaunchStopping)), default=None)
+    stopping = min((event.time for event in record.of(ev.LaunchStopping)), default=None)
     for event in exits:
         if not event.reason or (event.code is None and not event.signal):
             found.object_to("a worker ended without a reason", event)
@@ -131,38 +106,38 @@ def _check_exits(record: Record, found: Judgement, jumped: bool) -> int:
     return len(exits)
 
 
-def _follows(exit: WorkerExited, later: GroupEvent) -> bool:
+def _follows(exit: ev.WorkerExited, later: ev.GroupEvent) -> bool:
     """Tell whether an event is about what became of a group after an exit."""
-    least = exit.attempt + (not isinstance(later, ReplicaGaveUp))
+    least = exit.attempt + (not isinstance(later, ev.ReplicaGaveUp))
     return later.attempt >= least or later.time >= exit.time
 
 
-def _check_heals(process: Process, record: Record, found: Judgement) -> None:
+def _check_heals(process: Process, record: RunRecord, found: Judgement) -> None:
     """Object to a heal that neither ended nor failed in a process that trained on."""
-    begun: HealStarted | None = None
+    begun: ev.HealStarted | None = None
     for event in process.events:
-        if isinstance(event, HealStarted):
+        if isinstance(event, ev.HealStarted):
             begun = event
-        elif isinstance(event, HealFinished | HealFailed | RolledBack):
+        elif isinstance(event, ev.HealFinished | ev.HealFailed | ev.RolledBack):
             begun = None
-        elif isinstance(event, StepCommitted | TrainingFinished) and begun is not None:
-            found.object_to("began a heal, and trains on without a word how it ended", begun)
+        elif isinstance(event, ev.StepCommitted | ev.TrainingFinished) and begun is not None:
+            found.object_to("began a heal, and trains on without an event about how it ended", begun)
             begun = None
     if begun is not None and process.exit is None and not process.ended_in_order and record.launch_end is None:
         found.unknown.append(f"nothing tells how the heal of {process.name} ended")
 
 
-def _check_faults(record: Record, found: Judgement, jumped: bool) -> int:
+def _check_faults(record: RunRecord, found: Judgement, jumped: bool) -> int:
     """Object to faults that must end a process, and after which none ended; return how many others there are."""
-    ends: dict[int, list[Event]] = defaultdict(list)
-    for end in record.of(WorkerExited, Drained, *FOLLOWED):
+    ends: dict[int, list[ev.Event]] = defaultdict(list)
+    for end in record.of(ev.WorkerExited, ev.Drained, *FOLLOWED):
         ends[end.replica or 0].append(end)
-    finished = {event.replica: event.time for event in record.of(TrainingFinished)}
+    finished = {event.replica: event.time for event in record.of(ev.TrainingFinished)}
     seen = 0
-    for event in record.of(FaultInjected):
-        later: Sequence[Event]
+    for event in record.of(ev.FaultInjected):
+        later: Sequence[ev.Event]
         if event.fault == "kill_lighthouse":
-            later = [*record.of(LighthouseRestarted), *record.of(LaunchFinished)]
+            later = [*record.of(ev.LighthouseRestarted), *record.of(ev.LaunchFinished)]
         elif event.fault in DEADLY:
             later = [] if event.target.replica is None else ends[event.target.replica]
         else:
@@ -172,11 +147,11 @@ def _check_faults(record: Record, found: Judgement, jumped: bool) -> int:
         if any(end.time >= event.time - CLOCK_SECONDS for end in later):
             seen += 1
         elif not _is_over(event, finished, record):
-            found.object_to(f"the fault {event.fault} was injected, and nothing is told to have ended", event)
+            found.object_to(f"the fault {event.fault} was injected, and no event says that anything ended", event)
     return seen
 
 
-def _is_over(fault: FaultInjected, finished: dict[int, float], record: Record) -> bool:
+def _is_over(fault: ev.FaultInjected, finished: dict[int, float], record: RunRecord) -> bool:
     """Tell whether a fault came when its target had finished, or the launch was about to end."""
     late = record.launch_end is None or record.launch_end - fault.time <= END_SECONDS
     replica = fault.target.replica

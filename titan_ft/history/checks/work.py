@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.checks.record import Healed, Process, Record
-from titan_ft.history.failures import contributed
-from titan_ft.history.trajectory import ROOT, readings
+from titan_ft.history.record import Healed, Process, RunRecord
+from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import FaultInjected, GradientExcluded, HealFinished, StepCommitted, WorkerStarted
 
 
-def check_work(record: Record, found: Judgement) -> None:
+def check_work(record: RunRecord, found: Judgement) -> None:
     """Check the commits of each process: each goes on from the one before, one forward pass for each batch."""
     passes = 0
     wasted: dict[str, int] = {}
@@ -20,7 +19,7 @@ def check_work(record: Record, found: Judgement) -> None:
         _check_order(process, record, found)
         for reason, number_of in _count_wasted(process, record, found).items():
             wasted[reason] = wasted.get(reason, 0) + number_of
-    commits = sum(len(events) for events in record.commits.values())
+    commits = sum(len(events) for events in record.commits_of.values())
     found.statement = f"{count(commits, 'commit')} in order, {_passes(passes)}, one a batch"
     found.notes += [f"{_passes(number_of)} wasted: {why}" for why, number_of in wasted.items()]
     behind = sum(_fell_behind(process) for process in record.processes)
@@ -36,16 +35,16 @@ def _check_passes(process: Process, found: Judgement) -> int:
     for event in process.commits():
         passes = event.forward_passes
         total += passes
-        read = sum(data.num_batches for data in readings(event))
+        read = sum(data.num_batches for data in event.readings())
         if passes != read:
             found.object_to(f"{_passes(passes)} for {count(read, 'batch', 'batches')}", event)
     return total
 
 
-def _check_order(process: Process, record: Record, found: Judgement) -> None:
+def _check_order(process: Process, record: RunRecord, found: Judgement) -> None:
     """Object to a commit that does not go on from the state that the process held.
 
-    A state of which no event tells at all is missing from the history: nobody can say who made it.
+    A state without any event is missing from the history: who made it is unknown.
     """
     held: StepCommitted | None = None
     # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
@@ -78,7 +77,7 @@ def _fell_behind(process: Process) -> int:
     return times
 
 
-def _count_wasted(process: Process, record: Record, found: Judgement) -> dict[str, int]:
+def _count_wasted(process: Process, record: RunRecord, found: Judgement) -> dict[str, int]:
     """Return the forward passes of a process that the trajectory has not, by reason; object to those without one.
 
     A batch whose first computation counted is the business of the audit.
@@ -92,9 +91,9 @@ def _count_wasted(process: Process, record: Record, found: Judgement) -> dict[st
         elif isinstance(event, GradientExcluded):
             excluded = set(event.slots)
         elif isinstance(event, StepCommitted):
-            counted = contributed(event) and event.lineage in record.on_chain
+            counted = event.contributed and event.lineage in record.on_chain
             batches = record.states[event.lineage].batches
-            for data in readings(event):
+            for data in event.readings():
                 slot, first = data.slot, data.first_batch
                 if (slot, first) in void:
                     why = void.pop((slot, first))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.history.report_style import GRID, INK, MUTED, PAPER
+from titan_ft.history.report.style import GRID, INK, MUTED, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.history.report_canvas import LEFT, Canvas, Drawing, add_axes, new_canvas, render
-from titan_ft.history.report_facts import Fault, Span, clock, duration
-from titan_ft.history.report_style import (
+from titan_ft.history.report.canvas import LEFT, Canvas, Drawing, add_axes, new_canvas, render
+from titan_ft.history.report.facts import Recovery, RunReport, Span, duration
+from titan_ft.history.report.style import (
     ACCENT,
     FAULT,
     INK,
@@ -22,6 +22,7 @@ from titan_ft.history.report_style import (
     state_label,
     state_order,
 )
+from titan_ft.history.terminal import clock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,24 @@ MAX_BOXES = 12_000
 MAX_TOOLTIPS = 600
 LEGEND_COLUMNS = 8
 MARK_SCALE = {"*": 1.6, "D": 0.85, "s": 0.95, "P": 1.15, "X": 1.15}  # marks of one size in points differ in weight
+
+
+def draw(report: RunReport) -> list[Drawing]:
+    """Draw all figures of a report."""
+    stalls_of = defaultdict(list)
+    for each in report.recoveries:
+        if each.incident.stall_seconds is not None:
+            stalls_of[each.kind].append(each.incident.stall_seconds)
+    counts = [(point.event.time - report.begin, len(point.event.participants)) for point in report.curve]
+    spent = {"job": report.goodput.job_us} | {f"group {group}": us for group, us in report.goodput.groups_us.items()}
+    return [
+        loss([(point.step, point.loss) for point in report.curve], report.recoveries),
+        participants(counts, report.summary.num_groups, report.seconds),
+        timeline(report.groups, report.recoveries, report.seconds),
+        step_times(report.step_seconds),
+        stalls(stalls_of),
+        goodput({name: {state: us / 1e6 for state, us in states.items()} for name, states in spent.items()}),
+    ]
 
 
 def _clock_axis(axes: Axes, seconds: float) -> None:
@@ -47,7 +66,7 @@ def _clock_axis(axes: Axes, seconds: float) -> None:
     axes.set_xlabel("time since the start" + (" (h:mm:ss)" if seconds >= 3600 else " (m:ss)"))
 
 
-def loss(curve: Sequence[tuple[int, float | None]], faults: Sequence[Fault]) -> Drawing:
+def loss(curve: Sequence[tuple[int, float | None]], faults: Sequence[Recovery]) -> Drawing:
     """Draw the loss over steps; beyond `MAX_POINTS` of them as mean and range of a few steps each."""
     with new_canvas(WIDTH, 2.7) as canvas:
         axes = add_axes(canvas, top=0.2)
@@ -74,7 +93,7 @@ def loss(curve: Sequence[tuple[int, float | None]], faults: Sequence[Fault]) -> 
 
 
 def _mark_faults(
-    canvas: Canvas, axes: Axes, points: Sequence[tuple[Fault, Any, Any]], transform: Any, size: float
+    canvas: Canvas, axes: Axes, points: Sequence[tuple[Recovery, Any, Any]], transform: Any, size: float
 ) -> None:
     """Put one mark at each fault, with what it was under the pointer."""
     for number, (fault, x, y) in enumerate(points):
@@ -117,7 +136,7 @@ def participants(counts: Sequence[tuple[float, int]], num_groups: int, seconds: 
     return render(canvas, "participants", "Number of contributing groups over time")
 
 
-def timeline(groups: Mapping[int, Sequence[Span]], faults: Sequence[Fault], seconds: float) -> Drawing:
+def timeline(groups: Mapping[int, Sequence[Span]], faults: Sequence[Recovery], seconds: float) -> Drawing:
     """Draw a row per group: its states over time, and the faults that hit it; above them those that hit none."""
     replicas = sorted(groups)
     others = [fault for fault in faults if not fault.replicas]
@@ -177,12 +196,12 @@ def thin(spans: Sequence[Span], seconds: float, num_columns: int) -> list[Span]:
     return thinned
 
 
-def _legend_height(states: set[str], faults: Sequence[Fault]) -> float:
+def _legend_height(states: set[str], faults: Sequence[Recovery]) -> float:
     """Return the inches that the legends take."""
     return 0.12 + 0.19 * -(-len(states) // LEGEND_COLUMNS) + (0.21 if faults else 0.0)
 
 
-def _legends(canvas: Canvas, states: set[str], faults: Sequence[Fault]) -> None:
+def _legends(canvas: Canvas, states: set[str], faults: Sequence[Recovery]) -> None:
     """Name the colours of states, and below them the marks of faults."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

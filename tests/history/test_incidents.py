@@ -1,0 +1,224 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What faults and failures cost: one definition of a stall, and the same number wherever it is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.figures import figures
+from tests.history.histories import calm_run, commit, fault, killed_run, say
+from titan_ft.history.goodput import goodput
+from titan_ft.history.incidents import Cause, Incident, find_drains, find_failures, find_incidents, survivors_stalls
+from titan_ft.history.record import RunRecord
+from titan_ft.history.report.facts import report_figures
+from titan_ft.history.report.page import write_report
+from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.terminal import text_of
+from titan_ft.run.events import Event
+
+
+def stalls(events: Iterable[Event]) -> list[Incident]:
+    """Return the faults and failures of a run."""
+    return [incident for incident in find_incidents(RunRecord(events)) if incident.failed]
+
+
+def test_every_view_shows_the_same_stall(tmp_path: Path) -> None:
+    """Terminal, page, JSON, goodput and the campaign's table tell the same seconds of one failure."""
+    events = sorted(killed_run(), key=lambda event: event.time)
+    record = RunRecord(events)
+    (incident,) = find_incidents(record)
+    assert incident.stall_seconds == pytest.approx(2.0)
+    shown = report_figures(record)
+    assert shown["stalls"][0]["stall_seconds"] == incident.stall_seconds
+    assert shown["failures"][0]["stall_seconds"] == incident.stall_seconds
+    assert shown["goodput"]["mean_stall_seconds"] == goodput(record).mean_stall_seconds == incident.stall_seconds
+    assert shown["failures"][0]["rejoin_seconds"] == shown["stalls"][0]["rejoin_seconds"] == 6.5
+    assert shown["failures"][0]["heal"] == shown["stalls"][0]["heal"]
+    text = text_of(summary_table(summarize(record)))
+    assert "survivors stalled 2.00 s, contributing again after 6.50 s" in text
+    page = write_report(record, tmp_path).read_text(encoding="utf-8")
+    assert '<div class="figure">2.00 s</div>' in page
+    assert '<td class="number">2.00</td><td class="number">6.50</td>' in page
+    assert figures(events)["stall per failure (s), median (max)"] == "2.00 (2.00)"
+
+
+def test_stall_of_a_kill() -> None:
+    """A fault's stall is what its survivors waited beyond a usual step; its group is back with its contribution."""
+    (stall,) = stalls(killed_run())
+    assert (stall.fault, stall.injected, stall.replicas, stall.ended) == ("kill_group", True, (1,), True)
+    assert stall.stall_seconds == pytest.approx(2.0)
+    assert stall.rejoin_seconds == pytest.approx(19.0 - 12.5)
+    assert stall.heal is not None
+    assert (stall.heal.donor, stall.heal.replayed) == (0, 2)
+
+
+def test_death_without_a_fault() -> None:
+    """A group that dies by itself is a failure too, named by what ended it."""
+    (stall,) = stalls(event for event in killed_run() if event.name != "fault_injected")
+    assert (stall.fault, stall.injected, stall.replicas) == ("SIGKILL", False, (1,))
+    assert stall.stall_seconds == pytest.approx(2.0)
+
+
+def test_stall_counts_once() -> None:
+    """Of two faults the one before the stall began has it; one that comes while it lasts has none of its own."""
+    events = killed_run()
+    events += [fault(10.5, "slow_rank", 1, shot=7), fault(14.5, "kill_lighthouse", shot=8)]
+    found = {stall.fault: stall.stall_seconds for stall in stalls(events)}
+    assert found == {"slow_rank": 0.0, "kill_group": pytest.approx(2.0), "kill_lighthouse": 0.0}
+
+
+def test_fault_that_comes_while_a_step_is_late() -> None:
+    """A stall that no fault precedes belongs to the first that came while it lasted."""
+    events = [event for event in killed_run() if event.name != "fault_injected"]
+    events = [event for event in events if event.name not in ("worker_exited", "replica_restarted")]
+    events.append(fault(13.5, "kill_lighthouse", shot=1))
+    (stall,) = stalls(events)
+    assert stall.stall_seconds == pytest.approx(2.0)
+    assert stall.replicas == ()
+
+
+def test_one_shot_that_hits_several_groups_is_one_failure() -> None:
+    """Two groups killed by one shot are one failure, over when both are back."""
+    events = [*killed_run(), fault(12.52, "kill_group", 2, shot=0)]
+    (stall,) = stalls(events)
+    assert stall.replicas == (1, 2)
+    assert stall.rejoin_seconds is None
+
+
+def test_no_survivor_no_stall() -> None:
+    """Where no other group committed before and after a fault its stall is unknown, not zero."""
+    events = [event for event in killed_run() if event.replica != 0]
+    (stall,) = stalls(events)
+    assert stall.stall_seconds is None
+    assert goodput(RunRecord(events)).mean_stall_seconds is None
+
+
+def test_group_that_is_stopped_and_goes_on() -> None:
+    """A group under SIGSTOP contributes again without a new attempt; the others stall meanwhile."""
+    events = [*calm_run(3), fault(12.5, "stop_group", 1, shot=0, params={"seconds": 4})]
+    events += [commit(17.0, 4, replica, seconds=5.0) for replica in (0, 1)]
+    (stall,) = stalls(events)
+    assert not stall.ended
+    assert stall.stall_seconds == pytest.approx(4.0)
+    assert stall.rejoin_seconds == pytest.approx(4.5)
+
+
+def test_step_under_way_may_still_pass() -> None:
+    """A group that is killed when its part of a step is complete stalls the others in the next step."""
+    events = [event for event in killed_run() if event.name != "exchange_failed"]
+    for event in events:
+        if event.name == "step_committed" and event.step == 4:
+            event.time, event.participants, event.exchanges = 1e9 + 13.0, [0, 1], 1
+        elif event.name == "step_committed" and event.step >= 5:
+            event.time += 1.0
+    (stall,) = stalls(events)
+    assert stall.stall_seconds == pytest.approx(3.0)
+
+
+def test_death_that_is_noted_late() -> None:
+    """A supervisor may note a death when the others are far on; their stall began with the last word of the dead."""
+    events = [event for event in killed_run() if event.name not in ("fault_injected", "replica_restarted")]
+    for event in events:
+        if event.name == "worker_exited":
+            event.time = 1e9 + 16.5
+    (stall,) = stalls(events)
+    assert (stall.time, stall.stall_seconds) == (1e9 + 16.5, pytest.approx(2.0))
+
+
+def test_stall_begins_with_the_rank_that_fell_silent_first() -> None:
+    """One worker of a group dies, its rank 0 speaks until the group is ended: the wait between is a stall of it."""
+    events = [event for event in killed_run() if event.name != "fault_injected"]
+    events.append(say(16.2, "exchange_failed", 1, error="peer", step=3))
+    for event in events:
+        if event.name in ("worker_exited", "replica_restarted"):
+            event.time = 1e9 + 16.3
+    events += [commit(9.0 + step, step, 1, rank=1) for step in (1, 2, 3)]
+    (stall,) = stalls(events)
+    assert stall.stall_seconds == pytest.approx(2.0)
+
+
+def test_lighthouse_that_is_away() -> None:
+    """A lighthouse that dies in one step and is missed in the next has the stall, until another one listens."""
+    events = [*calm_run(3), fault(11.5, "kill_lighthouse", shot=1)]
+    events += [say(15.0, "lighthouse_restarted", reason="SIGKILL", seconds=3.4)]
+    events += [commit(15.5 + step - 4, step, replica) for step in (4, 5, 6) for replica in (0, 1)]
+    (stall,) = stalls(events)
+    assert stall.stall_seconds == pytest.approx(2.5)
+
+
+def leaving_run(*more: Any) -> RunRecord:
+    """Return a run in which group 1 leaves after step 3, at 12.1 s, and step 4 comes 1.5 s late."""
+    events = [event for event in calm_run(3) if event.name not in ("training_finished", "launch_finished")]
+    events += [say(12.1, "drained", 1, step=3, reason="SIGTERM", in_order=True)]
+    events += [say(12.3, "worker_exited", 1, signal="SIGTERM", stopped=False)]
+    events += [commit(14.5 + step - 4, step, 0, participants=[0]) for step in (4, 5, 6)]
+    return RunRecord([*events, *more])
+
+
+def test_drain_is_no_failure() -> None:
+    """A group that leaves when it is asked to has a price of its own, and is no failure."""
+    record = leaving_run()
+    assert (find_failures(record), goodput(record).num_failures, report_figures(record)["stalls"]) == ([], 0, [])
+    (drain,) = find_drains(record)
+    assert (drain.replica, drain.in_order, drain.stall_seconds) == (1, True, pytest.approx(1.5))
+    (incident,) = find_incidents(record)
+    assert (incident.fault, incident.injected, incident.ended) == ("drained", False, True)
+
+
+def test_fault_that_asks_to_leave() -> None:
+    """A fault that makes a group leave has the stall; that is shown once among the faults, and with the drain."""
+    record = leaving_run(fault(11.9, "term_group", 1, shot=0))
+    (incident,) = find_incidents(record)
+    assert (incident.fault, incident.ended, incident.stall_seconds) == ("term_group", True, pytest.approx(1.5))
+    assert [drain.stall_seconds for drain in find_drains(record)] == [incident.stall_seconds]
+
+
+def test_two_groups_of_one_shot_are_two_failures() -> None:
+    """Each death is a failure of its own, with the stall of their shot."""
+    events = [*killed_run(), fault(12.52, "kill_group", 2, shot=0), say(12.8, "worker_exited", 2, signal="SIGKILL")]
+    (incident,) = find_incidents(RunRecord(events))
+    failures = find_failures(RunRecord(events))
+    assert [(each.replica, each.cause, each.stall_seconds) for each in failures] == [
+        (1, "SIGKILL", incident.stall_seconds),
+        (2, "SIGKILL", incident.stall_seconds),
+    ]
+    assert [each.rejoin_seconds for each in failures] == [pytest.approx(6.5), None]
+
+
+@pytest.mark.parametrize(
+    ("causes", "expected"),
+    [
+        ([Cause(2.5, 2.6, {1})], [4.0]),
+        ([Cause(2.5, 2.6, {0})], [None]),
+        ([Cause(0.5, 0.5, {1})], [None]),
+        ([Cause(1.5, 1.5, {1})], [0.0]),
+        ([Cause(1.5, 2.0, {1})], [4.0]),
+        ([Cause(1.5, 2.0, {1}), Cause(2.5, 2.5, {1})], [0.0, 4.0]),
+        ([Cause(4.0, 4.0, {1})], [4.0]),
+        ([Cause(4.0, 4.0, {1}), Cause(5.0, 5.0, set())], [4.0, 0.0]),
+        ([Cause(8.5, 9.0, {1})], [0.0]),
+        ([Cause(9.5, 9.9, {1})], [None]),
+    ],
+)
+def test_stalls_of_plain_numbers(causes: list[Cause], expected: list[float | None]) -> None:
+    """One group commits at 1, 2, 7, 8 and 9; a usual step takes 1."""
+    commits = {0: [(time, 0) for time in (1.0, 2.0, 7.0, 8.0, 9.0)], 1: [(1.0, 0)]}
+    assert survivors_stalls(causes, commits, 1.0) == expected
+
+
+def test_gap_of_a_group_that_was_restarted_is_no_stall() -> None:
+    """Between two attempts of a group nobody waited: it was away."""
+    assert survivors_stalls([Cause(2.5, 3.0, {1})], {0: [(1.0, 0), (2.0, 0), (9.0, 1), (10.0, 1)]}, 1.0) == [None]
+
+
+def test_incidents_are_json() -> None:
+    """They are plain values, and their failures and drains are not told twice."""
+    (told,) = [incident.to_dict() for incident in find_incidents(RunRecord(killed_run()))]
+    assert json.loads(json.dumps(told))["heal"]["donor"] == 0
+    assert not {"failures", "drains"} & told.keys()

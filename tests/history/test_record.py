@@ -1,0 +1,124 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The record of a run: its files are read once, its facts are worked out once, its clocks are made even."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.event_builder import build
+from titan_ft.cli import main
+from titan_ft.history import group_time, record
+from titan_ft.history.audit import audit
+from titan_ft.history.goodput import goodput
+from titan_ft.history.incidents import find_incidents
+from titan_ft.history.record import RunRecord
+from titan_ft.history.summary import summarize
+from titan_ft.history.timeline import timeline
+from titan_ft.run.events import Event, LaunchStarted, StepCommitted, WorkerStarted
+from titan_ft.run.log import encode
+
+
+@pytest.fixture
+def run_dir(good_run: Any, tmp_path: Path) -> Path:
+    """The folder of a run, with a file for each process."""
+    (tmp_path / "events").mkdir()
+    for event in good_run.events:
+        with (tmp_path / "events" / f"{event.pid}.jsonl").open("ab") as file:
+            file.write(encode(event))
+    return tmp_path
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str]) -> None:
+    """Count the calls of a function, by its name."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        counts[name] += 1
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, counting)
+
+
+@pytest.mark.parametrize("command", [["report"], ["report", "--json"], ["check"], ["check", "--json"], ["audit"]])
+def test_command_reads_each_file_once(
+    command: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command opens each event file of the run once, and works its facts out once."""
+    opened: Counter[str] = Counter()
+
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "open" and str(arguments[0]).endswith(".jsonl"):
+            opened[str(arguments[0])] += 1
+
+    calls: Counter[str] = Counter()
+    for name in ("read_events", "read_states", "final_states", "read_attempts", "read_faults"):
+        count_calls(monkeypatch, record, name, calls)
+    count_calls(monkeypatch, group_time.GroupFold, "run", calls)
+    _watch(note)
+    monkeypatch.setattr(sys, "argv", ["titan-ft", *command[:1], str(run_dir), *command[1:]])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(main())
+    finally:
+        _watch(None)
+    assert ended.value.code == 0, capsys.readouterr()
+    assert opened == dict.fromkeys(map(str, (run_dir / "events").glob("*.jsonl")), 1)
+    assert calls.pop("run", 3) == 3  # once for each group
+    assert set(calls.values()) == {1}, calls
+    assert calls.keys() >= {"read_events", "read_states", "final_states"}
+
+
+_WATCHER: list[Callable[[str, tuple[Any, ...]], None] | None] = []
+
+
+def _watch(note: Callable[[str, tuple[Any, ...]], None] | None) -> None:
+    """Let a function see the interpreter's audit events, such as the opening of files; None ends it."""
+    if not _WATCHER:
+        _WATCHER.append(None)
+        # It cannot be taken away again, so that there is one for all tests.
+        sys.addaudithook(lambda name, arguments: _WATCHER[0](name, arguments) if _WATCHER[0] else None)
+    _WATCHER[0] = note
+
+
+@pytest.mark.parametrize("view", [audit, find_incidents, goodput, summarize, timeline])
+def test_view_is_worked_out_once(good_run: Any, view: Callable[[RunRecord], object]) -> None:
+    """Whoever asks a record again gets what was worked out; another record has views of its own."""
+    one, other = RunRecord(good_run.events), RunRecord(good_run.events)
+    assert view(one) is view(one)
+    assert view(other) is not view(one)
+    assert view(other) == view(one)
+
+
+def test_wall_clock_that_was_set() -> None:
+    """On one host events are where the monotonic clock has them; with several hosts the wall clocks are believed."""
+
+    def events(host: str) -> list[Event]:
+        whole: list[Event] = [build(LaunchStarted, time=100.0, mono=10.0)]
+        whole += [build(WorkerStarted, time=101.0, mono=11.0, host=name) for name in ("here", host)]
+        return [*whole, build(StepCommitted, time=42.0, mono=12.0)]
+
+    assert [event.time for event in RunRecord(events("here")).events] == [100.0, 101.0, 101.0, 102.0]
+    assert [event.time for event in RunRecord(events("here")).written] == [42.0, 100.0, 101.0, 101.0]
+    assert [event.time for event in RunRecord(events("there")).events] == [42.0, 100.0, 101.0, 101.0]
+
+
+def commit(time: float, step: int, replica: int, **fields: Any) -> Event:
+    return build(StepCommitted, time=time, step=step, replica=replica, **{"participants": [0, 1], **fields})
+
+
+def test_usual_step() -> None:
+    """It is the median between steps that all groups made with one exchange each; among all if there are no such."""
+    calm = [commit(float(step), step, replica) for step in range(1, 4) for replica in (0, 1)]
+    assert RunRecord(calm).usual_step_seconds == 1.0
+    alone = [commit(3.0 + 9.0 * n, 3 + n, 0, participants=[0]) for n in range(1, 6)]
+    retried = [commit(50.0 + 7.0 * n, 9 + n, 0, exchanges=2) for n in range(6)]
+    assert RunRecord([*calm, *alone, *retried]).usual_step_seconds == 1.0
+    assert RunRecord(retried).usual_step_seconds == 7.0
+    assert RunRecord(calm[:2]).usual_step_seconds is None

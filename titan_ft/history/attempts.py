@@ -1,0 +1,205 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The faults of a run, and the attempts of its groups: when each began, what its rank 0 did, how it ended.
+
+Each fact has one source: rank 0 for what the group does, the supervisor for its end and its restart, and whoever
+injects a fault for its moment (a supervisor notes a death only afterwards).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from titan_ft.run.events import (
+    Drained,
+    Event,
+    FaultEvent,
+    FaultInjected,
+    FaultUndone,
+    HealFinished,
+    Hung,
+    LighthouseRestarted,
+    RankEvent,
+    ReplicaGaveUp,
+    StepCommitted,
+    Target,
+    WorkerExited,
+)
+
+STOPS = ("stop_rank", "stop_group")
+DEADLOCKS = ("deadlock",)
+_DEADLY = ("segfault", "out_of_memory", "exception")
+
+Key = tuple[int, int]
+"""A group and the number of its attempt."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injected fault; times in Unix microseconds."""
+
+    time_us: int
+    name: str
+    replica: int | None
+    """None where it hit no group, but the lighthouse or whichever group comes first."""
+    rank: int | None
+    lighthouse: bool
+    shot: int | None
+    """Its number in the schedule; one shot may hit several groups."""
+    undone_us: int | None
+    """When it was undone, as the events or its own parameters say; for a lighthouse, when the next one listened."""
+
+    @property
+    def deadly(self) -> bool:
+        """Whether it ends a process at once."""
+        return not self.lighthouse and (self.name.startswith(("kill", "sigkill")) or self.name in _DEADLY)
+
+
+@dataclass
+class Attempt:
+    """One attempt of a group; times in Unix microseconds."""
+
+    replica: int
+    number: int
+    begin_us: int
+    """Its first event, whoever wrote it."""
+    moments: list[tuple[int, Event]] = field(default_factory=list)
+    """Rank 0's events, in order of time."""
+    last_us: int = 0
+    """Its last event, whoever wrote it."""
+    last_by_rank: dict[int, int] = field(default_factory=dict)
+    """The last event of each of its workers."""
+    hung_us: int | None = None
+    """When a rank noticed that it hung."""
+    drained_us: int | None = None
+    """When a rank first said that it leaves because it was asked to."""
+    in_order: bool = False
+    """Whether it finished its step before it left."""
+    exit_us: int | None = None
+    """When the supervisor found the first worker ended."""
+    ended_by: str = ""
+    """The signal or the exit code that ended its first worker, where that was a failure; else empty."""
+    stopped: bool = False
+    """Whether the supervisor ended it because the run was stopped."""
+    gave_up_us: int | None = None
+    fault: Fault | None = None
+    """The fault that ended it; None if none is known to."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker ended by itself with a signal or a nonzero code, and not because it was asked to leave."""
+        return bool(self.ended_by)
+
+    @property
+    def cause(self) -> str:
+        """What ended it, in words: the fault, the signal or the exit code."""
+        return self.ended_by if self.fault is None else f"{self.fault.name} ({self.ended_by})"
+
+    @property
+    def silent_us(self) -> int | None:
+        """Since when it may be dead: the last event of the worker that fell silent first. None if none wrote any."""
+        return min(self.last_by_rank.values(), default=None)
+
+    @property
+    def died_us(self) -> int | None:
+        """When it ended: at the fault that ended it, if one is known, else when that was noticed."""
+        if self.exit_us is None or self.fault is None or not self.fault.deadly:
+            return self.exit_us
+        spoke = [time for time, event in self.moments if isinstance(event, StepCommitted | HealFinished)]
+        return max([self.fault.time_us, *spoke[-1:]])
+
+    def note_exit(self, time: int, event: WorkerExited) -> None:
+        """Take in the end of a worker. The first failure is the attempt's: its other workers die of it."""
+        self.exit_us = time if self.exit_us is None else self.exit_us
+        cause = event.cause
+        if event.stopped:
+            self.stopped = self.stopped or not self.failed
+        elif cause is not None and not self.failed and not (self.drained_us is not None and cause == "SIGTERM"):
+            self.ended_by, self.stopped = cause, False
+
+
+def microseconds(event: Event) -> int:
+    """Return the Unix microseconds of an event."""
+    return round(event.time * 1e6)
+
+
+def key_of(event: Event) -> Key | None:
+    """Return group and attempt (0 where it is not given) of an event, or None for one of no group."""
+    return None if event.replica is None else (event.replica, event.attempt or 0)
+
+
+def is_of_worker(event: Event) -> bool:
+    """Tell whether a worker wrote an event: its own, or those of the chaos agent in it."""
+    return isinstance(event, RankEvent) or (isinstance(event, FaultEvent) and event.rank is not None)
+
+
+def seconds_of(fault: FaultInjected) -> float:
+    """Return how long a fault lasts by its parameters; 0 where they do not say."""
+    seconds = (fault.params or {}).get("seconds", 0.0)
+    return seconds if isinstance(seconds, int | float) else 0.0
+
+
+def read_faults(events: Iterable[Event]) -> list[Fault]:
+    """Return the injected faults of events that are in order of time."""
+    events = [event for event in events if isinstance(event, FaultEvent | LighthouseRestarted)]
+    undone: dict[tuple[str, int | None, Target], list[int]] = defaultdict(list)
+    back = [microseconds(event) for event in events if isinstance(event, LighthouseRestarted)]
+    for event in events:
+        if isinstance(event, FaultUndone):
+            undone[event.fault, event.shot, event.target].append(microseconds(event))
+    faults = []
+    for event in events:
+        if isinstance(event, FaultInjected):
+            time, target = microseconds(event), event.target
+            ends = back if target.lighthouse else undone.get((event.fault, event.shot, target), [])
+            end = next((end for end in ends if end >= time), None)
+            if end is None and (seconds := seconds_of(event)):
+                end = time + round(seconds * 1e6)
+            faults.append(Fault(time, event.fault, target.replica, target.rank, target.lighthouse, event.shot, end))
+    return faults
+
+
+def read_attempts(events: Iterable[Event], faults: Sequence[Fault]) -> dict[int, list[Attempt]]:
+    """Return the attempts of each group that have events, in order; the events are in order of time."""
+    found: dict[Key, Attempt] = {}
+    for event in events:
+        key = key_of(event)
+        if key is None:
+            continue
+        time = microseconds(event)
+        if key not in found:
+            found[key] = Attempt(*key, begin_us=time)
+        attempt = found[key]
+        attempt.last_us = time
+        by_worker = is_of_worker(event)
+        if by_worker:
+            attempt.last_by_rank[event.rank or 0] = time
+        match event:
+            case WorkerExited():
+                attempt.note_exit(time, event)
+            case ReplicaGaveUp():
+                attempt.gave_up_us = time
+            case Hung():
+                attempt.hung_us = attempt.hung_us or time
+            case Drained() if attempt.drained_us is None:
+                attempt.drained_us, attempt.in_order = time, event.in_order
+        if by_worker and event.rank == 0 and not isinstance(event, Hung):
+            attempt.moments.append((time, event))
+    groups: dict[int, list[Attempt]] = defaultdict(list)
+    for attempt in sorted(found.values(), key=lambda attempt: attempt.number):
+        before = groups[attempt.replica][-1].exit_us if groups[attempt.replica] else None
+        attempt.fault = _fatal_fault(attempt, faults, since=before or 0)
+        groups[attempt.replica].append(attempt)
+    return dict(groups)
+
+
+def _fatal_fault(attempt: Attempt, faults: Sequence[Fault], since: int) -> Fault | None:
+    """Return the fault that ended an attempt: the last deadly one that hit it, else the last it did not survive."""
+    if not attempt.failed or attempt.exit_us is None:
+        return None
+    hits = [f for f in faults if f.replica == attempt.replica and since <= f.time_us <= attempt.exit_us]
+    last = max((time for time, event in attempt.moments if isinstance(event, StepCommitted)), default=0)
+    fatal = [f for f in hits if f.deadly] or [f for f in hits if (f.undone_us or f.time_us) >= last]
+    return fatal[-1] if fatal else None

@@ -1,0 +1,48 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Compare hashes of what the groups hold: the one comparison of digests, for checks, summaries and benchmarks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+Verdict = Literal["equal", "differ", "unknown"]
+
+
+@dataclass(frozen=True)
+class Comparison(Generic[K]):
+    """Digests by what they are of, such as (state, rank): equal keys must have equal digests in all groups.
+
+    Attributes:
+        groups: for each key the groups that have a digest of it.
+        compared: keys of which more than one group has a digest.
+        differing: those of them whose digests are not all the same.
+    """
+
+    groups: dict[K, set[int]]
+    compared: set[K]
+    differing: set[K]
+
+    @property
+    def verdict(self) -> Verdict:
+        return "differ" if self.differing else "equal" if self.compared else "unknown"
+
+
+def compare_digests(digests: Iterable[tuple[K, int, str | None]]) -> Comparison[K]:
+    """Compare digests across groups.
+
+    Args:
+        digests: what each is of, its group, and its value; one without a value is left out.
+    """
+    groups: dict[K, set[int]] = defaultdict(set)
+    values: dict[K, set[str]] = defaultdict(set)
+    for key, group, value in digests:
+        if value:
+            groups[key].add(group)
+            values[key].add(value)
+    compared = {key for key, members in groups.items() if len(members) > 1}
+    return Comparison(dict(groups), compared, {key for key in compared if len(values[key]) > 1})

@@ -1,0 +1,379 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Incidents of a run, and what each cost: the one definition of a stall, of a failure and of their price.
+
+An *incident* is a fault that was injected (one shot that hits several groups is one), the end of a group that no fault
+explains, or a group's leaving because it was asked to. It *begins* with the fault; without one, with the last event of
+the worker that fell silent first, or with the event in which the group says that it leaves. It *reaches* until it is
+over for the others: until the end of its groups is noticed, until the last step that still has their gradients, until
+the fault is undone, or until a lighthouse listens again.
+
+A *stall* is the time by which a commit of a group came later than one usual step (`RunRecord.usual_step_us`) after the
+commit before it, of the same attempt. Each stall counts once: for the last incident that had begun when the commit was
+due and whose reach had not ended at the commit before it, else for the first that began while the commit was late. It
+never counts for an incident that hit the group itself. The *stall of an incident* is the longest one that counts for
+it: what the survivor hit hardest waited. It is 0 where nobody waited, and unknown where no other group committed
+before and after its begin. What happens later, while its group starts and heals, is no stall of the incident;
+`titan_ft.history.goodput` counts it all the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from titan_ft.history.attempts import Attempt, Fault, microseconds
+from titan_ft.history.record import RunRecord, view
+from titan_ft.run.events import HealFinished, StepCommitted
+
+_SAME_SHOT_US = 2_000_000  # faults of one shot within this time are one incident
+Commits = Mapping[int, Sequence[StepCommitted]]
+"""Those of each group, in order of time."""
+_ASK_TO_LEAVE = ("term_group",)
+
+
+@dataclass(frozen=True)
+class Heal:
+    """One transfer of state to a group; all its ranks together."""
+
+    replica: int
+    attempt: int
+    time: float
+    """Unix seconds at which the last rank was done."""
+    donor: int
+    from_step: int
+    num_bytes: int
+    """Bytes of all ranks."""
+    seconds: float
+    """Seconds of the slowest rank."""
+    replayed: int
+    """Queued updates applied."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One death of a group's attempt."""
+
+    replica: int
+    attempt: int
+    time: float
+    """Unix seconds of the injected fault that caused it, or else at which the supervisor noted the death."""
+    cause: str
+    """Name of the signal, or the exit code."""
+    stall_seconds: float | None
+    """The stall of its incident."""
+    rejoin_seconds: float | None
+    """Seconds until a later attempt contributed to a committed step; None if none did."""
+    heal: Heal | None
+    """The last transfer of state before that step; None if the group did not contribute again, or healed nothing."""
+
+
+@dataclass(frozen=True)
+class Drain:
+    """One group's attempt that left because it was asked to."""
+
+    replica: int
+    attempt: int
+    time: float
+    """Unix seconds at which its first rank reported it."""
+    in_order: bool
+    """Whether it finished its step first."""
+    stall_seconds: float | None
+    """The stall of its incident."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A fault, or a group's end or leaving that no fault explains, and what it cost."""
+
+    time: float
+    """Unix seconds of the fault; of the supervisor's event, or of the group's own, where no fault is known."""
+    fault: str
+    """The fault's name; what ended the group (SIGKILL, exit code 1, drained) where none was injected."""
+    injected: bool
+    replicas: tuple[int, ...]
+    """The groups it hit; empty for the lighthouse and for a fault that hit none."""
+    rank: int | None
+    shot: int | None
+    ended: bool
+    """Whether a group's attempt ended of it."""
+    stall_seconds: float | None
+    """Its stall; see this module."""
+    rejoin_seconds: float | None
+    """Until all the groups it hit contributed to a step again, healed if they had to; None if one never did."""
+    heal: Heal | None
+    """The last transfer of state to one of the groups before that."""
+    failures: tuple[Failure, ...] = ()
+    drains: tuple[Drain, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is a fault or a failure, and not only a group that left because it was asked to."""
+        return self.injected or bool(self.failures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values for JSON, without its failures and drains: these have lists of their own."""
+        return {name: value for name, value in asdict(self).items() if name not in ("failures", "drains")}
+
+
+@dataclass
+class Cause:
+    """What may stall the groups that it did not hit; times in one unit, whichever it is.
+
+    Attributes:
+        begin: when it began.
+        reach: until when a stall may begin that it caused.
+        groups: those that it hit.
+    """
+
+    begin: float
+    reach: float
+    groups: set[int]
+
+
+def survivors_stalls(
+    causes: Sequence[Cause], commits: Mapping[int, Sequence[tuple[float, int]]], usual: float
+) -> list[float | None]:
+    """Return the stall of each cause, as this module defines it.
+
+    Args:
+        causes: in the order of their begins.
+        commits: when each group committed, and in which attempt; in order of time.
+        usual: the usual step; all in the same unit of time.
+    """
+    begins = [cause.begin for cause in causes]
+    stalls: list[float | None] = [None] * len(causes)
+    for group, made in commits.items():
+        times = [time for time, _ in made]
+        for place, cause in enumerate(causes):
+            if group not in cause.groups and _witnessed(made, times, cause):
+                stalls[place] = stalls[place] or 0.0
+        for (before, attempt), (after, same) in pairwise(made):
+            due = before + usual
+            if after <= due or attempt != same:
+                continue
+            begun = bisect_right(begins, due)
+            earlier = (place for place in range(begun - 1, -1, -1) if causes[place].reach >= before)
+            place = next(earlier, begun if begun < bisect_left(begins, after) else -1)
+            if place >= 0 and group not in causes[place].groups:
+                stalls[place] = max(stalls[place] or 0.0, after - due)
+    return stalls
+
+
+def _witnessed(made: Sequence[tuple[float, int]], times: Sequence[float], cause: Cause) -> bool:
+    """Tell whether an attempt of a group committed before the cause's end and again after its begin."""
+    around = made[max(0, bisect_right(times, cause.begin) - 1) : bisect_right(times, cause.reach) + 1]
+    return any(before[1] == after[1] for before, after in pairwise(around))
+
+
+@dataclass
+class _Open:
+    """An incident of which it is still to be found out what it cost."""
+
+    time_us: int
+    begin_us: int
+    reach_us: int
+    name: str
+    fault: Fault | None
+    replicas: set[int]
+    ended: list[Attempt] = field(default_factory=list)
+    """The attempts that ended of it."""
+
+    def take(self, fault: Fault) -> None:
+        """Take in a fault of the same shot."""
+        self.replicas |= set() if fault.replica is None else {fault.replica}
+        self.reach_us = max(self.reach_us, fault.undone_us or fault.time_us)
+
+
+@view
+def find_incidents(record: RunRecord) -> list[Incident]:
+    """Return the incidents of a run in order of time."""
+    found = sorted(_open_incidents(record), key=lambda one: one.begin_us)
+    commits: dict[int, list[StepCommitted]] = defaultdict(list)
+    for event in record.commits:
+        commits[event.replica].append(event)
+    for one in found:
+        one.reach_us = max(one.reach_us, _last_with_their_gradients(one, record, commits))
+    stalls = survivors_stalls(
+        [Cause(one.begin_us, one.reach_us, one.replicas) for one in found],
+        {replica: [(microseconds(event), event.attempt) for event in made] for replica, made in commits.items()},
+        record.usual_step_us,
+    )
+    heals = find_heals(record)
+    described = [
+        _describe(one, found, commits, heals, None if stall is None else stall / 1e6)
+        for one, stall in zip(found, stalls, strict=True)
+    ]
+    return sorted(described, key=lambda incident: incident.time)
+
+
+def find_failures(record: RunRecord) -> list[Failure]:
+    """Return the deaths of groups in order of time, one for each attempt."""
+    return sorted((f for one in find_incidents(record) for f in one.failures), key=lambda failure: failure.time)
+
+
+def find_drains(record: RunRecord) -> list[Drain]:
+    """Return the attempts that left because they were asked to, in order of time."""
+    return sorted((drain for one in find_incidents(record) for drain in one.drains), key=lambda drain: drain.time)
+
+
+@view
+def find_heals(record: RunRecord) -> list[Heal]:
+    """Return the transfers of state to groups, the ranks of a group together, in order of time."""
+    ranks: dict[tuple[int, int, int], list[HealFinished]] = defaultdict(list)
+    for event in record.of(HealFinished):
+        ranks[event.replica, event.attempt, event.from_step].append(event)
+    heals = [
+        Heal(
+            replica,
+            attempt,
+            time=max(event.time for event in events),
+            donor=events[0].donor,
+            from_step=step,
+            num_bytes=sum(event.bytes for event in events),
+            seconds=max(event.seconds for event in events),
+            replayed=max(event.replayed for event in events),
+        )
+        for (replica, attempt, step), events in ranks.items()
+    ]
+    return sorted(heals, key=lambda heal: heal.time)
+
+
+def _open_incidents(record: RunRecord) -> list[_Open]:
+    """Return the faults, those of one shot as one, and the ends of groups without one."""
+    found: list[_Open] = []
+    for fault in record.faults:
+        same = next((one for one in found[::-1] if one.fault is not None and _one_shot(one.fault, fault)), None)
+        if same is None:
+            same = _Open(fault.time_us, fault.time_us, fault.time_us, fault.name, fault, set())
+            found.append(same)
+        same.take(fault)
+    for attempt in (attempt for group in record.attempts.values() for attempt in group):
+        one = None
+        if attempt.failed and attempt.exit_us is not None:
+            one = next((o for o in found if _is_of(o.fault, attempt.fault)), None)
+            if one is None:
+                begin = min(attempt.exit_us, attempt.exit_us if attempt.silent_us is None else attempt.silent_us)
+                one = _Open(attempt.exit_us, begin, attempt.exit_us, attempt.cause, None, {attempt.replica})
+                found.append(one)
+        elif attempt.drained_us is not None:
+            one = next((o for o in found[::-1] if _asked_to_leave(o, attempt)), None)
+            if one is None:
+                left = attempt.drained_us
+                one = _Open(left, left, left, "drained", None, {attempt.replica})
+                found.append(one)
+        if one is not None:
+            one.ended.append(attempt)
+            one.reach_us = max(one.reach_us, attempt.exit_us or 0)
+    return found
+
+
+def _one_shot(one: Fault, other: Fault) -> bool:
+    """Tell whether two faults are one shot that hit several groups."""
+    alike = one.shot is not None and (one.shot, one.name) == (other.shot, other.name)
+    return alike and abs(one.time_us - other.time_us) <= _SAME_SHOT_US
+
+
+def _is_of(incident: Fault | None, fault: Fault | None) -> bool:
+    return incident is not None and fault is not None and (incident == fault or _one_shot(incident, fault))
+
+
+def _asked_to_leave(one: _Open, attempt: Attempt) -> bool:
+    """Tell whether an incident is the fault that asked an attempt to leave."""
+    left = attempt.drained_us or 0
+    return one.name in _ASK_TO_LEAVE and attempt.replica in one.replicas and attempt.begin_us <= one.time_us <= left
+
+
+def _last_with_their_gradients(one: _Open, record: RunRecord, commits: Commits) -> int:
+    """Return when the others last committed a step with the gradients of a group that had ended; 0 if they did not.
+
+    Its part of the step under way may have been complete. They notice its end in the step after that one.
+    """
+    last = 0
+    for attempt in one.ended:
+        made = commits.get(attempt.replica, ())
+        back = next((event.step for event in made if event.attempt > attempt.number), None)
+        start = bisect_left(record.commits, one.begin_us / 1e6, key=lambda event: event.time)
+        for event in record.commits[start:]:
+            if back is not None and event.step >= back:
+                break
+            if event.replica not in one.replicas:
+                if attempt.replica not in event.participants:
+                    break
+                last = max(last, microseconds(event))
+    return last
+
+
+def _describe(
+    one: _Open,
+    incidents: Sequence[_Open],
+    commits: Commits,
+    heals: Sequence[Heal],
+    stall: float | None,
+) -> Incident:
+    """Find out when the groups were back, and put it all together."""
+    time = one.time_us / 1e6
+    returns = {
+        replica: _find_return(one, replica, incidents, commits.get(replica, ()), heals) for replica in one.replicas
+    }
+    known = [back.time for back, _ in returns.values() if back is not None]
+    whole = bool(returns) and len(known) == len(returns)
+    last = max((heal for _, heal in returns.values() if heal is not None), key=lambda heal: heal.time, default=None)
+    failures = [
+        Failure(
+            attempt.replica,
+            attempt.number,
+            time,
+            attempt.ended_by,
+            stall,
+            None if back is None else max(0.0, back.time - time),
+            heal,
+        )
+        for attempt in one.ended
+        if attempt.failed
+        for back, heal in (returns[attempt.replica],)
+    ]
+    drains = [
+        Drain(attempt.replica, attempt.number, (attempt.drained_us or 0) / 1e6, attempt.in_order, stall)
+        for attempt in one.ended
+        if attempt.drained_us is not None
+    ]
+    return Incident(
+        time=time,
+        fault=one.name,
+        injected=one.fault is not None,
+        replicas=tuple(sorted(one.replicas)),
+        rank=None if one.fault is None else one.fault.rank,
+        shot=None if one.fault is None else one.fault.shot,
+        ended=bool(one.ended),
+        stall_seconds=stall,
+        rejoin_seconds=max(known) - time if whole else None,
+        heal=last,
+        failures=tuple(failures),
+        drains=tuple(drains),
+    )
+
+
+def _find_return(
+    one: _Open, replica: int, incidents: Sequence[_Open], commits: Iterable[StepCommitted], heals: Sequence[Heal]
+) -> tuple[StepCommitted | None, Heal | None]:
+    """Return the commit with which a group was back, and the last heal between the incident and it."""
+    time = one.time_us / 1e6
+    ended = max((attempt.number for attempt in one.ended if attempt.replica == replica), default=None)
+    healed = [heal for heal in heals if heal.replica == replica and heal.time >= time]
+    due = time
+    if ended is None and healed:  # it lived, and its next heal is of this incident unless another one came before it
+        after = [
+            other.time_us / 1e6 for other in incidents if other.time_us > one.time_us and replica in other.replicas
+        ]
+        due = healed[0].time if healed[0].time < min(after, default=float("inf")) else due
+    back = next(
+        (e for e in commits if e.time > due and e.contributed and (ended is None or e.attempt > ended)),
+        None,
+    )
+    heal = next((heal for heal in healed[::-1] if back is not None and heal.time <= back.time), None)
+    return back, heal

@@ -1,0 +1,324 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The record of a run: its events, read once, and what follows; every figure is a view of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import msgspec
+
+from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds, read_attempts, read_faults
+from titan_ft.history.trajectory import State, chain_to, final_states, read_states
+from titan_ft.run.events import (
+    CheckpointLoaded,
+    Drained,
+    Event,
+    HealFinished,
+    LaunchFinished,
+    LaunchStarted,
+    LaunchStopping,
+    LighthouseRestarted,
+    RolledBack,
+    StartedAnew,
+    StepCommitted,
+    TrainingFinished,
+    WorkerConfig,
+    WorkerExited,
+    WorkerStarted,
+)
+from titan_ft.run.log import read_events
+
+E = TypeVar("E", bound=Event)
+T = TypeVar("T")
+Healed = HealFinished | CheckpointLoaded | RolledBack | StartedAnew
+"""After these a process goes on from another state than the one it held."""
+STEADY_SECONDS = 0.1
+"""Wall clocks that part by less from the monotonic clock were not set."""
+
+
+@dataclass
+class Process:
+    """One worker process: a rank in one attempt of its group. Its events are in the order in which it wrote them."""
+
+    replica: int
+    rank: int
+    attempt: int
+    pid: int
+    events: list[Event] = field(default_factory=list)
+    exit: WorkerExited | None = None
+    """What its supervisor wrote of its end."""
+
+    @property
+    def name(self) -> str:
+        return f"replica {self.replica}, attempt {self.attempt}, rank {self.rank}"
+
+    @property
+    def config(self) -> WorkerConfig | None:
+        """Its config, as far as it is written; None where that is missing."""
+        return next((event.config for event in self.events if isinstance(event, WorkerStarted)), None)
+
+    @property
+    def ended_in_order(self) -> bool:
+        """Whether it wrote that it finished, or left because it was asked to."""
+        return any(isinstance(event, TrainingFinished | Drained) for event in self.events)
+
+    def commits(self) -> Iterator[StepCommitted]:
+        """Yield its commits."""
+        return (event for event in self.events if isinstance(event, StepCommitted))
+
+
+class RunRecord:
+    """The events of a run in order of time, and what follows from them.
+
+    Everything is worked out when it is first asked for, and once: where that fails, only what needs it fails.
+
+    Attributes:
+        written: the events as their processes wrote them, in the order of their wall clocks.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.written = sorted(events, key=lambda event: event.time)
+        self.views: dict[Callable[..., Any], Any] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        """Read the event files in a folder.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: names the file and the line that is no event.
+        """
+        return cls(read_events(folder))
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """The events with the times at which they were.
+
+        Wall clocks may be set while a run goes on. Where all events are of one host and one launch, its monotonic clock
+        says how much time really passed.
+        """
+        offsets = [event.time - event.mono for event in self.written]
+        hosts = {event.host for event in self.written if isinstance(event, WorkerStarted)}
+        launches = sum(isinstance(event, LaunchStarted) for event in self.written)
+        if not offsets or max(offsets) - min(offsets) < STEADY_SECONDS or len(hosts) != 1 or launches > 1:
+            return self.written
+        first = min(self.written, key=lambda event: event.mono)
+        begin = first.time - first.mono
+        replaced = (msgspec.structs.replace(event, time=event.mono + begin) for event in self.written)
+        return sorted(replaced, key=lambda event: event.time)
+
+    @cached_property
+    def _by_kind(self) -> dict[type[Event], list[Any]]:
+        found: dict[type[Event], list[Any]] = defaultdict(list)
+        for event in self.events:
+            found[type(event)].append(event)
+        return found
+
+    def of(self, *kinds: type[E]) -> list[E]:
+        """Return the events of some kinds, one kind after the other, each in order of time."""
+        return [event for kind in kinds for event in self._by_kind.get(kind, [])]
+
+    # Processes and groups
+
+    @cached_property
+    def processes(self) -> list[Process]:
+        """The worker processes."""
+        found: dict[tuple[int, int, int, int], Process] = {}
+        for event in self.events:
+            if is_of_worker(event):
+                key = (event.replica or 0, event.rank or 0, event.attempt or 0, event.pid)
+                found.setdefault(key, Process(*key)).events.append(event)
+        for process in found.values():
+            # The wall clock may have been set meanwhile; the other one cannot be.
+            process.events.sort(key=lambda event: event.mono)
+        for exit in self.of(WorkerExited):
+            ended = found.get((exit.replica, exit.rank, exit.attempt, exit.worker_pid))
+            if ended is not None:
+                ended.exit = exit
+        return list(found.values())
+
+    @cached_property
+    def faults(self) -> list[Fault]:
+        """The injected faults, in order of time."""
+        return read_faults(self.events)
+
+    @cached_property
+    def attempts(self) -> dict[int, list[Attempt]]:
+        """The attempts of each group that have events."""
+        return read_attempts(self.events, self.faults)
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """The groups that were launched, and those that have events."""
+        launches = self.of(LaunchStarted)
+        return sorted({*range(launches[-1].replicas if launches else 0), *self.attempts})
+
+    @cached_property
+    def group_size(self) -> int:
+        """How many groups the job has when all are there; 0 if unknown."""
+        sizes = [process.config.group_size for process in self.processes if process.config is not None]
+        return max([*sizes, *(event.replicas for event in self.of(LaunchStarted))], default=0)
+
+    @cached_property
+    def hang_us(self) -> int | None:
+        """After how many microseconds without progress a worker ends itself; None if unknown."""
+        configs = [event.config for event in self.of(WorkerStarted) if event.config is not None]
+        return round(configs[-1].hang_timeout_seconds * 1e6) if configs else None
+
+    # Time
+
+    @cached_property
+    def span_us(self) -> tuple[int, int]:
+        """Begin and end of the job in Unix microseconds: `launch_started` and `launch_finished`, else first and last
+        event."""
+        first, last = (microseconds(self.events[place]) for place in (0, -1)) if self.events else (0, 0)
+        starts, ends = self.of(LaunchStarted), self.of(LaunchFinished)
+        begin = microseconds(starts[0]) if starts else first
+        closed = bool(ends) and (not starts or ends[-1].time >= starts[-1].time)
+        return begin, max(begin, microseconds(ends[-1]) if closed else last)
+
+    @property
+    def begin(self) -> float:
+        """Begin of the job in Unix seconds."""
+        return self.span_us[0] / 1e6
+
+    @cached_property
+    def launch_end(self) -> float | None:
+        """When the last launch ended, in Unix seconds; None if it did not, or there was none."""
+        started = self.of(LaunchStarted)
+        ends = [event.time for event in self.of(LaunchFinished) if started and event.pid == started[-1].pid]
+        return max(ends, default=None)
+
+    @cached_property
+    def stopping_us(self) -> int | None:
+        """When all groups were last asked to leave."""
+        return max(map(microseconds, self.of(LaunchStopping)), default=None)
+
+    @cached_property
+    def outages_us(self) -> list[tuple[int, int]]:
+        """From when to when there was no lighthouse."""
+        outages = [(microseconds(e) - round(e.seconds * 1e6), microseconds(e)) for e in self.of(LighthouseRestarted)]
+        return outages + [(f.time_us, f.undone_us or self.span_us[1]) for f in self.faults if f.lighthouse]
+
+    def last_fault_us(self, start: int, end: int) -> int:
+        """Return when the last fault from `start` to `end` was; `start` if there was none."""
+        place = bisect_right(self.faults, end, key=lambda fault: fault.time_us) - 1
+        return max(start, self.faults[place].time_us) if place >= 0 else start
+
+    # Steps and states
+
+    @cached_property
+    def commits(self) -> list[StepCommitted]:
+        """One commit per group and step: that of its rank 0."""
+        return [event for event in self.of(StepCommitted) if event.rank == 0]
+
+    @cached_property
+    def commits_of(self) -> dict[str, list[StepCommitted]]:
+        """The commits of all ranks by the state that they made."""
+        found: dict[str, list[StepCommitted]] = defaultdict(list)
+        for event in self.of(StepCommitted):
+            found[event.lineage].append(event)
+        return found
+
+    def participants(self, lineage: str) -> frozenset[int]:
+        """Return the groups that gave weight to a state, as the first event that made it says."""
+        return frozenset(self.commits_of[lineage][0].participants) if lineage in self.commits_of else frozenset()
+
+    @cached_property
+    def _states(self) -> tuple[dict[str, State], list[str]]:
+        conflicts: list[str] = []
+        return read_states(self.of(StepCommitted), conflicts), conflicts
+
+    @property
+    def states(self) -> dict[str, State]:
+        """The states that commits made, by lineage."""
+        return self._states[0]
+
+    @property
+    def conflicts(self) -> list[str]:
+        """Where events contradict each other about a state."""
+        return self._states[1]
+
+    @cached_property
+    def finals(self) -> tuple[list[State], list[str]]:
+        """The states that the job may have ended with, the likeliest first, and what is missing to know more."""
+        unknown: list[str] = []
+        return (final_states(self.states, self.events, unknown) if self.states else []), unknown
+
+    @cached_property
+    def chain(self) -> list[State]:
+        """The job's trajectory, oldest state first; empty without any commit."""
+        return chain_to(self.states, self.finals[0][0]) if self.states else []
+
+    @cached_property
+    def on_chain(self) -> frozenset[str]:
+        """The lineages of the trajectory."""
+        return frozenset(state.lineage for state in self.chain)
+
+    @cached_property
+    def void(self) -> frozenset[str]:
+        """The lineages that some group committed and that did not lead to the job's last state.
+
+        Steps below a cut of the history are left out: nothing is known of them.
+        """
+        known = {state.lineage for state in self.states.values() if state.step >= self.chain[0].step}
+        return frozenset(known - self.on_chain)
+
+    @cached_property
+    def makers(self) -> dict[int, set[int]]:
+        """For each step the groups whose gradients are in it."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for event in self.commits:
+            if event.lineage not in self.void:
+                found[event.step].update(event.participants)
+        return found
+
+    @cached_property
+    def first_commits(self) -> dict[int, StepCommitted]:
+        """For each step of the job the commit that came first."""
+        first: dict[int, StepCommitted] = {}
+        for event in self.commits:
+            if event.lineage not in self.void:
+                first.setdefault(event.step, event)
+        return first
+
+    @cached_property
+    def usual_step_us(self) -> int:
+        """The usual step: the median time from one step of the job to the next, among those that all groups made with
+        one exchange each; among all where there are no such; 0 without any.
+
+        All costs in time count from it: stalls, effective training time, a joiner's price.
+        """
+        most = max((len(event.participants) for event in self.commits), default=0)
+        kept = [event for event in self.commits if event.lineage not in self.void]
+        troubled = {event.step for event in kept if len(event.participants) < most or event.exchanges != 1}
+        times = {step: microseconds(event) for step, event in self.first_commits.items()}
+        gaps = {step: time - times[step - 1] for step, time in times.items() if time > times.get(step - 1, time)}
+        quiet = [gap for step, gap in gaps.items() if not {step, step - 1} & troubled]
+        return round(median(quiet or gaps.values())) if gaps else 0
+
+    @property
+    def usual_step_seconds(self) -> float | None:
+        """The usual step in seconds; None if unknown."""
+        return self.usual_step_us / 1e6 if self.usual_step_us else None
+
+
+def view(work_out: Callable[[RunRecord], T]) -> Callable[[RunRecord], T]:
+    """Let a function of a record be worked out once for each; whoever asks again gets the same object, to read only."""
+
+    @wraps(work_out)
+    def once(record: RunRecord) -> T:
+        if once not in record.views:
+            record.views[once] = work_out(record)
+        found: T = record.views[once]
+        return found
+
+    return once

@@ -1,0 +1,58 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Show tables on a terminal, each column wrapped to the width that there is, and whole lines everywhere else."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_UNLIMITED = 100_000
+
+
+def grid(rows: Iterable[Sequence[str]]) -> Table:
+    """Return rows of plain text as aligned columns; the first ones are never wrapped, the last one may be."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    width = max(map(len, rows), default=1)
+    for place in range(width):
+        table.add_column(no_wrap=place < width - 1, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def text_of(shown: RenderableType) -> str:
+    """Return what is shown where there is no terminal: lines as long as they are, without blanks at their ends."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=_UNLIMITED, color_system=None, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def show(shown: RenderableType) -> None:
+    """Print on stdout, whatever it is."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console(highlight=False, emoji=False).print(shown)
+    else:
+        print(text_of(shown))
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as m:ss, or h:mm:ss."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,123 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The table of a run's groups, for the launcher's terminal and for `titan-ft top`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from titan_ft.config import FaultTolerance
+from titan_ft.history.terminal import clock
+from titan_ft.live.status import (
+    DIED,
+    DRAINED,
+    DRAINING,
+    FAILED,
+    FINISHED,
+    HEALING,
+    TRAINING,
+    Groups,
+    GroupStatus,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLORS = {
+    TRAINING: "green",
+    FINISHED: "bold green",
+    HEALING: "yellow",
+    DRAINING: "yellow",
+    DRAINED: "cyan",
+    DIED: "red",
+    FAILED: "bold red",
+}
+# Heading, and how much it matters: the least important columns go first where the width does not do for all.
+_COLUMNS = {
+    "replica": 11,
+    "state": 10,
+    "step": 9,
+    "own loss": 4,
+    "own s": 6,
+    "x others": 5,
+    "restarts": 8,
+    "donor": 3,
+    "attempt": 2,
+    "host": 1,
+    "last fault": 7,
+}
+_LEFT = ("state", "host", "last fault")
+_FLEXIBLE = "last fault"
+MIN_FLEXIBLE = 16
+"""Least width of the last column, which takes what is left."""
+GAP = 2
+
+
+def group_table(
+    groups: Groups, now: float, width: int, shown: Sequence[GroupStatus] | None = None, *, ascii_only: bool = False
+) -> Table:
+    """Return a table with a row per group.
+
+    Args:
+        now: Unix seconds.
+        width: columns of the terminal.
+        shown: groups that have a row; None shows all.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    ratios = _ratios(groups)
+    shown = list(groups.values()) if shown is None else shown
+    cells = [_cells(group, ratios.get(group.replica), now) for group in shown]
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
+    names = _fitting(cells, width)
+    for name, least in names.items():
+        cut, side = ("crop" if ascii_only else "ellipsis"), ("left" if name in _LEFT else "right")
+        table.add_column(name, justify=side, no_wrap=True, overflow=cut, min_width=least)  # type: ignore[arg-type]
+    for group, row in zip(shown, cells, strict=True):
+        slow = ratios.get(group.replica, 0.0) > FaultTolerance.straggler_factor > 0
+        styles = {"state": COLORS.get(group.state, ""), "x others": "yellow" if slow else ""}
+        table.add_row(*(Text(row[name], style=styles.get(name, "")) for name in names))
+    return table
+
+
+def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
+    own_loss = group.own_loss if group.own_loss is not None else group.loss
+    fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
+    return {
+        "replica": str(group.replica),
+        "state": group.state,
+        "step": number(group.step),
+        "own loss": number(own_loss, ".4f"),
+        "own s": number(group.own_seconds, ".3f"),
+        "x others": number(ratio, ".2f"),
+        "restarts": str(group.restarts),
+        "donor": number(group.donor),
+        "attempt": str(group.attempt),
+        "host": group.host or "-",
+        "last fault": fault,
+    }
+
+
+def _fitting(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
+    """Return the columns that fit, in order, with the width that each needs; the flexible one is content with less."""
+    needed = {name: max([len(name), *(len(row[name]) for row in cells)]) for name in _COLUMNS}
+    needed[_FLEXIBLE] = min(needed[_FLEXIBLE], MIN_FLEXIBLE)
+    kept = sorted(_COLUMNS, key=lambda name: -_COLUMNS[name])
+    while len(kept) > 1 and sum(needed[name] + GAP for name in kept) - GAP > width:
+        kept.pop()
+    return {name: needed[name] for name in _COLUMNS if name in kept}
+
+
+def _ratios(groups: Groups) -> dict[int, float]:
+    """Return each training group's own seconds of its last step / median of the others', as the straggler's are."""
+    own = {r: g.own_seconds for r, g in groups.items() if g.own_seconds and g.state in (TRAINING, DRAINING)}
+    others = {replica: [own[other] for other in own if other != replica] for replica in own}
+    return {replica: own[replica] / median(values) for replica, values in others.items() if values}
+
+
+def number(value: float | None, form: str = "") -> str:
+    """Return a number in a format, or a dash where it is not known."""
+    return "-" if value is None else format(value, form)
