@@ -493,6 +493,7 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
         rank.exchange.arm(lambda _: True)
         rank.backward(seed=number)
     before = [rank.gradients() for rank in survivors]
+    touched = [bucket.flat for rank in survivors for bucket in rank.exchange._buckets]
     started = time.monotonic()
     broken = [ring.start(rank.finish) for rank in survivors]
     lost.seat.process_group.abort()  # closes its connections, as the end of its process does
@@ -501,10 +502,13 @@ def test_a_broken_exchange_is_repeated_from_the_same_gradients(ring: Ring) -> No
             failed.result(DEADLINE)
     assert time.monotonic() - started < DEADLINE / 2, "closed connections are noticed, no timeout is waited for"
     assert [rank.seat.num_aborts for rank in survivors] == [1, 1]
+    for flat in touched:  # an operation that was broken off may still do so
+        flat.fill_(7.0)
     for rank, gradients in zip(survivors, before, strict=True):
         check_gradients(rank, gradients)
     ring.meet(*survivors)
     ring.together(*[rank.finish for rank in survivors])
+    assert all(bool((flat == 7.0).all()) for flat in touched), "what it touches is in use no more"
     for rank in survivors:
         rank.exchange.write_gradients(None, 1.0)
         check_gradients(rank, sums(*before))

@@ -7,10 +7,12 @@ This file is also the ranks' program: it forks one for each line on stdin, which
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -27,9 +29,13 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
 from titan_ft.replica.process_group import BreakableGloo
+from titan_ft.run.process import borrowed_socket, own_sockets
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TIMEOUT = timedelta(seconds=90)  # of the process groups: well above the deadline
+SEGMENTS_OF_1_MIB = 6 << 18  # float32; Gloo cuts what three ranks sum into six, each more than sockets hold
+TCP_INFO_BYTES_RECEIVED = 128  # offset in tcp_info, of linux/tcp.h
+TWO_NOTICES = 96  # bytes: Gloo announces two segments before it waits
 
 
 class Opened:
@@ -105,17 +111,40 @@ def listening() -> set[int]:
     return found
 
 
-def all_reduce(group: BreakableGloo) -> str:
-    """Sum a number over the ranks; returns what became of it."""
+def all_reduce(group: BreakableGloo, elements: int = 1) -> str:
+    """Sum numbers over the ranks; returns what became of them."""
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
     options.timeout = TIMEOUT
-    numbers = torch.ones(1)
+    numbers = torch.ones(elements)
     try:
         group.allreduce([numbers], options).wait()
     except RuntimeError:
         return "broke"
-    return f"sum {numbers.item():g}"
+    return f"sum {numbers[0].item():g}"
+
+
+def shrink_send_buffers() -> None:
+    """Let no connection take much that the other end does not read."""
+    for descriptor, inode in own_sockets():
+        with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as each:
+            assert each is not None
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the system makes the least of it that it allows
+
+
+def wait_received(octets: int) -> None:
+    """Wait until a connection of this process has got so many bytes."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        for descriptor, inode in own_sockets():
+            with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as each:
+                assert each is not None
+                facts = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_RECEIVED + 8)
+                (received,) = struct.unpack_from("Q", facts, TCP_INFO_BYTES_RECEIVED)
+                if received >= octets:
+                    return
+        time.sleep(0.01)
+    raise AssertionError("the other rank's segments have not come")
 
 
 def be_rank(order: dict[str, Any]) -> None:
@@ -133,12 +162,17 @@ def be_rank(order: dict[str, Any]) -> None:
     group = BreakableGloo(timeout=TIMEOUT)
     group.configure(f"127.0.0.1:{order['port']}/{name}", "r", rank, order["ranks"])
     tell("first", all_reduce(group))
+    if rank == order["sender"]:
+        shrink_send_buffers()
     wait("again")
     kept = group._pg  # else its listener is closed, as it should be
     listeners = listening()
-    reducing = threading.Thread(target=lambda: tell("second", all_reduce(group)), daemon=True)
+    reducing = threading.Thread(target=lambda: tell("second", all_reduce(group, order["elements"])), daemon=True)
     if order["reduces"]:
         reducing.start()
+    if rank == order["sender"]:
+        wait_received(2 << 20)
+        tell("received")
     wait("abort")
     began = time.monotonic()
     group.abort(errored=order["errored"])
@@ -168,11 +202,21 @@ class Ranks:
         self._nursery, self._store, self._name = nursery, store, name
         self.pids: list[int] = []
 
-    def start(self, ranks: int, errored: bool = True, reduces: bool = True) -> None:
-        """Start all of them; returns when they have summed once."""
+    def start(
+        self, ranks: int, errored: bool = True, reduces: bool = True, elements: int = 1, sender: int | None = None
+    ) -> None:
+        """Start all of them; returns when they have summed once.
+
+        Args:
+            errored: what `abort` is told.
+            reduces: whether they sum again.
+            elements: of what they sum then.
+            sender: a rank that sends little ahead, and tells when it has got two segments of 1 MiB.
+        """
         assert self._nursery.stdin is not None
         assert self._nursery.stdout is not None
         order = {"port": self._store.port, "name": self._name, "ranks": ranks, "errored": errored, "reduces": reduces}
+        order |= {"elements": elements, "sender": sender}
         for rank in range(ranks):
             print(json.dumps(order | {"rank": rank}), file=self._nursery.stdin, flush=True)
             self.pids.append(int(self._nursery.stdout.readline()))
@@ -186,17 +230,29 @@ class Ranks:
         """Wait for a rank's word."""
         return json.loads(self._store.get(f"{self._name}/{rank}/{what}"))
 
-    def wait_unread(self, pid: int) -> None:
-        """Wait until something lies unread in a stopped process's sockets: the others wait in their operation."""
+    def wait_unread(self, pid: int, octets: int = 1) -> None:
+        """Wait until so much lies unread in each connection of a stopped process that has something to read.
+
+        The others wait in their operation then.
+        """
+        self._wait_queued(pid, lambda _, unread: unread >= octets)
+
+    def wait_unsent(self, pid: int) -> None:
+        """Wait until a process cannot send all that it has to, because the other end takes nothing."""
+        self._wait_queued(pid, lambda unsent, _: unsent > 0)
+
+    def _wait_queued(self, pid: int, condition: Callable[[int, int], bool]) -> None:
+        """Wait until the bytes to send and to read in one of a process's connections are as wanted."""
         sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
         deadline = time.monotonic() + DEADLINE
         while True:
             tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
             lines = [line.split() for table in tables for line in table]
             # State, then bytes to send and to read, in hex; the inode.
-            if any(line[3] == "01" and int(line[4][9:], 16) and f"socket:[{line[9]}]" in sockets for line in lines):
+            mine = [line for line in lines if line[3] == "01" and f"socket:[{line[9]}]" in sockets]
+            if any(condition(int(line[4][:8], 16), int(line[4][9:], 16)) for line in mine):
                 return
-            assert time.monotonic() < deadline, "nobody sends to the stopped rank"
+            assert time.monotonic() < deadline, f"queues of {pid}: {[line[4] for line in mine]}"
             time.sleep(0.01)
 
 
@@ -236,6 +292,29 @@ def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, n
     for rank in live:
         ranks.tell(rank, "abort")
     for rank in live:
+        assert ranks.hear(rank, "second") == "broke"
+        assert ranks.hear(rank, "alone") == "sum 1"
+
+
+def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends_with_abort(ranks: Ranks) -> None:
+    """Gloo tells the others that the connection is gone, not this one; abort ends its wait, and waits for nothing."""
+    victim, sender, third = range(3)  # of a ring: the second sends to the first, and receives from the third
+    ranks.start(3, elements=SEGMENTS_OF_1_MIB, sender=sender)
+    for rank in (sender, third):
+        os.kill(ranks.pids[rank], signal.SIGSTOP)
+    ranks.tell(victim, "again")
+    for rank in (sender, third):
+        ranks.wait_unread(ranks.pids[rank], TWO_NOTICES)  # what the victim is ready to receive and to send
+    os.kill(ranks.pids[victim], signal.SIGSTOP)
+    for rank in (sender, third):
+        os.kill(ranks.pids[rank], signal.SIGCONT)
+        ranks.tell(rank, "again")
+    ranks.hear(sender, "received")  # it waits for what it sends now
+    ranks.wait_unsent(ranks.pids[sender])
+    os.kill(ranks.pids[victim], signal.SIGKILL)
+    for rank in (sender, third):
+        ranks.tell(rank, "abort")
+    for rank in (sender, third):
         assert ranks.hear(rank, "second") == "broke"
         assert ranks.hear(rank, "alone") == "sum 1"
 

@@ -259,7 +259,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a group that is outside of the largest clique does not leave when it is told to",
-        _one("partition", "found = [_LEAVE] if self._told_to_leave() else", "found ="),
+        _one("partition", "            if self._store.check([leave_key]):", "            if False:"),
         ("cut", "drain"),
         ("no work lost",),
     ),
@@ -275,7 +275,7 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank judges by what it has found itself",
-        _one("agreement", "            self._await(keys[:1])\n", "            return judge(set(found))\n"),
+        _one("agreement", "            self._await(keys[:1])\n", "            return decide(set(found))\n"),
         ("cut",),
         ("ranks never part",),
     ),

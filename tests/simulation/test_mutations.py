@@ -4,10 +4,24 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 import tests.simulation.standins  # noqa: F401  # imports torch and torchft, before processes are forked
-from tests.simulation.mutations import MUTATIONS, Found, Mutation, find
+from tests.simulation.mutations import MUTATIONS, Found, Mutation, changed, find
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "_"))
+def test_it_is_one_of_the_engine_as_it_is(mutation: Mutation) -> None:
+    """The lines that it changes are there, once; exploring with it takes too long to see that each time."""
+    for name in {change.name for change in mutation.changes}:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        changes = [change for change in mutation.changes if change.name == name]
+        compile(changed(Path(spec.origin).read_text(), changes), spec.origin, "exec")
 
 
 @pytest.mark.slow  # a minute or two altogether

@@ -49,12 +49,16 @@ class _Bucket:
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], where: torch.device) -> None:
-        self.parameters = list(parameters)
-        size = sum(local(parameter).numel() for parameter in parameters)
-        self.flat = device.empty_bucket(size + len(parameters), torch.float32, where)
-        self.views, self.used = self.split(self.flat)
+        self.parameters, self._where = list(parameters), where
         self.missing: set[int] = set()
         self.full: torch.Event | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Take other memory; what is in the bucket is lost."""
+        size = sum(local(parameter).numel() for parameter in self.parameters)
+        self.flat = device.empty_bucket(size + len(self.parameters), torch.float32, self._where)
+        self.views, self.used = self.split(self.flat)
 
     def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the views of a flat tensor like the bucket's: one per parameter, and their numbers of users."""
@@ -146,6 +150,9 @@ class GradientExchange:
                 return flight.finish(describe)
         except ExchangeError:
             self._membership.abort()
+            if self._where.type == "cpu":  # an operation of Gloo that was broken off may still touch its tensors
+                for bucket in self._buckets:
+                    bucket.renew()
             raise
         finally:
             flight.join()

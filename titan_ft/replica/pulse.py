@@ -59,7 +59,7 @@ class Watch:
         interval: returns the seconds until the first look.
         growth: how many times longer each pause between two looks at the same exchange is.
         look: returns what is wrong, if anything is.
-        act: called with it, once in an exchange.
+        act: called with it, once in an exchange, which does not end before it returns: it must not wait for that.
     """
 
     def __init__(
