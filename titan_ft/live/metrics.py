@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from titan_ft.config import ConfigError
 from titan_ft.live import status
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults
 from titan_ft.live.status import Groups
+from titan_ft.run import address
 from titan_ft.run.events import (
     CheckpointSaved,
     DigestMismatch,
@@ -23,22 +26,7 @@ from titan_ft.run.events import (
     WorkerExited,
 )
 
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
 LOOPBACK = "127.0.0.1"
-STATES = (
-    status.WAITING,
-    status.STARTING,
-    status.JOINED,
-    status.HEALING,
-    status.TRAINING,
-    status.DIED,
-    status.DRAINING,
-    status.DRAINED,
-    status.FINISHED,
-    status.FAILED,
-)
 STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
 HEAL_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
@@ -49,13 +37,16 @@ def split_address(text: str) -> tuple[str, int]:
     Raises:
         ConfigError: it has neither form.
     """
-    host, separator, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit()) or int(port) > 65535 or (separator and not host):
+    try:
+        host, port = address.split_address(text if ":" in text else f"{LOOPBACK}:{text}")
+    except ValueError:
+        host, port = "", 0
+    if not host or not 0 <= port <= 65535:
         raise ConfigError(
             f"--metrics-port must be PORT (this host only) or HOST:PORT, got {text!r}; for example 9464, 0.0.0.0:9464 "
             "for Prometheus on another host, or 0 to have a port chosen"
         )
-    return host.strip("[]") or LOOPBACK, int(port)
+    return host, port
 
 
 class RunMetrics:
@@ -65,53 +56,41 @@ class RunMetrics:
     """
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-        self.registry: CollectorRegistry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
         self._failed_attempts: set[tuple[int, int]] = set()
         self._drained_attempts: set[tuple[int, int]] = set()
         self._differing_steps: set[int] = set()
-        self._define_metrics()
 
-    def _define_metrics(self) -> None:
-        from prometheus_client import Counter, Gauge
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"titan_ft_{name}", text, labels, registry=self.registry)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"titan_ft_{name}", text, labels, registry=self.registry)
-
+        common: dict[str, Any] = {"namespace": "titan_ft", "registry": self.registry}
+        counter: Callable[..., Counter] = partial(Counter, **common)
+        gauge: Callable[..., Gauge] = partial(Gauge, **common)
+        histogram: Callable[..., Histogram] = partial(Histogram, **common)
+        unknown = "; NaN when unknown or not finite."
         self._step = gauge("step", "Step committed last.")
-        self._loss = gauge("loss", "Mean loss of that step over its groups; NaN when unknown or not finite.")
-        self._grad_norm = gauge(
-            "grad_norm", "Gradient norm of that step before clipping; NaN when unknown or not finite."
-        )
+        self._loss = gauge("loss", f"Mean loss of that step over its groups{unknown}")
+        self._grad_norm = gauge("grad_norm", f"Gradient norm of that step before clipping{unknown}")
         self._lr = gauge("learning_rate", "Learning rate of that step.")
-        for unknown in (self._loss, self._grad_norm, self._lr):
-            unknown.set(float("nan"))  # before the first step
+        for figure in (self._loss, self._grad_norm, self._lr):
+            figure.set(float("nan"))  # before the first step
         self._participants = gauge("participants", "Groups that contributed to that step.")
         self._groups = gauge("groups", "Groups of the run.")
-        self._state = gauge("group_state", "1 for the state that the group is in, else 0.", "replica", "state")
+        self._state = gauge("group_state", "1 for the state that the group is in, else 0.", ("replica", "state"))
         self._tokens = counter("tokens", "Tokens with a label that the committed steps trained on.")
         self._committed = counter("steps_committed", "Steps committed.")
         self._exchanges = counter("exchanges", "Exchanges of gradients that the committed steps took.")
         self._exchanges_failed = counter("exchanges_failed", "Those that failed and were repeated.")
-        self._step_seconds = self._histogram("step_seconds", "Seconds of a committed step.", STEP_BUCKETS)
-        self._restarts = counter("restarts", "Restarts of groups.", "replica", "standby")
-        self._failures = counter("failures", "Deaths of groups, by what ended the first rank.", "replica", "cause")
-        self._heals = counter("heals", "Transfers of state to a group that ended well.", "replica")
-        self._heal_seconds = self._histogram("heal_seconds", "Seconds until the state was there.", HEAL_BUCKETS)
-        self._faults = counter("faults_injected", "Faults injected.", "fault")
+        self._step_seconds = histogram("step_seconds", "Seconds of a committed step.", buckets=STEP_BUCKETS)
+        self._restarts = counter("restarts", "Restarts of groups.", ("replica", "standby"))
+        self._failures = counter("failures", "Deaths of groups, by what ended the first rank.", ("replica", "cause"))
+        self._heals = counter("heals", "Transfers of state to a group that ended well.", ("replica",))
+        self._heal_seconds = histogram("heal_seconds", "Seconds until the state was there.", buckets=HEAL_BUCKETS)
+        self._faults = counter("faults_injected", "Faults injected.", ("fault",))
         self._mismatches = counter("digest_mismatches", "Steps at which groups held different state.")
         self._lighthouses = counter("lighthouse_restarts", "Restarts of the lighthouse.")
         self._saved = counter("checkpoints_saved", "Checkpoints saved.")
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
-        from prometheus_client import Histogram
-
-        return Histogram(f"titan_ft_{name}", text, buckets=buckets, registry=self.registry)
 
     def observe(self, event: Event) -> None:
         """Count an event."""
@@ -148,7 +127,7 @@ class RunMetrics:
             self._heals.labels(str(replica))
             for standby in ("false", "true"):
                 self._restarts.labels(str(replica), standby)
-            for state in STATES:
+            for state in status.STATES:
                 self._state.labels(str(replica), state).set(group.state == state)
 
     def _count_step(self, event: StepCommitted) -> None:
@@ -205,13 +184,12 @@ class MetricsServer:
                 "choose another, or 0 to have one chosen"
             ) from error
         self.port: int = self._server.server_port
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}/metrics"
+        self.url = f"http://{address.join_address(host, self.port)}/metrics"
 
     @classmethod
-    def at(cls, address: str) -> MetricsServer:
+    def at(cls, place: str) -> MetricsServer:
         """Listen at PORT or HOST:PORT."""
-        host, port = split_address(address)
+        host, port = split_address(place)
         return cls(port, host)
 
     def close(self) -> None:
