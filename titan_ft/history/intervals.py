@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -54,6 +53,7 @@ class Strip:
         self.cursor = begin
         self._starts: list[int] = []
         self._states: list[tuple[str, str]] = []
+        """State and detail from each start to the next one, the last up to the cursor."""
 
     def fill(self, until: int, state: str, detail: str = "") -> None:
         """Give the time from the cursor to `until` a state; do nothing if the cursor is there already."""
@@ -68,24 +68,17 @@ class Strip:
         start, end = max(start, self.begin), min(end, self.cursor)
         if start >= end:
             return
-        first = bisect_right(self._starts, start) - 1
-        last = first
-        starts: list[int] = []
-        states: list[tuple[str, str]] = []
-        while last < len(self._starts) and self._starts[last] < end:
-            left, before = self._starts[last], self._states[last]
-            last += 1
-            right = self._starts[last] if last < len(self._starts) else self.cursor
-            if before[0] not in over:
-                pieces = [(left, before)]
-            else:
-                pieces = [(left, before)] if left < start else []
-                pieces.append((max(left, start), (state, detail)))
-                pieces += [(end, before)] if right > end else []
-            starts += [place for place, _ in pieces]
-            states += [said for _, said in pieces]
-        self._starts[first:last] = starts
-        self._states[first:last] = states
+        for place in range(self._split(start, over), self._split(end, over)):
+            if self._states[place][0] in over:
+                self._states[place] = (state, detail)
+
+    def _split(self, at: int, over: Collection[str]) -> int:
+        """Cut an interval in one of the states `over` in two; return the place of the first one from `at` on."""
+        place = bisect_left(self._starts, at)
+        if at < self.cursor and self._starts[place : place + 1] != [at] and self._states[place - 1][0] in over:
+            self._starts.insert(place, at)
+            self._states.insert(place, self._states[place - 1])
+        return place
 
     def stretches(self, state: str) -> list[tuple[int, int]]:
         """Return start and end of the intervals in a state."""
@@ -105,11 +98,3 @@ class Strip:
             intervals.append(Interval(left, right, state, detail))
         assert sum(interval.num_us for interval in intervals) == self.end - self.begin, "time was lost or made"
         return tuple(intervals)
-
-
-def total_us(intervals: Collection[Interval]) -> Counter[str]:
-    """Return the microseconds in each state."""
-    totals: Counter[str] = Counter()
-    for interval in intervals:
-        totals[interval.state] += interval.num_us
-    return totals
