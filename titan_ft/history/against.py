@@ -10,8 +10,7 @@ from itertools import pairwise
 from statistics import mean
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.curve import Point, curve
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record import Point, RunRecord
 from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import WorkerStarted
 
@@ -37,7 +36,7 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
     more than 3 standard errors of the difference (of the reference's own scatter between steps) or 2 %, whichever is
     more. A lower loss is no offence but a note: at equal tokens a run with smaller batches has made more steps.
     """
-    ours, theirs = curve(record), curve(reference)
+    ours, theirs = record.curve, reference.curve
     if not ours or not theirs:
         found.unknown.append(f"no event of {'this run' if not ours else 'the other run'} tells of a committed step")
         return

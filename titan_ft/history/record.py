@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -73,6 +74,24 @@ class Process:
     def commits(self) -> Iterator[StepCommitted]:
         """Yield its commits."""
         return (event for event in self.events if isinstance(event, StepCommitted))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step of the loss curve.
+
+    Attributes:
+        tokens: of this step and all before.
+        loss: mean over the tokens of the step; None where it was not finite, or is not in the history.
+        whole: whether all groups took part.
+        event: the first commit of it.
+    """
+
+    step: int
+    tokens: int
+    loss: float | None
+    whole: bool
+    event: StepCommitted
 
 
 class RunRecord:
@@ -216,6 +235,18 @@ class RunRecord:
     # Steps and states
 
     @cached_property
+    def curve(self) -> list[Point]:
+        """The loss curve, a point for each step of the trajectory, as far back as the history goes."""
+        commits = [self.commits_of[state.lineage] for state in self.chain]
+        # With pipeline parallelism only the ranks of the last stage know the loss.
+        losses = [next((event.loss for event in events if event.loss is not None), None) for events in commits]
+        totals = accumulate(events[0].tokens for events in commits)
+        return [
+            Point(events[0].step, total, loss, len(events[0].participants) >= self.group_size, events[0])
+            for events, loss, total in zip(commits, losses, totals, strict=True)
+        ]
+
+    @cached_property
     def commits(self) -> list[StepCommitted]:
         """One commit per group and step: that of its rank 0."""
         return [event for event in self.of(StepCommitted) if event.rank == 0]
@@ -227,10 +258,6 @@ class RunRecord:
         for event in self.of(StepCommitted):
             found[event.lineage].append(event)
         return found
-
-    def participants(self, lineage: str) -> frozenset[int]:
-        """Return the groups that gave weight to a state, as the first event that made it says."""
-        return frozenset(self.commits_of[lineage][0].participants) if lineage in self.commits_of else frozenset()
 
     @cached_property
     def _states(self) -> tuple[dict[str, State], list[str]]:

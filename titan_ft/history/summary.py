@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from titan_ft.history.audit import Verdict as AuditVerdict
 from titan_ft.history.audit import audit
 from titan_ft.history.checks.judgement import count
-from titan_ft.history.curve import curve
 from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.goodput import count_exchanges
 from titan_ft.history.incidents import Drain, Failure, Heal, find_drains, find_failures, find_heals
@@ -170,7 +169,7 @@ def _recomputed(commit: StepCommitted) -> int:
 
 def _losses(record: RunRecord) -> list[tuple[int, float | None]]:
     """Return the loss of the first, the last and the quartile steps."""
-    points = curve(record)
+    points = record.curve
     places = sorted({round(quarter * (len(points) - 1) / 4) for quarter in range(5)}) if points else []
     return [(points[place].step, points[place].loss) for place in places]
 

@@ -54,8 +54,6 @@ _AWAY = {"start", "restart", "idle", "unknown"}
 class Unfinished:
     """Forward passes of a step that their group did not commit itself."""
 
-    replica: int
-    time_us: int
     forward_passes: int
     """At most: those begun in the time that there was, by the pace of the group's other steps."""
     kept: bool
@@ -264,7 +262,7 @@ class GroupFold:
             others = self._step + 1 not in self._own_steps
             kept = others and self._replica in self._record.makers.get(self._step + 1, ())
             passes = math.ceil(share * self._passes)
-            self.unfinished.append(Unfinished(self._replica, until, passes, kept, reason))
+            self.unfinished.append(Unfinished(passes, kept, reason))
             strip.fill(strip.cursor + compute, "productive" if kept else "wasted", "" if kept else reason)
             strip.fill(until, "exchange_wait")
         self._paint_exchange(until)

@@ -47,7 +47,7 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
     elif first.parent == ROOT and first.step != 1:
         found.notes.append(f"the first step is {first.step}")
     known = {process.replica for process in record.processes}
-    silent = sorted({slot for state in record.chain for slot in record.participants(state.lineage)} - known)
+    silent = sorted({slot for point in record.curve for slot in point.event.participants} - known)
     if silent:
         found.unknown.append(f"the history is cut: groups {silent} took part in steps and have no events of their own")
 
