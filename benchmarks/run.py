@@ -101,11 +101,6 @@ class Run:
         if self._faults is not None:
             self._faults.close()
 
-    @property
-    def pid(self) -> int:
-        """Return the pid of what was started first; of ours, the launcher."""
-        return self._started[0][1].pid
-
     def _log(self, command: Command) -> Path:
         return self.job.run_dir / f"{command.name}.log"
 

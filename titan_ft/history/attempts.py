@@ -32,9 +32,6 @@ STOPS = ("stop_rank", "stop_group")
 DEADLOCKS = ("deadlock",)
 _DEADLY = ("segfault", "out_of_memory", "exception")
 
-Key = tuple[int, int]
-"""A group and the number of its attempt."""
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -125,11 +122,6 @@ def microseconds(event: Event) -> int:
     return round(event.time * 1e6)
 
 
-def key_of(event: Event) -> Key | None:
-    """Return group and attempt (0 where it is not given) of an event, or None for one of no group."""
-    return None if event.replica is None else (event.replica, event.attempt or 0)
-
-
 def is_of_worker(event: Event) -> bool:
     """Tell whether a worker wrote an event: its own, or those of the chaos agent in it."""
     return isinstance(event, RankEvent) or (isinstance(event, FaultEvent) and event.rank is not None)
@@ -163,15 +155,12 @@ def read_faults(events: Iterable[Event]) -> list[Fault]:
 
 def read_attempts(events: Iterable[Event], faults: Sequence[Fault]) -> dict[int, list[Attempt]]:
     """Return the attempts of each group that have events, in order; the events are in order of time."""
-    found: dict[Key, Attempt] = {}
+    found: dict[tuple[int, int], Attempt] = {}
     for event in events:
-        key = key_of(event)
-        if key is None:
+        if event.replica is None:
             continue
-        time = microseconds(event)
-        if key not in found:
-            found[key] = Attempt(*key, begin_us=time)
-        attempt = found[key]
+        key, time = (event.replica, event.attempt or 0), microseconds(event)
+        attempt = found.setdefault(key, Attempt(*key, begin_us=time))
         attempt.last_us = time
         by_worker = is_of_worker(event)
         if by_worker:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 STATES = (
@@ -82,17 +82,16 @@ class Strip:
 
     def stretches(self, state: str) -> list[tuple[int, int]]:
         """Return start and end of the intervals in a state."""
-        pieces = zip(self._starts, self._ends(), self._states, strict=True)
-        return [(left, right) for left, right, said in pieces if said[0] == state]
+        return [(left, right) for left, right, said in self._pieces() if said[0] == state]
 
-    def _ends(self) -> list[int]:
-        return [*self._starts[1:], *([self.cursor] if self._starts else [])]
+    def _pieces(self) -> Iterator[tuple[int, int, tuple[str, str]]]:
+        return zip(self._starts, [*self._starts[1:], self.cursor], self._states, strict=False)
 
     def cut(self) -> tuple[Interval, ...]:
         """Return the intervals; neighbours in the same state with the same detail are one."""
         self.fill(self.end, "unknown")
         intervals: list[Interval] = []
-        for left, right, (state, detail) in zip(self._starts, self._ends(), self._states, strict=True):
+        for left, right, (state, detail) in self._pieces():
             if intervals and (intervals[-1].state, intervals[-1].detail) == (state, detail):
                 left = intervals.pop().start_us
             intervals.append(Interval(left, right, state, detail))

@@ -261,8 +261,7 @@ class RunRecord:
 
     @cached_property
     def _states(self) -> tuple[dict[str, State], list[str]]:
-        conflicts: list[str] = []
-        return read_states(self.of(StepCommitted), conflicts), conflicts
+        return read_states(self.of(StepCommitted))
 
     @property
     def states(self) -> dict[str, State]:
@@ -300,22 +299,22 @@ class RunRecord:
         return frozenset(known - self.on_chain)
 
     @cached_property
+    def kept(self) -> list[StepCommitted]:
+        """The commits of states that are not void, one per group and step."""
+        return [event for event in self.commits if event.lineage not in self.void]
+
+    @cached_property
     def makers(self) -> dict[int, set[int]]:
         """For each step the groups whose gradients are in it."""
         found: dict[int, set[int]] = defaultdict(set)
-        for event in self.commits:
-            if event.lineage not in self.void:
-                found[event.step].update(event.participants)
+        for event in self.kept:
+            found[event.step].update(event.participants)
         return found
 
     @cached_property
     def first_commits(self) -> dict[int, StepCommitted]:
         """For each step of the job the commit that came first."""
-        first: dict[int, StepCommitted] = {}
-        for event in self.commits:
-            if event.lineage not in self.void:
-                first.setdefault(event.step, event)
-        return first
+        return {event.step: event for event in reversed(self.kept)}
 
     @cached_property
     def usual_step_us(self) -> int:
@@ -325,8 +324,7 @@ class RunRecord:
         All costs in time count from it: stalls, effective training time, a joiner's price.
         """
         most = max((len(event.participants) for event in self.commits), default=0)
-        kept = [event for event in self.commits if event.lineage not in self.void]
-        troubled = {event.step for event in kept if len(event.participants) < most or event.exchanges != 1}
+        troubled = {event.step for event in self.kept if len(event.participants) < most or event.exchanges != 1}
         times = {step: microseconds(event) for step, event in self.first_commits.items()}
         gaps = {step: time - times[step - 1] for step, time in times.items() if time > times.get(step - 1, time)}
         quiet = [gap for step, gap in gaps.items() if not {step, step - 1} & troubled]

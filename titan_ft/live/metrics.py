@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import ConfigError
 from titan_ft.live import status
@@ -25,6 +25,9 @@ from titan_ft.run.events import (
     StepCommitted,
     WorkerExited,
 )
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 LOOPBACK = "127.0.0.1"
 STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
@@ -49,22 +52,56 @@ def split_address(text: str) -> tuple[str, int]:
     return host, port
 
 
-class RunMetrics:
-    """A run's figures in a registry of their own, each event counted once. Rank 0's events stand for its group's.
+class MetricsServer:
+    """Answer Prometheus over HTTP with a run's figures, from a thread of its own.
 
-    They count from the start of this process: what an earlier launch in the same folder did is not in them.
+    Each event is counted once; rank 0's events stand for its group's. The figures count from the start of this process:
+    what an earlier launch in the same folder did is not in them.
+
+    Args:
+        port: where to listen; 0 chooses a free one.
+        host: address of this host to listen at. Whoever reaches it can read the figures, so the default is the
+            loopback; a Prometheus on another host needs "0.0.0.0" or the address of one network.
+
+    Raises:
+        ConfigError: nothing can listen there.
     """
 
-    def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    def __init__(self, port: int, host: str = LOOPBACK) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
 
-        self.registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self._define_metrics(registry)
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
         self._failed_attempts: set[tuple[int, int]] = set()
         self._drained_attempts: set[tuple[int, int]] = set()
         self._differing_steps: set[int] = set()
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-port must be a free port of an address of this host, got {host}:{port} ({error.strerror}); "
+                "choose another, or 0 to have one chosen"
+            ) from error
+        self.port: int = self._server.server_port
+        self.url = f"http://{address.join_address(host, self.port)}/metrics"
 
-        common: dict[str, Any] = {"namespace": "titan_ft", "registry": self.registry}
+    @classmethod
+    def at(cls, place: str) -> MetricsServer:
+        """Listen at PORT or HOST:PORT."""
+        host, port = split_address(place)
+        return cls(port, host)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _define_metrics(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        common: dict[str, Any] = {"namespace": "titan_ft", "registry": registry}
         counter: Callable[..., Counter] = partial(Counter, **common)
         gauge: Callable[..., Gauge] = partial(Gauge, **common)
         histogram: Callable[..., Histogram] = partial(Histogram, **common)
@@ -157,43 +194,3 @@ class RunMetrics:
             return
         self._failed_attempts.add(attempt)
         self._failures.labels(str(event.replica), cause).inc()
-
-
-class MetricsServer:
-    """Answer Prometheus over HTTP with a run's figures, from a thread of its own.
-
-    Args:
-        port: where to listen; 0 chooses a free one.
-        host: address of this host to listen at. Whoever reaches it can read the figures, so the default is the
-            loopback; a Prometheus on another host needs "0.0.0.0" or the address of one network.
-
-    Raises:
-        ConfigError: nothing can listen there.
-    """
-
-    def __init__(self, port: int, host: str = LOOPBACK) -> None:
-        from prometheus_client import start_http_server
-
-        self._metrics = RunMetrics()
-        self.observe, self.update = self._metrics.observe, self._metrics.update
-        try:
-            self._server, self._thread = start_http_server(port, host, self._metrics.registry)
-        except OSError as error:
-            raise ConfigError(
-                f"--metrics-port must be a free port of an address of this host, got {host}:{port} ({error.strerror}); "
-                "choose another, or 0 to have one chosen"
-            ) from error
-        self.port: int = self._server.server_port
-        self.url = f"http://{address.join_address(host, self.port)}/metrics"
-
-    @classmethod
-    def at(cls, place: str) -> MetricsServer:
-        """Listen at PORT or HOST:PORT."""
-        host, port = split_address(place)
-        return cls(port, host)
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

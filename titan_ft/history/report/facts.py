@@ -69,11 +69,7 @@ class Note:
 
 
 def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[str, Any]:
-    """Return the figures of a run as plain dictionaries, lists and numbers: those of its summary, and more.
-
-    Args:
-        against: a run without failures, for the checker.
-    """
+    """Return the figures of a run for JSON: those of its summary, and more. `against` is `check`'s."""
     incidents = [each.incident for each in find_recoveries(record)]
     return summarize(record).to_dict() | {
         "chaos": plan_of(record),

@@ -28,11 +28,7 @@ MAX_ROWS = 200
 
 
 def write_report(record: RunRecord, folder: Path, against: RunRecord | None = None) -> Path:
-    """Write index.html and its figures (PNG) into a folder, made if missing; return the page.
-
-    Args:
-        against: a run without failures, for the checker.
-    """
+    """Write index.html and its figures (PNG) into a folder; return the page. `against` is `check`'s."""
     drawings = draw(record)
     folder.mkdir(parents=True, exist_ok=True)
     for drawing in drawings:

@@ -20,10 +20,9 @@ from titan_ft.history.report.style import (
     FAULT,
     INK,
     PAPER,
+    STATES,
     categories,
     category,
-    state_colour,
-    state_label,
     state_order,
 )
 from titan_ft.history.summary import summarize
@@ -194,7 +193,7 @@ def _draw_row(axes: Axes, spans: Sequence[Span], place: float) -> None:
         by_state[span.state] += [(span.start, low), (span.start, high), (span.end, high), (span.end, low), (0.0, 0.0)]
     for state, corners in by_state.items():
         codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * (len(corners) // 5)
-        axes.add_patch(PathPatch(Path(corners, codes), facecolor=state_colour(state), linewidth=0))
+        axes.add_patch(PathPatch(Path(corners, codes), facecolor=STATES[state][1], linewidth=0))
 
 
 def thin(spans: Sequence[Span], seconds: float, num_columns: int) -> list[Span]:
@@ -236,7 +235,7 @@ def _legends(canvas: Canvas, states: set[str], faults: Sequence[Recovery]) -> No
         "labelspacing": 0.45,
     }
     left, height = (LEFT + 0.02) / WIDTH, canvas.figure.get_size_inches()[1]
-    patches = [Patch(color=state_colour(state), label=state_label(state)) for state in state_order(states)]
+    patches = [Patch(color=STATES[state][1], label=STATES[state][0]) for state in state_order(states)]
     # A legend fills its columns one after the other; a reader goes along the rows.
     patches = [patch for column in range(LEGEND_COLUMNS) for patch in patches[column::LEGEND_COLUMNS]]
     place = (left, 1 - 0.03 / height)
@@ -326,9 +325,9 @@ def goodput(rows: Mapping[str, Mapping[str, float]]) -> Drawing:
             start, total = 0.0, sum(rows[name].values()) or 1.0
             for number, state in enumerate(state_order(set(rows[name]))):
                 share = 100 * rows[name][state] / total
-                (bar,) = axes.barh(place, share, left=start, height=0.66, color=state_colour(state), linewidth=0)
+                (bar,) = axes.barh(place, share, left=start, height=0.66, color=STATES[state][1], linewidth=0)
                 bar.set_gid(f"bar{place}-{number}")
-                tooltip = f"{name}: {state_label(state)} {duration(rows[name][state])}, {share:.1f} %"
+                tooltip = f"{name}: {STATES[state][0]} {duration(rows[name][state])}, {share:.1f} %"
                 canvas.tooltips[f"bar{place}-{number}"] = tooltip
                 start += share
             useful = 100 * rows[name].get("productive", 0.0) / total
