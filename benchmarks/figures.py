@@ -17,17 +17,6 @@ from titan_ft.history.audit import audit
 from titan_ft.history.goodput import goodput
 from titan_ft.history.record import RunRecord
 
-ROWS = (
-    "length (min)",
-    "failures injected",
-    "exchanges committed of attempted",
-    "forward passes for nothing",
-    "effective training time",
-    "batches lost, repeated",
-    "stall per failure (s), median (max)",
-    "weights after the last step that all have",
-    "loss of the last steps that all runs have",
-)
 LOSS_STEPS = 10
 """Steps of which the loss at the end is the mean."""
 
@@ -46,18 +35,17 @@ def figures(record: RunRecord, until: int | None = None) -> dict[str, str]:
     stalls = [fault.stall_seconds for fault in faults if fault.stall_seconds is not None]
     share = good.effective_training_time_in_training
     counts = f"{batches.num_lost}, {batches.num_repeated}"
-    values = (
-        f"{good.wall_us / 60e6:.1f}",
-        f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
-        _part(good.exchanges_committed, good.exchanges_attempted),
-        _part(good.num_wasted + lost, good.forward_passes + lost),
-        "-" if share is None else f"{100 * share:.1f} %",
-        counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
-        f"{median(stalls):.2f} ({max(stalls):.2f})" if stalls else "-",
-        compare_digests(record),
-        f"{fmean(last):.3f}" if last else "-",
-    )
-    return dict(zip(ROWS, values, strict=True))
+    return {
+        "length (min)": f"{good.wall_us / 60e6:.1f}",
+        "failures injected": f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
+        "exchanges committed of attempted": _part(good.exchanges_committed, good.exchanges_attempted),
+        "forward passes for nothing": _part(good.num_wasted + lost, good.forward_passes + lost),
+        "effective training time": "-" if share is None else f"{100 * share:.1f} %",
+        "batches lost, repeated": counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
+        "stall per failure (s), median (max)": f"{median(stalls):.2f} ({max(stalls):.2f})" if stalls else "-",
+        "weights after the last step that all have": compare_digests(record),
+        "loss of the last steps that all runs have": f"{fmean(last):.3f}" if last else "-",
+    }
 
 
 def _part(part: int, whole: int) -> str:
@@ -66,7 +54,7 @@ def _part(part: int, whole: int) -> str:
 
 def table(columns: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a Markdown table with a column for each run, named by its key."""
-    names = [row for row in ROWS if any(row in column for column in columns.values())]
+    names = dict.fromkeys(name for column in columns.values() for name in column)
     return markdown(
         [["", *columns], *([name, *(column.get(name, "-") for column in columns.values())] for name in names)]
     )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import ROWS, figures, table
+from benchmarks.figures import figures, table
 from benchmarks.record import compare_digests
 from tests.benchmarks.histories import commit
 from tests.event_builder import build
@@ -44,7 +44,6 @@ def test_figures_of_a_short_history() -> None:
     # One shot that hits two groups is one failure.
     events += [fault(2.1 + replica / 100, replica) for replica in (1, 2)]
     shown = figures(RunRecord(events))
-    assert list(shown) == list(ROWS)
     assert shown["failures injected"] == "1 of 1 kinds"
     assert shown["exchanges committed of attempted"] == "5 of 6 (83.3 %)"
     assert shown["forward passes for nothing"] == "0 of 15 (0.0 %)"

@@ -66,13 +66,9 @@ class Goodput:
     def num_wasted(self) -> int:
         return sum(self.wasted.values())
 
-    def share(self, state: str) -> float:
-        """Return the share of a state in wall time x groups."""
-        return self.job_us.get(state, 0) / self.group_us if self.group_us else 0.0
-
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain dictionaries and numbers, for JSON."""
-        shares = {state: round(self.share(state), 6) for state in STATES}
+        shares = {state: round(self.job_us.get(state, 0) / (self.group_us or 1), 6) for state in STATES}
         return asdict(self) | {"group_us": self.group_us, "shares": shares, "num_wasted": self.num_wasted}
 
 

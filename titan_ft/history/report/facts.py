@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,15 +70,19 @@ class Note:
 
 def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[str, Any]:
     """Return the figures of a run for JSON: those of its summary, and more. `against` is `check`'s."""
-    incidents = [each.incident for each in find_recoveries(record)]
     return summarize(record).to_dict() | {
         "chaos": plan_of(record),
-        "faults_by_kind": dict(count_kinds(incident.fault for incident in incidents if incident.injected)),
+        "faults_by_kind": dict(count_kinds(record)),
         "goodput": goodput(record).to_dict(),
-        "stalls": [incident.to_dict() for incident in incidents],
+        "stalls": [each.incident.to_dict() for each in find_recoveries(record)],
         "check": check(record, against).to_dict(),
         "notes": [asdict(note) for note in find_notes(record)],
     }
+
+
+def count_kinds(record: RunRecord) -> list[tuple[str, int]]:
+    """Return the kinds of faults that were injected and how many of each, the most frequent first."""
+    return Counter(sorted(each.fault for each in find_incidents(record) if each.injected)).most_common()
 
 
 @view
@@ -96,11 +100,6 @@ def find_recoveries(record: RunRecord) -> list[Recovery]:
 def _name_groups(replicas: Sequence[int | None], rank: int | None) -> str:
     groups = ("group " if len(replicas) == 1 else "groups ") + ", ".join(map(str, replicas))
     return groups if rank is None else f"{groups}, rank {rank}"
-
-
-def count_kinds(kinds: Iterable[str]) -> list[tuple[str, int]]:
-    """Return kinds and how many of each, the most frequent first."""
-    return sorted(Counter(kinds).items(), key=lambda item: (-item[1], item[0]))
 
 
 def find_notes(record: RunRecord) -> list[Note]:

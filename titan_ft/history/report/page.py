@@ -88,7 +88,7 @@ def _words(record: RunRecord) -> dict[str, Any]:
             ("faults injected", f"{len(injected):,}"),
             ("seed", str(plan.get("seed", "none"))),
         ],
-        "kinds": count_kinds(each.incident.fault for each in injected),
+        "kinds": count_kinds(record),
         "counted": g.forward_passes - g.num_wasted,
         "rate": f"a failure each {duration(seconds / len(recoveries))}" if recoveries else "no failures",
         "stalls": [each.incident.stall_seconds for each in recoveries if each.incident.stall_seconds is not None],
