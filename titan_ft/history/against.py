@@ -97,12 +97,10 @@ def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], groups: int,
                 found.object_to(f"{name} {mine!r}; {other!r} without failures, all groups present in both", our.event)
     if not ours:
         return "no step that both runs made with all groups, from the first on"
+    if found.offences:
+        return f"the first {len(ours)} steps differ"
     how = "bit for bit" if largest == 0 else f"to {largest:.1e} at most"
-    return (
-        f"the first {count(len(ours), 'step')} agree {how}"
-        if not found.offences
-        else f"the first {len(ours)} steps differ"
-    )
+    return f"the first {count(len(ours), 'step')} agree {how}"
 
 
 def _compare_ends(ours: Sequence[Point], theirs: Sequence[Point], total: int, found: Judgement) -> None:

@@ -148,9 +148,8 @@ class MetricsServer:
             case HealFinished() if is_first_rank:
                 self._heals.labels(str(event.replica)).inc()
                 self._heal_seconds.observe(event.seconds)
-            case DigestMismatch() if (
-                is_first_rank and event.step not in self._differing_steps
-            ):  # each group has the event
+            case DigestMismatch() if is_first_rank and event.step not in self._differing_steps:
+                # Each group has the event.
                 self._differing_steps.add(event.step)
                 self._mismatches.inc()
             case CheckpointSaved() if is_first_rank:

@@ -163,15 +163,11 @@ class RunStatus:
 
     def _add_groups(self, event: Event) -> None:
         """Add groups that no launcher has announced."""
-        replica, size = event.replica, 0
-        if isinstance(event, WorkerStarted):
-            size = 0 if event.config is None else event.config.group_size
-        elif replica in self.groups:
-            return
-        found = set() if replica is None else {replica}
-        missing = (found | set(range(size))) - self.groups.keys()
-        if missing:
-            groups = {**self.groups, **{replica: status.GroupStatus(replica) for replica in missing}}
+        found = set() if event.replica is None else {event.replica}
+        if isinstance(event, WorkerStarted) and event.config is not None:
+            found.update(range(event.config.group_size))
+        if missing := found - self.groups.keys():
+            groups = self.groups | {replica: status.GroupStatus(replica) for replica in missing}
             self.groups = dict(sorted(groups.items()))
 
     def _take_step(self, event: StepCommitted) -> None:

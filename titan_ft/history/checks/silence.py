@@ -75,9 +75,8 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
             continue
         if record.launch_end is not None and not failure:
             found.object_to("fell silent, and no supervisor tells of its end", process.events[-1])
-        elif (
-            record.launch_end is not None
-        ):  # as when its supervisor was killed: the launcher says that the group failed
+        elif record.launch_end is not None:
+            # As when its supervisor was killed: the launcher says that the group failed.
             found.notes.append(f"{process.name} fell silent; the launch says: {failure}")
         else:
             untold.append(process.name)
