@@ -34,19 +34,9 @@ from statistics import median
 from titan_ft.history.attempts import DEADLOCKS, STOPS, Attempt, microseconds
 from titan_ft.history.intervals import STATES, Interval, Strip
 from titan_ft.history.record import RunRecord, view
-from titan_ft.run.events import (
-    Drained,
-    ExchangeFailed,
-    HealFinished,
-    HealStarted,
-    Joined,
-    RolledBack,
-    StepCommitted,
-    TrainingFinished,
-    Waiting,
-)
+from titan_ft.run import events as ev
 
-_Pending = Joined | ExchangeFailed | Waiting
+_Pending = ev.Joined | ev.ExchangeFailed | ev.Waiting
 _AWAY = {"start", "restart", "idle", "unknown"}
 
 
@@ -99,7 +89,7 @@ class GroupFold:
         self._strip = Strip(*record.span_us)
         self.unfinished: list[Unfinished] = []
         commits = [
-            event for attempt in self._attempts for _, event in attempt.moments if isinstance(event, StepCommitted)
+            event for attempt in self._attempts for _, event in attempt.moments if isinstance(event, ev.StepCommitted)
         ]
         self._own_steps = {event.step for event in commits}
         parts = [_parts(event) for event in commits]
@@ -136,11 +126,11 @@ class GroupFold:
         """Fill the time until the process asks for its first quorum."""
         until = attempt.last_us if attempt.died_us is None else attempt.died_us
         for time, event in attempt.moments:
-            if isinstance(event, Joined | StepCommitted | HealStarted | TrainingFinished):
+            if isinstance(event, ev.Joined | ev.StepCommitted | ev.HealStarted | ev.TrainingFinished):
                 until = time
-                if isinstance(event, Joined):
+                if isinstance(event, ev.Joined):
                     until -= _us(event.quorum_seconds) + _us(event.rebuild_seconds)
-                elif isinstance(event, StepCommitted):
+                elif isinstance(event, ev.StepCommitted):
                     until -= sum(_parts(event))
                 break
         self._strip.fill(until, state, cause)
@@ -149,39 +139,39 @@ class GroupFold:
         """Walk through rank 0's events; returns whether the attempt has still to be ended."""
         died, strip = attempt.died_us, self._strip
         for time, event in attempt.moments:
-            if died is not None and time > died and not isinstance(event, TrainingFinished):
+            if died is not None and time > died and not isinstance(event, ev.TrainingFinished):
                 continue
             match event:
-                case Joined() | ExchangeFailed() | Waiting():
+                case ev.Joined() | ev.ExchangeFailed() | ev.Waiting():
                     self._pending.append((time, event))
-                case StepCommitted():
+                case ev.StepCommitted():
                     self._commit(time, event)
-                case HealStarted():
+                case ev.HealStarted():
                     self._begin_heal(time)
-                case HealFinished() if self._heal is not None:
+                case ev.HealFinished() if self._heal is not None:
                     self._end_heal(time, event, begun=self._heal)
-                case RolledBack() if self._heal is not None:
+                case ev.RolledBack() if self._heal is not None:
                     strip.fill(time, "heal", "went back: nobody holds the state")
                     self._heal = None
-                case Drained():
+                case ev.Drained():
                     if not event.in_order:
                         self._break_off(time, "drained")
                     strip.fill(time, "overhead")
                     return False
-                case TrainingFinished():
+                case ev.TrainingFinished():
                     strip.fill(time, "idle", "waits for the others to finish")
                     return False
         return True
 
-    def _commit(self, time: int, event: StepCommitted) -> None:
+    def _commit(self, time: int, event: ev.StepCommitted) -> None:
         """Fill the time of a step: what was before it, computing, the exchange, and the update."""
         strip, begun = self._strip, self._begun
         compute, exchange, update = _parts(event)
         gap = max(0, time - strip.cursor)
         breaks = [
-            at - (_us(each.seconds) if isinstance(each, ExchangeFailed) else 0)
+            at - (_us(each.seconds) if isinstance(each, ev.ExchangeFailed) else 0)
             for at, each in self._pending
-            if not isinstance(each, Joined)
+            if not isinstance(each, ev.Joined)
         ]
         if not begun:  # the first step's exchange counts from the first meeting on
             exchange = min(exchange, max(self._usual_exchange, time - update - min(breaks, default=time)))
@@ -214,17 +204,17 @@ class GroupFold:
         """Say of what the wait in the exchange until `until` consisted."""
         paint, waiting = self._strip.paint, {"exchange_wait", "unknown"}
         for time, event in self._pending:
-            if isinstance(event, ExchangeFailed):
+            if isinstance(event, ev.ExchangeFailed):
                 start = self._record.last_fault_us(time - _us(event.seconds), time)
                 paint(start, time, "detection", waiting, event.error[:80])
         for time, event in self._pending:
-            if isinstance(event, Joined):
+            if isinstance(event, ev.Joined):
                 built = time - _us(event.rebuild_seconds)
                 over = {*waiting, "detection"}
                 paint(built - _us(event.quorum_seconds), built, "quorum", over)
                 paint(built, time, "rebuild", {*over, "quorum", "wait_for_groups"}, f"groups {event.participants}")
         for time, event in self._pending:
-            if isinstance(event, Waiting):
+            if isinstance(event, ev.Waiting):
                 paint(time, until, "wait_for_groups", {*waiting, "quorum"}, event.reason)
         self._pending = []
 
@@ -238,7 +228,7 @@ class GroupFold:
             self._paint_exchange(time)
         self._begun, self._heal = True, time
 
-    def _end_heal(self, time: int, event: HealFinished, begun: int) -> None:
+    def _end_heal(self, time: int, event: ev.HealFinished, begun: int) -> None:
         """Fill the time of a heal: the fetch, and the replay."""
         arrived = begun + round(event.fetch_seconds * 1e6)
         self._strip.fill(min(arrived, time), "heal", f"from group {event.donor}")
@@ -291,12 +281,12 @@ class GroupFold:
     def _rest(self, attempt: Attempt) -> None:
         """Fill the time behind the last attempt."""
         strip, stopping = self._strip, self._record.stopping_us
-        ended = next((e for _, e in attempt.moments if isinstance(e, TrainingFinished | Drained)), None)
+        ended = next((e for _, e in attempt.moments if isinstance(e, ev.TrainingFinished | ev.Drained)), None)
         if attempt.gave_up_us is not None:
             strip.fill(attempt.gave_up_us, "restart", attempt.cause)
             strip.fill(strip.end, "idle", "gave up")
         elif ended is not None or (attempt.exit_us is not None and not attempt.failed):
-            how = "stopped" if ended is None else "drained" if isinstance(ended, Drained) else "finished"
+            how = "stopped" if ended is None else "drained" if isinstance(ended, ev.Drained) else "finished"
             strip.fill(strip.end, "idle", how)
         elif attempt.failed:  # a restart that was not seen to begin
             strip.fill(attempt.last_us if stopping is None else stopping, "restart", attempt.cause)
@@ -315,11 +305,11 @@ def _us(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
-def _parts(commit: StepCommitted) -> tuple[int, int, int]:
+def _parts(commit: ev.StepCommitted) -> tuple[int, int, int]:
     """Return the microseconds of a step that went into computing, the exchange and the update."""
     return _us(commit.compute_seconds), _us(commit.exchange_seconds), _us(commit.apply_seconds)
 
 
-def _trained(commit: StepCommitted) -> bool:
+def _trained(commit: ev.StepCommitted) -> bool:
     """Say whether the group's own batch counts as trained: one without labels has no weight, and is."""
     return commit.data is not None and commit.data.slot in commit.batches

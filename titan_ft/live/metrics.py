@@ -13,18 +13,7 @@ from titan_ft.live import status
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults
 from titan_ft.live.status import Groups
 from titan_ft.run import address
-from titan_ft.run.events import (
-    CheckpointSaved,
-    DigestMismatch,
-    Drained,
-    Event,
-    FaultInjected,
-    HealFinished,
-    LighthouseRestarted,
-    ReplicaRestarted,
-    StepCommitted,
-    WorkerExited,
-)
+from titan_ft.run import events as ev
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -129,30 +118,30 @@ class MetricsServer:
         self._lighthouses = counter("lighthouse_restarts", "Restarts of the lighthouse.")
         self._saved = counter("checkpoints_saved", "Checkpoints saved.")
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: ev.Event) -> None:
         """Count an event."""
         new_fault, is_first_rank = self._injected.observe(event), not event.rank
         match event:
-            case StepCommitted():
+            case ev.StepCommitted():
                 self._count_step(event)
-            case WorkerExited():
+            case ev.WorkerExited():
                 self._count_exit(event)
-            case ReplicaRestarted():
+            case ev.ReplicaRestarted():
                 self._restarts.labels(str(event.replica), "true" if event.standby else "false").inc()
-            case FaultInjected() if new_fault:
+            case ev.FaultInjected() if new_fault:
                 self._faults.labels(event.fault).inc()
-            case LighthouseRestarted():
+            case ev.LighthouseRestarted():
                 self._lighthouses.inc()
-            case Drained() if is_first_rank:
+            case ev.Drained() if is_first_rank:
                 self._drained_attempts.add((event.replica, event.attempt))
-            case HealFinished() if is_first_rank:
+            case ev.HealFinished() if is_first_rank:
                 self._heals.labels(str(event.replica)).inc()
                 self._heal_seconds.observe(event.seconds)
-            case DigestMismatch() if is_first_rank and event.step not in self._differing_steps:
+            case ev.DigestMismatch() if is_first_rank and event.step not in self._differing_steps:
                 # Each group has the event.
                 self._differing_steps.add(event.step)
                 self._mismatches.inc()
-            case CheckpointSaved() if is_first_rank:
+            case ev.CheckpointSaved() if is_first_rank:
                 self._saved.inc()
 
     def update(self, groups: Groups) -> None:
@@ -166,7 +155,7 @@ class MetricsServer:
             for state in status.STATES:
                 self._state.labels(str(replica), state).set(group.state == state)
 
-    def _count_step(self, event: StepCommitted) -> None:
+    def _count_step(self, event: ev.StepCommitted) -> None:
         if event.rank != 0:
             # With pipeline parallelism, only the ranks of the last stage know the loss.
             if event.loss is not None and self._steps.is_last(event):
@@ -185,7 +174,7 @@ class MetricsServer:
             gauge.set(float("nan") if value is None else value)
         self._step_seconds.observe(event.seconds)
 
-    def _count_exit(self, event: WorkerExited) -> None:
+    def _count_exit(self, event: ev.WorkerExited) -> None:
         """Count the first end of an attempt that was none in order; its other ranks die of it."""
         attempt, cause = (event.replica, event.attempt), event.cause
         asked = attempt in self._drained_attempts and cause == "SIGTERM"

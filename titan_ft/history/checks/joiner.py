@@ -14,22 +14,7 @@ from titan_ft.history.attempts import seconds_of
 from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import Process, RunRecord
-from titan_ft.run.events import (
-    CatchUpWaiting,
-    Drained,
-    Event,
-    ExchangeFailed,
-    FaultInjected,
-    HealFailed,
-    HealFinished,
-    HealStarted,
-    Hung,
-    Joined,
-    LighthouseRestarted,
-    StepCommitted,
-    Waiting,
-    WorkerExited,
-)
+from titan_ft.run import events as ev
 
 LONG_STEPS = 4
 """Usual steps that a heal must last to show anything; what a shorter one could stall is no more than that."""
@@ -38,13 +23,13 @@ LEAST_RATE = 0.5
 LEAST_RATE_OF_ONE = 0.25
 """The same for one heal by itself, of `TELLING_STEPS` usual steps or more."""
 TELLING_STEPS = 10
-DISTURBANCES: tuple[type[Event], ...] = (
-    ExchangeFailed,
-    WorkerExited,
-    FaultInjected,
-    LighthouseRestarted,
-    Hung,
-    Drained,
+DISTURBANCES: tuple[type[ev.Event], ...] = (
+    ev.ExchangeFailed,
+    ev.WorkerExited,
+    ev.FaultInjected,
+    ev.LighthouseRestarted,
+    ev.Hung,
+    ev.Drained,
 )
 """They have costs of their own, which are not the joiner's."""
 
@@ -57,10 +42,10 @@ class _Heal:
     nothing else happened.
     """
 
-    event: HealStarted
+    event: ev.HealStarted
     start: float
     end: float
-    around: Sequence[StepCommitted]
+    around: Sequence[ev.StepCommitted]
     clean: bool
 
     @property
@@ -68,7 +53,7 @@ class _Heal:
         return self.end - self.start
 
     @property
-    def commits(self) -> Sequence[StepCommitted]:
+    def commits(self) -> Sequence[ev.StepCommitted]:
         return self.around[1:-1]
 
 
@@ -140,23 +125,23 @@ def _find_heals(record: RunRecord) -> Iterator[_Heal]:
                 yield _Heal(event, start, end, max(lived, key=len), clean)
 
 
-def _spans(process: Process) -> Iterator[tuple[HealStarted, float, float]]:
+def _spans(process: Process) -> Iterator[tuple[ev.HealStarted, float, float]]:
     """Yield each heal of a process, and from when to when the others may have waited for it."""
-    begun: HealStarted | None = None
+    begun: ev.HealStarted | None = None
     joined: float | None = None  # until its first commit the others may wait for it since then
     for event in process.events:
-        if isinstance(event, Joined) and joined is None:
+        if isinstance(event, ev.Joined) and joined is None:
             joined = event.time
-        elif isinstance(event, HealStarted):
+        elif isinstance(event, ev.HealStarted):
             begun = event
-        elif isinstance(event, HealFinished | HealFailed) and begun is not None:
+        elif isinstance(event, ev.HealFinished | ev.HealFailed) and begun is not None:
             yield begun, min(joined or begun.time, begun.time), event.time
             begun, joined = None, event.time
-        elif isinstance(event, StepCommitted):
+        elif isinstance(event, ev.StepCommitted):
             joined = event.time
 
 
-def _around(commits: Sequence[StepCommitted], start: float, end: float) -> Sequence[StepCommitted]:
+def _around(commits: Sequence[ev.StepCommitted], start: float, end: float) -> Sequence[ev.StepCommitted]:
     """Return the commits of a time, and those before and after it; none of a group that did not live through it."""
     first, last = (bisect_right(commits, moment, key=lambda commit: commit.time) for moment in (start, end))
     return commits[first - 1 : last + 1] if first > 0 and last < len(commits) else ()
@@ -165,20 +150,20 @@ def _around(commits: Sequence[StepCommitted], start: float, end: float) -> Seque
 def _disturbances(record: RunRecord) -> Iterator[tuple[float, float]]:
     """Yield from when to when something else may have cost time."""
     for event in record.of(*DISTURBANCES):
-        yield event.time, event.time + (seconds_of(event) if isinstance(event, FaultInjected) else 0.0)
-    for event in record.of(Waiting):
+        yield event.time, event.time + (seconds_of(event) if isinstance(event, ev.FaultInjected) else 0.0)
+    for event in record.of(ev.Waiting):
         if not _waits_for_joiner(event):
             yield event.time, event.time
 
 
-def _waits_for_joiner(event: Waiting) -> bool:
+def _waits_for_joiner(event: ev.Waiting) -> bool:
     return "fetch the state" in event.reason
 
 
 def _check_waits(record: RunRecord, found: Judgement) -> None:
     """Object to a wait for a joiner that did not ask for it. Counts all such events, whenever they were."""
-    asked = {event.replica for event in record.of(CatchUpWaiting)}
-    waits = [event for event in record.of(Waiting) if _waits_for_joiner(event)]
+    asked = {event.replica for event in record.of(ev.CatchUpWaiting)}
+    waits = [event for event in record.of(ev.Waiting) if _waits_for_joiner(event)]
     for event in waits if not asked else []:
         found.object_to(f"waited for a joiner that did not ask for it: {event.reason}", event)
     if asked:
