@@ -12,16 +12,18 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import figures, table
 from benchmarks.kills import MAX_RESTARTS, OBSERVE_FLAGS
-from benchmarks.record import goodput, injected, num_crashes, read_run
+from benchmarks.record import injected, num_crashes, read_run
 from benchmarks.run import BenchError, Run, progress
 from benchmarks.systems import PEER, Job, derive_config
-from titan_ft.run.events import Event, StepCommitted, WorkerStarted
+from titan_ft.history.goodput import goodput
+from titan_ft.history.record import RunRecord
+from titan_ft.run.events import StepCommitted, WorkerStarted
 from titan_ft.run.workers import latest_attempts, latest_workers
 
 KILL_EVERY_SECONDS = 15.0
@@ -46,13 +48,13 @@ def run_campaign(
     job = Job(PEER, work_dir / "campaign-peer", num_groups, num_ranks, MAX_RESTARTS, OBSERVE_FLAGS)
     skipped, ended = 0, None
     with Run(job, derive_config(base, job, STEPS, log_freq=1)) as run:
-        run.wait_for(lambda events: _all_up(run, events), "start of all groups", START_SECONDS)
+        run.wait_for(lambda record: _all_up(run, record), "start of all groups", START_SECONDS)
         began = time.time()
         try:
             skipped = sum(not killed for killed in _kill_on(run, seed, minutes))
             progress("no more kills; waiting for all groups")
             with contextlib.suppress(BenchError):
-                run.wait_for(lambda events: _all_up(run, events), "return of all groups", RETURN_SECONDS)
+                run.wait_for(lambda record: _all_up(run, record), "return of all groups", RETURN_SECONDS)
             run.sleep(began + 60.0 * minutes - time.time())
         except BenchError as error:
             ended = str(error)
@@ -61,7 +63,7 @@ def run_campaign(
     return describe(job, read_run(job.run_dir), (began, until), skipped) | {"seed": seed, "ended": ended}
 
 
-def describe(job: Job, events: Sequence[Event], span: tuple[float, float], skipped: int) -> dict[str, Any]:
+def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int) -> dict[str, Any]:
     """Return the figures of a campaign from `span[0]` to `span[1]`, in Unix seconds; what was before does not count.
 
     `crashes` are ends of groups that nobody killed, `stall_seconds` are of the kills that a group lived to see;
@@ -72,10 +74,10 @@ def describe(job: Job, events: Sequence[Event], span: tuple[float, float], skipp
     """
     began, until = span
     # The starts before it say which attempts there were.
-    events = [e for e in events if e.time <= until and (e.time >= began or isinstance(e, WorkerStarted))]
-    if not any(isinstance(event, StepCommitted) for event in events):
+    record = RunRecord(e for e in whole.events if e.time <= until and (e.time >= began or isinstance(e, WorkerStarted)))
+    if not record.of(StepCommitted):
         raise BenchError("nothing was committed in the campaign")
-    good, kills, crashes = goodput(events), injected(events), num_crashes(events)
+    good, kills, crashes = goodput(record), injected(record), num_crashes(record)
     faults = (
         f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
     )
@@ -91,7 +93,7 @@ def describe(job: Job, events: Sequence[Event], span: tuple[float, float], skipp
         "steps_tried": good.exchanges_attempted,
         "effective_share": good.effective_training_time_in_training,
         "stall_seconds": [kill.stall_seconds for kill in kills if kill.stall_seconds is not None],
-        "figures": {**figures(events), **told, "batches lost, repeated": "not told"},
+        "figures": {**figures(record), **told, "batches lost, repeated": "not told"},
     }
 
 
@@ -104,7 +106,7 @@ def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
         after = number * KILL_EVERY_SECONDS
         run.sleep(began + after - time.time())
         draw = choice.random()  # also for a kill that is skipped, so that a seed says what comes next
-        up = sorted(groups_up(run, run.events()))
+        up = sorted(groups_up(run, run.record()))
         if len(up) < 2:
             progress(f"{after:g} s: skipped, up is only {up}")
             yield False
@@ -115,22 +117,21 @@ def _kill_on(run: Run, seed: int, minutes: float) -> Iterator[bool]:
         yield True
 
 
-def groups_up(run: Run, events: Sequence[Event]) -> dict[int, int]:
+def groups_up(run: Run, record: RunRecord) -> dict[int, int]:
     """Return the latest attempt of each group that lives and has contributed in it."""
-    commits = [event for event in events if isinstance(event, StepCommitted)]
-    contributed = {(event.replica, event.attempt) for event in commits if event.replica in event.participants}
+    contributed = {(event.replica, event.attempt) for event in record.of(StepCommitted) if event.contributed}
     return {
         replica: attempt
-        for replica, attempt in latest_attempts(events).items()
-        if (replica, attempt) in contributed and run.workers(replica) == latest_workers(events, replica)
+        for replica, attempt in latest_attempts(record.events).items()
+        if (replica, attempt) in contributed and run.workers(replica) == latest_workers(record.events, replica)
     }
 
 
-def _all_up(run: Run, events: Sequence[Event]) -> bool | None:
+def _all_up(run: Run, record: RunRecord) -> bool | None:
     """Tell whether all groups have digests of one step, made since they last were started; None if not."""
-    up, told = groups_up(run, events), dict[int, set[int]]()
-    for event in events:
-        if isinstance(event, StepCommitted) and event.digest and up.get(event.replica) == event.attempt:
+    up, told = groups_up(run, record), dict[int, set[int]]()
+    for event in record.of(StepCommitted):
+        if event.digest and up.get(event.replica) == event.attempt:
             told.setdefault(event.step, set()).add(event.replica)
     return any(len(groups) == run.job.num_groups for groups in told.values()) or None
 

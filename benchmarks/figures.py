@@ -6,66 +6,46 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.record import audit, compare_digests, goodput, injected, read_run
+from benchmarks.record import compare_digests, injected, read_run
 from benchmarks.table import markdown
 from benchmarks.tries import StepTried
-from titan_ft.run.events import Event, StepCommitted
+from titan_ft.history.audit import audit
+from titan_ft.history.goodput import goodput
+from titan_ft.history.record import RunRecord
 
-ROWS = (
-    "length (min)",
-    "failures injected",
-    "exchanges committed of attempted",
-    "forward passes for nothing",
-    "effective training time",
-    "batches lost, repeated",
-    "stall per failure (s), median (max)",
-    "weights after the last step that all have",
-    "loss of the last steps that all runs have",
-)
 LOSS_STEPS = 10
 """Steps of which the loss at the end is the mean."""
 
 
-def last_step(events: Sequence[Event]) -> int:
-    """Return the highest step that a group committed, or 0."""
-    return max((event.step for event in events if isinstance(event, StepCommitted)), default=0)
-
-
-def figures(events: Sequence[Event], until: int | None = None) -> dict[str, str]:
+def figures(record: RunRecord, until: int | None = None) -> dict[str, str]:
     """Return the text of each row for a run.
 
     Args:
-        events: all of the run, in order of time.
         until: the last step that counts for the loss; None counts all.
     """
-    good, batches, faults = goodput(events), audit(events), injected(events)
+    good, batches, faults = goodput(record), audit(record), injected(record)
     # A try of the peer that was not committed was computed for nothing; ours repeat the exchange alone.
-    lost = sum(isinstance(event, StepTried) and not event.committed and event.rank == 0 for event in events)
-    losses = {
-        event.step: event.loss
-        for event in events
-        if isinstance(event, StepCommitted) and event.loss is not None and event.rank == 0
-    }
+    lost = sum(not event.committed and event.rank == 0 for event in record.of(StepTried))
+    losses = {event.step: event.loss for event in record.commits if event.loss is not None}
     last = [losses[step] for step in sorted(losses) if until is None or step <= until][-LOSS_STEPS:]
     stalls = [fault.stall_seconds for fault in faults if fault.stall_seconds is not None]
     share = good.effective_training_time_in_training
     counts = f"{batches.num_lost}, {batches.num_repeated}"
-    values = (
-        f"{good.wall_us / 60e6:.1f}",
-        f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
-        _part(good.exchanges_committed, good.exchanges_attempted),
-        _part(good.num_wasted + lost, good.forward_passes + lost),
-        "-" if share is None else f"{100 * share:.1f} %",
-        counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
-        f"{median(stalls):.2f} ({max(stalls):.2f})" if stalls else "-",
-        compare_digests(events),
-        f"{fmean(last):.3f}" if last else "-",
-    )
-    return dict(zip(ROWS, values, strict=True))
+    return {
+        "length (min)": f"{good.wall_us / 60e6:.1f}",
+        "failures injected": f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
+        "exchanges committed of attempted": _part(good.exchanges_committed, good.exchanges_attempted),
+        "forward passes for nothing": _part(good.num_wasted + lost, good.forward_passes + lost),
+        "effective training time": "-" if share is None else f"{100 * share:.1f} %",
+        "batches lost, repeated": counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
+        "stall per failure (s), median (max)": f"{median(stalls):.2f} ({max(stalls):.2f})" if stalls else "-",
+        "weights after the last step that all have": compare_digests(record),
+        "loss of the last steps that all runs have": f"{fmean(last):.3f}" if last else "-",
+    }
 
 
 def _part(part: int, whole: int) -> str:
@@ -74,7 +54,7 @@ def _part(part: int, whole: int) -> str:
 
 def table(columns: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a Markdown table with a column for each run, named by its key."""
-    names = [row for row in ROWS if any(row in column for column in columns.values())]
+    names = dict.fromkeys(name for column in columns.values() for name in column)
     return markdown(
         [["", *columns], *([name, *(column.get(name, "-") for column in columns.values())] for name in names)]
     )
@@ -88,13 +68,13 @@ def main() -> int:
     options = parser.parse_args()
     runs = {}
     for run_dir in options.run_dirs:
-        events = read_run(run_dir)
-        if not events:
+        record = read_run(run_dir)
+        if not record.events:
             print(f"benchmarks.figures: {run_dir} has no events (events/*.jsonl)", file=sys.stderr)
             return 1
-        runs[str(run_dir)] = events
-    until = min(map(last_step, runs.values()))
-    print("\n".join(table({name: figures(events, until) for name, events in runs.items()})))
+        runs[str(run_dir)] = record
+    until = min(max((event.step for event in record.commits), default=0) for record in runs.values())
+    print("\n".join(table({name: figures(record, until) for name, record in runs.items()})))
     if options.expect_faults and not injected(next(iter(runs.values()))):
         text = "no fault was injected, so that this proves nothing; give it more --minutes"
         print(f"benchmarks.figures: {text}", file=sys.stderr)

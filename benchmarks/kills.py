@@ -9,14 +9,15 @@ launcher starts it again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import injected, longest_delay, read_run, steps_lost, survivor_gaps, usual_step
-from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, TooLateError, commits_of, progress
+from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, TooLateError, progress
 from benchmarks.systems import PEER, Job, derive_config
-from titan_ft.run.events import Event, WorkerStarted
+from titan_ft.history.record import RunRecord
+from titan_ft.run.events import WorkerStarted
 
 SETTLE_STEPS = 5
 """Steps of both groups before the next kill."""
@@ -27,7 +28,7 @@ OBSERVE_FLAGS = ("--observe-every=5",)
 """Of the peer's workers, which tell nothing by themselves: a digest at each fifth step."""
 
 
-def costs(events: Sequence[Event]) -> list[dict[str, Any]]:
+def costs(record: RunRecord) -> list[dict[str, Any]]:
     """Return what each kill cost.
 
     `stall_seconds` is the survivor's stall, as history has it; `steps_lost` the steps that it computed and did not
@@ -38,9 +39,9 @@ def costs(events: Sequence[Event]) -> list[dict[str, Any]]:
     Raises:
         BenchError: the survivor did not go on after one.
     """
-    kills, usual = injected(events), usual_step(events)
+    kills, usual = injected(record), usual_step(record)
     ends = [*(kill.time for kill in kills[1:]), float("inf")]
-    starts = [e for e in events if isinstance(e, WorkerStarted) and (e.replica, e.rank) == (VICTIM, 0)]
+    starts = [event for event in record.of(WorkerStarted) if (event.replica, event.rank) == (VICTIM, 0)]
     found = []
     for kill, end in zip(kills, ends, strict=True):
         if kill.stall_seconds is None:
@@ -48,11 +49,11 @@ def costs(events: Sequence[Event]) -> list[dict[str, Any]]:
         back = kill.time + (kill.rejoin_seconds or 0.0)
         since = [event.time for event in starts if kill.time < event.time <= back]
         # Not the gap of the kill itself, in which a standby may have been there already.
-        gaps = [gap for gap in survivor_gaps(events, min(since), back) if gap[0] >= min(since)] if since else []
+        gaps = [gap for gap in survivor_gaps(record, min(since), back) if gap[0] >= min(since)] if since else []
         found.append(
             {
                 "stall_seconds": kill.stall_seconds,
-                "steps_lost": steps_lost(events, SURVIVOR, kill.time, end),
+                "steps_lost": steps_lost(record, SURVIVOR, kill.time, end),
                 "rejoin_seconds": kill.rejoin_seconds,
                 "rejoin_stall_seconds": longest_delay(gaps, usual) if since else None,
                 "num_starts": len(since) or None,
@@ -86,9 +87,10 @@ def kill_repeatedly(
 
 def wait_phase(run: Run, share: float) -> None:
     """Sleep until about this share of a step has passed since the survivor's last commit."""
-    events = run.events()
-    step = usual_step(events)
-    time.sleep((commits_of(events, SURVIVOR)[-1].time + share * step - time.time()) % step)
+    record = run.record()
+    step = usual_step(record)
+    last = max(event.time for event in record.commits if event.replica == SURVIVOR)
+    time.sleep((last + share * step - time.time()) % step)
 
 
 def measure_kills(num_kills: int, base: Mapping[str, Any], system: str, work_dir: Path) -> list[dict[str, Any]]:

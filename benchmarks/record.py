@@ -1,73 +1,58 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the events of a run tell the benchmark. The only module here that knows `titan_ft.history`.
+"""What the record of a run tells the benchmark.
 
 A stall, a usual step and the time until a group is back are history's, the same as in reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.run import SURVIVOR, BenchError, commits_of
+from benchmarks.run import SURVIVOR, BenchError
 from benchmarks.tries import StepTried, translate
-from titan_ft.history import audit as audits
 from titan_ft.history import digests
-from titan_ft.history import goodput as goodputs
-from titan_ft.history.audit import Audit
-from titan_ft.history.goodput import Goodput
 from titan_ft.history.incidents import Incident, find_incidents
 from titan_ft.history.record import RunRecord
-from titan_ft.run.events import Drained, Event, HealStarted, RolledBack, StepCommitted, TrainingFinished
+from titan_ft.run.events import Drained, HealStarted, RolledBack, StepCommitted, TrainingFinished
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
 
-__all__ = ["Incident"]
 Gap = tuple[float, float]
 
 
-def read_run(run_dir: Path) -> list[Event]:
-    """Return the events of a run, in order of time; of a peer, translated."""
-    return translate(read_events(RunPaths(run_dir).events))
+def read_run(run_dir: Path) -> RunRecord:
+    """Return the record of a run; of a peer, translated."""
+    return RunRecord(translate(read_events(RunPaths(run_dir).events)))
 
 
-def audit(events: Iterable[Event]) -> Audit:
-    """Return what became of the batches of a run."""
-    return audits.audit(RunRecord(events))
-
-
-def goodput(events: Iterable[Event]) -> Goodput:
-    """Return what the time and the work of a run went into."""
-    return goodputs.goodput(RunRecord(events))
-
-
-def injected(events: Iterable[Event]) -> list[Incident]:
+def injected(record: RunRecord) -> list[Incident]:
     """Return what each injected fault cost."""
-    return [incident for incident in find_incidents(RunRecord(events)) if incident.injected]
+    return [incident for incident in find_incidents(record) if incident.injected]
 
 
-def num_crashes(events: Iterable[Event]) -> int:
+def num_crashes(record: RunRecord) -> int:
     """Return how many attempts of groups ended although nobody had injected a fault."""
-    return sum(incident.failed and not incident.injected for incident in find_incidents(RunRecord(events)))
+    return sum(incident.failed and not incident.injected for incident in find_incidents(record))
 
 
-def usual_step(events: Iterable[Event]) -> float:
+def usual_step(record: RunRecord) -> float:
     """Return the seconds of a usual step.
 
     Raises:
         BenchError: no two steps were committed.
     """
-    usual = RunRecord(events).usual_step_seconds
+    usual = record.usual_step_seconds
     if usual is None:
         raise BenchError("no steps were committed before what was to be measured")
     return usual
 
 
-def survivor_gaps(events: Iterable[Event], begin: float, end: float) -> list[Gap]:
+def survivor_gaps(record: RunRecord, begin: float, end: float) -> list[Gap]:
     """Return the times between commits of the survivor that touch a time."""
-    times = [event.time for event in commits_of(events, SURVIVOR)]
+    times = [event.time for event in record.commits if event.replica == SURVIVOR]
     return [gap for gap in pairwise(times) if gap[1] >= begin and gap[0] <= end]
 
 
@@ -76,14 +61,14 @@ def longest_delay(gaps: Iterable[Gap], usual: float) -> float:
     return max((after - before - usual for before, after in gaps if after - before > usual), default=0.0)
 
 
-def steps_lost(events: Iterable[Event], replica: int, begin: float, end: float) -> int:
+def steps_lost(record: RunRecord, replica: int, begin: float, end: float) -> int:
     """Return how many steps a group computed and threw away in a time, instead of committing them.
 
     That is so when it must heal or roll back; when it computed more forward passes than the step has batches; and, with
     the peer, when a try was not committed.
     """
     lost = 0
-    for event in events:
+    for event in record.events:
         if (event.replica, event.rank) == (replica, 0) and begin <= event.time < end:
             match event:
                 case HealStarted() | RolledBack() | StepTried(committed=False):
@@ -93,13 +78,13 @@ def steps_lost(events: Iterable[Event], replica: int, begin: float, end: float) 
     return lost
 
 
-def compare_digests(events: Sequence[Event]) -> str:
+def compare_digests(record: RunRecord) -> str:
     """Compare the groups' digests, state by state and rank by rank.
 
     Returns:
         "equal", "differ" or "unknown", for the last state of which all groups have a digest; and what differs in all.
     """
-    told = [e for e in events if isinstance(e, StepCommitted | Drained | TrainingFinished) and e.digest]
+    told = [e for e in record.events if isinstance(e, StepCommitted | Drained | TrainingFinished) and e.digest]
     found = digests.compare_digests(((event.lineage or "", event.rank), event.replica, event.digest) for event in told)
     num_groups = len({event.replica for event in told})
     whole = {state for (state, _), groups in found.groups.items() if len(groups) == num_groups > 1}

@@ -11,17 +11,19 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.cores import pin_groups, supervisor_of, wait_for_standby
 from benchmarks.kills import MAX_RESTARTS, SETTLE_STEPS, costs, kill_repeatedly, wait_phase
-from benchmarks.record import Gap, Incident, injected, longest_delay, survivor_gaps, usual_step
-from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, commits_of, progress
+from benchmarks.record import Gap, injected, longest_delay, survivor_gaps, usual_step
+from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, progress
 from benchmarks.systems import NUM_GROUPS, OURS, Job, derive_config
+from titan_ft.history.incidents import Incident
+from titan_ft.history.record import RunRecord
 from titan_ft.launch.lighthouse_keeper import HEALTHY_SECONDS
 from titan_ft.run.events import (
     Drained,
@@ -47,7 +49,7 @@ STANDBY_SECONDS = 300.0
 """Standbys import at idle priority, and there may be little left on cores that train."""
 
 Figures = dict[str, Any]
-Events = Sequence[Event]
+E = TypeVar("E", bound=Event)
 
 
 def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> Iterator[tuple[str, Any]]:
@@ -62,14 +64,14 @@ def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> It
         with launched(f"returns-{num_ranks}-{'standby' if standby else 'cold'}", num_ranks, standby) as run:
             returns.append(measure_returns(run, number))
             # The transfer's rate follows from what the first of these runs has shown.
-            mbps = mbps or throttle(run.events())
+            mbps = mbps or throttle(run.record())
         yield "returns", returns
     progress(f"throttled to {mbps:.1f} Mbit/s, for transfers of {TRANSFER_STEPS} steps")
     rejoins: Figures = {"transfer_max_mbps": mbps}
     for catch_up in ("replay", "wait"):
         with launched(f"rejoins-{catch_up}", catch_up=catch_up, transfer_max_mbps=mbps) as run:
             kill_repeatedly(run, number, settle_steps=USUAL_STEPS + 1)
-            rejoins[catch_up] = _describe(catch_up, rejoin_after, run.events())
+            rejoins[catch_up] = _describe(catch_up, rejoin_after, run.record())
         yield "rejoins", rejoins
     drains: list[Figures] = []
     for index in range(number):  # each in a run of its own, because the group does not come back
@@ -77,7 +79,7 @@ def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> It
             run.wait_trained(USUAL_STEPS + 1)
             wait_phase(run, (index + 0.5) / number)
             fault = run.inject("term_group", Target(VICTIM), run.workers(VICTIM), signal.SIGTERM)
-            drains += _describe("drain", drain_after, _wait_over(run, fault, drained_after))
+            drains += _describe("drain", drain_after, _wait_over(run, fault, Drained))
     yield "drains", drains
     with launched("outages") as run:
         yield "outages", measure_outages(run, number)
@@ -93,20 +95,20 @@ def _launched(
     config = derive_config(base, job, STEPS, LOG_FREQ)
     config["fault_tolerance"] |= fields
     with Run(job, config) as run:
-        pin_groups(run, run.wait_trained(1))
+        pin_groups(run, run.wait_trained(1).events)
         yield run
 
 
-def throttle(events: Events) -> float:
-    """Return the Mbit/s at which the state that these events tell of takes `TRANSFER_STEPS` of their steps.
+def throttle(record: RunRecord) -> float:
+    """Return the Mbit/s at which the state that this record tells of takes `TRANSFER_STEPS` of their steps.
 
     Raises:
         BenchError: no group fetched a state.
     """
-    sizes = [event.bytes for event in events if isinstance(event, HealFinished) and event.rank == 0]
+    sizes = [event.bytes for event in record.of(HealFinished) if event.rank == 0]
     if not sizes:
         raise BenchError("no group fetched a state, so that its size is not known")
-    return sizes[0] * 8 / 1e6 / (TRANSFER_STEPS * usual_step(events))
+    return sizes[0] * 8 / 1e6 / (TRANSFER_STEPS * usual_step(record))
 
 
 def measure_returns(run: Run, number: int) -> Figures:
@@ -120,7 +122,7 @@ def measure_returns(run: Run, number: int) -> Figures:
             ready.append(wait_for_standby(supervisor_of(workers), workers, run.job.num_ranks, STANDBY_SECONDS))
 
     kill_repeatedly(run, number, wait_until_ready)
-    kills = costs(run.events())
+    kills = costs(run.record())
     progress(f"{run.job.run_dir.name}: {kills}")
     return {"num_ranks": run.job.num_ranks, "standby": standby, "standby_ready_seconds": ready, "kills": kills}
 
@@ -129,42 +131,40 @@ def measure_outages(run: Run, number: int) -> list[Figures]:
     """SIGKILL the lighthouse again and again; return what each time cost the groups."""
     since = 0.0
     for index in range(number):
-        events = run.wait_trained(USUAL_STEPS + 1, since)
+        record = run.wait_trained(USUAL_STEPS + 1, since)
         # Or its launcher takes the deaths for a crash loop, and waits before it starts another.
         run.sleep(since + HEALTHY_SECONDS + 1.0 - time.time())
         wait_phase(run, (index + 0.5) / number)
-        pid = [event.lighthouse_pid for event in events if isinstance(event, LighthouseStarted)][-1]
+        pid = record.of(LighthouseStarted)[-1].lighthouse_pid
         fault = run.inject("kill_lighthouse", Target(lighthouse=True), [pid], signal.SIGKILL)
-        _wait_over(run, fault, lighthouse_after)
+        _wait_over(run, fault, LighthouseRestarted)
         since = time.time()
-    return _describe("lighthouse killed", outage_after, run.events())
+    return _describe("lighthouse killed", outage_after, run.record())
 
 
-def _wait_over(run: Run, fault: FaultInjected, end_after: Callable[[Events, float], Event | None]) -> list[Event]:
-    """Wait until a fault is over and the survivor has made some steps since; return the events.
+def _wait_over(run: Run, fault: FaultInjected, end: type[Event]) -> RunRecord:
+    """Wait until an event says that a fault is over, and the survivor has made some steps since; return the record.
 
-    The step under way may still pass: so what it costs may show in a later one, and belongs to it all the same.
+    The step under way may still pass: so what the fault costs may show in a later one.
     """
 
-    def settled(events: list[Event]) -> bool | None:
-        end = end_after(events, fault.time)
-        made = [event for event in commits_of(events, SURVIVOR) if end is not None and event.time > end.time]
-        return len(made) >= SETTLE_STEPS or None
+    def settled(record: RunRecord) -> RunRecord | None:
+        over = first_after(record, end, fault.time)
+        made = [e for e in record.commits if e.replica == SURVIVOR and over is not None and e.time > over.time]
+        return record if len(made) >= SETTLE_STEPS else None
 
-    run.wait_for(settled, f"end of {fault.fault}")
-    run.undone(fault)
-    return run.events()
+    return run.wait_for(settled, f"end of {fault.fault}")
 
 
-def _describe(what: str, describe: Callable[[Events, Incident], Figures], events: Events) -> list[Figures]:
+def _describe(what: str, describe: Callable[[RunRecord, Incident], Figures], record: RunRecord) -> list[Figures]:
     """Return the figures of each fault that was injected."""
-    found = [describe(events, fault) for fault in injected(events)]
+    found = [describe(record, fault) for fault in injected(record)]
     for figures in found:
         progress(f"{what}: {figures}")
     return found
 
 
-def rejoin_after(events: Events, kill: Incident) -> Figures:
+def rejoin_after(record: RunRecord, kill: Incident) -> Figures:
     """Return what the victim's return after a kill cost the survivor.
 
     `transfer_seconds` (`transfer_steps` in usual steps) are from the begin of the heal until the joiner has the state,
@@ -177,15 +177,15 @@ def rejoin_after(events: Events, kill: Incident) -> Figures:
     """
     if kill.rejoin_seconds is None or kill.heal is None:
         raise BenchError("the group that was killed did not contribute again")
-    back, end, usual = kill.time + kill.rejoin_seconds, kill.heal.time, usual_step(events)
+    back, end, usual = kill.time + kill.rejoin_seconds, kill.heal.time, usual_step(record)
     begin = end - kill.heal.seconds
-    around = survivor_gaps(events, begin, back)
+    around = survivor_gaps(record, begin, back)
     whole = [after - before for before, after in around if before >= begin and after <= end]
     later = [gap for gap in around if gap[1] > end and not _waited_through(gap, begin, end)]
     return {
         "transfer_seconds": end - begin,
         "transfer_steps": (end - begin) / usual,
-        "steps_made": sum(begin <= event.time <= end for event in commits_of(events, SURVIVOR)),
+        "steps_made": sum(e.replica == SURVIVOR and begin <= e.time <= end for e in record.commits),
         "step_ratio": median(whole) / usual if len(whole) >= MIN_STEPS else None,
         "stall": _pause(longest_delay(around, usual), usual),
         "return_stall": _pause(longest_delay(later, usual), usual),
@@ -198,41 +198,36 @@ def _waited_through(gap: Gap, begin: float, end: float) -> bool:
     return min(gap[1], end) - max(gap[0], begin) > (end - begin) / 2
 
 
-def drain_after(events: Events, request: Incident) -> Figures:
+def drain_after(record: RunRecord, request: Incident) -> Figures:
     """Return the survivor's stall when the victim is asked to leave, and the seconds until that had left.
 
     Raises:
         BenchError: it did not say that it left.
     """
-    drained = drained_after(events, request.time)
+    drained = first_after(record, Drained, request.time)
     if drained is None:
         raise BenchError("the group that was asked to leave did not")
     left = {"leave_seconds": drained.time - request.time, "in_order": drained.in_order}
-    return {"stall": _pause(request.stall_seconds, usual_step(events)), **left}
+    return {"stall": _pause(request.stall_seconds, usual_step(record)), **left}
 
 
-def outage_after(events: Events, kill: Incident) -> Figures:
+def outage_after(record: RunRecord, kill: Incident) -> Figures:
     """Return the stall of the group hit hardest, the seconds without a lighthouse, and the groups restarted meanwhile.
 
     Raises:
         BenchError: the lighthouse did not come back.
     """
-    back = lighthouse_after(events, kill.time)
+    back = first_after(record, LighthouseRestarted, kill.time)
     if back is None:
         raise BenchError("the lighthouse did not come back")
-    restarts = [e for e in events if isinstance(e, ReplicaRestarted) and kill.time <= e.time <= back.time + 5.0]
+    restarts = [e for e in record.of(ReplicaRestarted) if kill.time <= e.time <= back.time + 5.0]
     away = {"away_seconds": back.seconds, "num_restarts": len(restarts)}
-    return {"stall": _pause(kill.stall_seconds, usual_step(events)), **away}
+    return {"stall": _pause(kill.stall_seconds, usual_step(record)), **away}
 
 
-def drained_after(events: Events, since: float) -> Drained | None:
-    """Return the first word of a group that left."""
-    return next((e for e in events if isinstance(e, Drained) and e.time > since), None)
-
-
-def lighthouse_after(events: Events, since: float) -> LighthouseRestarted | None:
-    """Return the first word of a new lighthouse."""
-    return next((e for e in events if isinstance(e, LighthouseRestarted) and e.time > since), None)
+def first_after(record: RunRecord, kind: type[E], since: float) -> E | None:
+    """Return the first event of a kind after a moment (Unix seconds)."""
+    return next((event for event in record.of(kind) if event.time > since), None)
 
 
 def _pause(seconds: float | None, usual: float) -> Figures:

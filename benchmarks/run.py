@@ -19,7 +19,8 @@ import tomli_w
 
 from benchmarks.systems import NUM_GROUPS, PEER, PEER_MODULE, Command, Job, commands
 from benchmarks.tries import translate
-from titan_ft.run.events import Event, FaultInjected, FaultUndone, StepCommitted, Target
+from titan_ft.history.record import RunRecord
+from titan_ft.run.events import Event, FaultInjected, Target
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.process import is_running_worker
@@ -100,11 +101,6 @@ class Run:
         if self._faults is not None:
             self._faults.close()
 
-    @property
-    def pid(self) -> int:
-        """Return the pid of what was started first; of ours, the launcher."""
-        return self._started[0][1].pid
-
     def _log(self, command: Command) -> Path:
         return self.job.run_dir / f"{command.name}.log"
 
@@ -145,40 +141,38 @@ class Run:
                 raise BenchError(self._say("all groups ended by themselves"))
             time.sleep(min(POLL_SECONDS, left))
 
-    def events(self) -> list[Event]:
-        """Return what the run has told so far, in order of time; of a peer, translated."""
+    def record(self) -> RunRecord:
+        """Return the record of the run so far; of a peer, translated."""
         self._events = sorted([*self._events, *self._tail.poll()], key=lambda event: event.time)
-        return translate(self._events)
+        return RunRecord(translate(self._events))
 
-    def wait_for(
-        self, look: Callable[[list[Event]], T | None], what: str, timeout_seconds: float = RETURN_SECONDS
-    ) -> T:
-        """Look at the events until they show something, and return it.
+    def wait_for(self, look: Callable[[RunRecord], T | None], what: str, timeout_seconds: float = RETURN_SECONDS) -> T:
+        """Look at the record until it shows something, and return it.
 
         Raises:
-            TooLateError: they do not in time.
+            TooLateError: it does not in time.
             BenchError: the job ended.
         """
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
-            if (found := look(self.events())) is not None:
+            if (found := look(self.record())) is not None:
                 return found
             self.sleep(LOOK_SECONDS)
         raise TooLateError(self._say(f"no {what} within {timeout_seconds:g} s"))
 
-    def wait_trained(self, num_steps: int, since: float = 0.0) -> list[Event]:
-        """Wait until all of two groups together have made some steps since a moment; return the events."""
+    def wait_trained(self, num_steps: int, since: float = 0.0) -> RunRecord:
+        """Wait until all of two groups together have made some steps since a moment; return the record."""
 
-        def look(events: list[Event]) -> list[Event] | None:
-            made = [event for event in commits_of(events, SURVIVOR) if len(event.participants) == NUM_GROUPS]
-            return events if sum(event.time > since for event in made) >= num_steps else None
+        def look(record: RunRecord) -> RunRecord | None:
+            made = [e for e in record.commits if e.replica == SURVIVOR and len(e.participants) == NUM_GROUPS]
+            return record if sum(event.time > since for event in made) >= num_steps else None
 
         return self.wait_for(look, f"{num_steps} steps of all groups")
 
     def workers(self, replica: int) -> list[int]:
         """Return the pids of a group's workers that still run; a pid that is another program's by now is not."""
         mark = PEER_MODULE if self.job.system == PEER else "titan_ft"
-        return [pid for pid in latest_workers(self.events(), replica) if is_running_worker(pid, mark)]
+        return [pid for pid in latest_workers(self.record().events, replica) if is_running_worker(pid, mark)]
 
     def inject(self, fault: str, target: Target, pids: Iterable[int], signum: signal.Signals) -> FaultInjected:
         """Signal some processes; the run's events tell of it, as for any other fault."""
@@ -196,16 +190,5 @@ class Run:
         """SIGKILL all workers of a group."""
         return self.inject("sigkill_group", Target(replica), self.workers(replica), signal.SIGKILL)
 
-    def undone(self, fault: FaultInjected) -> None:
-        """Note that a fault is over: a stall that begins later is not of it."""
-        assert self._faults is not None, "it was injected here"
-        assert fault.shot is not None, "each of ours has a number"
-        self._faults.emit(FaultUndone(fault=fault.fault, target=fault.target, shot=fault.shot))
-
     def _say(self, what: str) -> str:
         return f"{self.job.system}: {what}; logs in {self.job.run_dir}"
-
-
-def commits_of(events: Iterable[Event], replica: int) -> list[StepCommitted]:
-    """Return the steps that a group committed, as its rank 0 tells them."""
-    return [e for e in events if isinstance(e, StepCommitted) and (e.replica, e.rank) == (replica, 0)]

@@ -19,6 +19,7 @@ from benchmarks.tries import translate
 from tests.benchmarks.histories import commit, started
 from tests.benchmarks.test_tries import LOST, tried
 from tests.event_builder import build
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import Event, FaultInjected, Target
 from titan_ft.run.log import encode
 from titan_ft.run.workers import latest_workers
@@ -34,7 +35,7 @@ def test_only_a_group_that_lives_and_has_contributed_is_up() -> None:
 
     def up(*dead: int) -> dict[int, int]:
         workers = lambda replica: [pid for pid in latest_workers(events, replica) if pid not in dead]  # noqa: E731
-        return groups_up(SimpleNamespace(workers=workers), translate(events))  # type: ignore[arg-type]
+        return groups_up(SimpleNamespace(workers=workers), RunRecord(translate(events)))  # type: ignore[arg-type]
 
     assert up() == {0: 0, 2: 0}
     assert up(12) == {0: 0}
@@ -44,7 +45,7 @@ def test_only_a_group_that_lives_and_has_contributed_is_up() -> None:
 
 def campaign_of(*events: Event, span: tuple[float, float] = (0.0, 120.0)) -> dict[str, Any]:
     told = {"seed": 7, "ended": "group-0 ended with status 1"}
-    return describe(JOB, translate(events), span, skipped=1) | told
+    return describe(JOB, RunRecord(translate(events)), span, skipped=1) | told
 
 
 def test_steps_before_the_campaign_do_not_count() -> None:

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import ROWS, figures, table
+from benchmarks.figures import figures, table
 from benchmarks.record import compare_digests
-from tests.benchmarks.histories import commit, in_order
+from tests.benchmarks.histories import commit
 from tests.event_builder import build
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target
 from titan_ft.run.log import encode
 
@@ -42,8 +43,7 @@ def test_figures_of_a_short_history() -> None:
     ]
     # One shot that hits two groups is one failure.
     events += [fault(2.1 + replica / 100, replica) for replica in (1, 2)]
-    shown = figures(in_order(events))
-    assert list(shown) == list(ROWS)
+    shown = figures(RunRecord(events))
     assert shown["failures injected"] == "1 of 1 kinds"
     assert shown["exchanges committed of attempted"] == "5 of 6 (83.3 %)"
     assert shown["forward passes for nothing"] == "0 of 15 (0.0 %)"
@@ -52,7 +52,7 @@ def test_figures_of_a_short_history() -> None:
     assert shown["stall per failure (s), median (max)"] == "2.00 (2.00)"
     assert shown["weights after the last step that all have"] == "equal (step 5); differ in 4 of 5 comparisons"
     assert shown["loss of the last steps that all runs have"] == "6.000"
-    assert figures(events, until=3)["loss of the last steps that all runs have"] == "7.000"
+    assert figures(RunRecord(events), until=3)["loss of the last steps that all runs have"] == "7.000"
 
 
 def digest(step: int, replica: int, value: str, rank: int = 0) -> Event:
@@ -61,13 +61,13 @@ def digest(step: int, replica: int, value: str, rank: int = 0) -> Event:
 
 def test_digests_are_compared_by_rank_and_state() -> None:
     same = [digest(5, 0, "a"), digest(5, 1, "a"), digest(5, 0, "b", rank=1), digest(5, 1, "b", rank=1)]
-    assert compare_digests(same) == "equal (step 5)"
+    assert compare_digests(RunRecord(same)) == "equal (step 5)"
     # At the last step only one group has one.
-    assert compare_digests([*same, digest(10, 0, "c")]) == "equal (step 5)"
+    assert compare_digests(RunRecord([*same, digest(10, 0, "c")])) == "equal (step 5)"
     differ = [*same, digest(10, 0, "c", rank=1), digest(10, 1, "d", rank=1), digest(10, 0, "e"), digest(10, 1, "e")]
-    assert compare_digests(differ) == "differ (step 10); differ in 1 of 4 comparisons"
-    assert compare_digests([digest(5, 0, "a")]) == "unknown"
-    assert compare_digests([]) == "unknown"
+    assert compare_digests(RunRecord(differ)) == "differ (step 10); differ in 1 of 4 comparisons"
+    assert compare_digests(RunRecord([digest(5, 0, "a")])) == "unknown"
+    assert compare_digests(RunRecord([])) == "unknown"
 
 
 def test_runs_without_a_figure_show_a_dash() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.kills import costs
 from benchmarks.run import BenchError
-from tests.benchmarks.histories import commits, in_order, killed, started
+from tests.benchmarks.histories import commits, killed, started
+from titan_ft.history.record import RunRecord
 
 
 def test_the_cost_of_a_kill() -> None:
@@ -21,7 +22,7 @@ def test_the_cost_of_a_kill() -> None:
     events += commits([11.5], replica=1, first_step=9, attempt=2, participants=[0])
     events += commits([12.5, 13.5], replica=1, first_step=10, attempt=2)
     events += [started(6.0, attempt=1), started(9.5, attempt=2)]
-    (cost,) = costs(in_order(events))
+    (cost,) = costs(RunRecord(events))
     assert cost["stall_seconds"] == pytest.approx(3.0)
     assert cost["steps_lost"] == 1
     assert cost["rejoin_seconds"] == pytest.approx(8.6)
@@ -35,7 +36,7 @@ def test_lost_steps_belong_to_the_kill_before_them() -> None:
         survivor[late].forward_passes = passes
     victim = [*commits([0.0, 1.0], replica=1), *commits([8.0, 9.0], replica=1, first_step=9, attempt=1)]
     events = [*survivor, *victim, started(7.0, attempt=1), *killed(2.1), *killed(11.1, attempt=1, shot=1)]
-    first, second = costs(in_order(events))
+    first, second = costs(RunRecord(events))
     assert (first["steps_lost"], second["steps_lost"]) == (1, 2)
     assert first["rejoin_seconds"] == pytest.approx(5.9)
     assert (second["rejoin_seconds"], second["rejoin_stall_seconds"], second["num_starts"]) == (None, None, None)
@@ -45,16 +46,16 @@ def test_a_standby_that_is_there_within_the_stall_does_not_count_it_twice() -> N
     times = [0.0, 1.0, 2.0, 5.0, 6.0, 7.0]
     back = commits([6.0, 7.0], replica=1, first_step=5, attempt=1)
     events = [*commits(times), *commits([0.0, 1.0, 2.0], replica=1), *killed(2.5), started(3.0, attempt=1), *back]
-    (cost,) = costs(in_order(events))
+    (cost,) = costs(RunRecord(events))
     assert (cost["stall_seconds"], cost["rejoin_stall_seconds"]) == (pytest.approx(2.0), 0.0)
 
 
 def test_a_survivor_that_never_commits_again_is_no_figure() -> None:
     events = [*commits([0.0, 1.0]), *commits([0.0, 1.0], replica=1), *killed(5.0)]
     with pytest.raises(BenchError, match="committed nothing"):
-        costs(events)
+        costs(RunRecord(events))
 
 
 def test_a_run_without_steps_is_no_figure() -> None:
     with pytest.raises(BenchError, match="no steps"):
-        costs([started(0.0)])
+        costs(RunRecord([started(0.0)]))

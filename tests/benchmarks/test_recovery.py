@@ -11,13 +11,13 @@ import pytest
 from benchmarks.record import injected
 from benchmarks.recovery import drain_after, outage_after, rejoin_after, throttle
 from benchmarks.run import BenchError
-from tests.benchmarks.histories import commits, in_order, killed, started
+from tests.benchmarks.histories import commits, killed, started
 from tests.event_builder import build
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import (
     Drained,
     Event,
     FaultInjected,
-    FaultUndone,
     HealFinished,
     LighthouseRestarted,
     ReplicaRestarted,
@@ -31,9 +31,8 @@ def healed(time: float, seconds: float, **fields: Any) -> Event:
     return build(HealFinished, time=time, replica=1, attempt=1, seconds=seconds, **fields)
 
 
-def disturbed(time: float, until: float, target: Target) -> list[Event]:
-    what: dict[str, Any] = {"fault": "term_group", "target": target, "shot": 0}
-    return [build(FaultInjected, time=time, **what), build(FaultUndone, time=until, **what)]
+def disturbed(time: float, fault: str, target: Target) -> Event:
+    return build(FaultInjected, time=time, fault=fault, target=target, shot=0)
 
 
 def test_a_rejoin_with_replay() -> None:
@@ -45,8 +44,8 @@ def test_a_rejoin_with_replay() -> None:
     events += [started(12.0, attempt=1), healed(24.1, 11.2, replayed=10)]
     events += commits([24.5], replica=1, first_step=24, attempt=1, participants=[0])
     events += commits([27.0, 28.0], replica=1, first_step=25, attempt=1)
-    events = in_order(events)
-    rejoin = rejoin_after(events, *injected(events))
+    record = RunRecord(events)
+    rejoin = rejoin_after(record, *injected(record))
     assert rejoin["transfer_seconds"] == pytest.approx(11.2)
     assert rejoin["transfer_steps"] == pytest.approx(11.2)
     assert rejoin["steps_made"] == 11
@@ -65,8 +64,8 @@ def test_a_rejoin_with_wait(done: float) -> None:
     events += [*commits([12.0, 22.0], first_step=12, participants=[0]), *commits([23.0, 24.0], first_step=14)]
     events += [started(11.5, attempt=1), healed(done, done - 12.1, replayed=1)]
     events += commits([23.0, 24.0], replica=1, first_step=14, attempt=1)
-    events = in_order(events)
-    rejoin = rejoin_after(events, *injected(events))
+    record = RunRecord(events)
+    rejoin = rejoin_after(record, *injected(record))
     assert (rejoin["stall"]["seconds"], rejoin["stall"]["steps"]) == (pytest.approx(9.0), pytest.approx(9.0))
     assert rejoin["step_ratio"] is None
     assert rejoin["steps_made"] == (done > 22.0)
@@ -74,38 +73,38 @@ def test_a_rejoin_with_wait(done: float) -> None:
 
 
 def test_a_group_that_does_not_return_is_no_figure() -> None:
-    events = in_order([*commits(BEFORE), *commits(BEFORE[:4], replica=1), *killed(3.2), started(5.0, attempt=1)])
+    record = RunRecord([*commits(BEFORE), *commits(BEFORE[:4], replica=1), *killed(3.2), started(5.0, attempt=1)])
     with pytest.raises(BenchError, match="did not contribute again"):
-        rejoin_after(events, *injected(events))
+        rejoin_after(record, *injected(record))
 
 
 def test_a_drain_stalls_in_the_step_after_the_one_that_is_finished() -> None:
     events = [*commits([0.0, 1.0, 2.0, 3.0, 4.0, 6.5, 7.0]), *commits([0.0, 1.0, 2.0, 3.0, 4.0], replica=1)]
-    events += disturbed(3.2, 6.9, Target(1))
+    events.append(disturbed(3.2, "term_group", Target(1)))
     events += [build(Drained, time=3.95 + rank / 100, replica=1, rank=rank) for rank in (0, 1)]
-    events = in_order(events)
-    drain = drain_after(events, *injected(events))
+    record = RunRecord(events)
+    drain = drain_after(record, *injected(record))
     assert drain["stall"] == {"seconds": 1.5, "steps": 1.5, "usual_seconds": 1.0}
     assert drain["leave_seconds"] == pytest.approx(0.75)
     assert drain["in_order"]
-    stayed = [event for event in events if not isinstance(event, Drained)]
+    stayed = RunRecord(event for event in events if not isinstance(event, Drained))
     with pytest.raises(BenchError, match="asked to leave"):
         drain_after(stayed, *injected(stayed))
 
 
 def test_an_outage_is_the_pause_of_the_group_hit_hardest() -> None:
     events = [*commits([0.0, 1.0, 2.0, 3.0, 5.0, 6.0]), *commits([0.0, 1.0, 2.0, 3.0, 5.5, 6.0], replica=1)]
-    events += disturbed(3.2, 5.9, Target(lighthouse=True))
+    events.append(disturbed(3.2, "kill_lighthouse", Target(lighthouse=True)))
     events += [
         build(LighthouseRestarted, time=1.5, seconds=9.0),
         build(LighthouseRestarted, time=4.0, seconds=0.7),
         build(ReplicaRestarted, time=0.5, replica=1),
     ]
-    events = in_order(events)
-    outage = outage_after(events, *injected(events))
+    record = RunRecord(events)
+    outage = outage_after(record, *injected(record))
     assert outage["stall"]["seconds"] == pytest.approx(1.5)
     assert (outage["away_seconds"], outage["num_restarts"]) == (0.7, 0)
-    down = [event for event in events if event.time != 4.0]
+    down = RunRecord(event for event in events if event.time != 4.0)
     with pytest.raises(BenchError, match="did not come back"):
         outage_after(down, *injected(down))
 
@@ -114,6 +113,6 @@ def test_the_throttle_makes_the_transfer_last_its_steps() -> None:
     """2.5 MB in 20 steps of half a second are 2 Mbit/s; steps without the other group do not count."""
     events = [*commits([0.0, 0.5, 1.0, 1.5]), *commits([5.0, 9.0], first_step=5, participants=[0])]
     events.append(healed(9.5, 1.0, bytes=2_500_000))
-    assert throttle(in_order(events)) == pytest.approx(2.0)
+    assert throttle(RunRecord(events)) == pytest.approx(2.0)
     with pytest.raises(BenchError, match="no group fetched"):
-        throttle(commits([0.0, 1.0]))
+        throttle(RunRecord(commits([0.0, 1.0])))

@@ -10,10 +10,12 @@ import pytest
 
 from benchmarks.figures import figures
 from benchmarks.kills import costs
-from benchmarks.record import compare_digests, goodput, injected, num_crashes
+from benchmarks.record import compare_digests, injected, num_crashes
 from benchmarks.tries import StepTried, translate
 from tests.benchmarks.histories import in_order, started
 from tests.event_builder import build
+from titan_ft.history.goodput import goodput
+from titan_ft.history.record import RunRecord
 from titan_ft.run.events import Event, FaultInjected, StepCommitted, Target
 
 LOST = {"committed": False, "contributed": False}
@@ -37,36 +39,37 @@ def test_what_a_kill_destroys() -> None:
     # While the group that is back heals, it gives nothing to the step that it commits.
     events += [tried(8.0, 4, replica, attempt=replica, contributed=replica == 0) for replica in (0, 1)]
     events += [tried(9.0, 5, replica, attempt=replica) for replica in (0, 1)]
-    events = translate(in_order(events))
-    shown, good = figures(events), goodput(events)
+    record = RunRecord(translate(in_order(events)))
+    shown, good = figures(record), goodput(record)
     assert (good.exchanges_committed, good.exchanges_attempted) == (5, 6)
     assert shown["forward passes for nothing"] == "3 of 11 (27.3 %)"
     # The first step counts as a usual one: 1 + 1 + 0.5 + 0.5 + 1 of 9 s.
     assert good.effective_training_time_in_training == pytest.approx(4 / 9)
-    (kill,) = injected(events)
-    assert (num_crashes(events), kill.stall_seconds) == (0, pytest.approx(4.0))
-    (cost,) = costs(events)
+    (kill,) = injected(record)
+    assert (num_crashes(record), kill.stall_seconds) == (0, pytest.approx(4.0))
+    (cost,) = costs(record)
     assert (cost["steps_lost"], cost["num_starts"], cost["rejoin_seconds"]) == (1, 1, 6.5)
     assert shown["loss of the last steps that all runs have"] == "4.000"
 
 
 def test_a_try_counts_once_however_many_groups_were_in_it() -> None:
     """All three groups lose the try; one of them commits the next alone."""
-    events = translate([tried(1.0, 1, replica, **LOST) for replica in (0, 1, 2)] + [tried(2.0, 1, 2)])
-    good = goodput(events)
+    events = [tried(1.0, 1, replica, **LOST) for replica in (0, 1, 2)] + [tried(2.0, 1, 2)]
+    record = RunRecord(translate(events))
+    good = goodput(record)
     assert (good.exchanges_committed, good.exchanges_attempted) == (1, 2)
-    assert figures(events)["forward passes for nothing"] == "3 of 4 (75.0 %)"
+    assert figures(record)["forward passes for nothing"] == "3 of 4 (75.0 %)"
 
 
 def test_a_job_that_begins_anew_has_lost_its_steps() -> None:
     """The one group that had the state crashes by itself: the steps are made again, and are other steps."""
     events = [started(0.0, 0), *(tried(float(step), step) for step in range(1, 11))]
     events += [started(12.0, 0, attempt=1), *(tried(20.0 + step, step, attempt=1) for step in range(1, 4))]
-    events = translate(events)
-    good = goodput(events)
+    record = RunRecord(translate(events))
+    good = goodput(record)
     assert (good.exchanges_committed, good.exchanges_attempted) == (3, 13)
     assert good.wasted["the state was thrown away"] == 10
-    assert (num_crashes(events), injected(events)) == (1, [])
+    assert (num_crashes(record), injected(record)) == (1, [])
 
 
 def test_the_loss_is_of_whole_groups() -> None:
@@ -78,16 +81,16 @@ def test_the_loss_is_of_whole_groups() -> None:
 def test_weights_that_differ_are_told() -> None:
     events = [tried(5.0, 5, replica, digest="a") for replica in (0, 1)]
     events += [tried(10.0, 10, replica, digest=f"b{replica}") for replica in (0, 1)]
-    assert compare_digests(translate(events)) == "differ (step 10); differ in 1 of 2 comparisons"
+    assert compare_digests(RunRecord(translate(events))) == "differ (step 10); differ in 1 of 2 comparisons"
 
 
 def test_the_same_step_of_a_job_that_began_anew_is_another_state() -> None:
     events = [tried(float(step), step, replica, digest="a") for step in (5, 50) for replica in (0, 1)]
     events += [tried(90.0 + replica, 5, replica, digest="xy"[replica]) for replica in (0, 1)]
-    assert compare_digests(translate(events)) == "differ (step 5); differ in 1 of 3 comparisons"
+    assert compare_digests(RunRecord(translate(events))) == "differ (step 5); differ in 1 of 3 comparisons"
 
 
 def test_events_of_ours_stay_as_they_are() -> None:
     events = [started(0.0), build(StepCommitted, time=1.0, step=1)]
     assert translate(events) == events
-    assert injected(events) == []
+    assert injected(RunRecord(events)) == []

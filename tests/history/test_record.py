@@ -14,7 +14,8 @@ import pytest
 
 from tests.event_builder import build
 from titan_ft.cli import main
-from titan_ft.history import group_time, record
+from titan_ft.history import record
+from titan_ft.history import timeline as timelines
 from titan_ft.history.audit import audit
 from titan_ft.history.goodput import goodput
 from titan_ft.history.incidents import find_incidents
@@ -60,7 +61,7 @@ def test_command_reads_each_file_once(
     calls: Counter[str] = Counter()
     for name in ("read_events", "read_states", "final_states", "read_attempts", "read_faults"):
         count_calls(monkeypatch, record, name, calls)
-    count_calls(monkeypatch, group_time.GroupFold, "run", calls)
+    count_calls(monkeypatch, timelines.GroupFold, "run", calls)
     _watch(note)
     monkeypatch.setattr(sys, "argv", ["titan-ft", *command[:1], str(run_dir), *command[1:]])
     try:

@@ -23,9 +23,9 @@ from titan_ft.chaos.faults import FAULTS
 from titan_ft.history import intervals
 from titan_ft.history.check import check
 from titan_ft.history.record import RunRecord
-from titan_ft.history.report.facts import Span, duration, report_figures
+from titan_ft.history.report.facts import duration, report_figures
 from titan_ft.history.report.page import write_report
-from titan_ft.history.report.plots import MAX_POINTS, thin
+from titan_ft.history.report.plots import MAX_POINTS, Span, thin
 from titan_ft.history.report.style import OTHER, STATES, category
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
@@ -309,7 +309,7 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
     events = job.finish()
     page = read_page(events, tmp_path)
     assert "State served" in page.text
-    assert "group 1 group 2 7 2 MiB 1.25 4.50" in page.text
+    assert "group 1 group 2 7 2.0 MiB 1.25 4.50" in page.text
     record = RunRecord(events)
     (transfer,) = report_figures(record)["transfers"]
     assert {**transfer, "time": 0} == {
@@ -418,9 +418,9 @@ def test_import_is_light() -> None:
     """Neither torch nor matplotlib comes in before a figure is drawn, and pyplot never does."""
     code = (
         "import sys; from titan_ft.history.record import RunRecord\n"
-        "from titan_ft.history.report import facts, page, plots\n"
+        "from titan_ft.history.report import page, plots\n"
         "heavy = {'torch', 'matplotlib', 'torchft'} & set(sys.modules)\n"
-        "plots.draw(facts.gather(RunRecord([])))\n"
+        "plots.draw(RunRecord([]))\n"
         "print(sorted(heavy), 'matplotlib.pyplot' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -170,7 +170,7 @@ def test_killed_group() -> None:
     assert spans(line, 1, "heal") == [(20.5, 21.5)]
     assert spans(line, 1, "replay") == [(21.5, 22.5)]
     (unfinished,) = line.unfinished
-    assert (unfinished.replica, unfinished.forward_passes, unfinished.kept) == (1, 2, False)
+    assert (unfinished.forward_passes, unfinished.kept) == (2, False)
 
 
 def test_survivor_of_a_kill() -> None:

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.event_builder import build, named
 from titan_ft.config import ConfigError
 from titan_ft.live import status
-from titan_ft.live.metrics import STATES, MetricsServer, split_address
+from titan_ft.live.metrics import MetricsServer, split_address
+from titan_ft.live.status import STATES
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Series = tuple[str, tuple[tuple[str, str], ...]]

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import mean
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.curve import Point, curve
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record import Point, RunRecord
 from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import WorkerStarted
 
@@ -37,19 +36,19 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
     more than 3 standard errors of the difference (of the reference's own scatter between steps) or 2 %, whichever is
     more. A lower loss is no offence but a note: at equal tokens a run with smaller batches has made more steps.
     """
-    ours, theirs = curve(record), curve(reference)
+    ours, theirs = record.curve, reference.curve
     if not ours or not theirs:
         found.unknown.append(f"no event of {'this run' if not ours else 'the other run'} tells of a committed step")
         return
     if not _comparable(record, reference, ours, theirs, found):
         return
-    prefix = _compare_prefix(ours, theirs, record.group_size, found)
+    common = _common_steps(ours, theirs)
+    prefix = _compare_prefix(ours[:common], theirs[:common], record.group_size, found)
     total = min(ours[-1].tokens, theirs[-1].tokens)
     found.statement = (
         f"{prefix}; final loss {_loss(ours[-1])} after {ours[-1].tokens} tokens, without failures {_loss(theirs[-1])} "
         f"after {theirs[-1].tokens}"
     )
-    common = _common_steps(ours, theirs)
     if common and common == min(len(ours), len(theirs)):
         return  # all that can be compared was, step by step
     _compare_ends(ours, theirs, total, found)
@@ -79,17 +78,13 @@ def _comparable(
 def _common_steps(ours: Sequence[Point], theirs: Sequence[Point]) -> int:
     """Return how many steps both runs made with all groups, from the first on."""
     pairs = zip(ours, theirs, strict=False)
-    return next(
-        (position for position, (our, their) in enumerate(pairs) if not (our.whole and their.whole)),
-        min(len(ours), len(theirs)),
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0].whole and pair[1].whole, pairs))
 
 
 def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], groups: int, found: Judgement) -> str:
     """Compare the first steps one by one; return what was found."""
-    steps = _common_steps(ours, theirs)
     largest = 0.0
-    for our, their in zip(ours[:steps], theirs[:steps], strict=True):
+    for our, their in zip(ours, theirs, strict=True):
         for name in ("loss", "grad_norm", "lr", "tokens"):
             mine, other = (getattr(point.event, name) for point in (our, their))
             if mine is None or other is None:
@@ -100,10 +95,12 @@ def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], groups: int,
             allowed = 0.0 if exact else min(ROUNDING * our.step, MOST_ROUNDING)
             if difference > allowed:
                 found.object_to(f"{name} {mine!r}; {other!r} without failures, all groups present in both", our.event)
-    if not steps:
+    if not ours:
         return "no step that both runs made with all groups, from the first on"
+    if found.offences:
+        return f"the first {len(ours)} steps differ"
     how = "bit for bit" if largest == 0 else f"to {largest:.1e} at most"
-    return f"the first {count(steps, 'step')} agree {how}" if not found.offences else f"the first {steps} steps differ"
+    return f"the first {count(len(ours), 'step')} agree {how}"
 
 
 def _compare_ends(ours: Sequence[Point], theirs: Sequence[Point], total: int, found: Judgement) -> None:

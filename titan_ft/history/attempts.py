@@ -12,28 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from titan_ft.run.events import (
-    Drained,
-    Event,
-    FaultEvent,
-    FaultInjected,
-    FaultUndone,
-    HealFinished,
-    Hung,
-    LighthouseRestarted,
-    RankEvent,
-    ReplicaGaveUp,
-    StepCommitted,
-    Target,
-    WorkerExited,
-)
+from titan_ft.run import events as ev
 
 STOPS = ("stop_rank", "stop_group")
 DEADLOCKS = ("deadlock",)
 _DEADLY = ("segfault", "out_of_memory", "exception")
-
-Key = tuple[int, int]
-"""A group and the number of its attempt."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +48,7 @@ class Attempt:
     number: int
     begin_us: int
     """Its first event, whoever wrote it."""
-    moments: list[tuple[int, Event]] = field(default_factory=list)
+    moments: list[tuple[int, ev.Event]] = field(default_factory=list)
     """Rank 0's events, in order of time."""
     last_us: int = 0
     """Its last event, whoever wrote it."""
@@ -107,10 +90,10 @@ class Attempt:
         """When it ended: at the fault that ended it, if one is known, else when that was noticed."""
         if self.exit_us is None or self.fault is None or not self.fault.deadly:
             return self.exit_us
-        spoke = [time for time, event in self.moments if isinstance(event, StepCommitted | HealFinished)]
+        spoke = [time for time, event in self.moments if isinstance(event, ev.StepCommitted | ev.HealFinished)]
         return max([self.fault.time_us, *spoke[-1:]])
 
-    def note_exit(self, time: int, event: WorkerExited) -> None:
+    def note_exit(self, time: int, event: ev.WorkerExited) -> None:
         """Take in the end of a worker. The first failure is the attempt's: its other workers die of it."""
         self.exit_us = time if self.exit_us is None else self.exit_us
         cause = event.cause
@@ -120,38 +103,33 @@ class Attempt:
             self.ended_by, self.stopped = cause, False
 
 
-def microseconds(event: Event) -> int:
+def microseconds(event: ev.Event) -> int:
     """Return the Unix microseconds of an event."""
     return round(event.time * 1e6)
 
 
-def key_of(event: Event) -> Key | None:
-    """Return group and attempt (0 where it is not given) of an event, or None for one of no group."""
-    return None if event.replica is None else (event.replica, event.attempt or 0)
-
-
-def is_of_worker(event: Event) -> bool:
+def is_of_worker(event: ev.Event) -> bool:
     """Tell whether a worker wrote an event: its own, or those of the chaos agent in it."""
-    return isinstance(event, RankEvent) or (isinstance(event, FaultEvent) and event.rank is not None)
+    return isinstance(event, ev.RankEvent) or (isinstance(event, ev.FaultEvent) and event.rank is not None)
 
 
-def seconds_of(fault: FaultInjected) -> float:
+def seconds_of(fault: ev.FaultInjected) -> float:
     """Return how long a fault lasts by its parameters; 0 where they do not say."""
     seconds = (fault.params or {}).get("seconds", 0.0)
     return seconds if isinstance(seconds, int | float) else 0.0
 
 
-def read_faults(events: Iterable[Event]) -> list[Fault]:
+def read_faults(events: Iterable[ev.Event]) -> list[Fault]:
     """Return the injected faults of events that are in order of time."""
-    events = [event for event in events if isinstance(event, FaultEvent | LighthouseRestarted)]
-    undone: dict[tuple[str, int | None, Target], list[int]] = defaultdict(list)
-    back = [microseconds(event) for event in events if isinstance(event, LighthouseRestarted)]
+    events = [event for event in events if isinstance(event, ev.FaultEvent | ev.LighthouseRestarted)]
+    undone: dict[tuple[str, int | None, ev.Target], list[int]] = defaultdict(list)
+    back = [microseconds(event) for event in events if isinstance(event, ev.LighthouseRestarted)]
     for event in events:
-        if isinstance(event, FaultUndone):
+        if isinstance(event, ev.FaultUndone):
             undone[event.fault, event.shot, event.target].append(microseconds(event))
     faults = []
     for event in events:
-        if isinstance(event, FaultInjected):
+        if isinstance(event, ev.FaultInjected):
             time, target = microseconds(event), event.target
             ends = back if target.lighthouse else undone.get((event.fault, event.shot, target), [])
             end = next((end for end in ends if end >= time), None)
@@ -161,31 +139,28 @@ def read_faults(events: Iterable[Event]) -> list[Fault]:
     return faults
 
 
-def read_attempts(events: Iterable[Event], faults: Sequence[Fault]) -> dict[int, list[Attempt]]:
+def read_attempts(events: Iterable[ev.Event], faults: Sequence[Fault]) -> dict[int, list[Attempt]]:
     """Return the attempts of each group that have events, in order; the events are in order of time."""
-    found: dict[Key, Attempt] = {}
+    found: dict[tuple[int, int], Attempt] = {}
     for event in events:
-        key = key_of(event)
-        if key is None:
+        if event.replica is None:
             continue
-        time = microseconds(event)
-        if key not in found:
-            found[key] = Attempt(*key, begin_us=time)
-        attempt = found[key]
+        key, time = (event.replica, event.attempt or 0), microseconds(event)
+        attempt = found.setdefault(key, Attempt(*key, begin_us=time))
         attempt.last_us = time
         by_worker = is_of_worker(event)
         if by_worker:
             attempt.last_by_rank[event.rank or 0] = time
         match event:
-            case WorkerExited():
+            case ev.WorkerExited():
                 attempt.note_exit(time, event)
-            case ReplicaGaveUp():
+            case ev.ReplicaGaveUp():
                 attempt.gave_up_us = time
-            case Hung():
+            case ev.Hung():
                 attempt.hung_us = attempt.hung_us or time
-            case Drained() if attempt.drained_us is None:
+            case ev.Drained() if attempt.drained_us is None:
                 attempt.drained_us, attempt.in_order = time, event.in_order
-        if by_worker and event.rank == 0 and not isinstance(event, Hung):
+        if by_worker and event.rank == 0 and not isinstance(event, ev.Hung):
             attempt.moments.append((time, event))
     groups: dict[int, list[Attempt]] = defaultdict(list)
     for attempt in sorted(found.values(), key=lambda attempt: attempt.number):
@@ -200,6 +175,6 @@ def _fatal_fault(attempt: Attempt, faults: Sequence[Fault], since: int) -> Fault
     if not attempt.failed or attempt.exit_us is None:
         return None
     hits = [f for f in faults if f.replica == attempt.replica and since <= f.time_us <= attempt.exit_us]
-    last = max((time for time, event in attempt.moments if isinstance(event, StepCommitted)), default=0)
+    last = max((time for time, event in attempt.moments if isinstance(event, ev.StepCommitted)), default=0)
     fatal = [f for f in hits if f.deadly] or [f for f in hits if (f.undone_us or f.time_us) >= last]
     return fatal[-1] if fatal else None

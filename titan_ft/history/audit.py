@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -137,15 +138,13 @@ def _differing(record: RunRecord) -> list[Finding]:
         for data in event.readings():
             span = bisect_right(resets, event.time)
             seen[span, data.slot, data.first_batch, data.num_batches, event.rank].setdefault(data.checksum, event.step)
-    return [
-        Finding(slot, first, count, tuple(sums.values()), f"differs when read again by rank {rank} ({_listed(sums)})")
-        for (_, slot, first, count, rank), sums in seen.items()
-        if len(sums) > 1
-    ]
-
-
-def _listed(sums: Mapping[str, int]) -> str:
-    return ", ".join(f"checksum {checksum} at step {step}" for checksum, step in sums.items())
+    found = []
+    for (_, slot, first, count, rank), steps in seen.items():
+        if len(steps) > 1:
+            told = ", ".join(f"checksum {checksum} at step {step}" for checksum, step in steps.items())
+            detail = f"differs when read again by rank {rank} ({told})"
+            found.append(Finding(slot, first, count, tuple(steps.values()), detail))
+    return found
 
 
 def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
@@ -153,18 +152,14 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
     chain = chain_to(record.states, final)
     on_chain = {state.lineage for state in chain}
     whole = chain[0].step == 1 and chain[0].parent == ROOT
-    found = Audit(
-        num_steps=len(chain),
-        differing=list(common.differing),
-        conflicts=list(common.conflicts),
-        unknown=list(common.unknown),
-        void=[
-            Finding(slot, first, count, (state.step,), f"void at step {state.step} ({state.lineage})")
-            for state in sorted(record.states.values(), key=lambda state: state.step)
-            if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut of the history it is unknown
-            for slot, (first, count) in state.batches.items()
-        ],
-    )
+    found = deepcopy(common)
+    found.num_steps = len(chain)
+    found.void = [
+        Finding(slot, first, count, (state.step,), f"void at step {state.step} ({state.lineage})")
+        for state in sorted(record.states.values(), key=lambda state: state.step)
+        if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut of the history it is unknown
+        for slot, (first, count) in state.batches.items()
+    ]
     if not whole:
         step, parent = chain[0].step, chain[0].parent
         found.unknown.append(f"the history is cut: no event tells how the state before step {step} ({parent}) was made")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +58,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain dictionaries, lists and numbers, for JSON."""
-        judgements = [judgement.to_dict() for judgement in self.judgements]
-        return {"verdict": self.verdict, "start": self.start, "judgements": judgements}
+        return {"verdict": self.verdict, "start": self.start, "judgements": list(map(asdict, self.judgements))}
 
 
 def check(record: RunRecord, against: RunRecord | None = None) -> Report:

@@ -42,7 +42,7 @@ class Goodput:
     """See `count_exchanges`."""
     steps_begun: int = 0
     steps_committed: int = 0
-    """See `count_steps`."""
+    """Each group's by themselves: those that it began to compute, and those of them that are in the job's state."""
     forward_passes: int = 0
     """Forward passes (microbatches, each counted once for its whole group) that were computed. Of a step that was cut
     short, those that may have been begun."""
@@ -66,13 +66,9 @@ class Goodput:
     def num_wasted(self) -> int:
         return sum(self.wasted.values())
 
-    def share(self, state: str) -> float:
-        """Return the share of a state in wall time x groups."""
-        return self.job_us.get(state, 0) / self.group_us if self.group_us else 0.0
-
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain dictionaries and numbers, for JSON."""
-        shares = {state: round(self.share(state), 6) for state in STATES}
+        shares = {state: round(self.job_us.get(state, 0) / (self.group_us or 1), 6) for state in STATES}
         return asdict(self) | {"group_us": self.group_us, "shares": shares, "num_wasted": self.num_wasted}
 
 
@@ -90,8 +86,12 @@ def goodput(record: RunRecord) -> Goodput:
     result.usual_step_seconds = record.usual_step_seconds
     result.effective_training_time, result.effective_training_time_in_training = effective_training_time(record)
     result.exchanges_attempted, result.exchanges_committed = count_exchanges(record)
-    result.steps_begun, result.steps_committed = count_steps(record)
-    result.forward_passes, result.wasted = _count_passes(record)
+    begun = _steps_begun(record)
+    result.steps_begun, result.steps_committed = len(begun), sum(not why for _, why in begun)
+    result.forward_passes = sum(passes for passes, _ in begun)
+    for passes, why in begun:
+        if why and passes:
+            result.wasted[why] = result.wasted.get(why, 0) + passes
     if line.wall_us:
         steps = record.first_commits.values()
         result.steps_per_hour = len(steps) * 3600e6 / line.wall_us
@@ -170,34 +170,17 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
     return attempted, len(committed)
 
 
-def count_steps(record: RunRecord) -> tuple[int, int]:
-    """Return the steps that groups began to compute, and those of them that count; each group's by themselves.
+def _steps_begun(record: RunRecord) -> list[tuple[int, str]]:
+    """Return the steps that groups began to compute, each group's by themselves: forward passes, and why for nothing.
 
     A step that a group computed does not count when it died or healed before it had committed it (unless the others
     committed it with its gradient), when its gradient was left out, or when the state that it made was thrown away.
     """
-    begun = [event for event in record.commits if event.forward_passes > 0]
-    unfinished = timeline(record).unfinished
-    kept = sum(_counts(event, record) for event in begun) + sum(one.kept for one in unfinished)
-    return len(begun) + len(unfinished), kept
-
-
-def _count_passes(record: RunRecord) -> tuple[int, dict[str, int]]:
-    """Return the forward passes of all groups, and those that were for nothing by reason."""
-    passes, wasted = 0, Counter[str]()
+    begun: list[tuple[int, str]] = []
     for event in record.commits:
-        count = event.forward_passes
-        passes += count
-        if not _counts(event, record):
-            void = event.lineage in record.void
-            wasted["the state was thrown away" if void else "the gradient was left out"] += count
-    for one in timeline(record).unfinished:
-        passes += one.forward_passes
-        if not one.kept:
-            wasted[f"unfinished: {one.reason}"] += one.forward_passes
-    return passes, {reason: count for reason, count in wasted.items() if count}
-
-
-def _counts(commit: StepCommitted, record: RunRecord) -> bool:
-    """Tell whether what a group computed for a step is in the job's state."""
-    return commit.lineage not in record.void and commit.contributed
+        void = event.lineage in record.void
+        why = "the state was thrown away" if void else "" if event.contributed else "the gradient was left out"
+        if event.forward_passes > 0:
+            begun.append((event.forward_passes, why))
+    unfinished = timeline(record).unfinished
+    return begun + [(one.forward_passes, "" if one.kept else f"unfinished: {one.reason}") for one in unfinished]

@@ -171,35 +171,27 @@ def _witnessed(made: Sequence[tuple[float, int]], times: Sequence[float], cause:
 
 
 @dataclass
-class _Open:
-    """An incident of which it is still to be found out what it cost."""
+class _Open(Cause):
+    """An incident of which it is still to be found out what it cost; times in Unix microseconds."""
 
     time_us: int
-    begin_us: int
-    reach_us: int
     name: str
     fault: Fault | None
-    replicas: set[int]
     ended: list[Attempt] = field(default_factory=list)
     """The attempts that ended of it."""
-
-    def take(self, fault: Fault) -> None:
-        """Take in a fault of the same shot."""
-        self.replicas |= set() if fault.replica is None else {fault.replica}
-        self.reach_us = max(self.reach_us, fault.undone_us or fault.time_us)
 
 
 @view
 def find_incidents(record: RunRecord) -> list[Incident]:
     """Return the incidents of a run in order of time."""
-    found = sorted(_open_incidents(record), key=lambda one: one.begin_us)
+    found = sorted(_open_incidents(record), key=lambda one: one.begin)
     commits: dict[int, list[StepCommitted]] = defaultdict(list)
     for event in record.commits:
         commits[event.replica].append(event)
     for one in found:
-        one.reach_us = max(one.reach_us, _last_with_their_gradients(one, record, commits))
+        one.reach = max(one.reach, _last_with_their_gradients(one, record, commits))
     stalls = survivors_stalls(
-        [Cause(one.begin_us, one.reach_us, one.replicas) for one in found],
+        found,
         {replica: [(microseconds(event), event.attempt) for event in made] for replica, made in commits.items()},
         record.usual_step_us,
     )
@@ -249,26 +241,27 @@ def _open_incidents(record: RunRecord) -> list[_Open]:
     for fault in record.faults:
         same = next((one for one in found[::-1] if one.fault is not None and _one_shot(one.fault, fault)), None)
         if same is None:
-            same = _Open(fault.time_us, fault.time_us, fault.time_us, fault.name, fault, set())
+            same = _Open(fault.time_us, fault.time_us, set(), fault.time_us, fault.name, fault)
             found.append(same)
-        same.take(fault)
+        same.groups |= set() if fault.replica is None else {fault.replica}
+        same.reach = max(same.reach, fault.undone_us or fault.time_us)
     for attempt in (attempt for group in record.attempts.values() for attempt in group):
         one = None
         if attempt.failed and attempt.exit_us is not None:
             one = next((o for o in found if _is_of(o.fault, attempt.fault)), None)
             if one is None:
                 begin = min(attempt.exit_us, attempt.exit_us if attempt.silent_us is None else attempt.silent_us)
-                one = _Open(attempt.exit_us, begin, attempt.exit_us, attempt.cause, None, {attempt.replica})
+                one = _Open(begin, attempt.exit_us, {attempt.replica}, attempt.exit_us, attempt.cause, None)
                 found.append(one)
         elif attempt.drained_us is not None:
             one = next((o for o in found[::-1] if _asked_to_leave(o, attempt)), None)
             if one is None:
                 left = attempt.drained_us
-                one = _Open(left, left, left, "drained", None, {attempt.replica})
+                one = _Open(left, left, {attempt.replica}, left, "drained", None)
                 found.append(one)
         if one is not None:
             one.ended.append(attempt)
-            one.reach_us = max(one.reach_us, attempt.exit_us or 0)
+            one.reach = max(one.reach, attempt.exit_us or 0)
     return found
 
 
@@ -285,7 +278,7 @@ def _is_of(incident: Fault | None, fault: Fault | None) -> bool:
 def _asked_to_leave(one: _Open, attempt: Attempt) -> bool:
     """Tell whether an incident is the fault that asked an attempt to leave."""
     left = attempt.drained_us or 0
-    return one.name in _ASK_TO_LEAVE and attempt.replica in one.replicas and attempt.begin_us <= one.time_us <= left
+    return one.name in _ASK_TO_LEAVE and attempt.replica in one.groups and attempt.begin_us <= one.time_us <= left
 
 
 def _last_with_their_gradients(one: _Open, record: RunRecord, commits: Commits) -> int:
@@ -297,11 +290,11 @@ def _last_with_their_gradients(one: _Open, record: RunRecord, commits: Commits) 
     for attempt in one.ended:
         made = commits.get(attempt.replica, ())
         back = next((event.step for event in made if event.attempt > attempt.number), None)
-        start = bisect_left(record.commits, one.begin_us / 1e6, key=lambda event: event.time)
+        start = bisect_left(record.commits, one.begin / 1e6, key=lambda event: event.time)
         for event in record.commits[start:]:
             if back is not None and event.step >= back:
                 break
-            if event.replica not in one.replicas:
+            if event.replica not in one.groups:
                 if attempt.replica not in event.participants:
                     break
                 last = max(last, microseconds(event))
@@ -318,25 +311,17 @@ def _describe(
     """Find out when the groups were back, and put it all together."""
     time = one.time_us / 1e6
     returns = {
-        replica: _find_return(one, replica, incidents, commits.get(replica, ()), heals) for replica in one.replicas
+        replica: _find_return(one, replica, incidents, commits.get(replica, ()), heals) for replica in one.groups
     }
     known = [back.time for back, _ in returns.values() if back is not None]
     whole = bool(returns) and len(known) == len(returns)
     last = max((heal for _, heal in returns.values() if heal is not None), key=lambda heal: heal.time, default=None)
-    failures = [
-        Failure(
-            attempt.replica,
-            attempt.number,
-            time,
-            attempt.ended_by,
-            stall,
-            None if back is None else max(0.0, back.time - time),
-            heal,
-        )
-        for attempt in one.ended
-        if attempt.failed
-        for back, heal in (returns[attempt.replica],)
-    ]
+    failures = []
+    for attempt in one.ended:
+        if attempt.failed:
+            back, heal = returns[attempt.replica]
+            rejoin = None if back is None else max(0.0, back.time - time)
+            failures.append(Failure(attempt.replica, attempt.number, time, attempt.ended_by, stall, rejoin, heal))
     drains = [
         Drain(attempt.replica, attempt.number, (attempt.drained_us or 0) / 1e6, attempt.in_order, stall)
         for attempt in one.ended
@@ -346,7 +331,7 @@ def _describe(
         time=time,
         fault=one.name,
         injected=one.fault is not None,
-        replicas=tuple(sorted(one.replicas)),
+        replicas=tuple(sorted(one.groups)),
         rank=None if one.fault is None else one.fault.rank,
         shot=None if one.fault is None else one.fault.shot,
         ended=bool(one.ended),
@@ -367,9 +352,7 @@ def _find_return(
     healed = [heal for heal in heals if heal.replica == replica and heal.time >= time]
     due = time
     if ended is None and healed:  # it lived, and its next heal is of this incident unless another one came before it
-        after = [
-            other.time_us / 1e6 for other in incidents if other.time_us > one.time_us and replica in other.replicas
-        ]
+        after = [other.time_us / 1e6 for other in incidents if other.time_us > one.time_us and replica in other.groups]
         due = healed[0].time if healed[0].time < min(after, default=float("inf")) else due
     back = next(
         (e for e in commits if e.time > due and e.contributed and (ended is None or e.attempt > ended)),

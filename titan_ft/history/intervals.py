@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 STATES = (
@@ -54,6 +53,7 @@ class Strip:
         self.cursor = begin
         self._starts: list[int] = []
         self._states: list[tuple[str, str]] = []
+        """State and detail from each start to the next one, the last up to the cursor."""
 
     def fill(self, until: int, state: str, detail: str = "") -> None:
         """Give the time from the cursor to `until` a state; do nothing if the cursor is there already."""
@@ -68,48 +68,32 @@ class Strip:
         start, end = max(start, self.begin), min(end, self.cursor)
         if start >= end:
             return
-        first = bisect_right(self._starts, start) - 1
-        last = first
-        starts: list[int] = []
-        states: list[tuple[str, str]] = []
-        while last < len(self._starts) and self._starts[last] < end:
-            left, before = self._starts[last], self._states[last]
-            last += 1
-            right = self._starts[last] if last < len(self._starts) else self.cursor
-            if before[0] not in over:
-                pieces = [(left, before)]
-            else:
-                pieces = [(left, before)] if left < start else []
-                pieces.append((max(left, start), (state, detail)))
-                pieces += [(end, before)] if right > end else []
-            starts += [place for place, _ in pieces]
-            states += [said for _, said in pieces]
-        self._starts[first:last] = starts
-        self._states[first:last] = states
+        for place in range(self._split(start, over), self._split(end, over)):
+            if self._states[place][0] in over:
+                self._states[place] = (state, detail)
+
+    def _split(self, at: int, over: Collection[str]) -> int:
+        """Cut an interval in one of the states `over` in two; return the place of the first one from `at` on."""
+        place = bisect_left(self._starts, at)
+        if at < self.cursor and self._starts[place : place + 1] != [at] and self._states[place - 1][0] in over:
+            self._starts.insert(place, at)
+            self._states.insert(place, self._states[place - 1])
+        return place
 
     def stretches(self, state: str) -> list[tuple[int, int]]:
         """Return start and end of the intervals in a state."""
-        pieces = zip(self._starts, self._ends(), self._states, strict=True)
-        return [(left, right) for left, right, said in pieces if said[0] == state]
+        return [(left, right) for left, right, said in self._pieces() if said[0] == state]
 
-    def _ends(self) -> list[int]:
-        return [*self._starts[1:], *([self.cursor] if self._starts else [])]
+    def _pieces(self) -> Iterator[tuple[int, int, tuple[str, str]]]:
+        return zip(self._starts, [*self._starts[1:], self.cursor], self._states, strict=False)
 
     def cut(self) -> tuple[Interval, ...]:
         """Return the intervals; neighbours in the same state with the same detail are one."""
         self.fill(self.end, "unknown")
         intervals: list[Interval] = []
-        for left, right, (state, detail) in zip(self._starts, self._ends(), self._states, strict=True):
+        for left, right, (state, detail) in self._pieces():
             if intervals and (intervals[-1].state, intervals[-1].detail) == (state, detail):
                 left = intervals.pop().start_us
             intervals.append(Interval(left, right, state, detail))
         assert sum(interval.num_us for interval in intervals) == self.end - self.begin, "time was lost or made"
         return tuple(intervals)
-
-
-def total_us(intervals: Collection[Interval]) -> Counter[str]:
-    """Return the microseconds in each state."""
-    totals: Counter[str] = Counter()
-    for interval in intervals:
-        totals[interval.state] += interval.num_us
-    return totals

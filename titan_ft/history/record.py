@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -17,28 +18,12 @@ import msgspec
 
 from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds, read_attempts, read_faults
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
-from titan_ft.run.events import (
-    CheckpointLoaded,
-    Drained,
-    Event,
-    HealFinished,
-    LaunchFinished,
-    LaunchStarted,
-    LaunchStopping,
-    LighthouseRestarted,
-    RolledBack,
-    StartedAnew,
-    StepCommitted,
-    TrainingFinished,
-    WorkerConfig,
-    WorkerExited,
-    WorkerStarted,
-)
+from titan_ft.run import events as ev
 from titan_ft.run.log import read_events
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")
-Healed = HealFinished | CheckpointLoaded | RolledBack | StartedAnew
+Healed = ev.HealFinished | ev.CheckpointLoaded | ev.RolledBack | ev.StartedAnew
 """After these a process goes on from another state than the one it held."""
 STEADY_SECONDS = 0.1
 """Wall clocks that part by less from the monotonic clock were not set."""
@@ -52,8 +37,8 @@ class Process:
     rank: int
     attempt: int
     pid: int
-    events: list[Event] = field(default_factory=list)
-    exit: WorkerExited | None = None
+    events: list[ev.Event] = field(default_factory=list)
+    exit: ev.WorkerExited | None = None
     """What its supervisor wrote of its end."""
 
     @property
@@ -61,18 +46,36 @@ class Process:
         return f"replica {self.replica}, attempt {self.attempt}, rank {self.rank}"
 
     @property
-    def config(self) -> WorkerConfig | None:
+    def config(self) -> ev.WorkerConfig | None:
         """Its config, as far as it is written; None where that is missing."""
-        return next((event.config for event in self.events if isinstance(event, WorkerStarted)), None)
+        return next((event.config for event in self.events if isinstance(event, ev.WorkerStarted)), None)
 
     @property
     def ended_in_order(self) -> bool:
         """Whether it wrote that it finished, or left because it was asked to."""
-        return any(isinstance(event, TrainingFinished | Drained) for event in self.events)
+        return any(isinstance(event, ev.TrainingFinished | ev.Drained) for event in self.events)
 
-    def commits(self) -> Iterator[StepCommitted]:
+    def commits(self) -> Iterator[ev.StepCommitted]:
         """Yield its commits."""
-        return (event for event in self.events if isinstance(event, StepCommitted))
+        return (event for event in self.events if isinstance(event, ev.StepCommitted))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step of the loss curve.
+
+    Attributes:
+        tokens: of this step and all before.
+        loss: mean over the tokens of the step; None where it was not finite, or is not in the history.
+        whole: whether all groups took part.
+        event: the first commit of it.
+    """
+
+    step: int
+    tokens: int
+    loss: float | None
+    whole: bool
+    event: ev.StepCommitted
 
 
 class RunRecord:
@@ -84,7 +87,7 @@ class RunRecord:
         written: the events as their processes wrote them, in the order of their wall clocks.
     """
 
-    def __init__(self, events: Iterable[Event]) -> None:
+    def __init__(self, events: Iterable[ev.Event]) -> None:
         self.written = sorted(events, key=lambda event: event.time)
         self.views: dict[Callable[..., Any], Any] = {}
 
@@ -99,15 +102,15 @@ class RunRecord:
         return cls(read_events(folder))
 
     @cached_property
-    def events(self) -> list[Event]:
+    def events(self) -> list[ev.Event]:
         """The events with the times at which they were.
 
         Wall clocks may be set while a run goes on. Where all events are of one host and one launch, its monotonic clock
         says how much time really passed.
         """
         offsets = [event.time - event.mono for event in self.written]
-        hosts = {event.host for event in self.written if isinstance(event, WorkerStarted)}
-        launches = sum(isinstance(event, LaunchStarted) for event in self.written)
+        hosts = {event.host for event in self.written if isinstance(event, ev.WorkerStarted)}
+        launches = sum(isinstance(event, ev.LaunchStarted) for event in self.written)
         if not offsets or max(offsets) - min(offsets) < STEADY_SECONDS or len(hosts) != 1 or launches > 1:
             return self.written
         first = min(self.written, key=lambda event: event.mono)
@@ -116,8 +119,8 @@ class RunRecord:
         return sorted(replaced, key=lambda event: event.time)
 
     @cached_property
-    def _by_kind(self) -> dict[type[Event], list[Any]]:
-        found: dict[type[Event], list[Any]] = defaultdict(list)
+    def _by_kind(self) -> dict[type[ev.Event], list[Any]]:
+        found: dict[type[ev.Event], list[Any]] = defaultdict(list)
         for event in self.events:
             found[type(event)].append(event)
         return found
@@ -139,7 +142,7 @@ class RunRecord:
         for process in found.values():
             # The wall clock may have been set meanwhile; the other one cannot be.
             process.events.sort(key=lambda event: event.mono)
-        for exit in self.of(WorkerExited):
+        for exit in self.of(ev.WorkerExited):
             ended = found.get((exit.replica, exit.rank, exit.attempt, exit.worker_pid))
             if ended is not None:
                 ended.exit = exit
@@ -158,19 +161,19 @@ class RunRecord:
     @cached_property
     def groups(self) -> list[int]:
         """The groups that were launched, and those that have events."""
-        launches = self.of(LaunchStarted)
+        launches = self.of(ev.LaunchStarted)
         return sorted({*range(launches[-1].replicas if launches else 0), *self.attempts})
 
     @cached_property
     def group_size(self) -> int:
         """How many groups the job has when all are there; 0 if unknown."""
         sizes = [process.config.group_size for process in self.processes if process.config is not None]
-        return max([*sizes, *(event.replicas for event in self.of(LaunchStarted))], default=0)
+        return max([*sizes, *(event.replicas for event in self.of(ev.LaunchStarted))], default=0)
 
     @cached_property
     def hang_us(self) -> int | None:
         """After how many microseconds without progress a worker ends itself; None if unknown."""
-        configs = [event.config for event in self.of(WorkerStarted) if event.config is not None]
+        configs = [event.config for event in self.of(ev.WorkerStarted) if event.config is not None]
         return round(configs[-1].hang_timeout_seconds * 1e6) if configs else None
 
     # Time
@@ -180,7 +183,7 @@ class RunRecord:
         """Begin and end of the job in Unix microseconds: `launch_started` and `launch_finished`, else first and last
         event."""
         first, last = (microseconds(self.events[place]) for place in (0, -1)) if self.events else (0, 0)
-        starts, ends = self.of(LaunchStarted), self.of(LaunchFinished)
+        starts, ends = self.of(ev.LaunchStarted), self.of(ev.LaunchFinished)
         begin = microseconds(starts[0]) if starts else first
         closed = bool(ends) and (not starts or ends[-1].time >= starts[-1].time)
         return begin, max(begin, microseconds(ends[-1]) if closed else last)
@@ -193,19 +196,19 @@ class RunRecord:
     @cached_property
     def launch_end(self) -> float | None:
         """When the last launch ended, in Unix seconds; None if it did not, or there was none."""
-        started = self.of(LaunchStarted)
-        ends = [event.time for event in self.of(LaunchFinished) if started and event.pid == started[-1].pid]
+        started = self.of(ev.LaunchStarted)
+        ends = [event.time for event in self.of(ev.LaunchFinished) if started and event.pid == started[-1].pid]
         return max(ends, default=None)
 
     @cached_property
     def stopping_us(self) -> int | None:
         """When all groups were last asked to leave."""
-        return max(map(microseconds, self.of(LaunchStopping)), default=None)
+        return max(map(microseconds, self.of(ev.LaunchStopping)), default=None)
 
     @cached_property
     def outages_us(self) -> list[tuple[int, int]]:
         """From when to when there was no lighthouse."""
-        outages = [(microseconds(e) - round(e.seconds * 1e6), microseconds(e)) for e in self.of(LighthouseRestarted)]
+        outages = [(microseconds(e) - round(e.seconds * 1e6), microseconds(e)) for e in self.of(ev.LighthouseRestarted)]
         return outages + [(f.time_us, f.undone_us or self.span_us[1]) for f in self.faults if f.lighthouse]
 
     def last_fault_us(self, start: int, end: int) -> int:
@@ -216,26 +219,33 @@ class RunRecord:
     # Steps and states
 
     @cached_property
-    def commits(self) -> list[StepCommitted]:
-        """One commit per group and step: that of its rank 0."""
-        return [event for event in self.of(StepCommitted) if event.rank == 0]
+    def curve(self) -> list[Point]:
+        """The loss curve, a point for each step of the trajectory, as far back as the history goes."""
+        commits = [self.commits_of[state.lineage] for state in self.chain]
+        # With pipeline parallelism only the ranks of the last stage know the loss.
+        losses = [next((event.loss for event in events if event.loss is not None), None) for events in commits]
+        totals = accumulate(events[0].tokens for events in commits)
+        return [
+            Point(events[0].step, total, loss, len(events[0].participants) >= self.group_size, events[0])
+            for events, loss, total in zip(commits, losses, totals, strict=True)
+        ]
 
     @cached_property
-    def commits_of(self) -> dict[str, list[StepCommitted]]:
+    def commits(self) -> list[ev.StepCommitted]:
+        """One commit per group and step: that of its rank 0."""
+        return [event for event in self.of(ev.StepCommitted) if event.rank == 0]
+
+    @cached_property
+    def commits_of(self) -> dict[str, list[ev.StepCommitted]]:
         """The commits of all ranks by the state that they made."""
-        found: dict[str, list[StepCommitted]] = defaultdict(list)
-        for event in self.of(StepCommitted):
+        found: dict[str, list[ev.StepCommitted]] = defaultdict(list)
+        for event in self.of(ev.StepCommitted):
             found[event.lineage].append(event)
         return found
 
-    def participants(self, lineage: str) -> frozenset[int]:
-        """Return the groups that gave weight to a state, as the first event that made it says."""
-        return frozenset(self.commits_of[lineage][0].participants) if lineage in self.commits_of else frozenset()
-
     @cached_property
     def _states(self) -> tuple[dict[str, State], list[str]]:
-        conflicts: list[str] = []
-        return read_states(self.of(StepCommitted), conflicts), conflicts
+        return read_states(self.of(ev.StepCommitted))
 
     @property
     def states(self) -> dict[str, State]:
@@ -273,22 +283,22 @@ class RunRecord:
         return frozenset(known - self.on_chain)
 
     @cached_property
+    def kept(self) -> list[ev.StepCommitted]:
+        """The commits of states that are not void, one per group and step."""
+        return [event for event in self.commits if event.lineage not in self.void]
+
+    @cached_property
     def makers(self) -> dict[int, set[int]]:
         """For each step the groups whose gradients are in it."""
         found: dict[int, set[int]] = defaultdict(set)
-        for event in self.commits:
-            if event.lineage not in self.void:
-                found[event.step].update(event.participants)
+        for event in self.kept:
+            found[event.step].update(event.participants)
         return found
 
     @cached_property
-    def first_commits(self) -> dict[int, StepCommitted]:
+    def first_commits(self) -> dict[int, ev.StepCommitted]:
         """For each step of the job the commit that came first."""
-        first: dict[int, StepCommitted] = {}
-        for event in self.commits:
-            if event.lineage not in self.void:
-                first.setdefault(event.step, event)
-        return first
+        return {event.step: event for event in reversed(self.kept)}
 
     @cached_property
     def usual_step_us(self) -> int:
@@ -298,8 +308,7 @@ class RunRecord:
         All costs in time count from it: stalls, effective training time, a joiner's price.
         """
         most = max((len(event.participants) for event in self.commits), default=0)
-        kept = [event for event in self.commits if event.lineage not in self.void]
-        troubled = {event.step for event in kept if len(event.participants) < most or event.exchanges != 1}
+        troubled = {event.step for event in self.kept if len(event.participants) < most or event.exchanges != 1}
         times = {step: microseconds(event) for step, event in self.first_commits.items()}
         gaps = {step: time - times[step - 1] for step, time in times.items() if time > times.get(step - 1, time)}
         quiet = [gap for step, gap in gaps.items() if not {step, step - 1} & troubled]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from titan_ft.history.audit import Verdict as AuditVerdict
 from titan_ft.history.audit import audit
 from titan_ft.history.checks.judgement import count
-from titan_ft.history.curve import curve
 from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.goodput import count_exchanges
 from titan_ft.history.incidents import Drain, Failure, Heal, find_drains, find_failures, find_heals
@@ -112,7 +111,10 @@ def summarize(record: RunRecord) -> RunSummary:
             ranks[event.replica] = max(ranks[event.replica], (event.rank or 0) + 1)
     restarts, finished = record.of(ReplicaRestarted), record.of(TrainingFinished)
     attempted, committed = count_exchanges(record)
-    summary = RunSummary(
+    last = {(event.replica, event.rank): event for event in finished or _last_to_leave(record)}
+    compared = compare_digests(((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
+    audited = audit(record)
+    return RunSummary(
         num_groups=len(ranks),
         ranks_per_group=max(ranks.values(), default=0),
         seconds=events[-1].time - events[0].time if events else 0.0,
@@ -130,15 +132,14 @@ def summarize(record: RunRecord) -> RunSummary:
         heals=find_heals(record),
         transfers=find_transfers(record),
         losses=_losses(record),
+        final_digests=compare_digests((rank, replica, e.digest) for (replica, rank), e in last.items()).verdict,
+        finished_replicas=sorted({replica for replica, _ in last}),
+        step_digests=compared.verdict,
+        num_step_digests=len(compared.compared),
+        differing_steps=sorted({step for step, _, _ in compared.differing}),
+        every_batch_once=audited.verdict,
+        batches=audited.counts() if commits else "",
     )
-    _compare_final(summary, finished or _last_to_leave(record))
-    compared = compare_digests(((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
-    summary.step_digests, summary.num_step_digests = compared.verdict, len(compared.compared)
-    summary.differing_steps = sorted({step for step, _, _ in compared.differing})
-    if commits:
-        audited = audit(record)
-        summary.every_batch_once, summary.batches = audited.verdict, audited.counts()
-    return summary
 
 
 def find_transfers(record: RunRecord) -> list[Transfer]:
@@ -170,7 +171,7 @@ def _recomputed(commit: StepCommitted) -> int:
 
 def _losses(record: RunRecord) -> list[tuple[int, float | None]]:
     """Return the loss of the first, the last and the quartile steps."""
-    points = curve(record)
+    points = record.curve
     places = sorted({round(quarter * (len(points) - 1) / 4) for quarter in range(5)}) if points else []
     return [(points[place].step, points[place].loss) for place in places]
 
@@ -180,13 +181,6 @@ def _last_to_leave(record: RunRecord) -> list[Drained]:
     left = [event for event in record.of(Drained) if event.digest]
     last = max(left, key=lambda event: event.step, default=None)
     return [event for event in left if last is not None and event.lineage == last.lineage]
-
-
-def _compare_final(summary: RunSummary, finished: Iterable[Drained | TrainingFinished]) -> None:
-    """Compare the digests with which the ranks ended, and note who ended."""
-    last = {(event.replica, event.rank): event for event in finished}
-    summary.finished_replicas = sorted({replica for replica, _ in last})
-    summary.final_digests = compare_digests((rank, replica, e.digest) for (replica, rank), e in last.items()).verdict
 
 
 def summary_table(summary: RunSummary) -> Table:

@@ -38,13 +38,11 @@ class State:
     read: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # replica -> (slot, batch)
 
 
-def read_states(history: Iterable[Event], conflicts: list[str]) -> dict[str, State]:
-    """Return the states that commits made, by lineage; note where events contradict each other."""
+def read_states(commits: Iterable[StepCommitted]) -> tuple[dict[str, State], list[str]]:
+    """Return the states that commits made, by lineage, and where events contradict each other."""
     states: dict[str, State] = {}
     disagreements: dict[str, str] = {}
-    for event in history:
-        if not isinstance(event, StepCommitted):
-            continue
+    for event in commits:
         lineage, parent, step = event.lineage, event.parent, event.step
         state = states.setdefault(lineage, State(lineage, parent, step, event.time, event.batches))
         if (state.parent, state.step) != (parent, step):
@@ -59,8 +57,7 @@ def read_states(history: Iterable[Event], conflicts: list[str]) -> dict[str, Sta
                 read.update(
                     (data.slot, batch) for batch in range(data.first_batch, data.first_batch + data.num_batches)
                 )
-    conflicts += disagreements.values()
-    return states
+    return states, list(disagreements.values())
 
 
 def final_states(states: Mapping[str, State], history: Sequence[Event], unknown: list[str]) -> list[State]:

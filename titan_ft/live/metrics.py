@@ -4,41 +4,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import ConfigError
 from titan_ft.live import status
 from titan_ft.live.run_status import CommittedSteps, InjectedFaults
 from titan_ft.live.status import Groups
-from titan_ft.run.events import (
-    CheckpointSaved,
-    DigestMismatch,
-    Drained,
-    Event,
-    FaultInjected,
-    HealFinished,
-    LighthouseRestarted,
-    ReplicaRestarted,
-    StepCommitted,
-    WorkerExited,
-)
+from titan_ft.run import address
+from titan_ft.run import events as ev
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 LOOPBACK = "127.0.0.1"
-STATES = (
-    status.WAITING,
-    status.STARTING,
-    status.JOINED,
-    status.HEALING,
-    status.TRAINING,
-    status.DIED,
-    status.DRAINING,
-    status.DRAINED,
-    status.FINISHED,
-    status.FAILED,
-)
 STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
 HEAL_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
@@ -49,95 +29,119 @@ def split_address(text: str) -> tuple[str, int]:
     Raises:
         ConfigError: it has neither form.
     """
-    host, separator, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit()) or int(port) > 65535 or (separator and not host):
+    try:
+        host, port = address.split_address(text if ":" in text else f"{LOOPBACK}:{text}")
+    except ValueError:
+        host, port = "", 0
+    if not host or not 0 <= port <= 65535:
         raise ConfigError(
             f"--metrics-port must be PORT (this host only) or HOST:PORT, got {text!r}; for example 9464, 0.0.0.0:9464 "
             "for Prometheus on another host, or 0 to have a port chosen"
         )
-    return host.strip("[]") or LOOPBACK, int(port)
+    return host, port
 
 
-class RunMetrics:
-    """A run's figures in a registry of their own, each event counted once. Rank 0's events stand for its group's.
+class MetricsServer:
+    """Answer Prometheus over HTTP with a run's figures, from a thread of its own.
 
-    They count from the start of this process: what an earlier launch in the same folder did is not in them.
+    Each event is counted once; rank 0's events stand for its group's. The figures count from the start of this process:
+    what an earlier launch in the same folder did is not in them.
+
+    Args:
+        port: where to listen; 0 chooses a free one.
+        host: address of this host to listen at. Whoever reaches it can read the figures, so the default is the
+            loopback; a Prometheus on another host needs "0.0.0.0" or the address of one network.
+
+    Raises:
+        ConfigError: nothing can listen there.
     """
 
-    def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry
+    def __init__(self, port: int, host: str = LOOPBACK) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
 
-        self.registry: CollectorRegistry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self._define_metrics(registry)
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
         self._failed_attempts: set[tuple[int, int]] = set()
         self._drained_attempts: set[tuple[int, int]] = set()
         self._differing_steps: set[int] = set()
-        self._define_metrics()
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-port must be a free port of an address of this host, got {host}:{port} ({error.strerror}); "
+                "choose another, or 0 to have one chosen"
+            ) from error
+        self.port: int = self._server.server_port
+        self.url = f"http://{address.join_address(host, self.port)}/metrics"
 
-    def _define_metrics(self) -> None:
-        from prometheus_client import Counter, Gauge
+    @classmethod
+    def at(cls, place: str) -> MetricsServer:
+        """Listen at PORT or HOST:PORT."""
+        host, port = split_address(place)
+        return cls(port, host)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"titan_ft_{name}", text, labels, registry=self.registry)
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"titan_ft_{name}", text, labels, registry=self.registry)
+    def _define_metrics(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
 
+        common: dict[str, Any] = {"namespace": "titan_ft", "registry": registry}
+        counter: Callable[..., Counter] = partial(Counter, **common)
+        gauge: Callable[..., Gauge] = partial(Gauge, **common)
+        histogram: Callable[..., Histogram] = partial(Histogram, **common)
+        unknown = "; NaN when unknown or not finite."
         self._step = gauge("step", "Step committed last.")
-        self._loss = gauge("loss", "Mean loss of that step over its groups; NaN when unknown or not finite.")
-        self._grad_norm = gauge(
-            "grad_norm", "Gradient norm of that step before clipping; NaN when unknown or not finite."
-        )
+        self._loss = gauge("loss", f"Mean loss of that step over its groups{unknown}")
+        self._grad_norm = gauge("grad_norm", f"Gradient norm of that step before clipping{unknown}")
         self._lr = gauge("learning_rate", "Learning rate of that step.")
-        for unknown in (self._loss, self._grad_norm, self._lr):
-            unknown.set(float("nan"))  # before the first step
+        for figure in (self._loss, self._grad_norm, self._lr):
+            figure.set(float("nan"))  # before the first step
         self._participants = gauge("participants", "Groups that contributed to that step.")
         self._groups = gauge("groups", "Groups of the run.")
-        self._state = gauge("group_state", "1 for the state that the group is in, else 0.", "replica", "state")
+        self._state = gauge("group_state", "1 for the state that the group is in, else 0.", ("replica", "state"))
         self._tokens = counter("tokens", "Tokens with a label that the committed steps trained on.")
         self._committed = counter("steps_committed", "Steps committed.")
         self._exchanges = counter("exchanges", "Exchanges of gradients that the committed steps took.")
         self._exchanges_failed = counter("exchanges_failed", "Those that failed and were repeated.")
-        self._step_seconds = self._histogram("step_seconds", "Seconds of a committed step.", STEP_BUCKETS)
-        self._restarts = counter("restarts", "Restarts of groups.", "replica", "standby")
-        self._failures = counter("failures", "Deaths of groups, by what ended the first rank.", "replica", "cause")
-        self._heals = counter("heals", "Transfers of state to a group that ended well.", "replica")
-        self._heal_seconds = self._histogram("heal_seconds", "Seconds until the state was there.", HEAL_BUCKETS)
-        self._faults = counter("faults_injected", "Faults injected.", "fault")
+        self._step_seconds = histogram("step_seconds", "Seconds of a committed step.", buckets=STEP_BUCKETS)
+        self._restarts = counter("restarts", "Restarts of groups.", ("replica", "standby"))
+        self._failures = counter("failures", "Deaths of groups, by what ended the first rank.", ("replica", "cause"))
+        self._heals = counter("heals", "Transfers of state to a group that ended well.", ("replica",))
+        self._heal_seconds = histogram("heal_seconds", "Seconds until the state was there.", buckets=HEAL_BUCKETS)
+        self._faults = counter("faults_injected", "Faults injected.", ("fault",))
         self._mismatches = counter("digest_mismatches", "Steps at which groups held different state.")
         self._lighthouses = counter("lighthouse_restarts", "Restarts of the lighthouse.")
         self._saved = counter("checkpoints_saved", "Checkpoints saved.")
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
-        from prometheus_client import Histogram
-
-        return Histogram(f"titan_ft_{name}", text, buckets=buckets, registry=self.registry)
-
-    def observe(self, event: Event) -> None:
+    def observe(self, event: ev.Event) -> None:
         """Count an event."""
         new_fault, is_first_rank = self._injected.observe(event), not event.rank
         match event:
-            case StepCommitted():
+            case ev.StepCommitted():
                 self._count_step(event)
-            case WorkerExited():
+            case ev.WorkerExited():
                 self._count_exit(event)
-            case ReplicaRestarted():
+            case ev.ReplicaRestarted():
                 self._restarts.labels(str(event.replica), "true" if event.standby else "false").inc()
-            case FaultInjected() if new_fault:
+            case ev.FaultInjected() if new_fault:
                 self._faults.labels(event.fault).inc()
-            case LighthouseRestarted():
+            case ev.LighthouseRestarted():
                 self._lighthouses.inc()
-            case Drained() if is_first_rank:
+            case ev.Drained() if is_first_rank:
                 self._drained_attempts.add((event.replica, event.attempt))
-            case HealFinished() if is_first_rank:
+            case ev.HealFinished() if is_first_rank:
                 self._heals.labels(str(event.replica)).inc()
                 self._heal_seconds.observe(event.seconds)
-            case DigestMismatch() if (
-                is_first_rank and event.step not in self._differing_steps
-            ):  # each group has the event
+            case ev.DigestMismatch() if is_first_rank and event.step not in self._differing_steps:
+                # Each group has the event.
                 self._differing_steps.add(event.step)
                 self._mismatches.inc()
-            case CheckpointSaved() if is_first_rank:
+            case ev.CheckpointSaved() if is_first_rank:
                 self._saved.inc()
 
     def update(self, groups: Groups) -> None:
@@ -148,10 +152,10 @@ class RunMetrics:
             self._heals.labels(str(replica))
             for standby in ("false", "true"):
                 self._restarts.labels(str(replica), standby)
-            for state in STATES:
+            for state in status.STATES:
                 self._state.labels(str(replica), state).set(group.state == state)
 
-    def _count_step(self, event: StepCommitted) -> None:
+    def _count_step(self, event: ev.StepCommitted) -> None:
         if event.rank != 0:
             # With pipeline parallelism, only the ranks of the last stage know the loss.
             if event.loss is not None and self._steps.is_last(event):
@@ -170,7 +174,7 @@ class RunMetrics:
             gauge.set(float("nan") if value is None else value)
         self._step_seconds.observe(event.seconds)
 
-    def _count_exit(self, event: WorkerExited) -> None:
+    def _count_exit(self, event: ev.WorkerExited) -> None:
         """Count the first end of an attempt that was none in order; its other ranks die of it."""
         attempt, cause = (event.replica, event.attempt), event.cause
         asked = attempt in self._drained_attempts and cause == "SIGTERM"
@@ -178,44 +182,3 @@ class RunMetrics:
             return
         self._failed_attempts.add(attempt)
         self._failures.labels(str(event.replica), cause).inc()
-
-
-class MetricsServer:
-    """Answer Prometheus over HTTP with a run's figures, from a thread of its own.
-
-    Args:
-        port: where to listen; 0 chooses a free one.
-        host: address of this host to listen at. Whoever reaches it can read the figures, so the default is the
-            loopback; a Prometheus on another host needs "0.0.0.0" or the address of one network.
-
-    Raises:
-        ConfigError: nothing can listen there.
-    """
-
-    def __init__(self, port: int, host: str = LOOPBACK) -> None:
-        from prometheus_client import start_http_server
-
-        self._metrics = RunMetrics()
-        self.observe, self.update = self._metrics.observe, self._metrics.update
-        try:
-            self._server, self._thread = start_http_server(port, host, self._metrics.registry)
-        except OSError as error:
-            raise ConfigError(
-                f"--metrics-port must be a free port of an address of this host, got {host}:{port} ({error.strerror}); "
-                "choose another, or 0 to have one chosen"
-            ) from error
-        self.port: int = self._server.server_port
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}/metrics"
-
-    @classmethod
-    def at(cls, address: str) -> MetricsServer:
-        """Listen at PORT or HOST:PORT."""
-        host, port = split_address(address)
-        return cls(port, host)
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

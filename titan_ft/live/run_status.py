@@ -9,17 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from titan_ft.live import status
-from titan_ft.run.events import (
-    ChaosStarted,
-    Event,
-    FaultInjected,
-    LaunchFinished,
-    LaunchStarted,
-    LaunchStopping,
-    LighthouseRestarted,
-    StepCommitted,
-    WorkerStarted,
-)
+from titan_ft.run import events as ev
 
 RATE_SECONDS = 60.0
 """The tokens per second are those of this time before the last step."""
@@ -30,10 +20,10 @@ MAX_LINES = 200
 
 
 # What the launcher prints by itself, so that `status.describe` leaves it out.
-_OF_LAUNCH: dict[type[Event], Callable[[Any], str]] = {
-    LaunchStarted: lambda e: f"launched: {e.replicas} groups x {e.ranks_per_replica} ranks",
-    LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
-    LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
+_OF_LAUNCH: dict[type[ev.Event], Callable[[Any], str]] = {
+    ev.LaunchStarted: lambda e: f"launched: {e.replicas} groups x {e.ranks_per_replica} ranks",
+    ev.LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
+    ev.LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
 }
 
 
@@ -47,7 +37,7 @@ class CommittedSteps:
         self._exchanges: dict[tuple[int, str], int] = {}
         self._last: tuple[int, str] | None = None
 
-    def observe(self, event: StepCommitted) -> tuple[bool, int]:
+    def observe(self, event: ev.StepCommitted) -> tuple[bool, int]:
         """Take a commit; return whether it is a new step, and how many exchanges it adds to those known.
 
         The same step number comes again when groups went on from an earlier state; then its lineage differs.
@@ -63,7 +53,7 @@ class CommittedSteps:
         self.num_attempted += added
         return known is None, added
 
-    def is_last(self, event: StepCommitted) -> bool:
+    def is_last(self, event: ev.StepCommitted) -> bool:
         """Tell whether a commit is of the step that was counted last."""
         return self._last == (event.step, event.lineage)
 
@@ -75,11 +65,11 @@ class InjectedFaults:
         self.num_injected = 0
         self._shots: set[tuple[object, ...]] = set()
 
-    def observe(self, event: Event) -> bool:
+    def observe(self, event: ev.Event) -> bool:
         """Take any event; return whether it is a new fault."""
-        if isinstance(event, ChaosStarted):
+        if isinstance(event, ev.ChaosStarted):
             self._shots.clear()  # the same plan may be carried out again
-        if not isinstance(event, FaultInjected):
+        if not isinstance(event, ev.FaultInjected):
             return False
         shot = (event.fault, event.seed, event.shot)
         if event.shot is not None and shot in self._shots:
@@ -136,9 +126,9 @@ class RunStatus:
         over = states and states <= {status.FINISHED, status.DRAINED, status.FAILED}
         return "all groups finished, left or failed" if over and not self._launched else ""
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: ev.Event) -> None:
         """Take the next event."""
-        if isinstance(event, LaunchStarted):
+        if isinstance(event, ev.LaunchStarted):
             self._begin(event.replicas)
             self._launched, self.num_ranks = True, event.ranks_per_replica
         self.started = event.time if self.started is None else min(self.started, event.time)
@@ -148,33 +138,29 @@ class RunStatus:
         before = self.groups
         self.groups = status.fold(before, event)
         match event:
-            case StepCommitted():
+            case ev.StepCommitted():
                 self._take_step(event)
-            case LighthouseRestarted():
+            case ev.LighthouseRestarted():
                 self.num_lighthouse_restarts += 1
-            case LaunchStopping():
+            case ev.LaunchStopping():
                 self.groups = status.draining(self.groups)
-            case LaunchFinished():
+            case ev.LaunchFinished():
                 self.code, self._reason = event.code, event.reason
         of_launch = _OF_LAUNCH.get(type(event))
         line = of_launch(event) if of_launch else status.describe(before, self.groups, event)
         if line:
             self.lines.append((event.time, line))
 
-    def _add_groups(self, event: Event) -> None:
+    def _add_groups(self, event: ev.Event) -> None:
         """Add groups that no launcher has announced."""
-        replica, size = event.replica, 0
-        if isinstance(event, WorkerStarted):
-            size = 0 if event.config is None else event.config.group_size
-        elif replica in self.groups:
-            return
-        found = set() if replica is None else {replica}
-        missing = (found | set(range(size))) - self.groups.keys()
-        if missing:
-            groups = {**self.groups, **{replica: status.GroupStatus(replica) for replica in missing}}
+        found = set() if event.replica is None else {event.replica}
+        if isinstance(event, ev.WorkerStarted) and event.config is not None:
+            found.update(range(event.config.group_size))
+        if missing := found - self.groups.keys():
+            groups = self.groups | {replica: status.GroupStatus(replica) for replica in missing}
             self.groups = dict(sorted(groups.items()))
 
-    def _take_step(self, event: StepCommitted) -> None:
+    def _take_step(self, event: ev.StepCommitted) -> None:
         if event.rank != 0:
             # With pipeline parallelism, only the ranks of the last stage know the loss.
             if self.loss is None and event.loss is not None and self.steps.is_last(event):

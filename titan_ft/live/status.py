@@ -10,16 +10,8 @@ from typing import Any
 
 from titan_ft.run import events as ev
 
-WAITING = "waiting"
-STARTING = "starting"
-JOINED = "joined"
-HEALING = "healing"
-TRAINING = "training"
-DIED = "died"
-DRAINING = "draining"
-DRAINED = "drained"
-FINISHED = "finished"
-FAILED = "failed"
+STATES = ("waiting", "starting", "joined", "healing", "training", "died", "draining", "drained", "finished", "failed")
+WAITING, STARTING, JOINED, HEALING, TRAINING, DIED, DRAINING, DRAINED, FINISHED, FAILED = STATES
 
 
 @dataclass(frozen=True)

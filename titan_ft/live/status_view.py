@@ -6,26 +6,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from titan_ft.live.group_table import group_table
 from titan_ft.live.status import DRAINED, FINISHED, Groups, describe_progress, initial
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-class StatusView(Protocol):
-    """Where the launcher shows what happens."""
-
-    def line(self, text: str) -> None:
-        """Show one change."""
-
-    def update(self, groups: Groups) -> None:
-        """Show the state of all groups; called often."""
-
-    def close(self) -> None:
-        """Show the last state and leave the terminal as it was."""
 
 
 class PlainView:
@@ -38,9 +25,11 @@ class PlainView:
         self._last = ""
 
     def line(self, text: str) -> None:
+        """Show one change."""
         print(f"[{time.monotonic() - self._start:7.1f} s] {text}", flush=True)
 
     def update(self, groups: Groups) -> None:
+        """Show how far the run is, if that is due; called often."""
         now = time.monotonic()
         text = describe_progress(groups)
         ended = all(group.state in (FINISHED, DRAINED) for group in groups.values())
@@ -81,6 +70,6 @@ class TableView:
         return Group(Text(title, style="italic"), group_table(groups, time.time(), self._live.console.width))
 
 
-def make_view(num_replicas: int) -> StatusView:
-    """Choose by what stdout is."""
+def make_view(num_replicas: int) -> TableView | PlainView:
+    """Return where the launcher shows what happens, by what stdout is."""
     return TableView(num_replicas) if sys.stdout.isatty() else PlainView()

@@ -10,7 +10,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -101,10 +102,13 @@ def _watch(run: FollowedRun, console: Console) -> bool:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[_Wait]:
-    """Give single keys without echo while it lasts; the terminal is as before after it."""
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Give a function that waits some seconds for a key, and returns it, or "" without one.
+
+    While it lasts keys come singly and without echo; the terminal is as before after it.
+    """
     if not sys.stdin.isatty():
-        yield _Wait(None)
+        yield partial(_read_key, [])
         return
     import termios
 
@@ -115,27 +119,19 @@ def _keys() -> Iterator[_Wait]:
     changed[6][termios.VSUSP] = b"\0"  # a stop would leave the shell on this screen, with these settings
     termios.tcsetattr(descriptor, termios.TCSADRAIN, changed)
     try:
-        yield _Wait(descriptor)
+        yield partial(_read_key, [descriptor])
     finally:
         termios.tcsetattr(descriptor, termios.TCSAFLUSH, before)
 
 
-class _Wait:
-    """Waits for a key for some seconds; returns it, or "" without one."""
-
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-
-    def __call__(self, seconds: float) -> str:
-        if self._descriptor is None:
-            time.sleep(seconds)
-            return ""
-        if not select.select([self._descriptor], [], [], seconds)[0]:
-            return ""
-        key = os.read(self._descriptor, 1)
-        if not key:
-            raise KeyboardInterrupt  # the terminal is gone
-        return key.decode(errors="replace")
+def _read_key(descriptors: list[int], seconds: float) -> str:
+    ready, _, _ = select.select(descriptors, [], [], seconds)
+    if not ready:
+        return ""
+    key = os.read(ready[0], 1)
+    if not key:
+        raise KeyboardInterrupt  # the terminal is gone
+    return key.decode(errors="replace")
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def check_average(record: RunRecord, found: Judgement) -> None:
         for event in events:
             if not event.contributed and event.own_tokens:
                 found.object_to(f"had {event.own_tokens} tokens of weight and is no participant", event)
-        checked += _check_sums(events, record.participants(lineage), found)
+        checked += _check_sums(events, found)
     excluded = _check_excluded(record, found)
     total = len(record.commits_of)
     found.statement = (
@@ -36,8 +36,9 @@ def check_average(record: RunRecord, found: Judgement) -> None:
         found.unknown.append("no state of which all participants are in the history")
 
 
-def _check_sums(events: list[StepCommitted], participants: frozenset[int], found: Judgement) -> bool:
+def _check_sums(events: list[StepCommitted], found: Judgement) -> bool:
     """Check tokens and loss of one state; False if a participant's own are missing: it may have died."""
+    participants = set(events[0].participants)
     tokens: dict[int, int] = {}
     losses: dict[int, float] = {}
     for event in events:

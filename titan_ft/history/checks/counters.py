@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import RunRecord
-from titan_ft.history.trajectory import ROOT, State
+from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import (
     CheckpointLoaded,
     CheckpointSaved,
@@ -84,15 +84,11 @@ def _check_finished(record: RunRecord, found: Judgement) -> None:
 
 def _check_tokens(record: RunRecord, event: TrainingFinished, found: Judgement) -> None:
     """Compare a final count with the sum of the steps' tokens. Tokens without a label are in the count only."""
-    tokens_seen, sums = event.tokens, [(state, record.commits_of[state.lineage][0].tokens) for state in record.chain]
-    total = sum(tokens for _, tokens in sums)
-    full = {tokens / batches for state, tokens in sums if (batches := _num_batches(state))}
+    tokens_seen, total = event.tokens, sum(point.event.tokens for point in record.curve)
+    batches = [sum(number for _, number in state.batches.values()) for state in record.chain]
+    full = {point.event.tokens / number for point, number in zip(record.curve, batches, strict=True) if number}
     if tokens_seen < total or (len(full) == 1 and tokens_seen != total):
         found.object_to(f"finished with {tokens_seen} tokens, the steps' own are {total}", event)
-
-
-def _num_batches(state: State) -> int:
-    return sum(num_batches for _, num_batches in state.batches.values())
 
 
 def _check_saved(record: RunRecord, found: Judgement) -> int:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from itertools import dropwhile
 
 from titan_ft.history.checks.judgement import Judgement, count
@@ -21,8 +20,7 @@ from titan_ft.run.events import (
     TrainingFinished,
 )
 
-HasDigest = StepCommitted | TrainingFinished | Drained
-Word = tuple[Process, HasDigest, str]
+Word = tuple[Process, Event, str]
 """A process, the event in which it wrote a digest, and the digest."""
 
 
@@ -33,8 +31,10 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
     that died or left before the next exchange, in which it would have been named, harmed nobody, if others stayed.
     """
     table: dict[tuple[str, int], list[Word]] = defaultdict(list)
-    for word in _words(record):
-        table[word[1].lineage or "", word[0].rank].append(word)
+    for process in record.processes:
+        for event in process.events:
+            if isinstance(event, StepCommitted | TrainingFinished | Drained) and event.digest and event.lineage:
+                table[event.lineage, process.rank].append((process, event, event.digest))
     compared = compare_digests(
         (key, process.replica, digest) for key, words in table.items() for process, _, digest in words
     )
@@ -53,22 +53,16 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
         found.unknown.append("no two groups have a digest of the same state (fault_tolerance.digest_every)")
 
 
-def _words(record: RunRecord) -> Iterator[Word]:
-    for process in record.processes:
-        for event in process.events:
-            if isinstance(event, HasDigest) and event.digest and event.lineage:
-                yield process, event, event.digest
-
-
 def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Judgement) -> None:
     """Object to digests of one state that differ, unless the differing groups were named, healed, or gone at once."""
-    named = _named(record, step)
+    named = {group for event in record.of(DigestMismatch) if event.step == step for group in event.minority}
     mended, left, kept = [], [], []
     for process, event, digest in words:
         after = _after(process, event)
         if process.replica in named:
-            again = _contribution_before_heal(after)
-            if again is not None:
+            # A commit to which it gave nothing harms nobody; a heal ends the matter.
+            again = next((each for each in after if not isinstance(each, StepCommitted) or each.contributed), None)
+            if isinstance(again, StepCommitted | TrainingFinished):
                 text = f"contributed again without a heal, though its digest at step {step} was found to differ"
                 found.object_to(text, again)
             mended.append(process.replica)
@@ -89,28 +83,10 @@ def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Ju
         found.notes.append(f"step {step}: the digest of group {who} differed; it was named, and healed or ended")
 
 
-def _named(record: RunRecord, step: int) -> set[int]:
-    """Return the groups that differed, as the groups themselves found out."""
-    found: set[int] = set()
-    for event in record.of(DigestMismatch):
-        if event.step == step:
-            found.update(event.minority)
-    return found
-
-
 def _after(process: Process, event: Event) -> list[StepCommitted | HealFinished | TrainingFinished]:
     """Return what the process did after an event, other than with the differing state itself."""
     rest = list(dropwhile(lambda each: each is not event, process.events))[1:]
     return [each for each in rest if isinstance(each, StepCommitted | HealFinished | TrainingFinished)]
-
-
-def _contribution_before_heal(after: Sequence[StepCommitted | HealFinished | TrainingFinished]) -> Event | None:
-    for event in after:
-        if isinstance(event, HealFinished):
-            return None
-        if isinstance(event, TrainingFinished) or event.contributed:
-            return event
-    return None
 
 
 def _compare_ends(record: RunRecord, found: Judgement) -> str:

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import RunRecord
+from titan_ft.history.record import RunRecord, view
 from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import (
     CheckpointLoaded,
@@ -47,7 +46,7 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
     elif first.parent == ROOT and first.step != 1:
         found.notes.append(f"the first step is {first.step}")
     known = {process.replica for process in record.processes}
-    silent = sorted({slot for state in record.chain for slot in record.participants(state.lineage)} - known)
+    silent = sorted({slot for point in record.curve for slot in point.event.participants} - known)
     if silent:
         found.unknown.append(f"the history is cut: groups {silent} took part in steps and have no events of their own")
 
@@ -57,7 +56,7 @@ def _check_end(record: RunRecord, found: Judgement) -> None:
     if record.of(LaunchStarted):
         if record.launch_end is None:
             found.unknown.append("the history is cut: the launch did not end (no launch_finished)")
-        elif not record.of(TrainingFinished) and not record.of(Drained) and _ended_well(record):
+        elif not record.of(TrainingFinished, Drained) and record.of(LaunchFinished)[-1].code == 0:
             found.unknown.append("the history is cut: the launch ended well, and no group tells that it finished")
     else:
         last = {(process.replica, process.rank): process for process in record.processes}
@@ -70,15 +69,10 @@ def _check_end(record: RunRecord, found: Judgement) -> None:
             found.unknown.append(f"the history is cut: {process.name} ended well, and its last events are missing")
 
 
-def _ended_well(record: RunRecord) -> bool:
-    return record.of(LaunchFinished)[-1].code == 0
-
-
 def check_clock(record: RunRecord, found: Judgement) -> None:
     """Check that each host's wall clock advanced as its monotonic clock did."""
-    hosts = _by_host(record)
-    jumps = [jump for events in hosts.values() for jump in _jumps(events)]
-    found.statement = f"{count(len(hosts), 'clock')} advanced evenly"
+    jumps = clock_jumps(record)
+    found.statement = f"{count(len(_by_host(record)), 'clock')} advanced evenly"
     if jumps:
         found.statement = f"wall clocks jumped {count(len(jumps), 'time')}: what rests on times is unknown"
     for event, seconds in jumps:
@@ -90,11 +84,15 @@ def check_clock(record: RunRecord, found: Judgement) -> None:
         found.unknown.append("there are no events")
 
 
-def clock_jumped(record: RunRecord) -> bool:
-    """Tell whether a wall clock was set during the run."""
-    return any(True for events in _by_host(record).values() for _ in _jumps(events))
+@view
+def clock_jumps(record: RunRecord) -> list[tuple[Event, float]]:
+    """Return each event before which its host's wall clock was set, and by how many seconds."""
+    pairs = [pair for events in _by_host(record).values() for pair in pairwise(events)]
+    jumps = [(after, (after.time - before.time) - (after.mono - before.mono)) for before, after in pairs]
+    return [(event, seconds) for event, seconds in jumps if abs(seconds) > TOLERANCE_SECONDS]
 
 
+@view
 def _by_host(record: RunRecord) -> dict[object, list[Event]]:
     """Return the events that share a monotonic clock, in its order: those of one host, or of one process."""
     host_of = {event.pid: event.host for event in record.of(WorkerStarted)}
@@ -107,11 +105,3 @@ def _by_host(record: RunRecord) -> dict[object, list[Event]]:
     for events in found.values():
         events.sort(key=lambda event: event.mono)
     return found
-
-
-def _jumps(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Yield each event before which the wall clock was set, and by how many seconds."""
-    for before, after in pairwise(events):
-        seconds = (after.time - before.time) - (after.mono - before.mono)
-        if abs(seconds) > TOLERANCE_SECONDS:
-            yield after, seconds

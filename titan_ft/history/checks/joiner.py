@@ -4,33 +4,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
 from titan_ft.history.attempts import seconds_of
-from titan_ft.history.checks.foundation import clock_jumped
+from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import Process, RunRecord
-from titan_ft.run.events import (
-    CatchUpWaiting,
-    Drained,
-    Event,
-    ExchangeFailed,
-    FaultInjected,
-    HealFailed,
-    HealFinished,
-    HealStarted,
-    Hung,
-    Joined,
-    LighthouseRestarted,
-    StepCommitted,
-    Waiting,
-    WorkerExited,
-)
+from titan_ft.run import events as ev
 
 LONG_STEPS = 4
 """Usual steps that a heal must last to show anything; what a shorter one could stall is no more than that."""
@@ -39,13 +23,13 @@ LEAST_RATE = 0.5
 LEAST_RATE_OF_ONE = 0.25
 """The same for one heal by itself, of `TELLING_STEPS` usual steps or more."""
 TELLING_STEPS = 10
-DISTURBANCES: tuple[type[Event], ...] = (
-    ExchangeFailed,
-    WorkerExited,
-    FaultInjected,
-    LighthouseRestarted,
-    Hung,
-    Drained,
+DISTURBANCES: tuple[type[ev.Event], ...] = (
+    ev.ExchangeFailed,
+    ev.WorkerExited,
+    ev.FaultInjected,
+    ev.LighthouseRestarted,
+    ev.Hung,
+    ev.Drained,
 )
 """They have costs of their own, which are not the joiner's."""
 
@@ -54,17 +38,23 @@ DISTURBANCES: tuple[type[Event], ...] = (
 class _Heal:
     """One heal of a group, and what the others did meanwhile.
 
-    `commits` of the group that made most of them, `longest` seconds between two of them. `clean` if nothing else
-    happened.
+    `around` are the commits of the group that made most of them, with the last before and the first after; `clean` if
+    nothing else happened.
     """
 
-    event: Event
+    event: ev.HealStarted
     start: float
     end: float
-    commits: int
-    longest: float
-    compute: tuple[float, ...]
+    around: Sequence[ev.StepCommitted]
     clean: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def commits(self) -> Sequence[ev.StepCommitted]:
+        return self.around[1:-1]
 
 
 def check_joiner(record: RunRecord, found: Judgement) -> None:
@@ -79,17 +69,16 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
         found.statement = 'not asked: the others wait for a joiner, as fault_tolerance.catch_up = "wait" says'
         return
     _check_waits(record, found)
-    stage, usual = _Stage(record), record.usual_step_seconds
-    heals = [heal for process in record.processes if process.rank == 0 for heal in stage.heals(process)]
-    if clock_jumped(record):
+    heals, usual = list(_find_heals(record)), record.usual_step_seconds
+    if clock_jumps(record):
         found.unknown.append("the wall clock jumped")
         return
     if not heals or usual is None:
         found.statement = "no group had to catch up while others trained"
         return
-    longest = max(heal.longest for heal in heals)
-    scale = usual * _slowdown(heals, stage.compute)
-    long = [heal for heal in heals if heal.end - heal.start >= LONG_STEPS * scale]
+    longest = max(after.time - before.time for heal in heals for before, after in pairwise(heal.around))
+    scale = usual * _slowdown(heals, median(event.compute_seconds for event in record.commits))
+    long = [heal for heal in heals if heal.seconds >= LONG_STEPS * scale]
     if not long:
         found.statement = (
             f"{count(len(heals), 'heal')}, none longer than {LONG_STEPS} steps: nobody could wait for long"
@@ -100,15 +89,13 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
     share = f"{rate:.0%} of their usual rate during {count(len(long), 'heal')}"
     found.statement = f"others committed at {share}, longest step {longest:.2f} s (usual {usual:.2f} s)"
     for heal in clean:
-        expected = (heal.end - heal.start) / scale
-        if expected >= TELLING_STEPS and heal.commits < LEAST_RATE_OF_ONE * expected:
-            text = (
-                f"others committed {count(heal.commits, 'step')} during its heal, {expected:.0f} are usual in that time"
-            )
+        expected, made = heal.seconds / scale, len(heal.commits)
+        if expected >= TELLING_STEPS and made < LEAST_RATE_OF_ONE * expected:
+            text = f"others committed {count(made, 'step')} during its heal, {expected:.0f} are usual in that time"
             found.object_to(text, heal.event)
     if found.offences or rate >= LEAST_RATE:
         return
-    if sum(heal.end - heal.start for heal in clean) >= 2 * LONG_STEPS * scale and _rate(clean, scale) < LEAST_RATE:
+    if sum(heal.seconds for heal in clean) >= 2 * LONG_STEPS * scale and _rate(clean, scale) < LEAST_RATE:
         found.object_to(f"others committed at {share}", clean[0].event)
     else:
         found.unknown.append("other failures during the heals hide what the joiners cost")
@@ -116,84 +103,67 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
 
 def _rate(heals: Sequence[_Heal], scale: float) -> float:
     """Return commits during heals / those that are usual in that time."""
-    return sum(heal.commits for heal in heals) / (sum(heal.end - heal.start for heal in heals) / scale)
+    return sum(len(heal.commits) for heal in heals) / (sum(heal.seconds for heal in heals) / scale)
 
 
-def _slowdown(heals: Sequence[_Heal], usual: float | None) -> float:
+def _slowdown(heals: Sequence[_Heal], usual: float) -> float:
     """Return how much longer the others' own computing took during heals; 1 if unknown."""
-    seconds = [value for heal in heals for value in heal.compute]
+    seconds = [commit.compute_seconds for heal in heals for commit in heal.commits]
     return max(1.0, median(seconds) / usual) if seconds and usual else 1.0
 
 
-class _Stage:
-    """Who committed when, and what happened beside it."""
-
-    def __init__(self, record: RunRecord) -> None:
-        self._record = record
-        self._commits = {id(process): list(process.commits()) for process in record.processes if process.rank == 0}
-        self._times = {key: [event.time for event in events] for key, events in self._commits.items()}
-        self._spans = sorted(self._disturbed())
-
-    @cached_property
-    def compute(self) -> float | None:
-        """Return the median time that a step's own computing took, or None without any."""
-        seconds = [event.compute_seconds for commits in self._commits.values() for event in commits]
-        return median(seconds) if seconds else None
-
-    def heals(self, process: Process) -> Iterator[_Heal]:
-        """Yield the heals of a process, at least one other group training on from before to after."""
-        begun: HealStarted | None = None
-        joined: float | None = None  # until its first commit the others may wait for it since then
-        for event in process.events:
-            if isinstance(event, Joined) and joined is None:
-                joined = event.time
-            elif isinstance(event, HealStarted):
-                begun = event
-            elif isinstance(event, HealFinished | HealFailed) and begun is not None:
-                heal = self._heal(process, begun, joined or begun.time, event.time)
-                begun, joined = None, event.time
-                if heal is not None:
-                    yield heal
-            elif isinstance(event, StepCommitted):
-                joined = event.time
-
-    def _heal(self, process: Process, event: Event, since: float, end: float) -> _Heal | None:
-        start = min(since, event.time)
-        best: _Heal | None = None
-        for other in self._record.processes:
-            times = self._times.get(id(other), [])
-            first, last = bisect_right(times, start), bisect_right(times, end)
-            if other.replica == process.replica or first == 0 or last == len(times):
-                continue  # it did not live through it
-            around = times[first - 1 : last + 1]
-            longest = max(after - before for before, after in pairwise(around))
-            if best is None or last - first > best.commits:
-                made = self._commits[id(other)][first:last]
-                compute = tuple(commit.compute_seconds for commit in made)
-                best = _Heal(event, start, end, last - first, longest, compute, not self._hits(start, end))
-        return best
-
-    def _hits(self, start: float, end: float) -> bool:
-        upto = bisect_left(self._spans, (end, end))
-        return any(until >= start for _, until in self._spans[:upto])
-
-    def _disturbed(self) -> Iterator[tuple[float, float]]:
-        """Yield from when to when something else may have cost time."""
-        for event in self._record.of(*DISTURBANCES):
-            yield event.time, event.time + (seconds_of(event) if isinstance(event, FaultInjected) else 0.0)
-        for event in self._record.of(Waiting):
-            if not _waits_for_joiner(event):
-                yield event.time, event.time
+def _find_heals(record: RunRecord) -> Iterator[_Heal]:
+    """Yield the heals of groups, at least one other group training on from before to after."""
+    commits = {id(process): list(process.commits()) for process in record.processes if process.rank == 0}
+    disturbed = list(_disturbances(record))
+    for process in record.processes:
+        others = [commits[id(each)] for each in record.processes if each.rank == 0 and each.replica != process.replica]
+        for event, start, end in _spans(process) if process.rank == 0 else ():
+            lived = [around for made in others if (around := _around(made, start, end))]
+            if lived:
+                clean = not any(begin < end and until >= start for begin, until in disturbed)
+                yield _Heal(event, start, end, max(lived, key=len), clean)
 
 
-def _waits_for_joiner(event: Waiting) -> bool:
+def _spans(process: Process) -> Iterator[tuple[ev.HealStarted, float, float]]:
+    """Yield each heal of a process, and from when to when the others may have waited for it."""
+    begun: ev.HealStarted | None = None
+    joined: float | None = None  # until its first commit the others may wait for it since then
+    for event in process.events:
+        if isinstance(event, ev.Joined) and joined is None:
+            joined = event.time
+        elif isinstance(event, ev.HealStarted):
+            begun = event
+        elif isinstance(event, ev.HealFinished | ev.HealFailed) and begun is not None:
+            yield begun, min(joined or begun.time, begun.time), event.time
+            begun, joined = None, event.time
+        elif isinstance(event, ev.StepCommitted):
+            joined = event.time
+
+
+def _around(commits: Sequence[ev.StepCommitted], start: float, end: float) -> Sequence[ev.StepCommitted]:
+    """Return the commits of a time, and those before and after it; none of a group that did not live through it."""
+    first, last = (bisect_right(commits, moment, key=lambda commit: commit.time) for moment in (start, end))
+    return commits[first - 1 : last + 1] if first > 0 and last < len(commits) else ()
+
+
+def _disturbances(record: RunRecord) -> Iterator[tuple[float, float]]:
+    """Yield from when to when something else may have cost time."""
+    for event in record.of(*DISTURBANCES):
+        yield event.time, event.time + (seconds_of(event) if isinstance(event, ev.FaultInjected) else 0.0)
+    for event in record.of(ev.Waiting):
+        if not _waits_for_joiner(event):
+            yield event.time, event.time
+
+
+def _waits_for_joiner(event: ev.Waiting) -> bool:
     return "fetch the state" in event.reason
 
 
 def _check_waits(record: RunRecord, found: Judgement) -> None:
     """Object to a wait for a joiner that did not ask for it. Counts all such events, whenever they were."""
-    asked = {event.replica for event in record.of(CatchUpWaiting)}
-    waits = [event for event in record.of(Waiting) if _waits_for_joiner(event)]
+    asked = {event.replica for event in record.of(ev.CatchUpWaiting)}
+    waits = [event for event in record.of(ev.Waiting) if _waits_for_joiner(event)]
     for event in waits if not asked else []:
         found.object_to(f"waited for a joiner that did not ask for it: {event.reason}", event)
     if asked:

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from titan_ft.run.events import Event
 
@@ -79,10 +79,6 @@ class Judgement:
         self.verdict = "does not hold" if self.offences else "unknown" if self.unknown else "holds"
         self.asked = self.asked or bool(self.offences)
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the judgement as plain dictionaries, lists and numbers, for JSON."""
-        return asdict(self)
 
 
 def count(value: int, noun: str, plural: str = "") -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from titan_ft.history.checks.foundation import clock_jumped
+from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import Process, RunRecord
 from titan_ft.run import events as ev
@@ -45,7 +45,7 @@ FOLLOWED: tuple[type[ev.GroupEvent], ...] = (ev.ReplicaRestarted, ev.ReplicaGave
 
 def check_silence(record: RunRecord, found: Judgement) -> None:
     """Check that each end, heal and fault is explained by what follows it."""
-    jumped = clock_jumped(record)
+    jumped = bool(clock_jumps(record))
     for process in record.processes:
         _check_heals(process, record, found)
     _check_ends(record, found)
@@ -75,9 +75,8 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
             continue
         if record.launch_end is not None and not failure:
             found.object_to("fell silent, and no supervisor tells of its end", process.events[-1])
-        elif (
-            record.launch_end is not None
-        ):  # as when its supervisor was killed: the launcher says that the group failed
+        elif record.launch_end is not None:
+            # As when its supervisor was killed: the launcher says that the group failed.
             found.notes.append(f"{process.name} fell silent; the launch says: {failure}")
         else:
             untold.append(process.name)

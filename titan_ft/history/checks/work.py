@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import Healed, Process, RunRecord
 from titan_ft.history.trajectory import ROOT
@@ -13,12 +15,11 @@ from titan_ft.run.events import FaultInjected, GradientExcluded, HealFinished, S
 def check_work(record: RunRecord, found: Judgement) -> None:
     """Check the commits of each process: each goes on from the one before, one forward pass for each batch."""
     passes = 0
-    wasted: dict[str, int] = {}
+    wasted = Counter[str]()
     for process in record.processes:
         passes += _check_passes(process, found)
         _check_order(process, record, found)
-        for reason, number_of in _count_wasted(process, record, found).items():
-            wasted[reason] = wasted.get(reason, 0) + number_of
+        wasted += _count_wasted(process, record, found)
     commits = sum(len(events) for events in record.commits_of.values())
     found.statement = f"{count(commits, 'commit')} in order, {_passes(passes)}, one a batch"
     found.notes += [f"{_passes(number_of)} wasted: {why}" for why, number_of in wasted.items()]
@@ -77,12 +78,12 @@ def _fell_behind(process: Process) -> int:
     return times
 
 
-def _count_wasted(process: Process, record: RunRecord, found: Judgement) -> dict[str, int]:
+def _count_wasted(process: Process, record: RunRecord, found: Judgement) -> Counter[str]:
     """Return the forward passes of a process that the trajectory has not, by reason; object to those without one.
 
     A batch whose first computation counted is the business of the audit.
     """
-    wasted: dict[str, int] = {}
+    wasted = Counter[str]()
     void: dict[tuple[int, int], str | None] = {}  # (slot, first batch) -> why its first computation does not count
     excluded: set[int] = set()
     for event in process.events:
@@ -100,7 +101,7 @@ def _count_wasted(process: Process, record: RunRecord, found: Judgement) -> dict
                     if why is None:
                         found.object_to(f"computed batch {first} of slot {slot} again", event)
                     else:
-                        wasted[why] = wasted.get(why, 0) + data.num_batches
+                        wasted[why] += data.num_batches
                 if not counted or slot not in batches:
                     void[slot, first] = "gradients that were not finite" if process.replica in excluded else None
             excluded = set()

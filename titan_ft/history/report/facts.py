@@ -1,22 +1,20 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the report of a run shows: curves, recoveries, notes."""
+"""What the report of a run shows beside its views: recoveries, notes, the plan of its chaos."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_ft.history.check import Report, check
-from titan_ft.history.curve import Point, curve
-from titan_ft.history.goodput import Goodput, goodput
+from titan_ft.history.check import check
+from titan_ft.history.goodput import goodput
 from titan_ft.history.incidents import Incident, find_incidents
-from titan_ft.history.record import RunRecord
-from titan_ft.history.summary import RunSummary, summarize
-from titan_ft.history.timeline import timeline
+from titan_ft.history.record import RunRecord, view
+from titan_ft.history.summary import summarize
 from titan_ft.run import events as ev
 
 # Events that a reader should know of, and the fields that say why.
@@ -42,15 +40,6 @@ NOTABLE: dict[type[ev.Event], tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Span:
-    """A stretch of time of one group in one state; seconds since the beginning."""
-
-    start: float
-    end: float
-    state: str
-
-
-@dataclass(frozen=True)
 class Recovery:
     """A fault, or a failure that nobody injected, and what it cost."""
 
@@ -61,21 +50,11 @@ class Recovery:
     incident: Incident
 
     @property
-    def kind(self) -> str:
-        return self.incident.fault
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """The groups that it hit; none for the lighthouse."""
-        return self.incident.replicas
-
-    @property
     def target(self) -> str:
         """Whom it hit, in words."""
-        if not self.replicas:
-            return "lighthouse" if "lighthouse" in self.kind else "none"
-        groups = ("group " if len(self.replicas) == 1 else "groups ") + ", ".join(map(str, self.replicas))
-        return groups if self.incident.rank is None else f"{groups}, rank {self.incident.rank}"
+        if not self.incident.replicas:
+            return "lighthouse" if "lighthouse" in self.incident.fault else "none"
+        return _name_groups(self.incident.replicas, self.incident.rank)
 
 
 @dataclass(frozen=True)
@@ -89,64 +68,24 @@ class Note:
     count: int = 1
 
 
-@dataclass
-class RunReport:
-    """All that the report of a run shows."""
-
-    begin: float
-    """Unix seconds."""
-    seconds: float
-    summary: RunSummary
-    goodput: Goodput
-    plan: dict[str, Any]
-    """Seed, plan, schedule, job_id, reason; those that are known."""
-    curve: list[Point]
-    step_seconds: list[float]
-    """Of each group's steps, by its rank 0."""
-    recoveries: list[Recovery]
-    notes: list[Note]
-    check: Report
-    groups: dict[int, list[Span]]
-
-
-def gather(record: RunRecord, against: RunRecord | None = None) -> RunReport:
-    """Return all that the report of a run shows.
-
-    Args:
-        against: a run without failures, for the checker.
-    """
-    line, begin = timeline(record), record.begin
-    return RunReport(
-        begin=begin,
-        seconds=line.wall_us / 1e6,
-        summary=summarize(record),
-        goodput=goodput(record),
-        plan=plan_of(record),
-        curve=curve(record),
-        step_seconds=[event.seconds for event in record.commits],
-        recoveries=find_recoveries(record),
-        notes=find_notes(record),
-        check=check(record, against),
-        groups={
-            replica: [Span(each.start_us / 1e6 - begin, each.end_us / 1e6 - begin, each.state) for each in intervals]
-            for replica, intervals in line.groups.items()
-        },
-    )
-
-
 def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[str, Any]:
-    """Return the figures of a run as plain dictionaries, lists and numbers: those of its summary, and more."""
-    report = gather(record, against)
-    return report.summary.to_dict() | {
-        "chaos": report.plan,
-        "faults_by_kind": dict(count_kinds(each.kind for each in report.recoveries if each.incident.injected)),
-        "goodput": report.goodput.to_dict(),
-        "stalls": [each.incident.to_dict() for each in report.recoveries],
-        "check": report.check.to_dict(),
-        "notes": [asdict(note) for note in report.notes],
+    """Return the figures of a run for JSON: those of its summary, and more. `against` is `check`'s."""
+    return summarize(record).to_dict() | {
+        "chaos": plan_of(record),
+        "faults_by_kind": dict(count_kinds(record)),
+        "goodput": goodput(record).to_dict(),
+        "stalls": [each.incident.to_dict() for each in find_recoveries(record)],
+        "check": check(record, against).to_dict(),
+        "notes": [asdict(note) for note in find_notes(record)],
     }
 
 
+def count_kinds(record: RunRecord) -> list[tuple[str, int]]:
+    """Return the kinds of faults that were injected and how many of each, the most frequent first."""
+    return Counter(sorted(each.fault for each in find_incidents(record) if each.injected)).most_common()
+
+
+@view
 def find_recoveries(record: RunRecord) -> list[Recovery]:
     """Return the faults and the failures of a run, in order of time."""
     found = []
@@ -158,16 +97,9 @@ def find_recoveries(record: RunRecord) -> list[Recovery]:
     return found
 
 
-def name_target(target: ev.Target) -> str:
-    """Return the target of a skipped fault in words."""
-    if target.lighthouse:
-        return "lighthouse"
-    return f"group {target.replica}" + ("" if target.rank is None else f", rank {target.rank}")
-
-
-def count_kinds(kinds: Iterable[str]) -> list[tuple[str, int]]:
-    """Return kinds and how many of each, the most frequent first."""
-    return sorted(Counter(kinds).items(), key=lambda item: (-item[1], item[0]))
+def _name_groups(replicas: Sequence[int | None], rank: int | None) -> str:
+    groups = ("group " if len(replicas) == 1 else "groups ") + ", ".join(map(str, replicas))
+    return groups if rank is None else f"{groups}, rank {rank}"
 
 
 def find_notes(record: RunRecord) -> list[Note]:
@@ -180,7 +112,8 @@ def find_notes(record: RunRecord) -> list[Note]:
         details = [_say(name, getattr(event, name)) for name in fields]
         where = "job" if event.replica is None else f"group {event.replica}"
         if isinstance(event, ev.FaultSkipped) and event.target is not None:
-            where = name_target(event.target)
+            target = event.target
+            where = "lighthouse" if target.lighthouse else _name_groups((target.replica,), target.rank)
         note = Note(event.time - record.begin, event.name, where, ", ".join(details))
         last = notes[-1] if notes else None
         if last is not None and (last.event, last.where, last.text) == (note.event, note.where, note.text):
@@ -230,12 +163,3 @@ def duration(seconds: float | None) -> str:
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
-
-
-def size(num_bytes: float) -> str:
-    """Return an amount of bytes with its unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"

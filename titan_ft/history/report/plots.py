@@ -6,22 +6,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from titan_ft.history import goodput as goodputs
+from titan_ft.history import timeline as timelines
+from titan_ft.history.record import RunRecord
 from titan_ft.history.report.canvas import LEFT, Canvas, Drawing, add_axes, new_canvas, render
-from titan_ft.history.report.facts import Recovery, RunReport, Span, duration
+from titan_ft.history.report.facts import Recovery, duration, find_recoveries
 from titan_ft.history.report.style import (
     ACCENT,
     FAULT,
     INK,
     PAPER,
+    STATES,
     categories,
     category,
-    state_colour,
-    state_label,
     state_order,
 )
+from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
 
 if TYPE_CHECKING:
@@ -36,21 +40,36 @@ LEGEND_COLUMNS = 8
 MARK_SCALE = {"*": 1.6, "D": 0.85, "s": 0.95, "P": 1.15, "X": 1.15}  # marks of one size in points differ in weight
 
 
-def draw(report: RunReport) -> list[Drawing]:
-    """Draw all figures of a report."""
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time of one group in one state; seconds since the beginning."""
+
+    start: float
+    end: float
+    state: str
+
+
+def draw(record: RunRecord) -> list[Drawing]:
+    """Draw all figures of a run's report."""
+    recoveries, spent, line = find_recoveries(record), goodputs.goodput(record), timelines.timeline(record)
+    begin = record.begin
     stalls_of = defaultdict(list)
-    for each in report.recoveries:
+    for each in recoveries:
         if each.incident.stall_seconds is not None:
-            stalls_of[each.kind].append(each.incident.stall_seconds)
-    counts = [(point.event.time - report.begin, len(point.event.participants)) for point in report.curve]
-    spent = {"job": report.goodput.job_us} | {f"group {group}": us for group, us in report.goodput.groups_us.items()}
+            stalls_of[each.incident.fault].append(each.incident.stall_seconds)
+    counts = [(point.event.time - begin, len(point.event.participants)) for point in record.curve]
+    spans = {
+        replica: [Span(each.start_us / 1e6 - begin, each.end_us / 1e6 - begin, each.state) for each in intervals]
+        for replica, intervals in line.groups.items()
+    }
+    rows = {"job": spent.job_us} | {f"group {group}": us for group, us in spent.groups_us.items()}
     return [
-        loss([(point.step, point.loss) for point in report.curve], report.recoveries),
-        participants(counts, report.summary.num_groups, report.seconds),
-        timeline(report.groups, report.recoveries, report.seconds),
-        step_times(report.step_seconds),
+        loss([(point.step, point.loss) for point in record.curve], recoveries),
+        participants(counts, summarize(record).num_groups, line.wall_us / 1e6),
+        timeline(spans, recoveries, line.wall_us / 1e6),
+        step_times([event.seconds for event in record.commits]),
         stalls(stalls_of),
-        goodput({name: {state: us / 1e6 for state, us in states.items()} for name, states in spent.items()}),
+        goodput({name: {state: us / 1e6 for state, us in states.items()} for name, states in rows.items()}),
     ]
 
 
@@ -99,7 +118,7 @@ def _mark_faults(
     for number, (fault, x, y) in enumerate(points):
         if x is None:
             continue
-        mark = category(fault.kind)[1]
+        mark = category(fault.incident.fault)[1]
         (line,) = axes.plot(
             [x],
             [y],
@@ -115,7 +134,7 @@ def _mark_faults(
         )
         if number < MAX_TOOLTIPS:
             line.set_gid(f"fault{number}")
-            canvas.tooltips[f"fault{number}"] = f"{fault.kind} of {fault.target} at {clock(fault.time)}"
+            canvas.tooltips[f"fault{number}"] = f"{fault.incident.fault} of {fault.target} at {clock(fault.time)}"
 
 
 def participants(counts: Sequence[tuple[float, int]], num_groups: int, seconds: float) -> Drawing:
@@ -139,7 +158,7 @@ def participants(counts: Sequence[tuple[float, int]], num_groups: int, seconds: 
 def timeline(groups: Mapping[int, Sequence[Span]], faults: Sequence[Recovery], seconds: float) -> Drawing:
     """Draw a row per group: its states over time, and the faults that hit it; above them those that hit none."""
     replicas = sorted(groups)
-    others = [fault for fault in faults if not fault.replicas]
+    others = [fault for fault in faults if not fault.incident.replicas]
     above = ["lighthouse" if all(fault.target == "lighthouse" for fault in others) else "no group"] if others else []
     row = 0.34 if len(replicas) <= 8 else 0.25 if len(replicas) <= 16 else 0.2
     num_rows = len(replicas) + len(above)
@@ -152,7 +171,7 @@ def timeline(groups: Mapping[int, Sequence[Span]], faults: Sequence[Recovery], s
         columns = min(MAX_POINTS, MAX_BOXES // max(1, len(replicas)))
         for replica, spans in groups.items():
             _draw_row(axes, thin(spans, seconds, columns) if fine else spans, places[replica])
-        points = [(f, f.time, places[hit] - 0.36) for f in faults for hit in f.replicas if hit in places]
+        points = [(f, f.time, places[hit] - 0.36) for f in faults for hit in f.incident.replicas if hit in places]
         points += [(fault, fault.time, 0.05) for fault in others]
         _mark_faults(canvas, axes, points, axes.transData, 5 if row > 0.3 else 4)
         axes.set_ylim(max(num_rows, 1) - 0.45, -0.6)
@@ -174,7 +193,7 @@ def _draw_row(axes: Axes, spans: Sequence[Span], place: float) -> None:
         by_state[span.state] += [(span.start, low), (span.start, high), (span.end, high), (span.end, low), (0.0, 0.0)]
     for state, corners in by_state.items():
         codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * (len(corners) // 5)
-        axes.add_patch(PathPatch(Path(corners, codes), facecolor=state_colour(state), linewidth=0))
+        axes.add_patch(PathPatch(Path(corners, codes), facecolor=STATES[state][1], linewidth=0))
 
 
 def thin(spans: Sequence[Span], seconds: float, num_columns: int) -> list[Span]:
@@ -216,7 +235,7 @@ def _legends(canvas: Canvas, states: set[str], faults: Sequence[Recovery]) -> No
         "labelspacing": 0.45,
     }
     left, height = (LEFT + 0.02) / WIDTH, canvas.figure.get_size_inches()[1]
-    patches = [Patch(color=state_colour(state), label=state_label(state)) for state in state_order(states)]
+    patches = [Patch(color=STATES[state][1], label=STATES[state][0]) for state in state_order(states)]
     # A legend fills its columns one after the other; a reader goes along the rows.
     patches = [patch for column in range(LEGEND_COLUMNS) for patch in patches[column::LEGEND_COLUMNS]]
     place = (left, 1 - 0.03 / height)
@@ -224,7 +243,7 @@ def _legends(canvas: Canvas, states: set[str], faults: Sequence[Recovery]) -> No
     style: dict[str, Any] = {"color": FAULT, "markeredgecolor": PAPER, "markeredgewidth": 0.4, "linestyle": "none"}
     marks = [
         Line2D([], [], marker=mark, markersize=5 * MARK_SCALE.get(mark, 1.0), label=name, **style)
-        for name, mark in categories(fault.kind for fault in faults)
+        for name, mark in categories(fault.incident.fault for fault in faults)
     ]
     if marks:
         place = (left, 1 - (_legend_height(states, []) - 0.06) / height)
@@ -306,9 +325,9 @@ def goodput(rows: Mapping[str, Mapping[str, float]]) -> Drawing:
             start, total = 0.0, sum(rows[name].values()) or 1.0
             for number, state in enumerate(state_order(set(rows[name]))):
                 share = 100 * rows[name][state] / total
-                (bar,) = axes.barh(place, share, left=start, height=0.66, color=state_colour(state), linewidth=0)
+                (bar,) = axes.barh(place, share, left=start, height=0.66, color=STATES[state][1], linewidth=0)
                 bar.set_gid(f"bar{place}-{number}")
-                tooltip = f"{name}: {state_label(state)} {duration(rows[name][state])}, {share:.1f} %"
+                tooltip = f"{name}: {STATES[state][0]} {duration(rows[name][state])}, {share:.1f} %"
                 canvas.tooltips[f"bar{place}-{number}"] = tooltip
                 start += share
             useful = 100 * rows[name].get("productive", 0.0) / total

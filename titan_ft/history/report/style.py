@@ -29,7 +29,6 @@ STATES: dict[str, tuple[str, str]] = {
     "idle": ("idle", "#b6bdc5"),
     "unknown": ("not told", "#e6e8eb"),
 }
-UNNAMED = "#000000"  # a state that this page does not know
 ACCENT = STATES["productive"][1]
 FAULT = "#b3261e"
 
@@ -48,17 +47,9 @@ CATEGORIES: dict[str, tuple[str, frozenset[str]]] = {
 OTHER = ("other", "o")
 
 
-def state_label(state: str) -> str:
-    return STATES[state][0] if state in STATES else state.replace("_", " ")
-
-
-def state_colour(state: str) -> str:
-    return STATES[state][1] if state in STATES else UNNAMED
-
-
 def state_order(states: set[str]) -> list[str]:
-    """Return states in the order in which they are stacked; unknown ones last."""
-    return [state for state in STATES if state in states] + sorted(states - STATES.keys())
+    """Return states in the order in which they are stacked."""
+    return [state for state in STATES if state in states]
 
 
 def category(kind: str) -> tuple[str, str]:
