@@ -343,8 +343,6 @@ def main(argv: list[str] | None = None) -> int:
     """Supervise the group that the command line, or for a spare the launcher, describes."""
     options = parse(argv)
     stop = StopRequests()
-    # torch would install handlers that raise in the middle of whatever runs; SIGQUIT is one nobody sends here.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, stop)
     keeper = StandbyKeeper(lambda: start_spare(options))

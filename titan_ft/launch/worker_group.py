@@ -1,10 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start, watch and end the worker processes of one replica group, as one unit, through torchrun's library.
+"""Start, watch and end the worker processes of one replica group, as one unit.
 
-`torch.distributed.elastic.multiprocessing.start_processes` is what torchrun's own agent starts its workers with. The
-agent itself is not used: when a rank dies it gives the others 30 seconds (`PContext.close` without a timeout), and its
-rendezvous, which a group on one host does not need, costs every restart time.
+torchrun's own agent is not used: when a rank dies it gives the others 30 seconds, and its rendezvous, which a group on
+one host does not need, costs every restart time.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
 
 LOOPBACK = "127.0.0.1"
 
@@ -44,27 +43,6 @@ class WorkerExit:
         if self.code >= 0:
             return f"rank {self.rank} ended with exit status {self.code}"
         return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
-
-
-class RankLogs(LogsSpecs):
-    """Send the output of each rank to the file given for it; None leaves it where this process's own output goes."""
-
-    def __init__(self, files: Mapping[int, Path | None]) -> None:
-        super().__init__()
-        self._files = dict(files)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for path in self._files.values():
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-        nowhere = dict.fromkeys(envs, "")
-        # stderr joins stdout in the shell (see `_command`): opened twice, the file would be overwritten.
-        stdouts = {rank: str(self._files[rank] or "") for rank in envs}
-        return LogsDest(stdouts=stdouts, stderrs=nowhere, error_files=dict(nowhere))
-
-    @property
-    def root_log_dir(self) -> str:
-        return next((str(path.parent) for path in self._files.values() if path is not None), "")
 
 
 class WorkerGroup:
@@ -96,18 +74,16 @@ class WorkerGroup:
         self._store = dist.TCPStore(  # type: ignore[attr-defined] # torch exports it without listing it
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        shared = {**env, **self._group_env(port, max_restarts), **attempt_env(attempt)}
-        envs = {rank: {**shared, **self._rank_env(rank)} for rank in range(self.num_ranks)}
-        command = _command(module, args)
-        self._context: PContext = start_processes(
-            name="titan_ft",
-            entrypoint=command[0],
-            args=dict.fromkeys(range(self.num_ranks), tuple(command[1:])),
-            envs=envs,
-            logs_specs=RankLogs(logs),
-        )
-        self.pids = self._context.pids()
+        shared = {**os.environ, **env, **self._group_env(port, max_restarts), **attempt_env(attempt)}
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._reaped = False
+        try:
+            for rank, log in logs.items():
+                ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+                self._workers[rank] = _start([sys.executable, "-m", module, *args], {**shared, **ranks}, log)
+        except BaseException:
+            self.end(0.0)
+            raise
 
     def _group_env(self, port: int, max_restarts: int) -> dict[str, str]:
         """Return torchrun's variables that are the same for all ranks, and for all attempts."""
@@ -126,17 +102,14 @@ class WorkerGroup:
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
         }
 
-    def _rank_env(self, rank: int) -> dict[str, str]:
-        return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
-
     def exits(self) -> list[WorkerExit]:
         """List the workers that ended, without collecting them: until `end` their process groups keep their ids."""
         found = []
-        for rank, pid in self.pids.items():
-            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        for rank, worker in self._workers.items():
+            info = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                found.append(WorkerExit(rank, pid, code))
+                found.append(WorkerExit(rank, worker.pid, code))
         return found
 
     def drain(self, seconds: float, impatient: Callable[[], bool]) -> None:
@@ -161,25 +134,25 @@ class WorkerGroup:
         self._wait(10.0)
         exits = self.exits()
         self._reaped = True
-        self._context.close(signal.SIGKILL, timeout=0)
+        for worker in self._workers.values():
+            worker.poll()
         return exits
 
     def kill(self) -> None:
         """Kill every worker together with the processes it started; safe from another thread."""
-        if self._reaped:
-            return
-        for pid in self.pids.values():
-            _signal_group(pid, signal.SIGKILL)
+        if not self._reaped:
+            for worker in self._workers.values():
+                _signal_group(worker.pid, signal.SIGKILL)
 
     def _signal_running(self, signum: signal.Signals) -> None:
         ended = {exit.pid for exit in self.exits()}
-        for pid in self.pids.values():
-            if pid not in ended:
-                _signal_group(pid, signum)
+        for worker in self._workers.values():
+            if worker.pid not in ended:
+                _signal_group(worker.pid, signum)
 
     def _wait(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + seconds
-        while len(self.exits()) < self.num_ranks and time.monotonic() < deadline and not enough():
+        while len(self.exits()) < len(self._workers) and time.monotonic() < deadline and not enough():
             time.sleep(0.01)
 
 
@@ -216,12 +189,16 @@ def usual_env() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in usual}
 
 
+def _start(command: list[str], env: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    """Start one worker in a session of its own; its output goes to `log`, else where this process's own goes."""
+    if log is None:
+        return subprocess.Popen(command, env=env, stderr=subprocess.STDOUT, start_new_session=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
 def _signal_group(pid: int, signum: signal.Signals) -> None:
-    """Signal the process group that a worker leads (torch starts each in a session of its own)."""
+    """Signal the process group that a worker leads."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or only a zombie is left of it (macOS)
         os.killpg(pid, signum)
-
-
-def _command(module: str, args: list[str]) -> list[str]:
-    """Return the command of a worker; the shell only joins stderr to stdout and is replaced by Python."""
-    return ["/bin/sh", "-c", 'exec "$0" "$@" 2>&1', sys.executable, "-m", module, *args]
