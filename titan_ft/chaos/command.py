@@ -7,10 +7,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.job import Job
@@ -24,6 +22,7 @@ from titan_ft.options import Chaos
 from titan_ft.run.events import Event, LighthouseStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
+from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail
 
 TICK_SECONDS = 0.1
@@ -74,12 +73,13 @@ def run_chaos(asked: Chaos) -> int:
         wait_for_all=asked.fault is None,
         show=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
     )
-    with _interrupts() as interrupts:
-        try:
-            follower.follow(runner, interrupts, asked.for_seconds)
-        finally:
-            runner.close()
-            log.close()
+    stop = StopRequests(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to die now would leave workers stopped
+    try:
+        follower.follow(runner, stop, asked.for_seconds)
+    finally:
+        runner.close()
+        log.close()
+        stop.close()
     outcomes = runner.outcomes
     if asked.fault is None:
         print(f"chaos ends: {outcomes.num_injected} injected, {outcomes.num_skipped} skipped", flush=True)
@@ -137,10 +137,10 @@ class Follower:
             return None
         return self._lighthouse.pid
 
-    def follow(self, runner: ChaosRunner, interrupts: Sequence[int], for_seconds: float | None) -> None:
+    def follow(self, runner: ChaosRunner, stop: StopRequests, for_seconds: float | None) -> None:
         """Let the runner see the events and act, until it is done, the job has ended, or someone ends it."""
         deadline = float("inf") if for_seconds is None else time.monotonic() + for_seconds
-        while not interrupts and time.monotonic() < deadline:
+        while not stop and time.monotonic() < deadline:
             for event in self._seen:
                 runner.observe(event)
                 self._note_lighthouse(event)
@@ -178,19 +178,3 @@ def _params(settings: Sequence[str]) -> dict[str, float]:
             raise ConfigError(f"--set must be NAME=NUMBER, such as seconds=5, got {setting!r}")
         params[name] = read
     return params
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collect the signals that ask for an end, instead of dying of them with workers stopped."""
-    received: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-
-    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

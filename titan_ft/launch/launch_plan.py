@@ -157,10 +157,7 @@ class LaunchPlan:
 
     def supervisor_command(self, replica: int) -> list[str]:
         """Return the command that supervises one group from its first attempt that the folder does not hold."""
-        which = [f"--replica={replica}"]
-        attempt = self.paths.next_attempt(replica)
-        if attempt:
-            which.append(f"--attempt={attempt}")
+        which = [f"--replica={replica}", f"--attempt={self.paths.next_attempt(replica)}"]
         return self._supervisor(which, [f"--{TABLE}.replica_id={replica}"])
 
     def spare_command(self) -> list[str]:
@@ -168,16 +165,15 @@ class LaunchPlan:
         return self._supervisor(["--spare"], [])
 
     def _supervisor(self, which: list[str], replica_flags: list[str]) -> list[str]:
-        command = [sys.executable, "-m", "titan_ft.launch.supervisor", f"--run-dir={self.paths.root}", *which]
-        command += [
+        return [
+            *(sys.executable, "-m", "titan_ft.launch.supervisor", f"--run-dir={self.paths.root}", *which),
             f"--ranks={self.num_ranks}",
             f"--max-restarts={self.options.max_restarts}",
             f"--module={self.module}",
+            f"--drain-timeout={self.drain_seconds:g}",
+            *(["--no-standby"] if self.options.no_standby else []),
+            *("--", *self.worker_flags(replica_flags)),
         ]
-        command += [f"--drain-timeout={self.drain_seconds:g}"]
-        if self.options.no_standby:
-            command.append("--no-standby")
-        return [*command, "--", *self.worker_flags(replica_flags)]
 
     def worker_flags(self, replica_flags: list[str]) -> list[str]:
         """Return the flags of workers: those of every group, with `replica_flags`, and the user's, which win."""

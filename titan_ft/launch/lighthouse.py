@@ -11,12 +11,12 @@ import sys
 import time
 from dataclasses import fields
 from importlib.machinery import PathFinder
-from types import FrameType
 from typing import Any
 
 from titan_ft.config import ConfigError
 from titan_ft.options import LighthouseSettings
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
+from titan_ft.run.stop import StopRequests
 
 ANNOUNCEMENT = "lighthouse listening at "
 
@@ -91,18 +91,8 @@ def serve(bind: str, settings: LighthouseSettings) -> int:
     # One write: print makes two when unbuffered, and a log line of torchft's could come between.
     sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable_host(host)}:{port}\n")
     sys.stdout.flush()
-    _wait_for_signal()
+    stop = StopRequests(signal.SIGTERM, signal.SIGINT)
+    while not stop:
+        time.sleep(0.1)
     server.shutdown()
     return 0
-
-
-def _wait_for_signal() -> None:
-    received: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, note)
-    while not received:
-        time.sleep(0.1)

@@ -129,11 +129,11 @@ class StandbyKeeper:
     """Keep one standby, and replace it when it dies, but not for ever: a run does without.
 
     Args:
-        start: makes a standby; may be replaced when what it starts changes.
+        start: makes a standby.
     """
 
     def __init__(self, start: Callable[[], Standby]) -> None:
-        self.start = start
+        self._start = start
         self._standby: Standby | None = None
         self._num_failures = 0
         self._not_before = 0.0
@@ -150,7 +150,7 @@ class StandbyKeeper:
                 self._note_failure(exits[0].describe())
         elif due and self._num_failures < MAX_FAILURES and time.monotonic() >= self._not_before:
             try:
-                self._standby = self.start()
+                self._standby = self._start()
             except OSError as error:  # out of processes or files: the run itself may still go on
                 self._note_failure(str(error))
 
