@@ -4,7 +4,7 @@
 
 Nearly all of a worker's start is Python imports. A standby has them behind it when its group dies.
 
-Supervisor and standby speak over a Unix socket: one byte says "ready", one line of JSON says "go" (command line,
+Supervisor and standby speak over a pair of sockets: one byte says "ready", one line of JSON says "go" (command line,
 environment, log files). Until then a standby prints to the supervisor's own log, writes no event and uses no GPU; it
 ends quietly when the other end of the socket does.
 """
@@ -14,16 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from titan_ft.launch.restart_policy import backoff_seconds
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from titan_ft.launch.worker_group import WorkerGroup
 
 SOCKET_ENV = "TITAN_FT_STANDBY"
-"""Path of the socket, for workers that are started as standbys."""
+"""Descriptor of the socket, for workers that are started as standbys."""
 READY = b"r"
 MAX_FAILURES = 3
 NICE = 5
@@ -48,44 +46,25 @@ class Standby:
     def __init__(self, module: str, args: list[str], env: Mapping[str, str], num_ranks: int, max_restarts: int) -> None:
         from titan_ft.launch.worker_group import WorkerGroup
 
-        self._connections: list[socket.socket] = []
+        pairs = [socket.socketpair() for _ in range(num_ranks)]
+        self._connections = [own for own, _ in pairs]
         self._ready: set[socket.socket] = set()
-        self._folder = tempfile.mkdtemp(prefix="titan_ft-")  # only this user may enter it
-        path = os.path.join(self._folder, "go")
-        self._listener = socket.socket(socket.AF_UNIX)
         try:
-            self._listener.bind(path)
-            self._listener.listen(num_ranks)
-            self._listener.setblocking(False)
-            nowhere: dict[int, Path | None] = dict.fromkeys(range(num_ranks))
-            self.group: WorkerGroup = WorkerGroup(
-                module, args, {**env, SOCKET_ENV: path}, nowhere, attempt=0, max_restarts=max_restarts
-            )
+            sockets = [theirs for _, theirs in pairs]
+            self.group: WorkerGroup = WorkerGroup(module, args, env, num_ranks, max_restarts, standby=sockets)
         except BaseException:
-            self._close_listener()
+            self._close()
             raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
 
     def poll(self) -> None:
-        """Take note of the ranks that connected or got ready since the last call."""
-        num_ranks = self.group.num_ranks
-        while len(self._connections) < num_ranks:
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                break
-            connection.setblocking(False)
-            self._connections.append(connection)
-        if len(self._connections) == num_ranks:
-            self._close_listener()  # at once, so that a supervisor that is killed leaves no folder behind
+        """Take note of the ranks that got ready since the last call."""
         for connection in self._connections:
             with contextlib.suppress(BlockingIOError, ConnectionError):
-                if connection not in self._ready and connection.recv(1) == READY:
+                if connection not in self._ready and connection.recv(1, socket.MSG_DONTWAIT) == READY:
                     self._ready.add(connection)
-
-    @property
-    def connected(self) -> bool:
-        """Whether all ranks listen, though they may still import: they are ahead of workers started now."""
-        return len(self._connections) == self.group.num_ranks and not self.group.exits()
 
     @property
     def ready(self) -> bool:
@@ -102,7 +81,6 @@ class Standby:
         message = {"args": args, "env": dict(env), "logs": [str(logs[rank]) for rank in sorted(logs)]}
         try:
             for connection in self._connections:
-                connection.setblocking(True)
                 connection.sendall(json.dumps(message).encode() + b"\n")
         except ConnectionError:
             return False
@@ -116,13 +94,8 @@ class Standby:
         self.group.end(0.0)
 
     def _close(self) -> None:
-        self._close_listener()
         for connection in self._connections:
             connection.close()
-
-    def _close_listener(self) -> None:
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class StandbyKeeper:
@@ -155,17 +128,17 @@ class StandbyKeeper:
                 self._note_failure(str(error))
 
     def take(self) -> Standby | None:
-        """Hand over the standby if it can be told to go; one that has hardly begun is ended instead."""
+        """Hand over the standby unless it has died; one that still imports is ahead of workers started now."""
         standby, self._standby = self._standby, None
         if standby is None:
             return None
         standby.poll()
-        if standby.connected:
-            if standby.ready:
-                self._num_failures = 0
-            return standby
-        standby.end()
-        return None
+        if standby.group.exits():
+            standby.end()
+            return None
+        if standby.ready:
+            self._num_failures = 0
+        return standby
 
     def end(self) -> None:
         standby, self._standby = self._standby, None
@@ -192,14 +165,11 @@ def wait_for_go(imports: Callable[[], None]) -> list[str]:
     Returns at once, with this process's own command line, in a worker that is no standby. Ends the process when the
     supervisor is gone or does not need it.
     """
-    path = os.environ.pop(SOCKET_ENV, "")
-    if not path:
+    descriptor = os.environ.pop(SOCKET_ENV, "")
+    if not descriptor:
         return sys.argv[1:]
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(path)
-    except OSError:
-        _leave(path)
+    connection = socket.socket(fileno=int(descriptor))
+    connection.set_inheritable(False)
     # A thread may be slow for as long as it lives; the process needs rights to become fast again.
     thread = threading.Thread(target=_import, args=(imports, connection), name="standby_imports", daemon=True)
     thread.start()
@@ -207,7 +177,7 @@ def wait_for_go(imports: Callable[[], None]) -> list[str]:
     with contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
         line = lines.readline()
     if not line.endswith(b"\n"):
-        _leave(path)
+        os._exit(0)
     _hurry()
     message: dict[str, Any] = json.loads(line)
     os.environ.update(message["env"])
@@ -215,14 +185,6 @@ def wait_for_go(imports: Callable[[], None]) -> list[str]:
     thread.join()
     connection.close()
     return list(message["args"])
-
-
-def _leave(path: str) -> NoReturn:
-    """End without a word; a supervisor that was killed early left the socket and its folder behind."""
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-        os.rmdir(os.path.dirname(path))
-    os._exit(0)
 
 
 def _import(imports: Callable[[], None], connection: socket.socket) -> None:

@@ -191,7 +191,8 @@ class Supervisor:
             if standby.go(spec.args, {**spec.env, **attempt_env(attempt)}, logs):
                 return standby.group
             standby.end()
-        return WorkerGroup(spec.module, spec.args, _with_parent(spec.env), {**logs}, attempt, spec.max_restarts)
+        env = _with_parent(spec.env)
+        return WorkerGroup(spec.module, spec.args, env, spec.ranks, spec.max_restarts, attempt=attempt, logs=logs)
 
     def _wait_for_end(self, group: WorkerGroup, came_back: bool) -> list[WorkerExit]:
         """Wait until all finished, one failed, or a stop was asked for; return those that ended by themselves.

@@ -15,12 +15,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
+
+from titan_ft.launch.standby import SOCKET_ENV
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,9 +55,10 @@ class WorkerGroup:
         module: Python module that the workers run.
         args: its command line.
         env: environment of all workers, on top of this process's own and of torchrun's usual variables.
-        logs: log file per rank, None for this process's own output; their number is the number of ranks.
-        attempt: which start of the group this is, from 0 (see `attempt_env`).
         max_restarts: told to the workers, as torchrun does.
+        attempt: which start of the group this is, from 0 (see `attempt_env`).
+        logs: log file per rank; without, output goes where this process's own goes.
+        standby: per rank the socket at which it waits, if it is to (see `standby`).
     """
 
     def __init__(
@@ -62,11 +66,14 @@ class WorkerGroup:
         module: str,
         args: list[str],
         env: Mapping[str, str],
-        logs: Mapping[int, Path | None],
-        attempt: int,
+        num_ranks: int,
         max_restarts: int,
+        *,
+        attempt: int = 0,
+        logs: Mapping[int, Path] | None = None,
+        standby: Sequence[socket.socket] = (),
     ) -> None:
-        self.num_ranks = len(logs)
+        self.num_ranks = num_ranks
         # Workers meet at a store that lives here, on a port the system chose: a port picked now for rank 0 to bind
         # after seconds of imports could be taken by then. On loopback only.
         listener = socket.create_server((LOOPBACK, 0))
@@ -78,9 +85,21 @@ class WorkerGroup:
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._reaped = False
         try:
-            for rank, log in logs.items():
-                ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-                self._workers[rank] = _start([sys.executable, "-m", module, *args], {**shared, **ranks}, log)
+            for rank in range(num_ranks):
+                own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+                descriptors = []
+                if standby:
+                    descriptors = [standby[rank].fileno()]
+                    own[SOCKET_ENV] = str(descriptors[0])
+                with _open_log(logs[rank] if logs else None) as output:
+                    self._workers[rank] = subprocess.Popen(
+                        [sys.executable, "-m", module, *args],
+                        env={**shared, **own},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=descriptors,
+                        start_new_session=True,
+                    )
         except BaseException:
             self.end(0.0)
             raise
@@ -189,13 +208,11 @@ def usual_env() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in usual}
 
 
-def _start(command: list[str], env: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    """Start one worker in a session of its own; its output goes to `log`, else where this process's own goes."""
-    if log is None:
-        return subprocess.Popen(command, env=env, stderr=subprocess.STDOUT, start_new_session=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+def _open_log(path: Path | None) -> contextlib.AbstractContextManager[BinaryIO | None]:
+    if path is None:
+        return contextlib.nullcontext()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
 
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:
