@@ -25,7 +25,7 @@ from titan_ft.chaos.inside.blackhole import Blackhole
 from titan_ft.chaos.inside.link import Link
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.inside.task import Task
-from titan_ft.replica.state_server import Sender
+from titan_ft.replica.state_server import Send
 
 _RESCAN_SECONDS = 0.05  # until an outage takes in a new socket
 _QUICK_RESCAN_SECONDS = 0.005
@@ -93,41 +93,34 @@ def _lose(
 # The donor
 
 
-class _Sender:
-    """A sender that is one function."""
-
-    def __init__(self, send: Callable[[socket.socket, memoryview], None]) -> None:
-        self.send = send
-
-
 def kill_donor(task: Task, worker: TargetWorker) -> None:
     """Die by SIGKILL after a chunk of the state was served."""
 
-    def wrap(sender: Sender) -> Sender:
+    def wrap(send: Send) -> Send:
         def send_and_die(connection: socket.socket, data: memoryview) -> None:
-            sender.send(connection, data)
+            send(connection, data)
             if task.begin():
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        return _Sender(send_and_die)
+        return send_and_die
 
-    worker.wrap(task, worker.server, "sender", wrap)
+    worker.wrap(task, worker.server, "send", wrap)
 
 
 def corrupt_chunk(task: Task, worker: TargetWorker) -> None:
     """Send a chunk with a byte that is another than the one that its checksum was computed of."""
 
-    def wrap(sender: Sender) -> Sender:
+    def wrap(send: Send) -> Send:
         def send_corrupted(connection: socket.socket, data: memoryview) -> None:
             if data.nbytes and task.begin(bytes=data.nbytes):
                 copy = bytearray(data)  # the snapshot itself stays sound
                 copy[random.Random(task.order.seed).randrange(len(copy))] ^= 1
                 data = memoryview(copy)
-            sender.send(connection, data)
+            send(connection, data)
 
-        return _Sender(send_corrupted)
+        return send_corrupted
 
-    worker.wrap(task, worker.server, "sender", wrap)
+    worker.wrap(task, worker.server, "send", wrap)
 
 
 # The disk
