@@ -4,9 +4,8 @@
 
 Nearly all of a worker's start is Python imports. A standby has them behind it when its group dies.
 
-Supervisor and standby speak over a pair of sockets: one byte says "ready", one line of JSON says "go" (command line,
-environment, log files). Until then a standby prints to the supervisor's own log, writes no event and uses no GPU; it
-ends quietly when the other end of the socket does.
+A standby waits at a socket for one line of JSON that says "go" (command line, environment, log files). Until then it
+prints to the supervisor's own log, writes no event and uses no GPU; it ends quietly when the socket's other end does.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 SOCKET_ENV = "TITAN_FT_STANDBY"
 """Descriptor of the socket, for workers that are started as standbys."""
-READY = b"r"
 MAX_FAILURES = 3
 NICE = 5
 
@@ -48,7 +46,6 @@ class Standby:
 
         pairs = [socket.socketpair() for _ in range(num_ranks)]
         self._connections = [own for own, _ in pairs]
-        self._ready: set[socket.socket] = set()
         try:
             sockets = [theirs for _, theirs in pairs]
             self.group: WorkerGroup = WorkerGroup(module, args, env, num_ranks, max_restarts, standby=sockets)
@@ -58,18 +55,6 @@ class Standby:
         finally:
             for _, theirs in pairs:
                 theirs.close()
-
-    def poll(self) -> None:
-        """Take note of the ranks that got ready since the last call."""
-        for connection in self._connections:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                if connection not in self._ready and connection.recv(1, socket.MSG_DONTWAIT) == READY:
-                    self._ready.add(connection)
-
-    @property
-    def ready(self) -> bool:
-        """Whether all ranks have imported everything."""
-        return len(self._ready) == self.group.num_ranks and not self.group.exits()
 
     def go(self, args: list[str], env: Mapping[str, str], logs: Mapping[int, Path]) -> bool:
         """Let the workers begin, with this command line, further environment and log files.
@@ -115,7 +100,6 @@ class StandbyKeeper:
         """Look after the standby; start one if there is none and it is `due`. To be called every now and then."""
         standby = self._standby
         if standby is not None:
-            standby.poll()
             exits = standby.group.exits()
             if exits:
                 self._standby = None
@@ -132,12 +116,10 @@ class StandbyKeeper:
         standby, self._standby = self._standby, None
         if standby is None:
             return None
-        standby.poll()
         if standby.group.exits():
             standby.end()
             return None
-        if standby.ready:
-            self._num_failures = 0
+        self._num_failures = 0
         return standby
 
     def end(self) -> None:
@@ -171,7 +153,7 @@ def wait_for_go(imports: Callable[[], None]) -> list[str]:
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     # A thread may be slow for as long as it lives; the process needs rights to become fast again.
-    thread = threading.Thread(target=_import, args=(imports, connection), name="standby_imports", daemon=True)
+    thread = threading.Thread(target=_import, args=(imports,), name="standby_imports", daemon=True)
     thread.start()
     line = b""
     with contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
@@ -187,8 +169,8 @@ def wait_for_go(imports: Callable[[], None]) -> list[str]:
     return list(message["args"])
 
 
-def _import(imports: Callable[[], None], connection: socket.socket) -> None:
-    """Import at low priority, so that the group that trains is hardly slower, and say that it is done."""
+def _import(imports: Callable[[], None]) -> None:
+    """Import at low priority, so that the group that trains is hardly slower."""
     _slow_down()
     try:
         imports()
@@ -196,8 +178,6 @@ def _import(imports: Callable[[], None], connection: socket.socket) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    with contextlib.suppress(OSError):  # the supervisor is gone, which the main thread sees too
-        connection.sendall(READY)
 
 
 def _slow_down() -> None:

@@ -35,7 +35,7 @@ from titan_ft.run.events import (
     WorkerExited,
 )
 from titan_ft.run.log import EventLog
-from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
+from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail, last_error_line
@@ -191,8 +191,7 @@ class Supervisor:
             if standby.go(spec.args, {**spec.env, **attempt_env(attempt)}, logs):
                 return standby.group
             standby.end()
-        env = _with_parent(spec.env)
-        return WorkerGroup(spec.module, spec.args, env, spec.ranks, spec.max_restarts, attempt=attempt, logs=logs)
+        return WorkerGroup(spec.module, spec.args, spec.env, spec.ranks, spec.max_restarts, attempt=attempt, logs=logs)
 
     def _wait_for_end(self, group: WorkerGroup, came_back: bool) -> list[WorkerExit]:
         """Wait until all finished, one failed, or a stop was asked for; return those that ended by themselves.
@@ -263,11 +262,7 @@ class Supervisor:
 
 def start_standby(spec: GroupSpec) -> Standby:
     """Start a standby of the group; what depends on the replica, if it is not known yet, follows with "go"."""
-    return Standby(spec.module, spec.args, _with_parent(spec.env), spec.ranks, spec.max_restarts)
-
-
-def _with_parent(env: dict[str, str]) -> dict[str, str]:
-    return {**env, PARENT_PID_ENV: str(os.getpid())}
+    return Standby(spec.module, spec.args, spec.env, spec.ranks, spec.max_restarts)
 
 
 def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from titan_ft.launch.standby import SOCKET_ENV
+from titan_ft.run.orphan import PARENT_PID_ENV
 
 LOOPBACK = "127.0.0.1"
 
@@ -105,9 +106,10 @@ class WorkerGroup:
             raise
 
     def _group_env(self, port: int, max_restarts: int) -> dict[str, str]:
-        """Return torchrun's variables that are the same for all ranks, and for all attempts."""
+        """Return the variables that are the same for all ranks and attempts: torchrun's, and who the parent is."""
         world = str(self.num_ranks)
         return {
+            PARENT_PID_ENV: str(os.getpid()),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "WORLD_SIZE": world,
