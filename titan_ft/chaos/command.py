@@ -19,7 +19,6 @@ from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.slurm import SlurmProcesses
 from titan_ft.config import ConfigError
 from titan_ft.options import Chaos
-from titan_ft.run.events import Event, LighthouseStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.stop import StopRequests
@@ -69,7 +68,7 @@ def run_chaos(asked: Chaos) -> int:
         processes=follower.processes,
         orders=paths.chaos_orders,
         events=log,
-        lighthouse_pid=follower.lighthouse_pid,
+        lighthouse_pid=lambda: follower.lighthouse_pid(runner.job),
         wait_for_all=asked.fault is None,
         show=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
     )
@@ -104,9 +103,6 @@ class Follower:
         self.processes = SlurmProcesses(self._local)
         self._tail = EventTail(self.paths.events, from_start=True)
         self._seen = self._tail.poll()
-        self._lighthouse: Worker | None = None
-        self._is_here = False
-        """Workers run on this host. The lighthouse, whose event does not say where it is, does then too."""
 
     def check(self) -> None:
         """Check that there is a job that runs.
@@ -131,11 +127,13 @@ class Follower:
             where = f"; its workers run on {hosts}: run titan-ft chaos there" if hosts else "; no worker of it is alive"
             raise ConfigError(rule + where)
 
-    def lighthouse_pid(self) -> int | None:
+    def lighthouse_pid(self, job: Job) -> int | None:
         """Return the process of the lighthouse that `launch` keeps; None where it does not run, or not on this host."""
-        if not self._is_here or self._lighthouse is None or not self._local.is_alive(self._lighthouse):
+        # Its event does not say where it runs; that is with the workers.
+        if job.lighthouse is None or not any(self._local.has(worker) for worker in job.everyone()):
             return None
-        return self._lighthouse.pid
+        lighthouse = Worker("the lighthouse", job.lighthouse.lighthouse_pid, self._local.host, job.lighthouse.mono)
+        return lighthouse.pid if self._local.is_alive(lighthouse) else None
 
     def follow(self, runner: ChaosRunner, stop: StopRequests, for_seconds: float | None) -> None:
         """Let the runner see the events and act, until it is done, the job has ended, or someone ends it."""
@@ -143,17 +141,11 @@ class Follower:
         while not stop and time.monotonic() < deadline:
             for event in self._seen:
                 runner.observe(event)
-                self._note_lighthouse(event)
-            self._is_here = any(self._local.has(worker) for worker in runner.job.everyone())
             runner.poll()
             if runner.done or runner.job.ended:
                 return
             time.sleep(TICK_SECONDS)
             self._seen = self._tail.poll()
-
-    def _note_lighthouse(self, event: Event) -> None:
-        if isinstance(event, LighthouseStarted):
-            self._lighthouse = Worker("the lighthouse", event.lighthouse_pid, self._local.host, event.mono)
 
 
 def catalogue() -> str:

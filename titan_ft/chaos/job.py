@@ -21,6 +21,7 @@ from titan_ft.run.events import (
     LaunchFinished,
     LaunchStarted,
     LaunchStopping,
+    LighthouseStarted,
     RankSilent,
     ReplicaGaveUp,
     StepCommitted,
@@ -68,6 +69,8 @@ class Job:
         self._finished: set[int] = set()
         self.trained_together = False
         """A step to which all groups contributed has been committed."""
+        self.lighthouse: LighthouseStarted | None = None
+        """The newest one that the launcher has started."""
         self._num_groups = 0
         self._num_ranks = 1
         self._groups: dict[int, Group] = {}
@@ -119,6 +122,8 @@ class Job:
             case LaunchStarted():  # a run directory may hold several launches
                 self._forget()
                 self._num_groups, self._num_ranks = event.replicas, event.ranks_per_replica
+            case LighthouseStarted():
+                self.lighthouse = event
             case LaunchStopping() | LaunchFinished():
                 self._stopping = True
             case GradientExcluded():

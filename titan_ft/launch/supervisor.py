@@ -134,13 +134,13 @@ class Supervisor:
                 if self._stop:
                     break
                 code = 0 if failure is None else failure.code
-                decision = self._policy.decide(code, time.monotonic() - started, self._committed)
-                if not decision.restart:
+                delay = self._policy.decide(code, time.monotonic() - started, self._committed)
+                if isinstance(delay, str):
                     if failure is None:
                         return 0
-                    self._give_up(attempt, failure, decision.reason)
+                    self._give_up(attempt, failure, delay)
                     return code if code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
-                self._pause(decision.delay_seconds)
+                self._pause(delay)
                 attempt += 1
                 restarted_because = SENT_AWAY if failure is None else failure.describe()
             return 1
