@@ -99,7 +99,8 @@ def check_order(process: list[Event]) -> None:
 def check_survivor(process: list[Event], steps: int, longest_gap: float = LONGEST_GAP_SECONDS) -> None:
     """A survivor made all steps, computed each batch exactly once, and was never stopped for long."""
     committed = named(process, "step_committed")
-    assert [event["step"] for event in committed] == list(range(1, steps + 1))
+    made = [event["step"] for event in committed]
+    assert made == list(range(1, steps + 1)), f"committed {made} of {steps}"
     computed = {event["step"]: event for event in named(process, "computed")}
     batches = 0
     for event in committed:
