@@ -41,11 +41,6 @@ def split_bind(bind: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def reachable_host(host: str) -> str:
-    """Return the address under which this host itself reaches what is bound to `host`."""
-    return "127.0.0.1" if host in ("[::]", "0.0.0.0") else host
-
-
 def _native_torchft() -> Any:
     """Load torchft's native module alone, in milliseconds: the package around it imports torch, which takes seconds.
 
@@ -87,9 +82,10 @@ def serve(bind: str, settings: LighthouseSettings) -> int:
     except RuntimeError as error:
         raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
     # torchft's address() holds the host's name, which others would have to resolve.
+    reachable = "127.0.0.1" if host in ("[::]", "0.0.0.0") else host
     port = server.address().rsplit(":", 1)[1]
     # One write: print makes two when unbuffered, and a log line of torchft's could come between.
-    sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable_host(host)}:{port}\n")
+    sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable}:{port}\n")
     sys.stdout.flush()
     stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     while not stop:

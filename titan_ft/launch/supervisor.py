@@ -17,13 +17,14 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from titan_ft.config import FaultTolerance
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, RestartPolicy
 from titan_ft.launch.standby import Standby, StandbyKeeper
 from titan_ft.run.events import (
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
-DRAIN_SECONDS = 25.0
 STANDBY_AFTER_SECONDS = 30.0
 """A group that waits for others this long gets a standby, though it has not committed a step."""
 DEFAULT_MODULE = "titan_ft.train"
@@ -70,7 +70,7 @@ class GroupSpec:
     module: str = DEFAULT_MODULE
     lighthouse: str = ""
     """Its address; if left out, read as one line from stdin."""
-    drain_seconds: Annotated[float, tyro.conf.arg(name="drain-timeout")] = DRAIN_SECONDS
+    drain_seconds: Annotated[float, tyro.conf.arg(name="drain-timeout")] = FaultTolerance.drain_timeout_seconds
     """How long workers may take to finish their step at a stop; 0 kills them at once."""
     grace_seconds: float = GRACE_SECONDS
     """How long the other ranks of a rank that failed may take to end."""
@@ -282,13 +282,12 @@ def read_instruction(stop: StopRequests, meanwhile: Callable[[], None] = lambda:
         return "" if stop else stdin.readline().decode().strip()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Supervise the group that the command line, or for a spare the launcher, describes."""
-    argv = sys.argv[1:] if argv is None else argv
-    own = argv.index("--") if "--" in argv else len(argv)
-    spec = tyro.cli(GroupSpec, args=argv[:own], config=(tyro.conf.FlagCreatePairsOff,))
-    spec.args = [*argv[own + 1 :]]
     stop = StopRequests(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    end = sys.argv.index("--")
+    spec = tyro.cli(GroupSpec, args=sys.argv[1:end], config=(tyro.conf.FlagCreatePairsOff,))
+    spec.args = sys.argv[end + 1 :]
     keeper = StandbyKeeper(lambda: start_standby(spec))
     started: list[Supervisor] = []
 
