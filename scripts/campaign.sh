@@ -12,31 +12,10 @@ Exit status: 0 every promise holds, 1 one does not or cannot be told or training
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-refuse() {
-    echo "campaign.sh: $1" >&2
-    exit 2
-}
-
-number() { # name, least value, value
-    if [[ ! $3 =~ ^[0-9]{1,10}$ ]] || ((10#$3 < $2)); then
-        refuse "$1 must be a whole number, at least $2, got '$3'"
-    fi
-}
+source "$root/scripts/common.sh"
 
 minutes=20 seed="" groups=4 ranks=1 run_dir="" plan="" reference=""
-while (($#)); do
-    case $1 in
-    --reference) reference=yes && shift && continue ;;
-    --help | -h) echo "$usage" && exit 0 ;;
-    --) shift && break ;;
-    --minutes | --seed | --groups | --ranks | --run-dir | --plan) ;;
-    *) refuse "no option '$1' (torchtitan flags go after --); see --help" ;;
-    esac
-    (($# >= 2)) || refuse "$1 needs a value"
-    name=${1#--}
-    printf -v "${name//-/_}" %s "$2"
-    shift 2
-done
+read_options "minutes seed groups ranks run-dir plan" reference "$@"
 
 # A fault each 15 s needs the time for a few of them, and for all groups to come back.
 number --minutes 2 "$minutes"
@@ -53,26 +32,6 @@ done
 cd "$root"
 source scripts/setup_env.sh
 
-launcher=""
-# shellcheck disable=SC2317  # called by the trap
-stop() {
-    # The launcher ends everything that it started when it is asked to end.
-    [[ -z $launcher ]] || kill "$launcher" 2>/dev/null || true
-    wait
-}
-trap stop EXIT
-trap 'exit 130' INT TERM
-
-launch() { # run dir, then flags of launch, --, torchtitan's flags
-    local status=0
-    "$TITAN_FT_PYTHON" -m titan_ft launch configs/llama3_debug.toml --replicas "$groups" --ranks-per-replica "$ranks" \
-        --run-dir "$@" &
-    launcher=$!
-    wait "$launcher" || status=$?
-    launcher=""
-    return "$status"
-}
-
 # The same arithmetic with and without faults: the global batch holds while groups are away, and the LR is a function of
 # the step alone, constant after the warm-up in as many steps as there may be. Faults are to be found within seconds: a
 # deadlock by the watchdog, a flipped bit by the digests.
@@ -85,9 +44,10 @@ flags=(
     --training.steps=100000
 )
 echo "campaign.sh: seed $seed, $minutes minutes, $groups groups x $ranks ranks; $run_dir"
+job=(configs/llama3_debug.toml --replicas "$groups" --ranks-per-replica "$ranks")
 status=0
-launch "$run_dir" --chaos "$plan" --chaos-seed "$seed" --minutes "$minutes" \
-    -- "${flags[@]}" --fault_tolerance.chaos "$@" || status=$?
+launch "${job[@]}" --run-dir "$run_dir" --chaos "$plan" --chaos-seed "$seed" --minutes "$minutes" \
+    -- "${flags[@]}" --fault_tolerance.chaos "${rest[@]}" || status=$?
 ((status != 2)) || exit 2
 if ((status != 0)); then
     echo "campaign.sh: the run did not end in order (status $status); its logs are in $run_dir/logs" >&2
@@ -96,7 +56,7 @@ fi
 against=()
 if [[ $reference ]]; then
     echo "campaign.sh: the same without faults; $run_dir-reference"
-    if launch "$run_dir-reference" --minutes "$minutes" -- "${flags[@]}" "$@"; then
+    if launch "${job[@]}" --run-dir "$run_dir-reference" --minutes "$minutes" -- "${flags[@]}" "${rest[@]}"; then
         against=(--against "$run_dir-reference")
     else
         echo "campaign.sh: the run without faults failed, so there is no comparison;" \

@@ -16,16 +16,7 @@ TITAN_FT_TOKEN, the secret that all groups share, must be set unless every addre
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-refuse() {
-    echo "replica_group.sh: $1" >&2
-    exit 2
-}
-
-number() { # name, least value, value
-    if [[ ! $3 =~ ^[0-9]+$ ]] || ((10#$3 < $2)); then
-        refuse "$1 must be a whole number, at least $2, got '$3'"
-    fi
-}
+source "$root/scripts/common.sh"
 
 # Slurm writes "8", "h100:8", or "4(x2)".
 slurm_count() {
@@ -55,19 +46,7 @@ ranks_per_node=$(slurm_count "${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-${SLU
 nodes=${SLURM_NNODES:-1}
 rendezvous=""
 max_restarts=100
-while (($#)); do
-    case $1 in
-    --dry-run) dry_run=yes && shift && continue ;;
-    --help | -h) echo "$usage" && exit 0 ;;
-    --) shift && break ;;
-    --config | --run-dir | --replica | --replicas | --lighthouse | --ranks-per-node | --nodes | --rendezvous | --max-restarts) ;;
-    *) refuse "no option '$1' (torchtitan flags go after --); see --help" ;;
-    esac
-    (($# >= 2)) || refuse "$1 needs a value"
-    name=${1#--}
-    printf -v "${name//-/_}" %s "$2"
-    shift 2
-done
+read_options "config run-dir replica replicas lighthouse ranks-per-node nodes rendezvous max-restarts" dry-run "$@"
 
 [[ -n $config ]] || refuse "--config is missing"
 [[ -f $config ]] || refuse "--config must be a TOML file, got '$config'"
@@ -108,7 +87,7 @@ fi
 python=${TITAN_FT_PYTHON:-$root/.venv/bin/python}
 command=("$python" -m torch.distributed.run "--nnodes=$nodes" "--nproc-per-node=$ranks_per_node" "${rendezvous_flags[@]}"
     "--max-restarts=$max_restarts" -m titan_ft.train "--job.config_file=$config" "--job.dump_folder=$run_dir"
-    --metrics.save_tb_folder=tb "${group[@]}" "$@")
+    --metrics.save_tb_folder=tb "${group[@]}" "${rest[@]}")
 # As titan-ft launch sets them: torchft's log at its default level costs time in each step. A restarted group needs a
 # store of its own: in the agent's it would read the addresses of its dead predecessors (pytorch issue 135712).
 environment=("TORCHFT_LIGHTHOUSE=$lighthouse" "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"

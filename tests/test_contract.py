@@ -232,12 +232,7 @@ def test_torch_privates() -> None:
 
 
 def test_launch_seams_of_torch_elastic() -> None:
-    """The supervisor starts workers through these public but young parts of torchrun."""
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, start_processes
-
-    assert {"name", "entrypoint", "args", "envs", "logs_specs"} <= set(parameters(start_processes))
-    assert callable(LogsSpecs.reify)
-    assert {"stdouts", "stderrs"} <= {field.name for field in dataclasses.fields(LogsDest)}
+    """Workers meet at the supervisor's store because of a variable that torchrun's agent sets."""
     assert "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(dist.rendezvous.__globals__["_create_c10d_store"]) or (
         "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(inspect.getmodule(dist.rendezvous))
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
@@ -18,24 +17,18 @@ from titan_ft.options import Audit, Chaos, Check, Launch, Lighthouse, Report, To
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config."""
     argv = sys.argv[1:] if argv is None else argv
-    own, worker_args = _split(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
     command = tyro.cli(
-        Annotated[Launch, tyro.conf.subcommand("launch")]
-        | Annotated[Lighthouse, tyro.conf.subcommand("lighthouse")]
-        | Annotated[Chaos, tyro.conf.subcommand("chaos")]
-        | Annotated[Check, tyro.conf.subcommand("check")]
-        | Annotated[Top, tyro.conf.subcommand("top")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Audit, tyro.conf.subcommand("audit")],
+        Launch | Lighthouse | Chaos | Check | Top | Report | Audit,
         prog="titan-ft",
         description="Fault-tolerant data parallelism for torchtitan.",
-        args=own,
+        args=argv[:end],
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     try:
         match command:
             case Launch():
-                return _launch(command, worker_args)
+                return _launch(command, argv[end + 1 :])
             case Lighthouse():
                 from titan_ft.launch.lighthouse import serve
 
@@ -45,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
             case Check():
                 return _check(command)
             case Top():
-                return _top(command)
+                from titan_ft.live.top import top
+
+                return top(command.run_dir, once=command.once)
             case Report():
                 return _report(command)
             case Audit():
@@ -53,14 +48,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line at its first --."""
-    if "--" not in argv:
-        return argv, []
-    position = argv.index("--")
-    return argv[:position], argv[position + 1 :]
 
 
 def _launch(command: Launch, worker_args: list[str]) -> int:
@@ -101,12 +88,6 @@ def _check(command: Check) -> int:
     else:
         show(check_table(report))
     return 0 if report.verdict == "holds" else 1
-
-
-def _top(command: Top) -> int:
-    from titan_ft.live.top import top
-
-    return top(command.run_dir, once=command.once)
 
 
 def _report(command: Report) -> int:

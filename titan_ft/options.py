@@ -104,14 +104,18 @@ class Chaos:
 
 
 @dataclass(frozen=True)
-class Check:
+class _OfRun:
+    run_dir: tyro.conf.Positional[Path]
+    """The --run-dir of a launch, or any folder with events/*.jsonl."""
+
+
+@dataclass(frozen=True)
+class Check(_OfRun):
     """Verify the promises of a run from its events: each holds, does not hold, or cannot be told.
 
     The exit status is 0 when everything asked holds, else 1.
     """
 
-    run_dir: tyro.conf.Positional[Path]
-    """The --run-dir of a launch, or any folder with events/*.jsonl."""
     against: Path | None = None
     """The --run-dir of a run without failures, of the same config: its loss curve must be followed."""
     json: bool = False
@@ -119,24 +123,20 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Top:
+class Top(_OfRun):
     """Show a run live in the terminal: its groups, its loss and what happens to it.
 
     Without a terminal it is shown once. q or Ctrl-C leaves; a run that is over is shown as it ended.
     """
 
-    run_dir: tyro.conf.Positional[Path]
-    """The --run-dir of a launch, or any folder with events/*.jsonl."""
     once: bool = False
     """Show it once, as it is now."""
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(_OfRun):
     """Sum up a run: figures on the terminal, a page with plots in RUN_DIR/report (--json: figures only)."""
 
-    run_dir: tyro.conf.Positional[Path]
-    """The --run-dir of a launch, or any folder with events/*.jsonl."""
     json: bool = False
     """Print the figures as JSON, and write no page."""
     out: Path | None = None
@@ -146,13 +146,11 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(_OfRun):
     """Find lost and repeated batches of a run in its events.
 
     The exit status is 0 when every batch was trained once, 1 when some were lost or repeated or it cannot be told.
     """
 
-    run_dir: tyro.conf.Positional[Path]
-    """The --run-dir of a launch, or any folder with events/*.jsonl."""
     json: bool = False
     """Print all findings as JSON."""

@@ -40,6 +40,7 @@ def test_command_lines(config: Path) -> None:
     assert command[3:] == [
         f"--run-dir={root}",
         "--replica=1",
+        "--attempt=0",
         "--ranks=2",
         "--max-restarts=100",
         "--module=titan_ft.train",
@@ -150,7 +151,7 @@ def test_resume_needs_the_same_config_and_a_checkpoint(config: Path) -> None:
     first.paths.logs(1, 4, 0).parent.mkdir(parents=True)
     again = plan(config, resume=True)
     assert "--attempt=5" in again.supervisor_command(1)
-    assert not any(flag.startswith("--attempt") for flag in again.supervisor_command(0))
+    assert "--attempt=0" in again.supervisor_command(0)
     again.write()
     assert plan(first.paths.config, resume=True).num_replicas == 3
     with pytest.raises(ConfigError, match=r"checkpoint.enable = true, got false; .* start anew"):

@@ -65,12 +65,13 @@ class Agents:
         pending = _Pending(aimed, self._clock() + WAIT_SECONDS)
         for target in aimed.targets:
             assert target.replica is not None, "the lighthouse has no agent"
-            life = pending.lives[target.replica] = self._job.life(target.replica)
-            self._give(aimed, target, self._job.attempt(target.replica), _params_at(aimed, target))
+            group = self._job.group(target.replica)
+            pending.lives[target.replica] = group.life
+            self._give(aimed, target, group.attempt, _params_at(aimed, target))
             # A checkpoint that cannot be saved costs no group its part in training.
             if CHECKPOINT not in aimed.fault.needs:
-                disturbance = pending.disturbances[target.replica] = Disturbance.of(aimed, target, life)
-                self._job.disturb(target.replica, disturbance)
+                disturbance = pending.disturbances[target.replica] = Disturbance.of(aimed, target, group.life)
+                group.disturbances.append(disturbance)
         self._pending.append(pending)
 
     def order_donor(self, aimed: Injection) -> None:
@@ -116,8 +117,9 @@ class Agents:
             self._miss(pending, target, event.reason, by_agent=True)
             return
         if not pending.lives:
-            disturbance = pending.disturbances[replica] = Disturbance.of(aimed, target, self._job.life(replica))
-            self._job.disturb(replica, disturbance)
+            group = self._job.group(replica)
+            disturbance = pending.disturbances[replica] = Disturbance.of(aimed, target, group.life)
+            group.disturbances.append(disturbance)
         for disturbance in pending.disturbances.values():  # of a link both ends, although only one has spoken yet
             disturbance.begin(event.time, event.step)
         peer = (event.params or {}).get("peer")
@@ -130,7 +132,7 @@ class Agents:
         for pending in list(self._pending):
             if self._job.ended:
                 reason = "the job's training ended first"
-            elif any(self._job.life(replica) != life for replica, life in pending.lives.items()):
+            elif any(self._job.group(replica).life != life for replica, life in pending.lives.items()):
                 reason = "the group was started anew before its agent acted"
             elif now >= pending.deadline:
                 reason = f"no agent has acted within {WAIT_SECONDS:g} s"

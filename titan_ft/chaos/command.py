@@ -7,10 +7,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.chaos.job import Job
@@ -21,9 +19,9 @@ from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.slurm import SlurmProcesses
 from titan_ft.config import ConfigError
 from titan_ft.options import Chaos
-from titan_ft.run.events import Event, LighthouseStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
+from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail
 
 TICK_SECONDS = 0.1
@@ -70,16 +68,17 @@ def run_chaos(asked: Chaos) -> int:
         processes=follower.processes,
         orders=paths.chaos_orders,
         events=log,
-        lighthouse_pid=follower.lighthouse_pid,
+        lighthouse_pid=lambda: follower.lighthouse_pid(runner.job),
         wait_for_all=asked.fault is None,
         show=lambda line: print(f"[{time.monotonic() - started:7.1f} s] {line}", flush=True),
     )
-    with _interrupts() as interrupts:
-        try:
-            follower.follow(runner, interrupts, asked.for_seconds)
-        finally:
-            runner.close()
-            log.close()
+    stop = StopRequests(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to die now would leave workers stopped
+    try:
+        follower.follow(runner, stop, asked.for_seconds)
+    finally:
+        runner.close()
+        log.close()
+        stop.close()
     outcomes = runner.outcomes
     if asked.fault is None:
         print(f"chaos ends: {outcomes.num_injected} injected, {outcomes.num_skipped} skipped", flush=True)
@@ -104,9 +103,6 @@ class Follower:
         self.processes = SlurmProcesses(self._local)
         self._tail = EventTail(self.paths.events, from_start=True)
         self._seen = self._tail.poll()
-        self._lighthouse: Worker | None = None
-        self._is_here = False
-        """Workers run on this host. The lighthouse, whose event does not say where it is, does then too."""
 
     def check(self) -> None:
         """Check that there is a job that runs.
@@ -131,29 +127,25 @@ class Follower:
             where = f"; its workers run on {hosts}: run titan-ft chaos there" if hosts else "; no worker of it is alive"
             raise ConfigError(rule + where)
 
-    def lighthouse_pid(self) -> int | None:
+    def lighthouse_pid(self, job: Job) -> int | None:
         """Return the process of the lighthouse that `launch` keeps; None where it does not run, or not on this host."""
-        if not self._is_here or self._lighthouse is None or not self._local.is_alive(self._lighthouse):
+        # Its event does not say where it runs; that is with the workers.
+        if job.lighthouse is None or not any(self._local.has(worker) for worker in job.everyone()):
             return None
-        return self._lighthouse.pid
+        lighthouse = Worker("the lighthouse", job.lighthouse.lighthouse_pid, self._local.host, job.lighthouse.mono)
+        return lighthouse.pid if self._local.is_alive(lighthouse) else None
 
-    def follow(self, runner: ChaosRunner, interrupts: Sequence[int], for_seconds: float | None) -> None:
+    def follow(self, runner: ChaosRunner, stop: StopRequests, for_seconds: float | None) -> None:
         """Let the runner see the events and act, until it is done, the job has ended, or someone ends it."""
         deadline = float("inf") if for_seconds is None else time.monotonic() + for_seconds
-        while not interrupts and time.monotonic() < deadline:
+        while not stop and time.monotonic() < deadline:
             for event in self._seen:
                 runner.observe(event)
-                self._note_lighthouse(event)
-            self._is_here = any(self._local.has(worker) for worker in runner.job.everyone())
             runner.poll()
             if runner.done or runner.job.ended:
                 return
             time.sleep(TICK_SECONDS)
             self._seen = self._tail.poll()
-
-    def _note_lighthouse(self, event: Event) -> None:
-        if isinstance(event, LighthouseStarted):
-            self._lighthouse = Worker("the lighthouse", event.lighthouse_pid, self._local.host, event.mono)
 
 
 def catalogue() -> str:
@@ -178,19 +170,3 @@ def _params(settings: Sequence[str]) -> dict[str, float]:
             raise ConfigError(f"--set must be NAME=NUMBER, such as seconds=5, got {setting!r}")
         params[name] = read
     return params
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collect the signals that ask for an end, instead of dying of them with workers stopped."""
-    received: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-
-    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

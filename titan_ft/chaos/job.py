@@ -21,6 +21,7 @@ from titan_ft.run.events import (
     LaunchFinished,
     LaunchStarted,
     LaunchStopping,
+    LighthouseStarted,
     RankSilent,
     ReplicaGaveUp,
     StepCommitted,
@@ -35,12 +36,14 @@ _KEPT_DIGESTS = 8
 
 
 @dataclass
-class _Group:
+class Group:
     """What is known of one group. A life is one start of its workers."""
 
     replica: int
     life: int = 0
+    """How often its workers were seen to start."""
     attempt: int | None = None
+    """Number of its newest start, as its workers tell it."""
     dead: bool = False
     """This life is over, or about to be."""
     contributes: bool = False
@@ -48,6 +51,7 @@ class _Group:
     """Newest step that others committed without it."""
     workers: dict[int, Worker] = field(default_factory=dict)
     disturbances: list[Disturbance] = field(default_factory=list)
+    """What it has yet to show that it is over."""
 
     @property
     def up(self) -> bool:
@@ -65,9 +69,11 @@ class Job:
         self._finished: set[int] = set()
         self.trained_together = False
         """A step to which all groups contributed has been committed."""
+        self.lighthouse: LighthouseStarted | None = None
+        """The newest one that the launcher has started."""
         self._num_groups = 0
         self._num_ranks = 1
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         self._has = {AGENT: True, CHECKPOINT: True}  # until the job says otherwise; an order may then find no taker
         self._digests: dict[int, dict[tuple[int, int], tuple[str, float]]] = {}
 
@@ -81,7 +87,7 @@ class Job:
         available = {name for name, there in self._has.items() if there} | ({LIGHTHOUSE} if lighthouse else set())
         replicas = sorted({*range(self._num_groups), *self._groups})
         return View(
-            {replica: GroupView(replica, self._num_ranks, self._group(replica).up) for replica in replicas},
+            {replica: GroupView(replica, self._num_ranks, self.group(replica).up) for replica in replicas},
             frozenset(available),
         )
 
@@ -92,29 +98,21 @@ class Job:
     def workers(self, target: Target) -> list[Worker]:
         """Return the workers that a target stands for; those that are known."""
         assert target.replica is not None, "the lighthouse is no worker"
-        workers = self._group(target.replica).workers
+        workers = self.group(target.replica).workers
         return [worker for rank, worker in sorted(workers.items()) if target.rank in (None, rank)]
 
-    def attempt(self, replica: int) -> int | None:
-        """Return the number of the group's newest start, as its workers tell it."""
-        return self._group(replica).attempt
-
-    def life(self, replica: int) -> int:
-        """Return how often the group's workers were seen to start."""
-        return self._group(replica).life
-
-    def disturb(self, replica: int, disturbance: Disturbance) -> None:
-        """Note that the group is not up until it has shown that the disturbance is over."""
-        self._group(replica).disturbances.append(disturbance)
+    def group(self, replica: int) -> Group:
+        """Return what is known of a group; of one that has said nothing yet, too."""
+        return self._groups.setdefault(replica, Group(replica))
 
     def calm(self, replica: int, disturbance: Disturbance) -> None:
         """Note that it never came to that."""
-        group = self._group(replica)
+        group = self.group(replica)
         group.disturbances = [other for other in group.disturbances if other is not disturbance]
 
     def undo(self, replica: int, key: tuple[str | None, int | None], time: float) -> None:
         """Note that the disturbance that a shot made for the group was undone."""
-        for disturbance in self._group(replica).disturbances:
+        for disturbance in self.group(replica).disturbances:
             if disturbance.key == key:
                 disturbance.undo(time)
 
@@ -124,18 +122,20 @@ class Job:
             case LaunchStarted():  # a run directory may hold several launches
                 self._forget()
                 self._num_groups, self._num_ranks = event.replicas, event.ranks_per_replica
+            case LighthouseStarted():
+                self.lighthouse = event
             case LaunchStopping() | LaunchFinished():
                 self._stopping = True
             case GradientExcluded():
                 for slot in event.slots:
-                    for disturbance in self._group(slot).disturbances:
+                    for disturbance in self.group(slot).disturbances:
                         disturbance.end("excluded", event.time)
             case FaultInjected() if event.attempt is None:
                 self._note_other_runner(event)
         if event.replica is not None:
-            self._fold_group(self._group(event.replica), event)
+            self._fold_group(self.group(event.replica), event)
 
-    def _fold_group(self, group: _Group, event: Event) -> None:
+    def _fold_group(self, group: Group, event: Event) -> None:
         if isinstance(event, WorkerStarted):
             self._start(group, event)
         if event.attempt is None or event.attempt != group.attempt:
@@ -153,7 +153,7 @@ class Job:
                 for disturbance in group.disturbances:
                     disturbance.end("healed", event.time)
 
-    def _start(self, group: _Group, event: WorkerStarted) -> None:
+    def _start(self, group: Group, event: WorkerStarted) -> None:
         """Note a worker; the first one of a new start ends what was known of the last."""
         rank, attempt = event.rank, event.attempt
         known = group.workers.get(rank)
@@ -169,7 +169,7 @@ class Job:
             self._num_groups = self._num_groups or event.config.group_size
             self._has = {AGENT: event.config.chaos, CHECKPOINT: event.config.checkpoint}
 
-    def _commit(self, group: _Group, event: StepCommitted) -> None:
+    def _commit(self, group: Group, event: StepCommitted) -> None:
         """Note who contributed to a step. That a group is up, only its own word shows."""
         step, participants = event.step, event.participants
         if event.digest:
@@ -202,7 +202,4 @@ class Job:
         """Note a fault that a runner injected, unless this process did, which knows of it."""
         replica = event.target.replica
         if event.pid != os.getpid() and replica is not None:
-            self._group(replica).contributes = False
-
-    def _group(self, replica: int) -> _Group:
-        return self._groups.setdefault(replica, _Group(replica))
+            self.group(replica).contributes = False

@@ -26,9 +26,6 @@ class _File(Struct):
     limits: Any = {}
 
 
-_SHOTS = 'for example [{at = 10, fault = "kill_group"}]'
-
-
 class _Script(Struct, tag_field="when", tag="script"):
     shots: Annotated[
         list[Any],

@@ -107,7 +107,8 @@ class Signals:
                 reach.send(signal.SIGKILL)
         finally:
             reach.close()
-        self._job.disturb(target.replica, Disturbance("restart", self._job.life(target.replica)))
+        group = self._job.group(target.replica)
+        group.disturbances.append(Disturbance("restart", group.life))
         self._outcomes.hit("kill_group", target, f", for {aimed.fault.name}")
 
     def undo(self, until: float) -> None:
@@ -136,7 +137,7 @@ class Signals:
     def _hit(self, aimed: Injection, target: Target, reach: Reach) -> bool:
         """Signal one target, announced just before; return whether anybody was hit."""
         fault, shot, signum = aimed.fault, aimed.shot, _SIGNALS[aimed.fault.name]
-        life = 0 if target.replica is None else self._job.life(target.replica)
+        life = 0 if target.replica is None else self._job.group(target.replica).life
         disturbance = Disturbance.of(aimed, target, life)
         self._outcomes.injecting(fault.name, target, shot, shot.params)
         stopped: _Stopped | None = None
@@ -155,6 +156,6 @@ class Signals:
             reach.close()
         disturbance.begin(self._wall())
         if target.replica is not None:
-            self._job.disturb(target.replica, disturbance)
+            self._job.group(target.replica).disturbances.append(disturbance)
         self._outcomes.hit(fault.name, target)
         return True

@@ -40,10 +40,8 @@ class SlurmProcesses:
                     f"{worker.name} runs on {worker.host}, not here, and not under Slurm; {remedy}", final=True
                 )
         commands = _commands(remote, everyone)
-        if len(remote) == len(workers) and remote:
-            return _Remote(commands, self._timeout_seconds)
         here = [worker for worker in workers if self._local.has(worker)]
-        return _Remote(commands, self._timeout_seconds, self._local.reach(here, everyone))
+        return _Remote(commands, self._timeout_seconds, self._local.reach(here, everyone) if here else None)
 
 
 class _Remote:

@@ -45,8 +45,7 @@ class Child:
 
     def describe_end(self) -> str:
         code = self.code
-        if code is None:
-            return f"{self.name} runs"
+        assert code is not None, "it still runs"
         how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
         return f"{self.name} ended ({how})"
 

@@ -8,14 +8,14 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
 from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
-from titan_ft.launch.resume import check_resume, split_headers
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
 from titan_ft.options import Launch, LighthouseSettings
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # Config modules whose [fault_tolerance] table is known here; any other may add fields, which its workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
+
+HEADER = "# titan-ft launch "
+"""Begins the lines of a run's config that name the commands of its launches; they stand above the TOML as given."""
 
 # Fields of the table that concern the launcher too, with the type that a worker's flag for them is read as.
 SHARED_FIELDS: dict[str, type] = {
@@ -89,7 +92,7 @@ class LaunchPlan:
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
         self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
         if options.resume:
-            check_resume(self.paths, values, self.worker_args)
+            self._check_resume(values)
         elif self.paths.has_events():
             raise ConfigError(
                 f"--run-dir must hold no events of an earlier run, got {options.run_dir}; give another folder, remove "
@@ -124,6 +127,30 @@ class LaunchPlan:
                 f"{TABLE}.min_replica_size must be <= --replicas ({self.num_replicas}), got {smallest}; lower it"
             )
 
+    def _check_resume(self, values: Mapping[str, Any]) -> None:
+        """Check that the run can go on from a checkpoint in its folder; a folder without a run is fine."""
+        if not self.paths.has_events():
+            return
+        if not _saves_checkpoints(values, self.worker_args):
+            raise ConfigError(
+                "--resume needs checkpoint.enable = true, got false; without checkpoints training would start anew "
+                f"in {self.paths.root}: give another --run-dir"
+            )
+        if not self.paths.has_checkpoint():
+            raise ConfigError(
+                f"--resume needs a checkpoint in {self.paths.checkpoint}, got none; training would start anew in this "
+                "folder: give another --run-dir, or remove this one"
+            )
+        config = self.paths.config
+        earlier, now = dict(_flat(load_toml(config) if config.exists() else {})), dict(_flat(values))
+        for name in {**earlier, **now}:
+            if earlier.get(name) != now.get(name):
+                old, new = (repr(table[name]) if name in table else "not set" for table in (earlier, now))
+                raise ConfigError(
+                    f"--resume needs the config of the earlier run ({config}): {name} was {old}, got {new}; set it "
+                    f"back, or give the change after a --, as in -- --{name}=..."
+                )
+
     def write(self) -> None:
         """Make the run directory and put the config there, headed by the command that made it, then by earlier ones.
 
@@ -132,11 +159,11 @@ class LaunchPlan:
         """
         try:
             self.paths.events.mkdir(parents=True, exist_ok=True)
-            header = f"# titan-ft launch {shlex.join(self._arguments())}\n"
-            text = split_headers(self.options.config.read_text(encoding="utf-8"))[1]
-            if self.paths.config.exists():
-                header += split_headers(self.paths.config.read_text(encoding="utf-8"))[0]
-            self.paths.config.write_text(header + text, encoding="utf-8")
+            given = self.options.config.read_text(encoding="utf-8").splitlines(keepends=True)
+            held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
+            earlier = takewhile(_is_header, held.splitlines(keepends=True))
+            lines = [f"{HEADER}{shlex.join(self._arguments())}\n", *earlier, *dropwhile(_is_header, given)]
+            self.paths.config.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             got = f"{self.options.run_dir} ({error.strerror})"
             raise ConfigError(f"--run-dir must be a folder that can be written, got {got}; give another") from error
@@ -157,10 +184,7 @@ class LaunchPlan:
 
     def supervisor_command(self, replica: int) -> list[str]:
         """Return the command that supervises one group from its first attempt that the folder does not hold."""
-        which = [f"--replica={replica}"]
-        attempt = self.paths.next_attempt(replica)
-        if attempt:
-            which.append(f"--attempt={attempt}")
+        which = [f"--replica={replica}", f"--attempt={self.paths.next_attempt(replica)}"]
         return self._supervisor(which, [f"--{TABLE}.replica_id={replica}"])
 
     def spare_command(self) -> list[str]:
@@ -168,16 +192,15 @@ class LaunchPlan:
         return self._supervisor(["--spare"], [])
 
     def _supervisor(self, which: list[str], replica_flags: list[str]) -> list[str]:
-        command = [sys.executable, "-m", "titan_ft.launch.supervisor", f"--run-dir={self.paths.root}", *which]
-        command += [
+        return [
+            *(sys.executable, "-m", "titan_ft.launch.supervisor", f"--run-dir={self.paths.root}", *which),
             f"--ranks={self.num_ranks}",
             f"--max-restarts={self.options.max_restarts}",
             f"--module={self.module}",
+            f"--drain-timeout={self.drain_seconds:g}",
+            *(["--no-standby"] if self.options.no_standby else []),
+            *("--", *self.worker_flags(replica_flags)),
         ]
-        command += [f"--drain-timeout={self.drain_seconds:g}"]
-        if self.options.no_standby:
-            command.append("--no-standby")
-        return [*command, "--", *self.worker_flags(replica_flags)]
 
     def worker_flags(self, replica_flags: list[str]) -> list[str]:
         """Return the flags of workers: those of every group, with `replica_flags`, and the user's, which win."""
@@ -192,6 +215,28 @@ class LaunchPlan:
             f"--{TABLE}.drain_timeout_seconds={self.drain_seconds:g}",
             *self.worker_args,
         ]
+
+
+def _is_header(line: str) -> bool:
+    return line.startswith(HEADER)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a TOML with their dotted names."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _saves_checkpoints(values: Mapping[str, Any], worker_args: list[str]) -> bool:
+    """Tell whether checkpoint.enable holds after the workers' flags, whose last one wins."""
+    enabled = bool(values.get("checkpoint", {}).get("enable", False))
+    for name, value in read_flags(worker_args):
+        if name in ("checkpoint.enable", "checkpoint.no_enable"):
+            enabled = name == "checkpoint.enable" and value.lower() != "false"
+    return enabled
 
 
 def _plain_name(name: str) -> str:

@@ -11,12 +11,12 @@ import sys
 import time
 from dataclasses import fields
 from importlib.machinery import PathFinder
-from types import FrameType
 from typing import Any
 
 from titan_ft.config import ConfigError
 from titan_ft.options import LighthouseSettings
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
+from titan_ft.run.stop import StopRequests
 
 ANNOUNCEMENT = "lighthouse listening at "
 
@@ -39,11 +39,6 @@ def split_bind(bind: str) -> tuple[str, int]:
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--bind must be HOST:PORT, got {bind!r}; for example [::]:29510, port 0 to have one chosen")
     return host, int(port)
-
-
-def reachable_host(host: str) -> str:
-    """Return the address under which this host itself reaches what is bound to `host`."""
-    return "127.0.0.1" if host in ("[::]", "0.0.0.0") else host
 
 
 def _native_torchft() -> Any:
@@ -87,22 +82,13 @@ def serve(bind: str, settings: LighthouseSettings) -> int:
     except RuntimeError as error:
         raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
     # torchft's address() holds the host's name, which others would have to resolve.
+    reachable = "127.0.0.1" if host in ("[::]", "0.0.0.0") else host
     port = server.address().rsplit(":", 1)[1]
     # One write: print makes two when unbuffered, and a log line of torchft's could come between.
-    sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable_host(host)}:{port}\n")
+    sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable}:{port}\n")
     sys.stdout.flush()
-    _wait_for_signal()
+    stop = StopRequests(signal.SIGTERM, signal.SIGINT)
+    while not stop:
+        time.sleep(0.1)
     server.shutdown()
     return 0
-
-
-def _wait_for_signal() -> None:
-    received: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, note)
-    while not received:
-        time.sleep(0.1)

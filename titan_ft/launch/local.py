@@ -9,7 +9,6 @@ import secrets
 import signal
 import sys
 import time
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_ft.launch.children import Child, Children
@@ -23,6 +22,7 @@ from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.status_view import make_view
 from titan_ft.run.events import CheckpointSaved, Drained, LaunchFinished, LaunchStarted, LaunchStopping, StepCommitted
 from titan_ft.run.log import EventLog
+from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail, last_error_line
 
 if TYPE_CHECKING:
@@ -41,12 +41,11 @@ class LocalRun:
         ConfigError: the lighthouse's port is taken.
     """
 
-    def __init__(self, plan: LaunchPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: LaunchPlan, stop: StopRequests) -> None:
+        self.plan, self.stop = plan, stop
         self.groups = status.initial(plan.num_replicas)
         # First: when its port is taken, the folder must not look as if a run had been in it.
         self._metrics = MetricsServer.at(plan.options.metrics_port) if plan.options.metrics_port else None
-        self.num_signals = 0
         self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
@@ -114,7 +113,7 @@ class LocalRun:
             self._supervisors[replica] = self._children.start(name, plan.supervisor_command(replica), log)
         self._spares.start()
         while not self._lighthouse.listens:
-            if self.num_signals:
+            if self.stop:
                 return self._interrupted()
             if self._lighthouse.failure:
                 return self._lighthouse_failed()
@@ -137,7 +136,7 @@ class LocalRun:
             codes = {replica: child.code for replica, child in self._supervisors.items()}
             self._lighthouse.poll()
             self._refresh()
-            if self.num_signals:
+            if self.stop:
                 return self._interrupted()
             if self._chaos is not None:
                 self._chaos.poll()
@@ -164,13 +163,13 @@ class LocalRun:
 
     def _stop(self) -> None:
         """End what still runs. When the run is stopped from outside, its groups get the time to leave in order."""
-        num_before, in_order = self.num_signals, self.num_signals > 0 or self._time_is_up
+        num_before, in_order = self.stop.count, bool(self.stop) or self._time_is_up
         grace = GRACE_SECONDS + 2.0 + (self.plan.drain_seconds if in_order else 0.0)
 
         def hurry() -> bool:
             if in_order:
                 self._refresh()
-            return self.num_signals > max(num_before, 1)
+            return self.stop.count > max(num_before, 1)
 
         try:
             if self._chaos is not None:
@@ -190,7 +189,7 @@ class LocalRun:
             if self._metrics:
                 self._metrics.observe(event)
             # When the whole run is stopped, workers do not "die" one by one.
-            stopping = self.num_signals or self._time_is_up
+            stopping = self.stop or self._time_is_up
             if line is not None and (not stopping or isinstance(event, Drained | CheckpointSaved)):
                 self.view.line(line)
         if self._metrics:
@@ -274,19 +273,6 @@ def launch(plan: LaunchPlan) -> int:
         ConfigError: the run directory or the lighthouse's port cannot be used.
     """
     plan.write()
-    run: LocalRun | None = None
-    num_early = 0
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal num_early
-        if run is None:
-            num_early += 1
-        else:
-            run.num_signals += 1
-
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signum == signal.SIGINT or signal.getsignal(signum) != signal.SIG_IGN:  # nohup has SIGHUP ignored
-            signal.signal(signum, note)
-    run = LocalRun(plan)
-    run.num_signals += num_early
-    return run.run()
+    # nohup has SIGHUP ignored
+    others = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
+    return LocalRun(plan, StopRequests(signal.SIGINT, *others)).run()

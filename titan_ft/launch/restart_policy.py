@@ -20,15 +20,6 @@ def backoff_seconds(streak: int, *, first: float = 0.5, cap: float = 10.0) -> fl
     return 0.0 if streak == 0 else min(first * 2.0 ** min(streak - 1, 30), cap)
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What to do about a group that ended."""
-
-    restart: bool
-    delay_seconds: float = 0.0
-    reason: str = ""
-
-
 @dataclass
 class RestartPolicy:
     """Count the restarts of one group. A group that got going (see `decide`) is restarted without delay again."""
@@ -45,8 +36,8 @@ class RestartPolicy:
     def restarts_left(self) -> bool:
         return self.num_restarts < self.max_restarts
 
-    def decide(self, code: int, alive_seconds: float, committed: bool) -> Decision:
-        """Judge the end of an attempt.
+    def decide(self, code: int, alive_seconds: float, committed: bool) -> float | str:
+        """Return the seconds to wait before the group is started again, or why it is not.
 
         Args:
             code: exit status of the first worker that ended badly (negative: the signal).
@@ -55,14 +46,14 @@ class RestartPolicy:
                 no crash loop, however short its lives are.
         """
         if code == CONFIG_ERROR_CODE:
-            return Decision(False, reason="the configuration is wrong (exit status 2); it is not started again")
+            return "the configuration is wrong (exit status 2); it is not started again"
         if code == FINAL_CODE:
-            return Decision(False, reason="the group must not come back by itself (exit status 3); see its log")
+            return "the group must not come back by itself (exit status 3); see its log"
         if not self.restarts_left:
-            return Decision(False, reason=f"no restart left (--max-restarts {self.max_restarts})")
+            return f"no restart left (--max-restarts {self.max_restarts})"
         if committed or alive_seconds >= self.healthy_seconds:
             self.streak = 0
         delay = backoff_seconds(self.streak)
         self.num_restarts += 1
         self.streak += 1
-        return Decision(True, delay)
+        return delay

@@ -4,9 +4,8 @@
 
 Nearly all of a worker's start is Python imports. A standby has them behind it when its group dies.
 
-Supervisor and standby speak over a Unix socket: one byte says "ready", one line of JSON says "go" (command line,
-environment, log files). Until then a standby prints to the supervisor's own log, writes no event and uses no GPU; it
-ends quietly when the other end of the socket does.
+A standby waits at a socket for one line of JSON that says "go" (command line, environment, log files). Until then it
+prints to the supervisor's own log, writes no event and uses no GPU; it ends quietly when the socket's other end does.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from titan_ft.launch.restart_policy import backoff_seconds
 
@@ -31,8 +28,7 @@ if TYPE_CHECKING:
     from titan_ft.launch.worker_group import WorkerGroup
 
 SOCKET_ENV = "TITAN_FT_STANDBY"
-"""Path of the socket, for workers that are started as standbys."""
-READY = b"r"
+"""Descriptor of the socket, for workers that are started as standbys."""
 MAX_FAILURES = 3
 NICE = 5
 
@@ -48,49 +44,17 @@ class Standby:
     def __init__(self, module: str, args: list[str], env: Mapping[str, str], num_ranks: int, max_restarts: int) -> None:
         from titan_ft.launch.worker_group import WorkerGroup
 
-        self._connections: list[socket.socket] = []
-        self._ready: set[socket.socket] = set()
-        self._folder = tempfile.mkdtemp(prefix="titan_ft-")  # only this user may enter it
-        path = os.path.join(self._folder, "go")
-        self._listener = socket.socket(socket.AF_UNIX)
+        pairs = [socket.socketpair() for _ in range(num_ranks)]
+        self._connections = [own for own, _ in pairs]
         try:
-            self._listener.bind(path)
-            self._listener.listen(num_ranks)
-            self._listener.setblocking(False)
-            nowhere: dict[int, Path | None] = dict.fromkeys(range(num_ranks))
-            self.group: WorkerGroup = WorkerGroup(
-                module, args, {**env, SOCKET_ENV: path}, nowhere, attempt=0, max_restarts=max_restarts
-            )
+            sockets = [theirs for _, theirs in pairs]
+            self.group: WorkerGroup = WorkerGroup(module, args, env, num_ranks, max_restarts, standby=sockets)
         except BaseException:
-            self._close_listener()
+            self._close()
             raise
-
-    def poll(self) -> None:
-        """Take note of the ranks that connected or got ready since the last call."""
-        num_ranks = self.group.num_ranks
-        while len(self._connections) < num_ranks:
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                break
-            connection.setblocking(False)
-            self._connections.append(connection)
-        if len(self._connections) == num_ranks:
-            self._close_listener()  # at once, so that a supervisor that is killed leaves no folder behind
-        for connection in self._connections:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                if connection not in self._ready and connection.recv(1) == READY:
-                    self._ready.add(connection)
-
-    @property
-    def connected(self) -> bool:
-        """Whether all ranks listen, though they may still import: they are ahead of workers started now."""
-        return len(self._connections) == self.group.num_ranks and not self.group.exits()
-
-    @property
-    def ready(self) -> bool:
-        """Whether all ranks have imported everything."""
-        return len(self._ready) == self.group.num_ranks and not self.group.exits()
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
 
     def go(self, args: list[str], env: Mapping[str, str], logs: Mapping[int, Path]) -> bool:
         """Let the workers begin, with this command line, further environment and log files.
@@ -102,7 +66,6 @@ class Standby:
         message = {"args": args, "env": dict(env), "logs": [str(logs[rank]) for rank in sorted(logs)]}
         try:
             for connection in self._connections:
-                connection.setblocking(True)
                 connection.sendall(json.dumps(message).encode() + b"\n")
         except ConnectionError:
             return False
@@ -116,24 +79,19 @@ class Standby:
         self.group.end(0.0)
 
     def _close(self) -> None:
-        self._close_listener()
         for connection in self._connections:
             connection.close()
-
-    def _close_listener(self) -> None:
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class StandbyKeeper:
     """Keep one standby, and replace it when it dies, but not for ever: a run does without.
 
     Args:
-        start: makes a standby; may be replaced when what it starts changes.
+        start: makes a standby.
     """
 
     def __init__(self, start: Callable[[], Standby]) -> None:
-        self.start = start
+        self._start = start
         self._standby: Standby | None = None
         self._num_failures = 0
         self._not_before = 0.0
@@ -142,7 +100,6 @@ class StandbyKeeper:
         """Look after the standby; start one if there is none and it is `due`. To be called every now and then."""
         standby = self._standby
         if standby is not None:
-            standby.poll()
             exits = standby.group.exits()
             if exits:
                 self._standby = None
@@ -150,22 +107,20 @@ class StandbyKeeper:
                 self._note_failure(exits[0].describe())
         elif due and self._num_failures < MAX_FAILURES and time.monotonic() >= self._not_before:
             try:
-                self._standby = self.start()
+                self._standby = self._start()
             except OSError as error:  # out of processes or files: the run itself may still go on
                 self._note_failure(str(error))
 
     def take(self) -> Standby | None:
-        """Hand over the standby if it can be told to go; one that has hardly begun is ended instead."""
+        """Hand over the standby unless it has died; one that still imports is ahead of workers started now."""
         standby, self._standby = self._standby, None
         if standby is None:
             return None
-        standby.poll()
-        if standby.connected:
-            if standby.ready:
-                self._num_failures = 0
-            return standby
-        standby.end()
-        return None
+        if standby.group.exits():
+            standby.end()
+            return None
+        self._num_failures = 0
+        return standby
 
     def end(self) -> None:
         standby, self._standby = self._standby, None
@@ -192,22 +147,19 @@ def wait_for_go(imports: Callable[[], None]) -> list[str]:
     Returns at once, with this process's own command line, in a worker that is no standby. Ends the process when the
     supervisor is gone or does not need it.
     """
-    path = os.environ.pop(SOCKET_ENV, "")
-    if not path:
+    descriptor = os.environ.pop(SOCKET_ENV, "")
+    if not descriptor:
         return sys.argv[1:]
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(path)
-    except OSError:
-        _leave(path)
+    connection = socket.socket(fileno=int(descriptor))
+    connection.set_inheritable(False)
     # A thread may be slow for as long as it lives; the process needs rights to become fast again.
-    thread = threading.Thread(target=_import, args=(imports, connection), name="standby_imports", daemon=True)
+    thread = threading.Thread(target=_import, args=(imports,), name="standby_imports", daemon=True)
     thread.start()
     line = b""
     with contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
         line = lines.readline()
     if not line.endswith(b"\n"):
-        _leave(path)
+        os._exit(0)
     _hurry()
     message: dict[str, Any] = json.loads(line)
     os.environ.update(message["env"])
@@ -217,16 +169,8 @@ def wait_for_go(imports: Callable[[], None]) -> list[str]:
     return list(message["args"])
 
 
-def _leave(path: str) -> NoReturn:
-    """End without a word; a supervisor that was killed early left the socket and its folder behind."""
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-        os.rmdir(os.path.dirname(path))
-    os._exit(0)
-
-
-def _import(imports: Callable[[], None], connection: socket.socket) -> None:
-    """Import at low priority, so that the group that trains is hardly slower, and say that it is done."""
+def _import(imports: Callable[[], None]) -> None:
+    """Import at low priority, so that the group that trains is hardly slower."""
     _slow_down()
     try:
         imports()
@@ -234,8 +178,6 @@ def _import(imports: Callable[[], None], connection: socket.socket) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    with contextlib.suppress(OSError):  # the supervisor is gone, which the main thread sees too
-        connection.sendall(READY)
 
 
 def _slow_down() -> None:

@@ -11,7 +11,6 @@ A spare supervisor (`--spare`) prepares a standby for a replica that it is told 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import select
@@ -21,9 +20,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import tyro
+
+from titan_ft.config import FaultTolerance
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, RestartPolicy
 from titan_ft.launch.standby import Standby, StandbyKeeper
 from titan_ft.run.events import (
@@ -35,8 +36,9 @@ from titan_ft.run.events import (
     WorkerExited,
 )
 from titan_ft.run.log import EventLog
-from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
+from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.paths import RunPaths
+from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail, last_error_line
 
 if TYPE_CHECKING:
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
-DRAIN_SECONDS = 25.0
 STANDBY_AFTER_SECONDS = 30.0
 """A group that waits for others this long gets a standby, though it has not committed a step."""
 DEFAULT_MODULE = "titan_ft.train"
@@ -55,37 +56,31 @@ SENT_AWAY = "its workers were told to leave"
 
 @dataclass
 class GroupSpec:
-    """What a supervisor runs."""
+    """Supervise one replica group; what follows a -- is the command line of its workers."""
 
-    paths: RunPaths
-    replica: int
-    num_ranks: int
-    module: str = DEFAULT_MODULE
-    args: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    first_attempt: int = 0
+    run_dir: Path
+    ranks: int
+    replica: int = 0
+    spare: bool = False
+    """Wait on stdin, after the lighthouse, for a line {"replica": R, "attempt": K}; then be the supervisor of that
+    replica from that attempt on, with its --fault_tolerance.replica_id added to the workers' flags."""
+    attempt: int = 0
+    """Number of the first attempt."""
     max_restarts: int = 100
+    module: str = DEFAULT_MODULE
+    lighthouse: str = ""
+    """Its address; if left out, read as one line from stdin."""
+    drain_seconds: Annotated[float, tyro.conf.arg(name="drain-timeout")] = FaultTolerance.drain_timeout_seconds
+    """How long workers may take to finish their step at a stop; 0 kills them at once."""
     grace_seconds: float = GRACE_SECONDS
-    drain_seconds: float = DRAIN_SECONDS
-    """Seconds in which the workers may finish their step when a stop is asked for; 0 kills them at once."""
+    """How long the other ranks of a rank that failed may take to end."""
     standby: bool = True
+    args: tyro.conf.Suppress[list[str]] = field(default_factory=list)
+    env: tyro.conf.Suppress[dict[str, str]] = field(default_factory=dict)
 
-
-class StopRequests:
-    """Count the requests to stop: the first lets the workers finish their step, the second kills them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, signum: int = 0, frame: FrameType | None = None) -> None:
-        """Count one; only that, so that it may be a signal handler."""
-        self.count += 1
-
-    def __bool__(self) -> bool:
-        return self.count > 0
-
-    def impatient(self) -> bool:
-        return self.count > 1
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.run_dir)
 
 
 class Supervisor:
@@ -93,14 +88,13 @@ class Supervisor:
 
     Args:
         stop: counts the requests to stop.
-        keeper: of the standbys; one that already has a standby lets the first attempt begin with it.
+        keeper: of the standbys of `spec`; one that already has a standby lets the first attempt begin with it.
     """
 
     def __init__(self, spec: GroupSpec, stop: StopRequests, keeper: StandbyKeeper) -> None:
         self.spec = spec
         self._stop = stop
         self._keeper = keeper
-        keeper.start = lambda: start_standby(spec)
         self._policy = RestartPolicy(spec.max_restarts)
         self._events = EventLog(spec.paths.supervisor_events(spec.replica, os.getpid()), replica=spec.replica)
         self._group: WorkerGroup | None = None
@@ -126,7 +120,7 @@ class Supervisor:
         Args:
             takeover: why the first attempt is a restart, if it is one.
         """
-        attempt = self.spec.first_attempt
+        attempt = self.spec.attempt
         restarted_because = takeover
         try:
             while not self._stop:
@@ -140,13 +134,13 @@ class Supervisor:
                 if self._stop:
                     break
                 code = 0 if failure is None else failure.code
-                decision = self._policy.decide(code, time.monotonic() - started, self._committed)
-                if not decision.restart:
+                delay = self._policy.decide(code, time.monotonic() - started, self._committed)
+                if isinstance(delay, str):
                     if failure is None:
                         return 0
-                    self._give_up(attempt, failure, decision.reason)
+                    self._give_up(attempt, failure, delay)
                     return code if code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
-                self._pause(decision.delay_seconds)
+                self._pause(delay)
                 attempt += 1
                 restarted_because = SENT_AWAY if failure is None else failure.describe()
             return 1
@@ -188,7 +182,7 @@ class Supervisor:
         from titan_ft.launch.worker_group import WorkerGroup, attempt_env
 
         spec = self.spec
-        logs = {rank: spec.paths.logs(spec.replica, attempt, rank) for rank in range(spec.num_ranks)}
+        logs = {rank: spec.paths.logs(spec.replica, attempt, rank) for rank in range(spec.ranks)}
         standby = self._keeper.take()
         if restarted_because:
             self._events.emit(ReplicaRestarted(attempt=attempt, reason=restarted_because, standby=standby is not None))
@@ -197,7 +191,7 @@ class Supervisor:
             if standby.go(spec.args, {**spec.env, **attempt_env(attempt)}, logs):
                 return standby.group
             standby.end()
-        return WorkerGroup(spec.module, spec.args, _with_parent(spec.env), {**logs}, attempt, spec.max_restarts)
+        return WorkerGroup(spec.module, spec.args, spec.env, spec.ranks, spec.max_restarts, attempt=attempt, logs=logs)
 
     def _wait_for_end(self, group: WorkerGroup, came_back: bool) -> list[WorkerExit]:
         """Wait until all finished, one failed, or a stop was asked for; return those that ended by themselves.
@@ -267,20 +261,8 @@ class Supervisor:
 
 
 def start_standby(spec: GroupSpec) -> Standby:
-    """Start a standby of the group."""
-    return Standby(spec.module, spec.args, _with_parent(spec.env), spec.num_ranks, spec.max_restarts)
-
-
-def start_spare(options: argparse.Namespace) -> Standby:
-    """Start a standby of a replica that is not known yet; what depends on it, such as its GPUs, follows with "go"."""
-    from titan_ft.launch.worker_group import usual_env
-
-    env = _with_parent(usual_env())
-    return Standby(options.module, options.worker_args, env, options.ranks, options.max_restarts)
-
-
-def _with_parent(env: dict[str, str]) -> dict[str, str]:
-    return {**env, PARENT_PID_ENV: str(os.getpid())}
+    """Start a standby of the group; what depends on the replica, if it is not known yet, follows with "go"."""
+    return Standby(spec.module, spec.args, spec.env, spec.ranks, spec.max_restarts)
 
 
 def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
@@ -292,62 +274,21 @@ def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
     return min(failed, key=lambda exit: (exit.code != CONFIG_ERROR_CODE, exit.code > 0, exit.rank), default=None)
 
 
-class Instructions:
-    """Lines from the launcher on stdin."""
-
-    def __init__(self) -> None:
-        self._pending = b""
-
-    def wait(self, stop: StopRequests, meanwhile: Callable[[], None] = lambda: None) -> str:
-        """Return the next line; an empty one when the launcher closed stdin, or a stop was asked for."""
-        while b"\n" not in self._pending and not stop:
-            meanwhile()
-            if select.select([0], [], [], POLL_SECONDS)[0]:
-                data = os.read(0, 4096)  # not sys.stdin, whose buffer select does not know
-                if not data:
-                    return ""
-                self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return "" if stop else line.decode().strip()
+def read_instruction(stop: StopRequests, meanwhile: Callable[[], None] = lambda: None) -> str:
+    """Return the launcher's next line on stdin; an empty one when it closed stdin, or a stop was asked for."""
+    while not stop and not select.select([0], [], [], POLL_SECONDS)[0]:
+        meanwhile()
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # a buffer would keep the line after it from `select`
+        return "" if stop else stdin.readline().decode().strip()
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m titan_ft.launch.supervisor", description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--replica", type=int)
-    which.add_argument(
-        "--spare",
-        action="store_true",
-        help='wait on stdin, after the lighthouse, for a line {"replica": R, "attempt": K}; then be the supervisor of '
-        "that replica from that attempt on, with its --fault_tolerance.replica_id added to the workers' flags",
-    )
-    parser.add_argument("--attempt", type=int, default=0, help="number of the first attempt")
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--max-restarts", type=int, default=100)
-    parser.add_argument("--module", default=DEFAULT_MODULE)
-    parser.add_argument("--lighthouse", default="", help="its address; if left out, read as one line from stdin")
-    parser.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=DRAIN_SECONDS,
-        metavar="SECONDS",
-        help="how long workers may take to finish their step at a stop; 0 kills them at once",
-    )
-    parser.add_argument("--no-standby", dest="standby", action="store_false", help="keep no standby")
-    parser.add_argument("worker_args", nargs="*", help="command line of the workers, after --")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Supervise the group that the command line, or for a spare the launcher, describes."""
-    options = parse(argv)
-    stop = StopRequests()
-    # torch would install handlers that raise in the middle of whatever runs; SIGQUIT is one nobody sends here.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, stop)
-    keeper = StandbyKeeper(lambda: start_spare(options))
+    stop = StopRequests(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    end = sys.argv.index("--")
+    spec = tyro.cli(GroupSpec, args=sys.argv[1:end], config=(tyro.conf.FlagCreatePairsOff,))
+    spec.args = sys.argv[end + 1 :]
+    keeper = StandbyKeeper(lambda: start_standby(spec))
     started: list[Supervisor] = []
 
     def kill_workers() -> None:
@@ -357,35 +298,24 @@ def main(argv: list[str] | None = None) -> int:
 
     exit_with_parent(before_exit=kill_workers)
     # Imported here, while the lighthouse starts, and before its address is waited for.
-    from titan_ft.launch.worker_group import worker_env
+    from titan_ft.launch.worker_group import usual_env, worker_env
 
-    instructions = Instructions()
-    lighthouse = options.lighthouse or instructions.wait(stop)
+    lighthouse = spec.lighthouse or read_instruction(stop)
     if not lighthouse:
-        return 0 if options.spare else 1  # the launcher ended before the lighthouse was there
-    if options.spare:
-        line = instructions.wait(stop, lambda: keeper.keep(due=options.standby))
+        return 0 if spec.spare else 1  # the launcher ended before the lighthouse was there
+    if spec.spare:
+        spec.env = usual_env()
+        line = read_instruction(stop, lambda: keeper.keep(due=spec.standby))
         if not line:
             keeper.end()
             return 0
         place = json.loads(line)
-        options.replica, options.attempt = place["replica"], place["attempt"]
-        options.worker_args = [*options.worker_args, f"--fault_tolerance.replica_id={options.replica}"]
-    spec = GroupSpec(
-        paths=RunPaths(options.run_dir),
-        replica=options.replica,
-        num_ranks=options.ranks,
-        module=options.module,
-        args=options.worker_args,
-        env=worker_env(options.replica, options.ranks, lighthouse),
-        first_attempt=options.attempt,
-        max_restarts=options.max_restarts,
-        drain_seconds=options.drain_timeout,
-        standby=options.standby,
-    )
+        spec.replica, spec.attempt = place["replica"], place["attempt"]
+        spec.args.append(f"--fault_tolerance.replica_id={spec.replica}")
+    spec.env = worker_env(spec.replica, spec.ranks, lighthouse)
     supervisor = Supervisor(spec, stop, keeper)
     started.append(supervisor)
-    return supervisor.run(takeover="a spare takes its place" if options.spare else "")
+    return supervisor.run(takeover="a spare takes its place" if spec.spare else "")
 
 
 if __name__ == "__main__":

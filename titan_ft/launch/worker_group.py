@@ -1,10 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start, watch and end the worker processes of one replica group, as one unit, through torchrun's library.
+"""Start, watch and end the worker processes of one replica group, as one unit.
 
-`torch.distributed.elastic.multiprocessing.start_processes` is what torchrun's own agent starts its workers with. The
-agent itself is not used: when a rank dies it gives the others 30 seconds (`PContext.close` without a timeout), and its
-rendezvous, which a group on one host does not need, costs every restart time.
+torchrun's own agent is not used: when a rank dies it gives the others 30 seconds, and its rendezvous, which a group on
+one host does not need, costs every restart time.
 """
 
 from __future__ import annotations
@@ -13,15 +12,19 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
+
+from titan_ft.launch.standby import SOCKET_ENV
+from titan_ft.run.orphan import PARENT_PID_ENV
 
 LOOPBACK = "127.0.0.1"
 
@@ -46,27 +49,6 @@ class WorkerExit:
         return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
 
 
-class RankLogs(LogsSpecs):
-    """Send the output of each rank to the file given for it; None leaves it where this process's own output goes."""
-
-    def __init__(self, files: Mapping[int, Path | None]) -> None:
-        super().__init__()
-        self._files = dict(files)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for path in self._files.values():
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-        nowhere = dict.fromkeys(envs, "")
-        # stderr joins stdout in the shell (see `_command`): opened twice, the file would be overwritten.
-        stdouts = {rank: str(self._files[rank] or "") for rank in envs}
-        return LogsDest(stdouts=stdouts, stderrs=nowhere, error_files=dict(nowhere))
-
-    @property
-    def root_log_dir(self) -> str:
-        return next((str(path.parent) for path in self._files.values() if path is not None), "")
-
-
 class WorkerGroup:
     """The workers of one attempt of one group: started together, and all ended as soon as one of them fails.
 
@@ -74,9 +56,10 @@ class WorkerGroup:
         module: Python module that the workers run.
         args: its command line.
         env: environment of all workers, on top of this process's own and of torchrun's usual variables.
-        logs: log file per rank, None for this process's own output; their number is the number of ranks.
-        attempt: which start of the group this is, from 0 (see `attempt_env`).
         max_restarts: told to the workers, as torchrun does.
+        attempt: which start of the group this is, from 0 (see `attempt_env`).
+        logs: log file per rank; without, output goes where this process's own goes.
+        standby: per rank the socket at which it waits, if it is to (see `standby`).
     """
 
     def __init__(
@@ -84,11 +67,14 @@ class WorkerGroup:
         module: str,
         args: list[str],
         env: Mapping[str, str],
-        logs: Mapping[int, Path | None],
-        attempt: int,
+        num_ranks: int,
         max_restarts: int,
+        *,
+        attempt: int = 0,
+        logs: Mapping[int, Path] | None = None,
+        standby: Sequence[socket.socket] = (),
     ) -> None:
-        self.num_ranks = len(logs)
+        self.num_ranks = num_ranks
         # Workers meet at a store that lives here, on a port the system chose: a port picked now for rank 0 to bind
         # after seconds of imports could be taken by then. On loopback only.
         listener = socket.create_server((LOOPBACK, 0))
@@ -96,23 +82,34 @@ class WorkerGroup:
         self._store = dist.TCPStore(  # type: ignore[attr-defined] # torch exports it without listing it
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        shared = {**env, **self._group_env(port, max_restarts), **attempt_env(attempt)}
-        envs = {rank: {**shared, **self._rank_env(rank)} for rank in range(self.num_ranks)}
-        command = _command(module, args)
-        self._context: PContext = start_processes(
-            name="titan_ft",
-            entrypoint=command[0],
-            args=dict.fromkeys(range(self.num_ranks), tuple(command[1:])),
-            envs=envs,
-            logs_specs=RankLogs(logs),
-        )
-        self.pids = self._context.pids()
+        shared = {**os.environ, **env, **self._group_env(port, max_restarts), **attempt_env(attempt)}
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._reaped = False
+        try:
+            for rank in range(num_ranks):
+                own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+                descriptors = []
+                if standby:
+                    descriptors = [standby[rank].fileno()]
+                    own[SOCKET_ENV] = str(descriptors[0])
+                with _open_log(logs[rank] if logs else None) as output:
+                    self._workers[rank] = subprocess.Popen(
+                        [sys.executable, "-m", module, *args],
+                        env={**shared, **own},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=descriptors,
+                        start_new_session=True,
+                    )
+        except BaseException:
+            self.end(0.0)
+            raise
 
     def _group_env(self, port: int, max_restarts: int) -> dict[str, str]:
-        """Return torchrun's variables that are the same for all ranks, and for all attempts."""
+        """Return the variables that are the same for all ranks and attempts: torchrun's, and who the parent is."""
         world = str(self.num_ranks)
         return {
+            PARENT_PID_ENV: str(os.getpid()),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "WORLD_SIZE": world,
@@ -126,17 +123,14 @@ class WorkerGroup:
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
         }
 
-    def _rank_env(self, rank: int) -> dict[str, str]:
-        return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
-
     def exits(self) -> list[WorkerExit]:
         """List the workers that ended, without collecting them: until `end` their process groups keep their ids."""
         found = []
-        for rank, pid in self.pids.items():
-            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        for rank, worker in self._workers.items():
+            info = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                found.append(WorkerExit(rank, pid, code))
+                found.append(WorkerExit(rank, worker.pid, code))
         return found
 
     def drain(self, seconds: float, impatient: Callable[[], bool]) -> None:
@@ -161,25 +155,25 @@ class WorkerGroup:
         self._wait(10.0)
         exits = self.exits()
         self._reaped = True
-        self._context.close(signal.SIGKILL, timeout=0)
+        for worker in self._workers.values():
+            worker.poll()
         return exits
 
     def kill(self) -> None:
         """Kill every worker together with the processes it started; safe from another thread."""
-        if self._reaped:
-            return
-        for pid in self.pids.values():
-            _signal_group(pid, signal.SIGKILL)
+        if not self._reaped:
+            for worker in self._workers.values():
+                _signal_group(worker.pid, signal.SIGKILL)
 
     def _signal_running(self, signum: signal.Signals) -> None:
         ended = {exit.pid for exit in self.exits()}
-        for pid in self.pids.values():
-            if pid not in ended:
-                _signal_group(pid, signum)
+        for worker in self._workers.values():
+            if worker.pid not in ended:
+                _signal_group(worker.pid, signum)
 
     def _wait(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + seconds
-        while len(self.exits()) < self.num_ranks and time.monotonic() < deadline and not enough():
+        while len(self.exits()) < len(self._workers) and time.monotonic() < deadline and not enough():
             time.sleep(0.01)
 
 
@@ -216,12 +210,14 @@ def usual_env() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in usual}
 
 
+def _open_log(path: Path | None) -> contextlib.AbstractContextManager[BinaryIO | None]:
+    if path is None:
+        return contextlib.nullcontext()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
+
+
 def _signal_group(pid: int, signum: signal.Signals) -> None:
-    """Signal the process group that a worker leads (torch starts each in a session of its own)."""
+    """Signal the process group that a worker leads."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or only a zombie is left of it (macOS)
         os.killpg(pid, signum)
-
-
-def _command(module: str, args: list[str]) -> list[str]:
-    """Return the command of a worker; the shell only joins stderr to stdout and is replaced by Python."""
-    return ["/bin/sh", "-c", 'exec "$0" "$@" 2>&1', sys.executable, "-m", module, *args]

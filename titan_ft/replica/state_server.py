@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 from io import BufferedRWPair
-from typing import Any, Protocol
+from typing import Any
 
 from titan_ft.replica.pace import Pace
 from titan_ft.replica.reach import answer_probe
@@ -25,11 +25,8 @@ _WAITING_SECONDS = 1.0  # between two lines of a donor that has yet to take the 
 _JOINER_SECONDS = 60.0  # until a donor drops a joiner that takes nothing: its snapshot's memory is wanted
 
 
-class Sender(Protocol):
-    """What sends the bytes of an answer."""
-
-    def send(self, connection: socket.socket, data: memoryview) -> None:
-        """Send all of `data`."""
+Send = Callable[[socket.socket, memoryview], None]
+"""Sends all of some bytes to a connection."""
 
 
 class StateServer:
@@ -55,7 +52,7 @@ class StateServer:
         self._wait_seconds = wait_seconds
         self._served = served
         self._pace = Pace(max_mbps)
-        self.sender: Sender = self._pace
+        self.send: Send = self._pace.send
         """Sends ranges of the payload; fault injection puts another one here."""
         self._snapshot: Snapshot | None = None
         self._copy_seconds = 0.0
@@ -115,8 +112,8 @@ class StateServer:
                 write_line(stream, {"error": snapshot})
                 continue
             try:
-                sender = self.sender if "offset" in request else self._pace
-                self._answer(stream, connection, request, snapshot, sender)
+                send = self.send if "offset" in request else self._pace.send
+                self._answer(stream, connection, request, snapshot, send)
             finally:
                 with self._changed:
                     self._readers -= 1
@@ -158,14 +155,14 @@ class StateServer:
         connection: socket.socket,
         request: Message,
         snapshot: Snapshot,
-        sender: Sender,
+        send: Send,
     ) -> None:
         if "offset" in request:
             data = octets(snapshot.payload)[request["offset"] :][: request["bytes"]]
         else:
             data = memoryview(snapshot.header if request.get("header") else b"")
         write_line(stream, {"bytes": data.nbytes, "crc32": zlib.crc32(data)})
-        sender.send(connection, data)
+        send(connection, data)
 
 
 class _Server(socketserver.ThreadingTCPServer):

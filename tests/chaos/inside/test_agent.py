@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +160,7 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 
 def test_without_orders_nothing_is_touched(worker: Worker) -> None:
     """No hook, no wrapper; and none is left behind by faults that are over."""
-    untouched = (worker.server.sender, FileSystem.create_stream)
+    untouched = (worker.server.send, FileSystem.create_stream)
     worker.step()
     model = worker.model
     assert not model._forward_pre_hooks
@@ -173,7 +172,7 @@ def test_without_orders_nothing_is_touched(worker: Worker) -> None:
     assert {e["fault"] for e in worker.told("fault_skipped") if e["shot"] == 2} == {
         *("exception", "nan_gradient", "corrupt_chunk", "kill_donor", "disk_full")
     }
-    assert worker.server.sender is untouched[0]
+    assert worker.server.send is untouched[0]
     assert FileSystem.create_stream is untouched[1]
 
 
@@ -298,9 +297,8 @@ def test_a_corrupt_chunk_is_fetched_again(worker: Worker) -> None:
     header = json.dumps({"step": 3, "lineage": 8, "bytes": payload.numel()}).encode()
     worker.server.publish(Snapshot(3, 8, header, payload.clone()), 0.0)
     sent: list[bytes] = []
-    sender = worker.server.sender
-    note = SimpleNamespace(send=lambda connection, data: (sent.append(bytes(data)), sender.send(connection, data)))
-    worker.server.sender = note  # type: ignore[assignment]
+    send = worker.server.send
+    worker.server.send = lambda connection, data: (sent.append(bytes(data)), send(connection, data))[1]
     worker.order("corrupt_chunk")
     worker.wait_until_read()
     fetched = fetch(f"127.0.0.1:{worker.server.port}", TOKEN, 3, "1", 2, DEADLINE)
@@ -424,11 +422,11 @@ def test_a_link_to_nobody_is_left_alone(worker: Worker) -> None:
 def test_what_has_no_occasion_is_given_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A donor that serves nobody stays as it was."""
     monkeypatch.setattr(task_module, "PATIENCE_SECONDS", 0.2)
-    sender = worker.server.sender
+    send = worker.server.send
     worker.order("kill_donor", replica=None, rank=None)
     assert "no occasion" in worker.wait("fault_skipped")["reason"]
     deadline = time.monotonic() + DEADLINE
-    while worker.server.sender is not sender:
+    while worker.server.send is not send:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

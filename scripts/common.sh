@@ -1,0 +1,51 @@
+# shellcheck shell=bash
+# For the other scripts to source: options, and a launch that ends with the script.
+
+refuse() { # what is wrong
+    echo "${0##*/}: $1" >&2
+    exit 2
+}
+
+number() { # name, least value, value
+    if [[ ! $3 =~ ^[0-9]{1,10}$ ]] || ((10#$3 < $2)); then
+        refuse "$1 must be a whole number, at least $2, got '$3'"
+    fi
+}
+
+# Set the variable of each option, and `rest` to what follows a --.
+read_options() { # names of the options that have a value, name of the one that has none, the script's arguments
+    local valued=" $1 " switch=$2 name
+    shift 2
+    while (($#)); do
+        name=${1#--}
+        case $1 in
+        "--$switch") printf -v "${switch//-/_}" yes && shift && continue ;;
+        --help | -h) echo "$usage" && exit 0 ;;
+        --) shift && break ;;
+        *) [[ $1 == --* && $valued == *" $name "* ]] || refuse "no option '$1' (torchtitan flags go after --); see --help" ;;
+        esac
+        (($# >= 2)) || refuse "$1 needs a value"
+        printf -v "${name//-/_}" %s "$2"
+        shift 2
+    done
+    rest=("$@")
+}
+
+launcher=""
+# shellcheck disable=SC2317  # called by the trap
+stop() {
+    # The launcher ends everything that it started when it is asked to end.
+    [[ -z $launcher ]] || kill "$launcher" 2>/dev/null || true
+    wait
+}
+
+launch() { # arguments of titan-ft launch
+    local status=0
+    trap stop EXIT
+    trap 'exit 130' INT TERM
+    "$TITAN_FT_PYTHON" -m titan_ft launch "$@" &
+    launcher=$!
+    wait "$launcher" || status=$?
+    launcher=""
+    return "$status"
+}
