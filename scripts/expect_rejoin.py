@@ -26,7 +26,7 @@ def shortfalls(summary: RunSummary) -> list[str]:
     if len(summary.finished_replicas) < summary.num_groups:
         found.append(f"only replicas {summary.finished_replicas} of {summary.num_groups} finished")
     if not any(failure.rejoin_seconds is not None for failure in summary.failures):
-        found.append("no group was lost and contributed again; give it more steps (--training.steps)")
+        found.append("no group was lost and contributed again")
     return found
 
 

@@ -215,6 +215,7 @@ def stand_in(tmp_path: Path) -> Path:
 echo "$@" >>"$CALLS"
 case "$*" in
 *launch*) sleep 0.3; exit "$LAUNCH" ;;
+*kill_group.py*) [[ -z $HANG ]] || { echo $$ >"$HANG"; exec sleep 60; } ;;
 *expect_rejoin.py*) exit "$EXPECT" ;;
 esac
 """
@@ -224,17 +225,19 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("launch", "expect", "status", "message"),
+    ("launch", "hang", "expect", "status", "message"),
     [
-        ("0", "0", 0, ""),
-        ("0", "1", 1, ""),
-        ("1", "0", 1, "the job failed with status 1; its logs are in {run}/logs"),
+        ("0", False, "0", 0, ""),
+        ("0", False, "1", 1, ""),
+        ("1", True, "0", 1, "the job failed with status 1; its logs are in {run}/logs"),
+        ("0", True, "0", 1, "the job ended before group 1 was killed"),
     ],
 )
 def test_the_quickstart_succeeds_only_with_a_kill_a_rejoin_and_equal_digests(
-    stand_in: Path, tmp_path: Path, launch: str, expect: str, status: int, message: str
+    stand_in: Path, tmp_path: Path, launch: str, hang: bool, expect: str, status: int, message: str
 ) -> None:
-    """The launch, with a kill in it, and the report are run with the user's flags; any failure is the script's."""
+    """Launch, kill and report are run with the user's flags; any failure is the script's, and no process stays."""
+    pid_file = tmp_path / "killer.pid"
     result = run(
         "kill_and_rejoin.sh",
         str(tmp_path / "run"),
@@ -242,15 +245,17 @@ def test_the_quickstart_succeeds_only_with_a_kill_a_rejoin_and_equal_digests(
         TITAN_FT_PYTHON=str(stand_in),
         CALLS=str(tmp_path / "calls"),
         LAUNCH=launch,
+        HANG=str(pid_file) if hang else "",
         EXPECT=expect,
     )
     assert result.returncode == status
     assert message.format(run=tmp_path / "run") in result.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
-    shape = f"--replicas 2 --ranks-per-replica 1 --run-dir {tmp_path / 'run'}"
-    flags = f"{shape} --chaos configs/chaos/kill_once.toml -- --training.steps=9"
-    assert calls[0] == f"-m titan_ft launch configs/llama3_debug.toml {flags}"
-    assert (f"-m titan_ft report {tmp_path / 'run'}" in calls) == (launch == "0")
+    flags = f"--replicas 2 --ranks-per-replica 1 --run-dir {tmp_path / 'run'} -- --training.steps=9"
+    assert f"-m titan_ft launch configs/llama3_debug.toml {flags}" in calls
+    assert (f"-m titan_ft report {tmp_path / 'run'}" in calls) == (launch == "0" and not hang)
+    if hang:
+        assert not Path(f"/proc/{int(pid_file.read_text())}").exists()
 
 
 def test_the_debug_config_is_complete() -> None:
