@@ -185,3 +185,25 @@ def test_an_exchange_that_ends_meanwhile_is_the_one_that_is_broken_off() -> None
     thread.join(DEADLINE)
     watch.close()
     assert went_on == [False]
+
+
+def test_an_error_ends_no_watching() -> None:
+    """A full disk, a store that is gone: the next exchanges are watched all the same."""
+    acted: queue.SimpleQueue[str] = queue.SimpleQueue()
+    errors = [OSError("disk full"), RuntimeError("store gone")]
+
+    def fails() -> dict[str, str]:
+        if errors:
+            raise errors.pop()
+        return {"1:c": "silent"}
+
+    def act(wrong: dict[str, str]) -> None:
+        acted.put(wrong["1:c"])
+        raise OSError("disk full")
+
+    watch = Watch("test_watch", lambda: 0.0, 1.0, fails, act)
+    for _ in range(2):
+        with watch.watching():
+            assert acted.get(timeout=DEADLINE) == "silent"
+    watch.close()
+    assert errors == []

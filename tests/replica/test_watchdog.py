@@ -61,6 +61,20 @@ stuck_in_a_lock()
     assert "hang_timeout_seconds" in errors.splitlines()[-1]
 
 
+def test_last_words_come_in_their_order(start: Start) -> None:
+    """What ends the process, as the last of them may, does not cut off those before it."""
+    process = start(
+        """
+import os
+from titan_ft.replica.watchdog import end_process
+end_process(3, lambda: (time.sleep(0.3), say("first")), lambda: say("second"), lambda: os._exit(4))
+"""
+    )
+    said, _ = process.communicate(timeout=DEADLINE)
+    assert said == "first\nsecond\n"
+    assert process.returncode == 4
+
+
 @pytest.mark.slow
 def test_nothing_holds_up_the_end(start: Start) -> None:
     """The process ends although the callback blocks, and nobody reads the pipe of its stderr, which is full."""

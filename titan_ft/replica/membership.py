@@ -325,10 +325,12 @@ class Membership:
 
     def _break_off(self, silent: dict[str, float]) -> None:
         """Break off the exchange under way because members of it are silent."""
+        self._rendezvous.abort(self._looked_at)  # first: the event's disk may be full
         slots = sorted(Member.parse(name).slot for name in silent)
-        logger.warning("no heartbeat from groups %s for %.1f s: breaking off the exchange", slots, max(silent.values()))
+        logger.warning(
+            "no heartbeat from groups %s for %.1f s: the exchange is broken off", slots, max(silent.values())
+        )
         self._events.emit(PeerSilent(slots=slots, seconds=max(silent.values())))
-        self._rendezvous.abort(self._looked_at)
 
 
 def _connect(store: tuple[str, int]) -> TCPStore:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import contextlib
 import html
 import http.client
+import logging
 import re
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 SILENT_BEATS = 2
 """Heartbeat timeouts; one would be enough for the lighthouse, but breaking off costs a repetition."""
@@ -110,13 +113,21 @@ class Watch:
                     return
                 if self._exchange is not exchange:
                     continue
-            wrong = self._look()
+            wrong = self._try(self._look)
             # The lock keeps this exchange from ending before it is acted on: the next one would be broken off.
             with self._changed:
                 if wrong and self._exchange is exchange:
-                    self._act(wrong)
+                    self._try(self._act, wrong)
                     # Once is enough.
                     self._changed.wait_for(lambda over=exchange: self._closed or self._exchange is not over)  # type: ignore[misc]  # bound by default
+
+    def _try(self, do: Callable[..., Any], *args: Any) -> Any:
+        """Call it; a store that is gone or a full disk is not the end of all watching."""
+        try:
+            return do(*args)
+        except (OSError, RuntimeError):
+            logger.exception("%s could not do all that it should", threading.current_thread().name)
+            return None
 
 
 class Pulse(Watch):

@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -90,16 +89,14 @@ def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
     """End this process without clean-up, whatever locks its threads hold.
 
     Args:
-        last_words: called before, side by side and for 5 seconds at most: any of them may block for good, on a lock
-            that a stuck thread holds, a full pipe or a hung disk.
+        last_words: called before, one after the other, each for its share of 5 seconds at most: any of them may block
+            for good, on a lock that a stuck thread holds, a full pipe or a hung disk.
     """
     try:
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        threads = [threading.Thread(target=words, daemon=True) for words in last_words]
-        for thread in threads:
+        for words in last_words:
+            thread = threading.Thread(target=words, daemon=True)
             thread.start()
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(_LAST_WORDS_SECONDS / len(last_words))
     finally:
         os._exit(status)
 
