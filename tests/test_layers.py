@@ -12,7 +12,7 @@ from pathlib import Path
 def test_the_layers_hold() -> None:
     """The contracts of pyproject.toml: imports go down only, and what must load without torch does.
 
-    In a process of its own: import-linter sets the logging of its process up, and switches off the loggers that it finds.
+    In a process of its own: import-linter sets up the logging of its process, and switches off loggers.
     """
     run("from importlinter import cli; raise SystemExit(cli.lint_imports(no_cache=True, is_debug_mode=True))")
 

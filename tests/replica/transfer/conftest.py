@@ -58,20 +58,20 @@ def background() -> Iterator[ThreadPoolExecutor]:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Provide a view on what donors are asked for: offsets, and "header" for the header.
 
-    `watch(interfere)` calls interfere(place, times it was asked for, pace) before each answer and answers at the pace
-    that it returns.
+    `watch(interfere)` calls interfere(place, times it was asked for, send) before each answer, whose bytes are sent by
+    what it returns.
     """
 
-    def start(interfere: Callable[[Any, int, Any], Any] = lambda place, times, pace: pace) -> list[Any]:
+    def start(interfere: Callable[[Any, int, Any], Any] = lambda place, times, send: send) -> list[Any]:
         asked: list[Any] = []
         answer = StateServer._answer
 
-        def watched(stream: Any, connection: Any, request: dict[str, Any], snapshot: Snapshot, pace: Any) -> None:
+        def watched(stream: Any, connection: Any, request: dict[str, Any], snapshot: Snapshot, send: Any) -> None:
             if "done" not in request:
                 place = request.get("offset", "header")
                 asked.append(place)
-                pace = interfere(place, asked.count(place), pace)
-            answer(stream, connection, request, snapshot, pace)
+                send = interfere(place, asked.count(place), send)
+            answer(stream, connection, request, snapshot, send)
 
         monkeypatch.setattr(StateServer, "_answer", staticmethod(watched))
         return asked

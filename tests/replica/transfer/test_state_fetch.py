@@ -191,13 +191,9 @@ def test_the_state_is_complete_without_the_last_word(donor: Donor, monkeypatch: 
     assert donor.served == []
 
 
-class Corrupting:
-    """Sends data with one bit flipped, after its checksum was made."""
-
-    @staticmethod
-    def send(connection: socket.socket, data: memoryview) -> None:
-        """Send all but the truth."""
-        connection.sendall(bytes(data[:-1]) + bytes([data[-1] ^ 16]))
+def send_corrupted(connection: socket.socket, data: memoryview) -> None:
+    """Send data with one bit flipped, after its checksum was made."""
+    connection.sendall(bytes(data[:-1]) + bytes([data[-1] ^ 16]))
 
 
 @pytest.mark.parametrize("place", ["header", 0, 2 * CHUNK, 4 * CHUNK])
@@ -206,7 +202,7 @@ def test_what_arrives_corrupted_is_fetched_again(
     donor: Donor, watch: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture, place: object, times: int
 ) -> None:
     """A flipped bit in the header or in a chunk is noticed, warned of, and cured by asking for that part again."""
-    asked = watch(lambda where, count, pace: Corrupting() if where == place and count <= times else pace)
+    asked = watch(lambda where, count, send: send_corrupted if where == place and count <= times else send)
     sent = donor.publish(make_snapshot(5, 4 * CHUNK + 1))
     check_equal(donor.fetch(5), sent)
     assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 5 * CHUNK, CHUNK), 1), place: times + 1}
@@ -218,7 +214,7 @@ def test_what_arrives_corrupted_is_fetched_again(
 
 def test_what_always_arrives_corrupted_fails_the_transfer(donor: Donor, watch: Callable[..., list[Any]]) -> None:
     """After three tries of one chunk the transfer fails, and the error names the chunk."""
-    asked = watch(lambda where, _, pace: Corrupting() if where == 2 * CHUNK else pace)
+    asked = watch(lambda where, _, send: send_corrupted if where == 2 * CHUNK else send)
     donor.publish(make_snapshot(5, 5 * CHUNK))
     with pytest.raises(TransferError, match=r"state of step 5 .* 1000 bytes at 2000 .*checksum"):
         donor.fetch(5)
@@ -386,10 +382,10 @@ def test_a_slow_connection_does_not_hold_up_the_others(donor: Donor, watch: Call
     """All chunks but the one that is stuck are fetched by the other connection."""
     others = set(range(CHUNK, 10 * CHUNK, CHUNK))
 
-    def hold_first(place: object, _: int, pace: object) -> object:
+    def hold_first(place: object, _: int, send: object) -> object:
         if place == 0:
             wait_until(lambda: others <= set(asked))
-        return pace
+        return send
 
     asked = watch(hold_first)
     sent = donor.publish(make_snapshot(5, 10 * CHUNK))
@@ -401,14 +397,14 @@ def test_one_failure_ends_the_other_connections(donor: Donor, watch: Callable[..
     """A transfer that cannot succeed any more does not wait for answers that other connections wait for."""
     release, stuck = threading.Event(), threading.Event()
 
-    def interfere(place: object, _: int, pace: object) -> object:
+    def interfere(place: object, _: int, send: object) -> object:
         if place == CHUNK:
             stuck.set()
             release.wait(60.0)
         elif place == 0:
             stuck.wait(DEADLINE)
-            return Corrupting()
-        return pace
+            return send_corrupted
+        return send
 
     watch(interfere)
     donor.publish(make_snapshot(5, 10 * CHUNK))
