@@ -13,6 +13,7 @@ import contextlib
 import html
 import http.client
 import logging
+import math
 import re
 import threading
 import time
@@ -76,6 +77,8 @@ class Watch:
         self._interval, self._growth, self._look, self._act = interval, growth, look, act
         self._changed = threading.Condition()
         self._exchange: object | None = None  # the one under way
+        self._pause = 0.0  # before the next look at it
+        self._due = self._wakes = math.inf  # when to look next; when the thread does, unless it is notified
         self._closed = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -96,30 +99,30 @@ class Watch:
 
     def _set(self, exchange: object | None) -> None:
         with self._changed:
-            self._exchange = exchange
-            self._changed.notify_all()
+            self._exchange, self._due = exchange, math.inf
+            if exchange is not None:
+                self._pause = self._interval()
+                self._due = time.monotonic() + self._pause
+            if self._due < self._wakes:  # else the thread finds it when it wakes: no step has to switch to it
+                self._changed.notify_all()
 
     def _run(self) -> None:
-        former, pause = None, 0.0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._exchange is not None)
-                exchange = self._exchange
-                pause = self._growth * pause if exchange is former else self._interval()
-                former, ends = exchange, time.monotonic() + pause
-                while not self._closed and self._exchange is exchange and (rest := ends - time.monotonic()) > 0:
-                    self._changed.wait(rest)
+                while not self._closed and (rest := self._due - time.monotonic()) > 0:
+                    self._wakes = self._due
+                    self._changed.wait(None if rest == math.inf else rest)
                 if self._closed:
                     return
-                if self._exchange is not exchange:
-                    continue
+                exchange = self._exchange
             wrong = self._try(self._look)
             # The lock keeps this exchange from ending before it is acted on: the next one would be broken off.
             with self._changed:
-                if wrong and self._exchange is exchange:
-                    self._try(self._act, wrong)
-                    # Once is enough.
-                    self._changed.wait_for(lambda over=exchange: self._closed or self._exchange is not over)  # type: ignore[misc]  # bound by default
+                if self._exchange is exchange:
+                    self._pause *= self._growth
+                    self._due = math.inf if wrong else time.monotonic() + self._pause  # acting once is enough
+                    if wrong:
+                        self._try(self._act, wrong)
 
     def _try(self, do: Callable[..., Any], *args: Any) -> Any:
         """Call it; a store that is gone or a full disk is not the end of all watching."""
