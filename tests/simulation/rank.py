@@ -35,7 +35,13 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog, end_process
 from titan_ft.run.events import Drained, Event, Hung, RankSilent
-from titan_ft.training.checkpoint_choice import NONE, agree_on_step, check_still_there, together
+from titan_ft.training.checkpoint_choice import (
+    NONE,
+    agree_on_step,
+    check_same_state,
+    check_still_there,
+    together,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.world import GroupRun, World
@@ -102,7 +108,7 @@ class Rank:
         self.slowness = 0.0  # seconds that each backward takes longer
         self.met: list[int] = []  # slots of the groups in the last round that worked
         self.tied = False  # nobody could tell in its last round whose bytes are right, and rightly so
-        self.voted = False
+        self.voted = self.voted_when_told = False
         self.abandoned = False  # ends without having left in order, as it has told
         self.sent = 0  # values of gradients that it has summed with others in the last round
         self.found: int | None = None  # step of the checkpoint that it has chosen, or NONE
@@ -291,6 +297,7 @@ class Rank:
             world.kernel.sleep(0.1 * world.kernel.rng.random())
             self.state.load(snapshot)
             self.position.restore(snapshot.lineage)
+            check_same_state(folder.PATH, step, snapshot.lineage, gather)
             self.position.note_saved(step)
             world.loaded(self)
 

@@ -425,13 +425,14 @@ class World(standins.World):
         process = self.kernel.process
         node = self.ranks[process].node
         lighthouse, there = self.lighthouses[options["lighthouse_addr"]]
+        came = self.kernel.now  # which its name says, however long it has to wait for the lighthouse
         if not (lighthouse.listens and self.network.usable(node, there)):
             self.kernel.sleep(options["connect_timeout"].total_seconds())
             if not (lighthouse.listens and self.network.usable(node, there)):
                 raise RuntimeError("lighthouse: transport error")
         group = self.ranks[process].group
         if group.entered is None:
-            group.entered = group.met_from = self.kernel.now
+            group.entered, group.met_from = came, self.kernel.now
             self.entered.append(group)
         address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
         server = ManagerServer(
@@ -608,6 +609,7 @@ class World(standins.World):
             self.kernel.after(0.05 * self.kernel.rng.random(), functools.partial(self._terminate, group.ranks[number]))
 
     def _terminate(self, rank: Rank) -> None:
+        rank.voted_when_told = rank.voted
         if rank.drain is not None and not rank.process.dead:
             self.kernel.spawn(rank.drain.request, "signals", rank.process)
         seconds = self.config["drain_timeout_seconds"] + 3.0
@@ -626,7 +628,7 @@ class World(standins.World):
         if "another rank" in reason:
             fair = any(other.abandoned or other.process.dead for other in group.ranks if other is not rank)
         elif "had not begun" in reason:
-            fair = not rank.voted
+            fair = not rank.voted_when_told  # it may vote while it says its last words
         else:
             # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
             lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
@@ -678,7 +680,9 @@ class World(standins.World):
         """Take note of a round that worked on all ranks of a group, before anything follows from it."""
         rank.met = made.quorum.slots
         rank.tied = rank.tied and made.verdict.tie
-        if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
+        # Under "constant" a group whose batches another one has taken over may give a share that is empty.
+        shares = self.config["batch_policy"] == "constant"
+        if rank.sent and not shares and not any(row.valid_tokens and not row.resting for row in made.rows):
             self.report(
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
             )
@@ -814,7 +818,7 @@ class World(standins.World):
 
     def _can_be_met(self, group: GroupRun) -> bool:
         """Say whether nothing keeps a group from meeting others, and has not for a while."""
-        came = max(group.met_from, self.thawed.get(group.slot, 0.0))
+        came = max(group.met_from, self.thawed.get(group.slot, 0.0), self.disturbed)
         there = group.runs and not group.ended and self._reaches(group)
         return there and self.kernel.now - came > _MEETING_SECONDS
 

@@ -797,6 +797,22 @@ def test_checkpoints_that_keep_vanishing_end_the_group(
         assert "delete" in str(error)
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that have loaded different states of the same step do not train: all of them end and start again."""
+    make_run().train(10)
+    ranks = Ranks(monkeypatch, make_run)
+
+    def load(*_: Any) -> None:
+        ranks.runs[ranks.rank].checkpoints.host.position.restore(7 + ranks.rank)
+
+    monkeypatch.setattr(CheckpointManager, "dcp_load", load)
+    for error in ranks.load():
+        assert isinstance(error, LoadError)
+        assert "different states of step 10" in str(error)
+
+
 def stale(path: object = "") -> OSError:
     """Return what NFS answers when the server has replaced what this host had open."""
     return OSError(errno.ESTALE, "Stale file handle", str(path))

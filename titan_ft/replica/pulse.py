@@ -74,7 +74,8 @@ class Watch:
         look: Callable[[], dict[str, Any]],
         act: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._interval, self._growth, self._look, self._act = interval, growth, look, act
+        self._name, self._interval, self._growth = name, interval, growth
+        self._look, self._act = look, act
         self._changed = threading.Condition()
         self._exchange: object | None = None  # the one under way
         self._pause = 0.0  # before the next look at it
@@ -129,7 +130,7 @@ class Watch:
         try:
             return do(*args)
         except (OSError, RuntimeError):
-            logger.exception("%s could not do all that it should", threading.current_thread().name)
+            logger.exception("%s could not do all that it should", self._name)
             return None
 
 

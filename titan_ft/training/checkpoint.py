@@ -29,7 +29,13 @@ from titan_ft.config import ConfigError
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.ledger import Ledger
 from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
-from titan_ft.training.checkpoint_choice import NONE, agree_on_step, check_still_there, together
+from titan_ft.training.checkpoint_choice import (
+    NONE,
+    agree_on_step,
+    check_same_state,
+    check_still_there,
+    together,
+)
 from titan_ft.training.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
@@ -135,6 +141,7 @@ class ReplicaCheckpoints(CheckpointManager):
         except ValueError as error:  # torchtitan's answer to a setting that it cannot use
             raise ConfigError(f"checkpoint: {_one_line(error)}") from error
         if loaded:
+            check_same_state(self.folder, found, self.host.position.lineage, self.host.gather)
             self._emit_loaded()
         return loaded
 

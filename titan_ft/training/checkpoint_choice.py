@@ -85,6 +85,21 @@ def check_still_there(folder: str, step: int, gather: Gather) -> None:
     together(look, folder, gather)
 
 
+def check_same_state(folder: str, step: int, lineage: int, gather: Gather) -> None:
+    """Check that all ranks have loaded the same state. A collective.
+
+    One that another checkpoint of its step replaces meanwhile can be the old one to some ranks, the new one to others.
+
+    Raises:
+        LoadError: they have not. On all ranks.
+    """
+    if len(set(gather(lineage))) > 1:
+        raise LoadError(
+            f"checkpoint: the ranks of this group have loaded different states of step {step} from {folder}: it was "
+            "replaced while they did; another start chooses anew"
+        )
+
+
 def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     """Return what `act` finds in `folder`; if it fails on one rank, it fails on all. A collective.
 
