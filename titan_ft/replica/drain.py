@@ -167,7 +167,7 @@ class Drain:
         A supervisor sends SIGTERM to the other ranks when one dies. Ranks on other hosts cannot be looked at.
         """
         try:
-            store = connect()  # its own: the other one may be waiting
+            store = connect()  # of its own: a request on the other connection may be waiting for long
             siblings: dict[int, Process] = {}
             while not self._left:
                 for rank in range(self._num_ranks):

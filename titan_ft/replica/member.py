@@ -262,7 +262,7 @@ def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> t
 
 
 def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
-    """Two jobs at one lighthouse would wait for each other in every step: the later one ends."""
+    """Refuse a lighthouse at which another job was first: the two would wait for each other in every step."""
     if own.job != first.job:
         slots = _slots(member for member in groups if member.job == first.job)
         raise ForeignMemberError(
@@ -278,7 +278,7 @@ def _kind(member: Member) -> tuple[str, str, str]:
 
 
 def _check_kind(own: Member, right: Member, alike: Sequence[Member]) -> None:
-    """A group of another config or shape must not exchange a byte with the others: it would end them, not itself."""
+    """Refuse to exchange with groups of another config or shape: that could end those groups instead of this one."""
     if differences := _shape_differences(own, right):
         raise ConfigMismatchError(
             f"this group has {_list(d.own for d in differences)}; the job's groups {_slots(alike)} have "

@@ -118,7 +118,7 @@ class Watch:
             with self._changed:
                 if wrong and self._exchange is exchange:
                     self._try(self._act, wrong)
-                    # Once is enough.
+                    # An exchange is broken off once: no further look before the next one.
                     self._changed.wait_for(lambda over=exchange: self._closed or self._exchange is not over)  # type: ignore[misc]  # bound by default
 
     def _try(self, do: Callable[..., Any], *args: Any) -> Any:
