@@ -24,7 +24,7 @@ _SHORT = 8  # characters of a process's unique name that a report gives
 
 
 @dataclass(frozen=True)
-class Report:
+class LostLinks:
     """What a group adds to its name when it cannot reach others.
 
     Attributes:
@@ -60,7 +60,7 @@ class Member:
     store: str = ""
     shape: str = ""
     edition: int = 0
-    report: Report | None = None
+    report: LostLinks | None = None
 
     @property
     def replica_id(self) -> str:
@@ -83,7 +83,7 @@ class Member:
         try:
             _, slot, started, unique, config, job, store, shape, last = replica_id.split(_ID_SEPARATOR)
             edition, *facts = last.split(":")
-            report = Report(int(facts[0]), tuple(facts[1].split(","))) if facts else None
+            report = LostLinks(int(facts[0]), tuple(facts[1].split(","))) if facts else None
             member = Member(int(slot), float(started), unique, config, job, store, shape, int(edition), report)
         except (ValueError, IndexError):
             member = None
@@ -103,7 +103,7 @@ class Member:
 
     def reporting(self, step: int, dead: Iterable[Member]) -> Member:
         """Return this process's next name, with a report of whom it cannot reach."""
-        report = Report(step, tuple(sorted({member.short for member in dead})))
+        report = LostLinks(step, tuple(sorted({member.short for member in dead})))
         return replace(self, edition=self.edition + 1, report=report)
 
     def renamed(self, unique: str) -> Member:
