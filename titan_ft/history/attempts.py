@@ -82,7 +82,7 @@ class Attempt:
 
     @property
     def silent_us(self) -> int | None:
-        """Since when it may be dead: the time of the last event of the worker that fell silent first. None without any."""
+        """Since when it may be dead: the last event of the worker that fell silent first. None if none wrote any."""
         return min(self.last_by_rank.values(), default=None)
 
     @property

@@ -102,8 +102,8 @@ def audit(record: RunRecord) -> Audit:
     if not record.states:
         common.unknown.append("no event tells of a committed step")
         return _decide(common)
-    finals, untold = record.finals
-    common.unknown += untold
+    finals, unknown = record.finals
+    common.unknown += unknown
     audits = [_decide(_audit_chain(record, final, common)) for final in finals]
     result = audits[0]
     if len(finals) > 1:
