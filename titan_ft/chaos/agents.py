@@ -29,7 +29,7 @@ class _Pending:
     aimed: Injection
     deadline: float
     lives: dict[int, int] = field(default_factory=dict)
-    """The life of each target that may obey; empty where whichever donor comes first does."""
+    """The life of each target whose agents may carry out the order; empty when the first donor does."""
     disturbances: dict[int, Disturbance] = field(default_factory=dict)
     """By replica; of those that the fault keeps from contributing."""
 
