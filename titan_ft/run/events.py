@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The events of a run: one class per event, which is the only place that knows its name and its fields.
 
-A field without a default is in every line, as null where it has no value; one whose default is None is in a
-line only when it has a value. Numbers that are not finite are null. The comment beside a field, or above it, says what it
-means; `python -m titan_ft.run.events` prints docs/events.md from all of it.
+A field without a default is in every line, as null where it has no value; one whose default is None is in a line only
+when it has a value. Numbers that are not finite are null. The comment beside a field, or above it, says what it means;
+`python -m titan_ft.run.events` prints docs/events.md from all of it.
 """
 
 from __future__ import annotations
