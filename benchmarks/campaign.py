@@ -81,7 +81,7 @@ def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int
     faults = (
         f"{len(kills)} SIGKILLs of a group{f' ({skipped} skipped)' if skipped else ''}, {crashes} crashes of its own"
     )
-    told = {"length (min)": f"{(until - began) / 60:.1f}", "failures injected": faults}
+    length = {"length (min)": f"{(until - began) / 60:.1f}", "failures injected": faults}
     return {
         "groups": job.num_groups,
         "ranks": job.num_ranks,
@@ -93,7 +93,7 @@ def describe(job: Job, whole: RunRecord, span: tuple[float, float], skipped: int
         "steps_tried": good.exchanges_attempted,
         "effective_share": good.effective_training_time_in_training,
         "stall_seconds": [kill.stall_seconds for kill in kills if kill.stall_seconds is not None],
-        "figures": {**figures(record), **told, "batches lost, repeated": "not told"},
+        "figures": {**figures(record), **length, "batches lost, repeated": "not told"},
     }
 
 
@@ -129,11 +129,11 @@ def groups_up(run: Run, record: RunRecord) -> dict[int, int]:
 
 def _all_up(run: Run, record: RunRecord) -> bool | None:
     """Tell whether all groups have digests of one step, made since they last were started; None if not."""
-    up, told = groups_up(run, record), dict[int, set[int]]()
+    up, with_digest = groups_up(run, record), dict[int, set[int]]()
     for event in record.of(StepCommitted):
         if event.digest and up.get(event.replica) == event.attempt:
-            told.setdefault(event.step, set()).add(event.replica)
-    return any(len(groups) == run.job.num_groups for groups in told.values()) or None
+            with_digest.setdefault(event.step, set()).add(event.replica)
+    return any(len(groups) == run.job.num_groups for groups in with_digest.values()) or None
 
 
 def format_campaign(campaign: Mapping[str, Any], against: Path | None) -> list[str]:

@@ -25,7 +25,7 @@ STEPS_PER_KILL = 1000
 """More than a kill takes, and still an end, should nobody be left to end the run."""
 MAX_RESTARTS = 100
 OBSERVE_FLAGS = ("--observe-every=5",)
-"""Of the peer's workers, which tell nothing by themselves: a digest at each fifth step."""
+"""Of the peer's workers, which write no events by themselves: a digest at each fifth step."""
 
 
 def costs(record: RunRecord) -> list[dict[str, Any]]:

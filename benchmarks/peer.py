@@ -89,14 +89,14 @@ def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
             super().train_step(data_iterator)
             manager = self.ft_manager.manager
             step = manager.current_step() + (not self._committed)
-            told = self._committed and step % digest_every == 0
+            wants_digest = self._committed and step % digest_every == 0
             events.emit(
                 StepTried(
                     step=step,
                     committed=self._committed,
                     contributed=self._committed and manager.is_participating(),
                     own_loss=sum(loss.item() for loss in self._losses),
-                    digest=digest(self.model_parts) if told else None,
+                    digest=digest(self.model_parts) if wants_digest else None,
                 )
             )
 

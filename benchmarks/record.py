@@ -84,12 +84,12 @@ def compare_digests(record: RunRecord) -> str:
     Returns:
         "equal", "differ" or "unknown", for the last state of which all groups have a digest; and what differs in all.
     """
-    told = [e for e in record.events if isinstance(e, StepCommitted | Drained | TrainingFinished) and e.digest]
-    found = digests.compare_digests(((event.lineage or "", event.rank), event.replica, event.digest) for event in told)
-    num_groups = len({event.replica for event in told})
+    hashed = [e for e in record.events if isinstance(e, StepCommitted | Drained | TrainingFinished) and e.digest]
+    found = digests.compare_digests(((e.lineage or "", e.rank), e.replica, e.digest) for e in hashed)
+    num_groups = len({event.replica for event in hashed})
     whole = {state for (state, _), groups in found.groups.items() if len(groups) == num_groups > 1}
     verdict = "unknown"
-    if last := next((event for event in reversed(told) if (event.lineage or "") in whole), None):
+    if last := next((event for event in reversed(hashed) if (event.lineage or "") in whole), None):
         differ = any(state == (last.lineage or "") for state, _ in found.differing)
         verdict = f"{'differ' if differ else 'equal'} (step {last.step})"
     num = len(found.differing)

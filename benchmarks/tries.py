@@ -112,19 +112,19 @@ def _ends(events: Sequence[Event]) -> list[Event]:
             last = latest.setdefault(event.replica, event)
             if event.attempt > last.attempt:
                 head = {**_header(event), "rank": last.rank, "attempt": last.attempt}
-                told: dict[str, Any] = {"reason": "the next attempt started", "stopped": False, "signal": "SIGKILL"}
-                found.append(WorkerExited(**head, worker_pid=last.pid, **told))
+                end: dict[str, Any] = {"reason": "the next attempt started", "stopped": False, "signal": "SIGKILL"}
+                found.append(WorkerExited(**head, worker_pid=last.pid, **end))
                 latest[event.replica] = event
     return found
 
 
 def _commit(event: StepTried, state: State, participants: list[int], loss: float | None, tries: int) -> StepCommitted:
     lost, step = state
-    untold: dict[str, Any] = dict.fromkeys(("tokens", "own_tokens"), 0) | dict.fromkeys(("grad_norm", "lr", "data"))
-    untold |= dict.fromkeys(("seconds", "exchange_seconds", "compute_seconds", "apply_seconds"), 0.0)
+    absent: dict[str, Any] = dict.fromkeys(("tokens", "own_tokens"), 0) | dict.fromkeys(("grad_norm", "lr", "data"))
+    absent |= dict.fromkeys(("seconds", "exchange_seconds", "compute_seconds", "apply_seconds"), 0.0)
     return StepCommitted(
         **_header(event),
-        **untold,
+        **absent,
         step=step,
         lineage=_lineage(state),
         parent=_lineage((lost, step - 1) if step > 1 else (0, 0)),

@@ -82,12 +82,12 @@ def _check(command: Check) -> int:
 
     _require_folders(command.run_dir, command.against)
     against = None if command.against is None else RunPaths(command.against).events
-    report = check_folders(RunPaths(command.run_dir).events, against)
+    verdicts = check_folders(RunPaths(command.run_dir).events, against)
     if command.json:
-        print(json.dumps(report.to_dict(), indent=2))
+        print(json.dumps(verdicts.to_dict(), indent=2))
     else:
-        show(check_table(report))
-    return 0 if report.verdict == "holds" else 1
+        show(check_table(verdicts))
+    return 0 if verdicts.verdict == "holds" else 1
 
 
 def _report(command: Report) -> int:

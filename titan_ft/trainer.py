@@ -64,7 +64,7 @@ class ReplicaTrainer(Trainer):
         self._events = begin_events(job_config, self.launch)
         loaders = spec.register(job_config.model.name, config)
         if job_config.debug.seed is None:
-            # All groups must begin with the same weights, whenever they come; torchtitan would roll dice in each.
+            # All groups must begin with the same weights, whenever they come; torchtitan would draw a seed in each.
             job_config.debug.seed = int(self.launch.config_digest[:8], 16)
             logger.info(f"debug.seed is not set: using {job_config.debug.seed}, the same in all groups of this config")
         if job_config.training.global_batch_size > 0:  # counts all groups; torchtitan's Trainer sees only this one
@@ -78,7 +78,7 @@ class ReplicaTrainer(Trainer):
         has_loss = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id, has_loss=has_loss)
         loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
-        # Never while torchtitan builds the model: what that takes is not known here.
+        # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
         self._watchdog = Watchdog(
             config.hang_timeout_seconds, lambda: self._events.emit(Hung(step=self._num_committed))
         )

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from titan_ft.history import check as check_module
-from titan_ft.history.check import Report, check_folders, check_table
+from titan_ft.history.check import Verdicts, check_folders, check_table
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event
 
 
-def check(events: list[Event], against: list[Event] | None = None) -> Report:
+def check(events: list[Event], against: list[Event] | None = None) -> Verdicts:
     return check_module.check(RunRecord(events), None if against is None else RunRecord(against))
 
 
-def format_check(report: Report) -> str:
+def format_check(report: Verdicts) -> str:
     return text_of(check_table(report))
 
 
@@ -49,7 +49,7 @@ def failing(run_class: Any, loss_scale: float = 1.0, steps: int = 30) -> Any:
     return run
 
 
-def judge(run: Any, reference: Any) -> Report:
+def judge(run: Any, reference: Any) -> Verdicts:
     return check(run.events, reference.events)
 
 

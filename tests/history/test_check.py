@@ -16,30 +16,30 @@ import pytest
 from tests.event_builder import change, like, untyped
 from tests.event_builder import event as make
 from titan_ft.history import check as check_module
-from titan_ft.history.check import Report, check_folders, check_table
+from titan_ft.history.check import Verdicts, check_folders, check_table
 from titan_ft.history.incidents import find_failures
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, RankEvent, Target
 
 
-def check(events: list[Event]) -> Report:
+def check(events: list[Event]) -> Verdicts:
     return check_module.check(RunRecord(events))
 
 
-def format_check(report: Report) -> str:
+def format_check(report: Verdicts) -> str:
     return text_of(check_table(report))
 
 
 OTHERS_ASKED = {2, 3, 4, 5, 6, 7, 8}
 
 
-def failed(report: Report) -> set[int | str]:
+def failed(report: Verdicts) -> set[int | str]:
     """Return what does not hold: numbers of promises, or names."""
     return {each.promise or each.name for each in report.judgements if each.verdict == "does not hold"}
 
 
-def unknown(report: Report) -> set[int | str]:
+def unknown(report: Verdicts) -> set[int | str]:
     """Return what was asked and cannot be told."""
     return {each.promise or each.name for each in report.judgements if each.asked and each.verdict == "unknown"}
 

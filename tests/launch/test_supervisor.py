@@ -293,3 +293,12 @@ def test_gpus_are_dealt_out_in_turn() -> None:
     assert visible_devices(1, 1, ["7"]) == ["7"]
     assert visible_devices(0, 2, ["7"]) is None
     assert visible_devices(0, 1, []) is None
+
+
+@pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--no-such-flag", 2)])
+def test_the_command_line_says_how_it_is_used(flag: str, status: int) -> None:
+    """Without a worker's arguments, too: no traceback."""
+    command = [sys.executable, "-m", "titan_ft.launch.supervisor", flag]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == status
+    assert "Traceback" not in result.stderr

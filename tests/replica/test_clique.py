@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_ft.replica.member import Admission, Member, Report, admit, dead_links, largest_clique
+from titan_ft.replica.member import Admission, LostLinks, Member, admit, dead_links, largest_clique
 
 Link = tuple[int, int]
 
@@ -121,7 +121,7 @@ def test_a_group_that_comes_back_is_not_meant_by_old_reports() -> None:
 def test_a_report_survives_its_name() -> None:
     """Step and processes come back from the replica id, and sort with it by slot."""
     member = members_with([5, 6, 7], {(0, 1), (0, 2)})[0]
-    assert member.report == Report(5, ("00000001", "00000002"))
+    assert member.report == LostLinks(5, ("00000001", "00000002"))
     assert Member.parse(member.replica_id) == member
     assert Member.parse(member.reporting(8, [member]).replica_id).edition == 2
 

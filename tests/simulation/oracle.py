@@ -158,11 +158,6 @@ class Oracle:
             lineage = self.chain[lineage].parent
         return found[::-1]
 
-    def step_of(self, lineage: int) -> int:
-        """Return the number of commits of a state; -1 if nobody knows it."""
-        known = self.chain.get(lineage)
-        return -1 if known is None else known.step
-
     def _state_of(self, lineage: int, rank: int) -> np.ndarray | None:
         return training.initial(rank) if lineage == 0 else self.chain[lineage].states.get(rank)
 

@@ -129,9 +129,6 @@ class Lock:
             for task in self._entry:
                 self._kernel.wake(task)
 
-    def locked(self) -> bool:
-        return self._owner is not None
-
     def __enter__(self) -> bool:
         return self.acquire()
 

@@ -708,9 +708,11 @@ def test_a_rank_waits_for_the_checkpoint_that_has_replaced_another(
     """A job that went back saves a step again; a host may see the former one for a while."""
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
-    looks, fold = itertools.count(), checkpoint_choice._fold
+    looks, fingerprint = itertools.count(), checkpoint_choice._fingerprint
     monkeypatch.setattr(
-        checkpoint_choice, "_fold", lambda folder: 4711 if ranks.rank == 1 and next(looks) < 3 else fold(folder)
+        checkpoint_choice,
+        "_fingerprint",
+        lambda folder: 4711 if ranks.rank == 1 and next(looks) < 3 else fingerprint(folder),
     )
     assert ranks.load() == [None, None]
     assert ranks.loaded == ["step-10", "step-10"]
@@ -825,14 +827,14 @@ def test_a_stale_handle_is_no_checkpoint_that_vanished(
     """On NFS a handle goes stale when another group renames or purges beside it; later looks find what is there."""
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
-    looks, fold = itertools.count(), checkpoint_choice._fold
+    looks, fingerprint = itertools.count(), checkpoint_choice._fingerprint
 
-    def fold_stale(folder: Path) -> int:
+    def read_stale(folder: Path) -> int:
         if ranks.rank == rank and next(looks) < 5:
             raise stale(folder)
-        return fold(folder)
+        return fingerprint(folder)
 
-    monkeypatch.setattr(checkpoint_choice, "_fold", fold_stale)
+    monkeypatch.setattr(checkpoint_choice, "_fingerprint", read_stale)
     assert ranks.load() == [None, None]
     assert ranks.loaded == ["step-10", "step-10"]
     assert next(looks) > 5
@@ -864,14 +866,14 @@ def test_handles_that_stay_stale_end_all(
     """After a minute the line says what the file system says, on the rank that it says it to."""
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
-    fold = checkpoint_choice._fold
+    fingerprint = checkpoint_choice._fingerprint
 
-    def fold_stale(folder: Path) -> int:
+    def read_stale(folder: Path) -> int:
         if ranks.rank == rank:
             raise stale(folder)
-        return fold(folder)
+        return fingerprint(folder)
 
-    monkeypatch.setattr(checkpoint_choice, "_fold", fold_stale)
+    monkeypatch.setattr(checkpoint_choice, "_fingerprint", read_stale)
     monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
     errors = ranks.load()
     assert all(isinstance(error, LoadError) for error in errors), errors

@@ -29,7 +29,7 @@ class _Pending:
     aimed: Injection
     deadline: float
     lives: dict[int, int] = field(default_factory=dict)
-    """The life of each target that may obey; empty where whichever donor comes first does."""
+    """The life of each target whose agents may carry out the order; empty when the first donor does."""
     disturbances: dict[int, Disturbance] = field(default_factory=dict)
     """By replica; of those that the fault keeps from contributing."""
 
@@ -68,7 +68,7 @@ class Agents:
             group = self._job.group(target.replica)
             pending.lives[target.replica] = group.life
             self._give(aimed, target, group.attempt, _params_at(aimed, target))
-            # A checkpoint that cannot be saved costs no group its part in training.
+            # A group whose checkpoint cannot be saved trains on: it is not disturbed.
             if CHECKPOINT not in aimed.fault.needs:
                 disturbance = pending.disturbances[target.replica] = Disturbance.of(aimed, target, group.life)
                 group.disturbances.append(disturbance)
@@ -120,7 +120,7 @@ class Agents:
             group = self._job.group(replica)
             disturbance = pending.disturbances[replica] = Disturbance.of(aimed, target, group.life)
             group.disturbances.append(disturbance)
-        for disturbance in pending.disturbances.values():  # of a link both ends, although only one has spoken yet
+        for disturbance in pending.disturbances.values():  # both ends of a link, though only one has announced it
             disturbance.begin(event.time, event.step)
         peer = (event.params or {}).get("peer")
         self._outcomes.hit(aimed.shot.fault, target, "" if peer is None else f", to replica {peer:g}")
@@ -149,7 +149,7 @@ class Agents:
 
 
 def _params_at(aimed: Injection, target: Target) -> Mapping[str, float]:
-    """Return the parameters for one target: each end of a link is told the other one."""
+    """Return the parameters for one target: each end of a link gets the number of the other."""
     if aimed.fault.scope != "link":
         return aimed.shot.params
     (peer,) = (other.replica for other in aimed.targets if other != target)

@@ -12,8 +12,9 @@ from titan_ft.chaos.schedule import Injection
 from titan_ft.run.events import Target
 
 Ending = Literal["restart", "settle", "undone", "healed", "excluded", "at once"]
-"""What ends it, beside a new start of the group, which ends all: nothing; some time without a new start; that it is
-undone; a heal, or an equal digest; that the gradient was left out; nothing, for it is over when it happens."""
+"""What ends it; a new start of the group ends every disturbance. "restart": nothing else does. "settle": some time
+without a new start. "undone": the fault was undone. "healed": a heal, or a digest equal to another group's. "excluded":
+the gradient was left out. "at once": it is over when it happens."""
 
 SETTLE_SECONDS = 15.0
 """A fault that should have ended the group's workers, who still commit after this time, has not worked."""
@@ -34,7 +35,7 @@ class Disturbance:
 
     ending: Ending
     life: int
-    """The life of the group that it befell."""
+    """The life of the group that it hit."""
     key: tuple[str, int] | None = None
     """Fault and number of the shot."""
     rank: int | None = None
@@ -78,7 +79,7 @@ class Disturbance:
             self.end("healed", time)
 
     def end(self, by: Ending, time: float) -> None:
-        """Note what ends it, if this does: the group got the others' state, or its gradient was left out."""
+        """End it if `by` is what ends it: the group got the others' state, or its gradient was left out."""
         if self.ending == by and self.over_from is None and self._begun is not None and time > self._begun:
             self.over_from = time
 

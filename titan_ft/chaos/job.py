@@ -106,7 +106,7 @@ class Job:
         return self._groups.setdefault(replica, Group(replica))
 
     def calm(self, replica: int, disturbance: Disturbance) -> None:
-        """Note that it never came to that."""
+        """Drop a disturbance whose fault did not hit the group after all."""
         group = self.group(replica)
         group.disturbances = [other for other in group.disturbances if other is not disturbance]
 
@@ -139,7 +139,7 @@ class Job:
         if isinstance(event, WorkerStarted):
             self._start(group, event)
         if event.attempt is None or event.attempt != group.attempt:
-            return  # what an earlier life said, or a supervisor about the next one
+            return  # of workers that were replaced since, or of a supervisor about the next attempt
         match event:
             case StepCommitted():
                 self._commit(group, event)
@@ -170,7 +170,7 @@ class Job:
             self._has = {AGENT: event.config.chaos, CHECKPOINT: event.config.checkpoint}
 
     def _commit(self, group: Group, event: StepCommitted) -> None:
-        """Note who contributed to a step. That a group is up, only its own word shows."""
+        """Note who contributed to a step. Only a group's own commits show that it is up, not those of others."""
         step, participants = event.step, event.participants
         if event.digest:
             self._compare(step, (group.replica, event.rank), event.digest, event.time)
@@ -186,7 +186,7 @@ class Job:
             group.contributes = True
 
     def _compare(self, step: int, who: tuple[int, int], digest: str, time: float) -> None:
-        """Tell groups with a flipped bit when a digest of theirs is another group's too: then it is gone."""
+        """End the disturbance of a flipped bit once the group's digest equals another group's: the bit is gone."""
         digests = self._digests.setdefault(step, {})
         digests[who] = (digest, time)
         for old in sorted(self._digests)[:-_KEPT_DIGESTS]:
@@ -199,7 +199,7 @@ class Job:
                     disturbance.agree(step, time)
 
     def _note_other_runner(self, event: FaultInjected) -> None:
-        """Note a fault that a runner injected, unless this process did, which knows of it."""
+        """Note a fault that another runner injected; what this process injects is noted where it is done."""
         replica = event.target.replica
         if event.pid != os.getpid() and replica is not None:
             self.group(replica).contributes = False

@@ -27,7 +27,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     """The rank that it is for; None leaves the choice to the agents."""
     attempt: int | None = None
-    """The only attempt of the group that may obey; None means any."""
+    """The only attempt of the group that may carry it out; None means any."""
     params: dict[str, float]
     seed: int
     shot: int

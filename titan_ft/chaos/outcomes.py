@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Announce what becomes of a plan's shots, in the run's events and to whoever watches, and count it."""
+"""Announce what becomes of a plan's shots, in the run's events and to the person who watches, and count it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Outcomes:
         self._show(f"chaos: {_at(fault, target)}{why}")
 
     def undone(self, shot: Shot, target: Target) -> None:
-        """Announce that the target is left alone again."""
+        """Announce that the fault in the target was undone."""
         self._events.emit(FaultUndone(fault=shot.fault, target=target, shot=shot.number))
         self._show(f"chaos: {_at(shot.fault, target)} undone")
 

@@ -85,8 +85,8 @@ def shots(plan: Plan) -> Iterator[Shot]:
 def _seeded(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[tuple[Entry, int]]:
     """Yield what one rule wants, each with a seed of its own.
 
-    That seed follows from the plan's seed, the place of the rule and the place within the rule: no shot's fate, and no
-    other rule, shifts what comes after.
+    That seed follows from the plan's seed, the place of the rule and the place within the rule: it depends neither on
+    whether earlier shots were injected nor on other rules.
     """
     for number, entry in enumerate(_entries(seed, index, rule)):
         yield entry, _source(seed, index, number).getrandbits(32)

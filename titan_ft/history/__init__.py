@@ -1,3 +1,3 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Record what happened in a run, and draw conclusions from the record. Pure: no torch anywhere below."""
+"""Read what happened in a run into one record, and draw conclusions from it. Pure: no torch anywhere below."""

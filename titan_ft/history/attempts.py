@@ -90,8 +90,8 @@ class Attempt:
         """When it ended: at the fault that ended it, if one is known, else when that was noticed."""
         if self.exit_us is None or self.fault is None or not self.fault.deadly:
             return self.exit_us
-        spoke = [time for time, event in self.moments if isinstance(event, ev.StepCommitted | ev.HealFinished)]
-        return max([self.fault.time_us, *spoke[-1:]])
+        alive = [time for time, event in self.moments if isinstance(event, ev.StepCommitted | ev.HealFinished)]
+        return max([self.fault.time_us, *alive[-1:]])
 
     def note_exit(self, time: int, event: ev.WorkerExited) -> None:
         """Take in the end of a worker. The first failure is the attempt's: its other workers die of it."""

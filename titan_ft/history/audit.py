@@ -102,8 +102,8 @@ def audit(record: RunRecord) -> Audit:
     if not record.states:
         common.unknown.append("no event tells of a committed step")
         return _decide(common)
-    finals, untold = record.finals
-    common.unknown += untold
+    finals, unknown = record.finals
+    common.unknown += unknown
     audits = [_decide(_audit_chain(record, final, common)) for final in finals]
     result = audits[0]
     if len(finals) > 1:
@@ -141,8 +141,8 @@ def _differing(record: RunRecord) -> list[Finding]:
     found = []
     for (_, slot, first, count, rank), steps in seen.items():
         if len(steps) > 1:
-            told = ", ".join(f"checksum {checksum} at step {step}" for checksum, step in steps.items())
-            detail = f"differs when read again by rank {rank} ({told})"
+            readings = ", ".join(f"checksum {checksum} at step {step}" for checksum, step in steps.items())
+            detail = f"differs when read again by rank {rank} ({readings})"
             found.append(Finding(slot, first, count, tuple(steps.values()), detail))
     return found
 

@@ -39,7 +39,7 @@ Checker = Callable[[RunRecord, Judgement], None]
 
 
 @dataclass
-class Report:
+class Verdicts:
     """What the history of a run says of each promise."""
 
     judgements: list[Judgement] = field(default_factory=list)
@@ -57,11 +57,11 @@ class Report:
         return next(each for each in self.judgements if promise in (each.promise, each.name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain dictionaries, lists and numbers, for JSON."""
+        """Return the verdicts as plain dictionaries, lists and numbers, for JSON."""
         return {"verdict": self.verdict, "start": self.start, "judgements": list(map(asdict, self.judgements))}
 
 
-def check(record: RunRecord, against: RunRecord | None = None) -> Report:
+def check(record: RunRecord, against: RunRecord | None = None) -> Verdicts:
     """Judge a run.
 
     Args:
@@ -77,10 +77,10 @@ def check(record: RunRecord, against: RunRecord | None = None) -> Report:
         each.verdict = "unknown" if each.unknown and not each.offences else each.verdict
     clock = _judge("clocks", None, check_clock, record)
     times = [event.time for event in record.events]
-    return Report([*promises, whole, clock], min(times, default=0.0))
+    return Verdicts([*promises, whole, clock], min(times, default=0.0))
 
 
-def check_folders(folder: Path, against: Path | None = None) -> Report:
+def check_folders(folder: Path, against: Path | None = None) -> Verdicts:
     """Judge the events in a folder, as `check` does. With a damaged file all is unknown.
 
     Raises:
@@ -90,7 +90,7 @@ def check_folders(folder: Path, against: Path | None = None) -> Report:
         return check(RunRecord.read(folder), None if against is None else RunRecord.read(against))
     except ValueError as error:
         names = [(1, "same arithmetic"), *((promise, name) for promise, name, _ in _CHECKERS), (None, "whole history")]
-        return Report([Judgement(name, promise, unknown=[str(error)]) for promise, name in names])
+        return Verdicts([Judgement(name, promise, unknown=[str(error)]) for promise, name in names])
 
 
 def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) -> Judgement:
@@ -144,16 +144,16 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
 )
 
 
-def check_table(report: Report) -> Group:
-    """Return the report as a table for the terminal: a row for each promise, and below it what it rests on."""
+def check_table(verdicts: Verdicts) -> Group:
+    """Return the verdicts as a table for the terminal: a row for each promise, and below it what it rests on."""
     from rich.console import Group
 
     rows = []
-    for each in report.judgements:
+    for each in verdicts.judgements:
         symbol, number = SYMBOLS[each.verdict] if each.asked else "-", each.promise or " "
         rows.append((f"{symbol} {number} {each.name}", each.shown_verdict, each.statement))
-        details = each.details(report.start)
+        details = each.details(verdicts.start)
         rows += [("", "", text) for text in details[:MAX_SHOWN]]
         if len(details) > MAX_SHOWN:
             rows.append(("", "", f"... {len(details) - MAX_SHOWN} more (--json names them all)"))
-    return Group(grid(rows), "", f"{SYMBOLS[report.verdict]} verdict: {report.verdict}")
+    return Group(grid(rows), "", f"{SYMBOLS[verdicts.verdict]} verdict: {verdicts.verdict}")

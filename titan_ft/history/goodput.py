@@ -171,7 +171,7 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
 
 
 def _steps_begun(record: RunRecord) -> list[tuple[int, str]]:
-    """Return the steps that groups began to compute, each group's by themselves: forward passes, and why for nothing.
+    """Return the steps that groups began to compute, counted per group: forward passes, and why for nothing.
 
     A step that a group computed does not count when it died or healed before it had committed it (unless the others
     committed it with its gradient), when its gradient was left out, or when the state that it made was thrown away.

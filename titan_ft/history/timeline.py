@@ -219,7 +219,7 @@ class GroupFold:
         self._pending = []
 
     def _begin_heal(self, time: int) -> None:
-        if self._heal is not None:  # the next donor's turn
+        if self._heal is not None:  # the attempt failed: the next donor is asked
             self._strip.fill(time, "heal", "looks for another donor")
         elif self._begun:
             self._break_off(time, "its state was not the job's")
@@ -248,7 +248,7 @@ class GroupFold:
         elif until > strip.cursor:
             compute = min(self._usual_compute, until - strip.cursor)
             share = compute / self._usual_compute if self._usual_compute else 1.0
-            # With its gradient from now, not with one that it computed when it was back.
+            # The gradient in that step must be this one, not one that the group computed anew after its return.
             others = self._step + 1 not in self._own_steps
             kept = others and self._replica in self._record.makers.get(self._step + 1, ())
             passes = math.ceil(share * self._passes)

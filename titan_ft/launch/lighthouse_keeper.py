@@ -34,7 +34,7 @@ class LighthouseKeeper:
         port: where it listens; 0 chooses a free port, once.
         log: gets the output of all its lives.
         children: where its processes are started.
-        events: where a restart is told.
+        events: where a restart is announced.
 
     Raises:
         ConfigError: the port is taken.

@@ -12,12 +12,12 @@ FINAL_CODE = 3
 """Exit status of a worker whose group must not come back by itself: its state diverged, or another took its place."""
 
 
-def backoff_seconds(streak: int, *, first: float = 0.5, cap: float = 10.0) -> float:
+def backoff_seconds(streak: int) -> float:
     """Return the wait before a restart that follows `streak` restarts none of which got the group going.
 
-    0 for the first (a group that was killed should be back at once), then `first`, doubling up to `cap`.
+    0 for the first (a group that was killed should be back at once), then 0.5 s, doubling up to 10 s.
     """
-    return 0.0 if streak == 0 else min(first * 2.0 ** min(streak - 1, 30), cap)
+    return 0.0 if streak == 0 else min(0.5 * 2.0 ** min(streak - 1, 30), 10.0)
 
 
 @dataclass

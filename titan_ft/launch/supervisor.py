@@ -285,9 +285,10 @@ def read_instruction(stop: StopRequests, meanwhile: Callable[[], None] = lambda:
 def main() -> int:
     """Supervise the group that the command line, or for a spare the launcher, describes."""
     stop = StopRequests(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    end = sys.argv.index("--")
-    spec = tyro.cli(GroupSpec, args=sys.argv[1:end], config=(tyro.conf.FlagCreatePairsOff,))
-    spec.args = sys.argv[end + 1 :]
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    spec = tyro.cli(GroupSpec, args=arguments[:end], config=(tyro.conf.FlagCreatePairsOff,))
+    spec.args = arguments[end + 1 :]
     keeper = StandbyKeeper(lambda: start_standby(spec))
     started: list[Supervisor] = []
 

@@ -123,8 +123,8 @@ class Drain:
     def leave(self) -> None:
         """Mark this rank as gone in order and wait, for 2 seconds at most, until all ranks are.
 
-        Call it last of all, also when training has finished: rank 0 takes the server of the others' vote along, and a
-        rank that ends without it counts as dead.
+        Call it last of all, also when training has finished: the server that the others vote at ends with rank 0, and a
+        rank that ends without this mark counts as dead.
         """
         self._left = True
         if self._store is None:
@@ -167,7 +167,7 @@ class Drain:
         A supervisor sends SIGTERM to the other ranks when one dies. Ranks on other hosts cannot be looked at.
         """
         try:
-            store = connect()  # its own: the other one may be waiting
+            store = connect()  # of its own: a request on the other connection may be waiting for long
             siblings: dict[int, Process] = {}
             while not self._left:
                 for rank in range(self._num_ranks):

@@ -293,7 +293,7 @@ class _Flight:
                         full.add(id(handed_over))
                     device.synchronize([bucket.full])
                     if self.contributed:
-                        sums.append(bucket.flat.sum())  # one cheap pass: an inf or a NaN makes its sum such
+                        sums.append(bucket.flat.sum())  # one cheap pass: an inf or a NaN shows in the sum
                     else:
                         bucket.flat.zero_()
                     self._all_reduce(bucket.flat)

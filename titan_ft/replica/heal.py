@@ -244,7 +244,7 @@ class Heal:
         )
 
     def _is_about_to_miss(self, outcome: Round | Broken) -> bool:
-        """Say whether the next round is an update: this group must queue it, for READY it would compute first."""
+        """Say whether the next round is an update: this group must queue it; a READY one would train a step first."""
         return isinstance(outcome, Round) and gives_next(outcome, self._config)
 
     def _look_for_holders(self, made: Round) -> None:

@@ -24,7 +24,7 @@ _SHORT = 8  # characters of a process's unique name that a report gives
 
 
 @dataclass(frozen=True)
-class Report:
+class LostLinks:
     """What a group adds to its name when it cannot reach others.
 
     Attributes:
@@ -60,7 +60,7 @@ class Member:
     store: str = ""
     shape: str = ""
     edition: int = 0
-    report: Report | None = None
+    report: LostLinks | None = None
 
     @property
     def replica_id(self) -> str:
@@ -83,7 +83,7 @@ class Member:
         try:
             _, slot, started, unique, config, job, store, shape, last = replica_id.split(_ID_SEPARATOR)
             edition, *facts = last.split(":")
-            report = Report(int(facts[0]), tuple(facts[1].split(","))) if facts else None
+            report = LostLinks(int(facts[0]), tuple(facts[1].split(","))) if facts else None
             member = Member(int(slot), float(started), unique, config, job, store, shape, int(edition), report)
         except (ValueError, IndexError):
             member = None
@@ -103,7 +103,7 @@ class Member:
 
     def reporting(self, step: int, dead: Iterable[Member]) -> Member:
         """Return this process's next name, with a report of whom it cannot reach."""
-        report = Report(step, tuple(sorted({member.short for member in dead})))
+        report = LostLinks(step, tuple(sorted({member.short for member in dead})))
         return replace(self, edition=self.edition + 1, report=report)
 
     def renamed(self, unique: str) -> Member:
@@ -262,7 +262,7 @@ def largest_clique(members: Sequence[Member], dead: set[frozenset[Member]]) -> t
 
 
 def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
-    """Two jobs at one lighthouse would wait for each other in every step: the later one ends."""
+    """Refuse a lighthouse at which another job was first: the two would wait for each other in every step."""
     if own.job != first.job:
         slots = _slots(member for member in groups if member.job == first.job)
         raise ForeignMemberError(
@@ -278,7 +278,7 @@ def _kind(member: Member) -> tuple[str, str, str]:
 
 
 def _check_kind(own: Member, right: Member, alike: Sequence[Member]) -> None:
-    """A group of another config or shape must not exchange a byte with the others: it would end them, not itself."""
+    """Refuse to exchange with groups of another config or shape: that could end those groups instead of this one."""
     if differences := _shape_differences(own, right):
         raise ConfigMismatchError(
             f"this group has {_list(d.own for d in differences)}; the job's groups {_slots(alike)} have "

@@ -278,7 +278,7 @@ class Membership:
             if again == 0:
                 restarted = reply.quorum_id < former_id
                 restarted |= reply.quorum_id == former_id and names != former_names
-            # A member that knows of no restart waits for nobody, and meets nobody as long as this group waits.
+            # A member that knows of no restart goes on to its exchange, which fails as long as this group waits here.
             another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
             if another_broke or not (restarted and missing):
                 break

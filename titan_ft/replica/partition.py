@@ -47,8 +47,9 @@ _PAGE_PAUSE_SECONDS = 0.02  # between two looks at the lighthouse's page
 _PROBE_PAUSE_SECONDS = 1.0  # between two looks of a group that is outside at the links it lost
 _GOOD_LOOKS = 2  # in a row, until it comes back; twice as many each time that a link which was back has failed again
 _MOST_GOOD_LOOKS = 60
-_RELAPSE_SECONDS = 300.0  # a link that is lost again this soon after it was back has only flickered
-_LEAVE = "leave"  # what a rank has found, and what the group decides; no process has this name
+_RELAPSE_SECONDS = 300.0  # a link that is lost again within this time after its return was not really back
+# Among the names of processes that a rank cannot reach, and as the group's decision: leave. No process has this name.
+_LEAVE = "leave"
 _POLL_SECONDS = 0.1  # between two checks whether a rank was told to leave
 
 

@@ -114,7 +114,7 @@ class Position:
         self.step, self.lineage, self.digest, self.corrupt = step, lineage, 0, False
 
     def disown(self) -> None:
-        """Hold bytes that are nobody's: the state that was loaded is not the one that the holders agreed on."""
+        """Mark the state as corrupt: the bytes that were loaded are not the ones that the holders agreed on."""
         self.corrupt = True
 
     def take_digest(self, digest: int) -> None:

@@ -121,7 +121,7 @@ class Watch:
             with self._changed:
                 if self._exchange is exchange:
                     self._pause *= self._growth
-                    self._due = math.inf if wrong else time.monotonic() + self._pause  # acting once is enough
+                    self._due = math.inf if wrong else time.monotonic() + self._pause  # it is broken off once
                     if wrong:
                         self._try(self._act, wrong)
 

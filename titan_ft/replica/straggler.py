@@ -25,7 +25,7 @@ class StragglerChange:
 @dataclass
 class _Record:
     straggler: bool = False
-    streak: int = 0  # steps in a row that speak against `straggler`
+    streak: int = 0  # steps in a row that contradict `straggler`
 
 
 class Stragglers:

@@ -42,7 +42,7 @@ class Message(TypedDict, total=False):
     """One line, from either end; which fields come together is said above. One of another type is refused."""
 
     nonce: str
-    proof: Any  # compared, whatever it is: who does not know the token is told so
+    proof: Any  # of any type: a wrong proof gets the answer `refused`, not a broken connection
     refused: str
     step: int
     lineage: int

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The events of a run: one class per event, which is the only place that knows its name and its fields.
 
-A field without a default is in every line, as null where there is nothing to tell; one whose default is None is in a
-line only when it is told. Numbers that are not finite are null. The comment beside a field, or above it, says what it
-means; `python -m titan_ft.run.events` prints docs/events.md from all of it.
+A field without a default is in every line, as null where it has no value; one whose default is None is in a line only
+when it has a value. Numbers that are not finite are null. The comment beside a field, or above it, says what it means;
+`python -m titan_ft.run.events` prints docs/events.md from all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event",
     time: float = -1.0  # Unix seconds
     # seconds of the host's monotonic clock, which nobody sets: beside it, a wall clock that was set shows
     mono: float = -1.0
-    pid: int = -1  # the process that tells it
+    pid: int = -1  # the process that announces it
     replica: int | None = None  # the replica group that it is about
     rank: int | None = None  # the rank in that group
     attempt: int | None = None  # how often that group was started before
@@ -39,7 +39,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event",
 
 
 class RankEvent(Event, kw_only=True):
-    """Told by a worker, of itself or, where all ranks of a group come to the same finding, of its group."""
+    """Announced by a worker, of itself or, where all ranks of a group come to the same finding, of its group."""
 
     replica: int = -1
     rank: int = -1
@@ -47,18 +47,18 @@ class RankEvent(Event, kw_only=True):
 
 
 class GroupEvent(Event, kw_only=True):
-    """Told of a group by its supervisor; `spare_took_over` by the launcher."""
+    """Announced of a group by its supervisor; `spare_took_over` by the launcher."""
 
     replica: int = -1
     attempt: int = -1
 
 
 class LaunchEvent(Event, kw_only=True):
-    """Told by the launcher."""
+    """Announced by the launcher."""
 
 
 class ChaosEvent(Event, kw_only=True):
-    """Told by whoever injects faults: the chaos runner (in the launcher, or `titan-ft chaos`), or a script."""
+    """Announced by what injects faults: the chaos runner (in the launcher, or `titan-ft chaos`), or a script."""
 
 
 # Parts of events
@@ -200,7 +200,7 @@ class ExchangeFailed(RankEvent, kw_only=True):
 
 
 class Waiting(RankEvent, kw_only=True):
-    """The exchange worked and the step cannot be committed now; told once until a step is."""
+    """The exchange worked and the step cannot be committed now; announced once until a step is."""
 
     step: int  # committed steps of this group
     participants: list[int]  # groups with gradients in that exchange
@@ -473,7 +473,7 @@ class ChaosFinished(ChaosEvent, kw_only=True):
 
 
 class FaultEvent(ChaosEvent, kw_only=True):
-    """Told by a chaos runner, by a script, or, with replica, rank and attempt, by the chaos agent in a worker."""
+    """Announced by a chaos runner, by a script, or, with replica, rank and attempt, by the chaos agent in a worker."""
 
     fault: str  # its kind
     target: Target | None  # whom it hits
@@ -495,7 +495,7 @@ class FaultInjected(FaultEvent, kw_only=True):
 
 
 class FaultUndone(FaultEvent, kw_only=True):
-    """A target is left alone again."""
+    """The fault in a target is undone, or its time is over."""
 
     fault: str  # its kind
     target: Target  # whom it hit
@@ -513,7 +513,7 @@ class FaultSkipped(FaultEvent, kw_only=True):
 
 
 ABSTRACT: tuple[type[Event], ...] = (Event, RankEvent, GroupEvent, LaunchEvent, ChaosEvent, FaultEvent)
-"""Nobody tells these; they are what the others are derived from."""
+"""Nobody announces these; they are what the others are derived from."""
 
 
 def kinds(base: type[Event] = Event) -> Iterator[type[Event]]:
@@ -539,7 +539,7 @@ is written in one piece and at once, so that a process which is killed leaves wh
 Names and meanings are a contract: new events and new fields may come, what is here stays. A reader skips what it does
 not know.
 
-A field marked *optional* is in a line only when there is something to tell; `null` is written where that is said. A
+A field marked *optional* is in a line only when it has a value; `null` is written where that is said. A
 number that is not finite is `null`.
 
 Every line has:

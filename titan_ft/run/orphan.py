@@ -18,16 +18,15 @@ and its first look at its parent: a parent that died within it has already been 
 def exit_with_parent(
     poll_seconds: float = 0.5,
     *,
-    parent_pid: int | None = None,
     before_exit: Callable[[], None] | None = None,
 ) -> threading.Thread:
     """Watch the parent from a daemon thread; once it is gone, call `before_exit` and end this process with status 1.
 
-    The parent is `parent_pid`, else the one named by `TITAN_FT_PARENT_PID`, else the present one. The process ends
-    without clean-up: whoever would collect its result is dead, and its main thread may hang. If it leads a session, as
-    torchrun's workers and all that the launcher starts do, it takes along what it started (data loader processes).
+    The parent is the one named by `TITAN_FT_PARENT_PID`, else the present one. The process ends without clean-up:
+    whoever would collect its result is dead, and its main thread may hang. If it leads a session, as torchrun's workers
+    and all that the launcher starts do, it takes along what it started (data loader processes).
     """
-    expected = parent_pid or int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
+    expected = int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
 
     def watch() -> None:
         while os.getppid() == expected:

@@ -11,6 +11,7 @@ from pathlib import Path
 from titan_ft.run.events import Event
 from titan_ft.run.log import decode
 
+_MAX_LOG_BYTES = 65536  # at the end of a log, in which its last error is looked for
 _EXCEPTION = re.compile(r"^(\[rank\d+\]:\s*)?([A-Za-z_][\w.]*\.)?\w*(Error|Exception|Interrupt|Exit)\b")
 
 
@@ -74,7 +75,7 @@ class EventTail:
         return sorted(events, key=lambda event: event.time)
 
 
-def last_error_line(path: Path, max_bytes: int = 65536) -> str:
+def last_error_line(path: Path) -> str:
     """Return the line of a worker's log that says why it failed.
 
     That is the last one that names an exception, else the last that is not empty, else a note that there is none.
@@ -82,7 +83,7 @@ def last_error_line(path: Path, max_bytes: int = 65536) -> str:
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - max_bytes))
+            file.seek(max(0, file.tell() - _MAX_LOG_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return "(no log)"

@@ -94,7 +94,8 @@ class ReplicaCheckpoints(CheckpointManager):
         self._num_shards = 0
         self._reset = ""  # why the data begins anew after the load under way
         try:
-            super().__init__(**{**kwargs, "dataloader": None})  # the ledger's shards stand for the loaders
+            # In place of the loaders' states the ledger's shards are saved.
+            super().__init__(**{**kwargs, "dataloader": None})
         except ValueError as error:
             raise ConfigError(f"checkpoint: {_one_line(error)}") from error
         if self.enable_staging and not torch.accelerator.is_available():

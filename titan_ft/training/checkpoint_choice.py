@@ -28,7 +28,7 @@ NONE = -1
 _CHOICES = 3  # of checkpoints that vanish right after they were chosen
 _SIGHT_SECONDS = 60.0  # NFS's default for how old a host's view of a folder may be
 _LOOK_SECONDS = 0.05
-_GONE, _UNREADABLE = 0, -1  # instead of a fold
+_GONE, _UNREADABLE = 0, -1  # instead of a fingerprint
 _PAUSE_SECONDS = 0.5  # before another choice: what vanished may be replaced just now
 
 Gather = Callable[[int], list[int]]
@@ -197,8 +197,8 @@ def _all_see(folder: Path, gather: Gather) -> bool:
 
 
 def _check_all_see_model(folder: Path, gather: Gather) -> None:
-    fold = together(lambda: _fold(folder) if folder.is_dir() else _GONE, str(folder), gather)
-    _check_same(gather(fold), folder, "checkpoint.initial_load_path")
+    seen = together(lambda: _fingerprint(folder) if folder.is_dir() else _GONE, str(folder), gather)
+    _check_same(gather(seen), folder, "checkpoint.initial_load_path")
 
 
 def _check_same(seen: list[int], folder: Path, setting: str) -> None:
@@ -212,7 +212,7 @@ def _check_same(seen: list[int], folder: Path, setting: str) -> None:
 
 
 def _look(folder: Path) -> int:
-    """Return the fold of the checkpoint in `folder`, or why there is none: it is gone, or unreadable just now."""
+    """Return the fingerprint of the checkpoint in `folder`, or why there is none: gone, or unreadable just now."""
     try:
         return _see(folder)
     except OSError:  # a stale handle, for instance, which the next look may not meet
@@ -220,10 +220,10 @@ def _look(folder: Path) -> int:
 
 
 def _see(folder: Path) -> int:
-    return _fold(folder) if is_complete(folder) else _GONE
+    return _fingerprint(folder) if is_complete(folder) else _GONE
 
 
-def _fold(folder: Path) -> int:
-    """Return 48 bits by which two checkpoints of one step differ."""
+def _fingerprint(folder: Path) -> int:
+    """Return a 48-bit hash of the manifest, by which two checkpoints of one step differ."""
     path = folder / MANIFEST
     return fold48(path.read_text(errors="replace") if path.is_file() else "none")

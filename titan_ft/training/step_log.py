@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The record of a committed step: an event, and torchtitan's metrics."""
+"""What is logged of a committed step: an event, and torchtitan's metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Work:
 
 
 class StepLog:
-    """Records one rank's committed steps.
+    """Logs one rank's committed steps.
 
     Args:
         slot: of this group.

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One worker: what its environment says of it, and the record that it begins."""
+"""One worker: what its environment says of it, and the log of events that it opens."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class ChaosAgent:
         if not self._is_for_me(order):
             return
         scope = FAULTS[order.fault].scope if order.fault in FAULTS else "rank"
-        # Of a group's or a link's fault each rank takes its share; else one of those that the order is for acts.
+        # A fault of a group or a link is carried out by each of its ranks, any other by one rank that the order fits.
         one_of_many = order.replica is None or (order.rank is None and scope not in ("group", "link"))
         claim = self._worker.folder / f"{order.id}.taken" if one_of_many or scope == "donor" else None
         task = Task(order, self._events, (self._replica, self._rank), claim)
@@ -104,7 +104,7 @@ class ChaosAgent:
             task.skip("this worker's agent does not know it")
 
     def _is_for_me(self, order: Order) -> bool:
-        # One that an earlier attempt of this worker has died of is not for this one.
+        # An older order was for an earlier attempt of this worker, which may have died of it.
         if order.time < max(self._born, time.time() - LIFETIME_SECONDS):
             return False
         return all(

@@ -73,7 +73,7 @@ class Blackhole:
         """Take in the sockets that are new; returns the number of sockets that lose packets now."""
         with self._lock:
             new = [(fd, inode) for fd, inode in own_sockets() if inode not in self._judged]
-            # After the end nobody would take a filter away again: a thread may come by that late.
+            # A thread may call this after `lift`: nobody would remove a filter that was attached then.
             if new and not self._lifted:
                 self._take(new)
             return len(self._filtered)
@@ -128,11 +128,11 @@ class Blackhole:
 
 
 def all_but(own_pids: Collection[int] = (), spared: Collection[tuple[str, int]] = ()) -> Choice:
-    """Choose all sockets, listening ones too, but those connected to this process's own kind.
+    """Choose all sockets, listening ones too, except those connected to this process's own group.
 
     Args:
-        own_pids: processes of this host.
-        spared: remote endpoints, host and port.
+        own_pids: processes of the group on this host.
+        spared: remote endpoints (host and port) of the group, whose connections stay as well.
     """
     pids = {os.getpid(), *own_pids}
     endpoints = {endpoint for host, port in spared for endpoint in _resolve(host, port)}
@@ -153,7 +153,7 @@ def connected_to(pids: Collection[int], connections: Collection[Connection]) -> 
     found = set()
     for c in connections:
         here = c.peer[0].is_loopback or c.peer[0] == c.local[0]
-        # By the listener: what they have not accepted yet, or are accepting just now, is no file of theirs.
+        # A connection that they have yet to accept has no descriptor of theirs: their listening socket shows it.
         answered = c.peer in listeners or (
             here and any(port == c.peer[1] and address.is_unspecified for address, port in listeners)
         )

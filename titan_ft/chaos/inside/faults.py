@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each fault inside a worker does: the real thing wherever it can be had, not a picture of it.
+"""What each fault inside a worker does: it causes the real failure wherever that is possible, and imitates none.
 
-A fault is called on the agent's thread (those of `AT_ONCE` on one of their own). It acts there, or leaves something
-behind that acts when the training thread, a donor's or a checkpoint's thread comes by; `Task.begin` comes first.
+A fault is called on the agent's thread (those of `AT_ONCE` on one of their own). It acts there, or installs a hook that
+acts on the training thread, a donor's or a checkpoint's thread. `Task.begin` is called before anything is broken.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ def flip_parameter(task: Task, worker: TargetWorker) -> None:
 
 
 def flip_optimizer(task: Task, worker: TargetWorker) -> None:
-    """Flip a bit in an optimizer's state: a higher one, for a moment forgets what it was within some steps."""
+    """Flip a high bit in an optimizer's state: moments decay, and a small change would be gone after some steps."""
     worker.between_steps.append(lambda: _flip(task, worker, dict(_moments(worker)), significance=5))
 
 
 @torch.no_grad()
 def _flip(task: Task, worker: TargetWorker, shards: Mapping[str, torch.Tensor], significance: int) -> None:
-    """Flip one bit of one of the shards, chosen by the order's seed: of weight 2**-significance, or the lowest."""
+    """Flip one bit, of weight 2**-significance or the lowest, in one of the shards; the order's seed chooses where."""
     if not shards:
         task.skip("there is nothing to flip a bit of: this rank holds no such state yet")
         return

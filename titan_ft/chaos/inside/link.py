@@ -35,11 +35,11 @@ class Location(msgspec.Struct, frozen=True):
 
     @classmethod
     def own(cls, replica: int, rank: int, address: str) -> Location:
-        """Return that of this process."""
+        """Return the location of this process."""
         return cls(replica, rank, this_host("net", "pid"), (os.getpid(), os.getppid()), address)
 
     def publish(self, folder: Path) -> None:
-        """Write it in the place of what this rank's last worker wrote."""
+        """Write the location into the folder; it replaces that of this rank's earlier worker."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"worker-{self.replica}-{self.rank}.json"
         draft = path.with_suffix(f".{os.getpid()}")

@@ -20,7 +20,7 @@ from titan_ft.replica.state_server import StateServer
 
 @dataclass
 class TargetWorker:
-    """One worker's worker.
+    """What the faults need of the worker that they hit.
 
     Attributes:
         process_group: of the exchange between the groups.

@@ -108,7 +108,7 @@ def _check_saved(record: RunRecord, found: Judgement) -> int:
 
 def _check_sizes(record: RunRecord, found: Judgement) -> None:
     """Check that no state was made by fewer groups than `min_replica_size`; those with void gradients were there."""
-    untold = 0
+    num_unknown = 0
     for process in record.processes:
         least = None if process.config is None else process.config.min_replica_size
         excluded: list[int] = []
@@ -117,9 +117,9 @@ def _check_sizes(record: RunRecord, found: Judgement) -> None:
                 excluded = event.slots
             elif isinstance(event, StepCommitted):
                 present = len(event.participants) + len(excluded)
-                untold += least is None
+                num_unknown += least is None
                 if least is not None and present < least:
                     found.object_to(f"committed with {count(present, 'group')}; min_replica_size is {least}", event)
                 excluded = []
-    if untold:
-        found.unknown.append(f"{count(untold, 'commit')} of workers whose min_replica_size is not in the history")
+    if num_unknown:
+        found.unknown.append(f"{count(num_unknown, 'commit')} of workers whose min_replica_size is not in the history")

@@ -60,7 +60,7 @@ def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Ju
     for process, event, digest in words:
         after = _after(process, event)
         if process.replica in named:
-            # A commit to which it gave nothing harms nobody; a heal ends the matter.
+            # Commits without its gradient spread no wrong bytes; from a heal on its state is the others'.
             again = next((each for each in after if not isinstance(each, StepCommitted) or each.contributed), None)
             if isinstance(again, StepCommitted | TrainingFinished):
                 text = f"contributed again without a heal, though its digest at step {step} was found to differ"

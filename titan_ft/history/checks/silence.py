@@ -69,7 +69,7 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
         if event.replica is not None:
             latest[event.replica] = max(latest[event.replica], event.attempt or 0)
     failure = next((event.reason for event in record.of(ev.LaunchFinished)[-1:] if event.code), None)
-    untold = []
+    without_end = []
     for process in record.processes:
         if process.ended_in_order or process.exit is not None or process.attempt < latest[process.replica]:
             continue
@@ -79,9 +79,9 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
             # As when its supervisor was killed: the launcher says that the group failed.
             found.notes.append(f"{process.name} fell silent; the launch says: {failure}")
         else:
-            untold.append(process.name)
-    if untold:
-        found.unknown.append(f"nothing tells how {count(len(untold), 'worker')} ended (first: {untold[0]})")
+            without_end.append(process.name)
+    if without_end:
+        found.unknown.append(f"nothing tells how {count(len(without_end), 'worker')} ended (first: {without_end[0]})")
 
 
 def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:

@@ -79,9 +79,9 @@ def _fell_behind(process: Process) -> int:
 
 
 def _count_wasted(process: Process, record: RunRecord, found: Judgement) -> Counter[str]:
-    """Return the forward passes of a process that the trajectory has not, by reason; object to those without one.
+    """Return the forward passes of a process that are not in the trajectory, by reason; object to those without one.
 
-    A batch whose first computation counted is the business of the audit.
+    A batch whose first computation counted, and which was computed again, is left to the audit.
     """
     wasted = Counter[str]()
     void: dict[tuple[int, int], str | None] = {}  # (slot, first batch) -> why its first computation does not count

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LEFT = 0.82  # inches beside the axes, so that figures of one width and one quantity line up
+LEFT, BOTTOM = 0.82, 0.4  # inches beside and below the axes, so that figures of one width and one quantity line up
 SETTINGS: dict[Any, Any] = {
     "font.size": 8.2,
     "text.color": INK,
@@ -68,11 +68,11 @@ def new_canvas(width: float, height: float) -> Iterator[Canvas]:
         yield Canvas(Figure(figsize=(width, height)))
 
 
-def add_axes(canvas: Canvas, left: float = LEFT, right: float = 0.2, bottom: float = 0.4, top: float = 0.08) -> Axes:
+def add_axes(canvas: Canvas, left: float = LEFT, right: float = 0.2, top: float = 0.08) -> Axes:
     """Return axes with margins in inches."""
     width, height = canvas.figure.get_size_inches()
     return canvas.figure.add_axes(
-        (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
+        (left / width, BOTTOM / height, 1 - (left + right) / width, 1 - (BOTTOM + top) / height)
     )
 
 
