@@ -234,7 +234,9 @@ def test_where_to_listen(text: str, address: tuple[str, int]) -> None:
     assert split_address(text) == address
 
 
-@pytest.mark.parametrize("text", ["", "x", "70000", "host:", ":9464", "-1", "host:x", "9464:host"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "70000", "host:", ":9464", "-1", "host:x", "9464:host", "+80", "http://host:80", "host:80/"]
+)
 def test_where_nothing_can_listen(text: str) -> None:
     """Anything else is refused with the field and the two forms."""
     with pytest.raises(ConfigError, match=r"^--metrics-port must be PORT .* or HOST:PORT, got"):

@@ -165,12 +165,14 @@ def test_the_row_says_what_is_done_with_the_gradients(
     assert world.votes == [True]
 
 
-def test_without_a_contribution_nothing_is_given(world: World) -> None:
-    """Whoever heals or waits gives no gradient and no entries, whatever the use is called."""
-    world.rounds.make(NOTHING, Use.GIVE)
+@pytest.mark.parametrize("use", [Use.GIVE, Use.REST])
+@pytest.mark.parametrize("nothing", [NOTHING, NOTHING.plus(NOTHING)], ids=["none", "a share without batches"])
+def test_without_a_contribution_nothing_is_given(world: World, nothing: Contribution, use: Use) -> None:
+    """A group that heals, waits or has an empty share gives no gradient and no entries, and keeps none back."""
+    world.rounds.make(nothing, use)
     assert world.contributed is False
     assert world.row is not None
-    assert world.row.valid_tokens == 0
+    assert world.row.valid_tokens == world.row.resting == 0
     assert world.message == b""
 
 

@@ -160,9 +160,7 @@ MUTATIONS = [
     Mutation(
         "a group that is behind adds its stale gradient",
         (
-            Change(
-                "round", "contribution is not NOTHING and not self._is_outdated(quorum)", "contribution is not NOTHING"
-            ),
+            Change("round", "contribution != NOTHING and not self._is_outdated(quorum)", "contribution != NOTHING"),
             Change(
                 "round",
                 "self._exchange.arm(lambda quorum: not self._is_outdated(quorum))",

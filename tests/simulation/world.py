@@ -680,9 +680,7 @@ class World(standins.World):
         """Take note of a round that worked on all ranks of a group, before anything follows from it."""
         rank.met = made.quorum.slots
         rank.tied = rank.tied and made.verdict.tie
-        # Under "constant" a group whose batches another one has taken over may give a share that is empty.
-        shares = self.config["batch_policy"] == "constant"
-        if rank.sent and not shares and not any(row.valid_tokens and not row.resting for row in made.rows):
+        if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
             self.report(
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
             )

@@ -141,7 +141,7 @@ class Rounds:
             started = time.monotonic()
             quorum = self._membership.wait()
             self._digest_for_joiners(quorum)
-            gives = use in (Use.GIVE, Use.FORCE) and contribution is not NOTHING and not self._is_outdated(quorum)
+            gives = use in (Use.GIVE, Use.FORCE) and contribution != NOTHING and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
             if not self._vote(made is not None):
                 error = error or "broke on another rank of this group"
@@ -213,7 +213,7 @@ class Rounds:
         position, given = self._position, self._exchange.contributed
         self._nonfinite = given and not self._exchange.finite
         claims = position.standing.has_state and not self._is_outdated(quorum)
-        resting = claims and use is Use.REST and contribution is not NOTHING
+        resting = claims and use is Use.REST and contribution != NOTHING
         facts = contribution if given or resting else NOTHING
         row = Row(
             slot=self._config.replica_id,

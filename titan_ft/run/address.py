@@ -22,4 +22,6 @@ def split_address(address: str) -> tuple[str, int]:
         ValueError: the port is no number.
     """
     host, _, port = address.split("//", 1)[-1].rstrip("/").rpartition(":")
+    if not port.isdecimal():  # int() takes "+1", " 1" and "1_0" as well
+        raise ValueError(f"{address!r} has no port")
     return host.strip("[]"), int(port)
