@@ -1,19 +1,24 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the docs name is there: files, classes, functions, fields."""
+"""What the docs name is there: files, classes, functions, fields, links; what is printed from the sources is current."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from titan_ft.chaos.faults import FAULTS
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/design.md")
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+PRINTED = (("docs/settings.py", "docs/settings.md"), ("docs/images/overview.py", "docs/images/overview.svg"))
 _SOURCES = ("titan_ft", "tests", "scripts", "benchmarks")
 _WORD = r"[A-Za-z_]\w*"
 
@@ -78,3 +83,34 @@ def test_a_name_that_is_gone_is_noticed() -> None:
     assert _stands("Rounds.make")
     assert not _stands("Rounds.fabricate_nothing")
     assert not _stands("replica/never_there.py")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """A file that a page links to exists, and so does the heading in it."""
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
+        path, _, heading = target.partition("#")
+        if not path.startswith("http"):
+            file = (ROOT / page).parent / path if path else ROOT / page
+            assert file.exists(), target
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if heading else []
+            assert not heading or heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(("script", "page"), PRINTED)
+def test_what_is_printed_is_current(script: str, page: str) -> None:
+    """The settings' page and the README's picture are what their scripts print."""
+    printed = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed == (ROOT / page).read_text(), f"run: python {script} > {page}"
+
+
+def test_all_faults_are_told() -> None:
+    """docs/chaos.md lists each fault with its line of `titan-ft chaos --list`."""
+    listed = {name: fault.summary for name, fault in FAULTS.items()}
+    told = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs/chaos.md").read_text(), re.MULTILINE))
+    assert told == listed
+
+
+def test_the_readme_is_short() -> None:
+    """The README is read in one go; the rest is in docs/."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
