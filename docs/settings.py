@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Print docs/settings.md from what `titan_ft/config.py` says of each field.
 
-    python docs/settings.py > docs/settings.md
+python docs/settings.py > docs/settings.md
 """
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ def test_links_lead_somewhere(page: str) -> None:
             file = (ROOT / page).parent / path if path else ROOT / page
             assert file.exists(), target
             titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if heading else []
-            assert not heading or heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert not heading or heading in {
+                re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
+            }
 
 
 @pytest.mark.parametrize(("script", "page"), PRINTED)

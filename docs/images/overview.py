@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Draw the README's picture: a failure and a return, as the groups of a job live through it.
 
-    python docs/images/overview.py > docs/images/overview.svg
+python docs/images/overview.py > docs/images/overview.svg
 """
 
 from __future__ import annotations

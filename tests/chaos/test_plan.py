@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, LIGHTHOUSE
-from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Poisson, Uniform, single
+from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Poisson, Uniform, single
 from titan_ft.chaos.plan_file import load_plan
 from titan_ft.chaos.schedule import GroupView, Injection, View, aim, shots
 from titan_ft.config import ConfigError
@@ -81,9 +81,9 @@ def test_a_script_is_put_in_order(tmp_path: Path) -> None:
     )
     assert load_plan(write(tmp_path, text)).rules[0] == Listed(
         (
-            Entry(2.5, "stop_rank", {"seconds": 4}, 1, 0),
-            Entry(2.5, "kill_group", {}),
-            Entry(9, "kill_lighthouse", {}),
+            ListedFault(2.5, "stop_rank", {"seconds": 4}, 1, 0),
+            ListedFault(2.5, "kill_group", {}),
+            ListedFault(9, "kill_lighthouse", {}),
         )
     )
 
@@ -100,10 +100,10 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     )
     assert load_plan(write(tmp_path, TRACE, trace)).rules[0] == Listed(
         (
-            Entry(3, "stop_rank", {"seconds": 4}, 1, 0),
-            Entry(12.5, "kill_group", {}, 2),
-            Entry(30, "kill_lighthouse", {}),
-            Entry(40, "slow_rank", {"factor": 2, "seconds": 5}),
+            ListedFault(3, "stop_rank", {"seconds": 4}, 1, 0),
+            ListedFault(12.5, "kill_group", {}, 2),
+            ListedFault(30, "kill_lighthouse", {}),
+            ListedFault(40, "slow_rank", {"factor": 2, "seconds": 5}),
         )
     )
 
@@ -111,7 +111,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 def test_a_trace_needs_no_params(tmp_path: Path) -> None:
     """Three columns are enough, also as a spreadsheet on Windows saves them."""
     (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbftime,fault,target\r\n5,kill_group,1\r\n")
-    assert load_plan(write(tmp_path, TRACE)).rules[0] == Listed((Entry(5, "kill_group", {}, 1),))
+    assert load_plan(write(tmp_path, TRACE)).rules[0] == Listed((ListedFault(5, "kill_group", {}, 1),))
 
 
 def test_who_decides_the_seed(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Limits(Struct, frozen=True):
         return None if exempt is None else f"replica {exempt:g} is in limits.exempt"
 
 
-class Entry(Struct, frozen=True):
+class ListedFault(Struct, frozen=True):
     """A fault that a plan lists, at a given time."""
 
     at: Annotated[Number, Meta(description="give the seconds since the schedule's start")]
@@ -150,7 +150,7 @@ class Uniform(Rule, frozen=True):
 class Listed:
     """Faults at the times of a list, which is in order of time."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ListedFault, ...]
 
     def __str__(self) -> str:
         first, last = self.entries[0].at, self.entries[-1].at
@@ -196,7 +196,7 @@ def single(
         ConfigError: no such fault, or a parameter or a target that it has not.
     """
     values = {"at": 0, "fault": fault, "params": dict(params or {}), "replica": replica, "rank": rank}
-    entry = convert(Entry, values)
+    entry = convert(ListedFault, values)
     limits = Limits(max_down=sys.maxsize)
     return Plan(entry.fault, new_seed() if seed is None else seed, limits=limits, rules=(Listed((entry,)),))
 

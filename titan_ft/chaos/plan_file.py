@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from titan_ft.chaos.faults import find_fault
-from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Plan, Poisson, Uniform, new_seed
+from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Uniform, new_seed
 from titan_ft.chaos.schema import Number, Whole, closest, convert
 from titan_ft.config import ConfigError, load_toml
 
@@ -78,11 +78,13 @@ def _read_rule(name: str, values: Any, folder: Path) -> Every | Poisson | Unifor
         raise ConfigError(f"{name}.when {rule}; {closest(when, _KINDS)}set it")
     rule = convert(_KINDS[when], values, name, f' with when = "{when}"')
     if isinstance(rule, _Script):
-        return _in_order([convert(Entry, shot, f"{name}.shots[{index}]") for index, shot in enumerate(rule.shots)])
+        return _in_order(
+            [convert(ListedFault, shot, f"{name}.shots[{index}]") for index, shot in enumerate(rule.shots)]
+        )
     return _in_order(_read_trace(folder / rule.file)) if isinstance(rule, _Trace) else rule
 
 
-def _in_order(entries: Sequence[Entry]) -> Listed:
+def _in_order(entries: Sequence[ListedFault]) -> Listed:
     return Listed(tuple(sorted(entries, key=lambda entry: entry.at)))
 
 
@@ -91,7 +93,7 @@ def _in_order(entries: Sequence[Entry]) -> Listed:
 _COLUMNS = ("time", "fault", "target", "params")
 
 
-def _read_trace(path: Path) -> list[Entry]:
+def _read_trace(path: Path) -> list[ListedFault]:
     """Read a trace: a CSV file with the columns time, fault, target and, if wanted, params.
 
     A line's time is in seconds since the schedule's start. Its target is a group (`2`), a rank of one (`2/0`),
@@ -124,7 +126,7 @@ def _read_trace(path: Path) -> list[Entry]:
     return [_trace_entry(f"{path.name}:{number}", *cells) for number, cells in rest]
 
 
-def _trace_entry(name: str, time: str, fault: str, target: str, params: str = "") -> Entry:
+def _trace_entry(name: str, time: str, fault: str, target: str, params: str = "") -> ListedFault:
     """Return the entry of one line's cells."""
     values: dict[str, Any] = {"at": number(time), "fault": fault, "params": {}}
     match target.split("/"):
@@ -144,7 +146,7 @@ def _trace_entry(name: str, time: str, fault: str, target: str, params: str = ""
         if not equals:
             raise ConfigError(f"{name}.params must be NAME=VALUE, got {part!r}; write for example seconds=10")
         values["params"][key] = number(value)
-    return convert(Entry, values, name)
+    return convert(ListedFault, values, name)
 
 
 def number(text: str) -> float | str:

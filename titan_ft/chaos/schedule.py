@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from titan_ft.chaos.faults import CHECKPOINT, FAULTS, MISSING, Fault
-from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Plan, Poisson, Uniform
+from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Uniform
 from titan_ft.run.events import Target
 
 
@@ -82,7 +82,7 @@ def shots(plan: Plan) -> Iterator[Shot]:
         yield Shot(number, entry.at, entry.fault, entry.params, seed, entry.replica, entry.rank)
 
 
-def _seeded(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[tuple[Entry, int]]:
+def _seeded(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[tuple[ListedFault, int]]:
     """Yield what one rule wants, each with a seed of its own.
 
     That seed follows from the plan's seed, the place of the rule and the place within the rule: it depends neither on
@@ -92,7 +92,7 @@ def _seeded(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> 
         yield entry, _source(seed, index, number).getrandbits(32)
 
 
-def _entries(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[Entry]:
+def _entries(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) -> Iterator[ListedFault]:
     """Yield times and faults of one rule, without end unless it is a list."""
     if isinstance(rule, Listed):
         yield from rule.entries
@@ -110,7 +110,7 @@ def _entries(seed: int, index: int, rule: Every | Poisson | Uniform | Listed) ->
             case Uniform():
                 time += source.uniform(rule.min_seconds, rule.max_seconds)
         (fault,) = source.choices(names, weights)
-        yield Entry(time, fault, rule.params[fault], rule.replica, rule.rank)
+        yield ListedFault(time, fault, rule.params[fault], rule.replica, rule.rank)
 
 
 def _source(*parts: object) -> random.Random:
