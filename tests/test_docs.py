@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the docs name is there: files, classes, functions, fields, links; what is printed from the sources is current."""
+"""What the docs name is there: files, classes, functions, fields, links; what is printed is current."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f232
 .on { font-size: 11.5px; fill: #ffffff; text-anchor: middle } .number { text-anchor: middle }
 .line { stroke: #8c959f; stroke-dasharray: 3 3 } .arrow { stroke: #bf8700; stroke-width: 2; fill: none }
 @media (prefers-color-scheme: dark) {
-  text { fill: #f0f6fc } .small { fill: #9198a1 } .on { fill: #ffffff } .away { fill: #3d444d } .line { stroke: #656c76 }
+  text { fill: #f0f6fc } .small { fill: #9198a1 } .away { fill: #3d444d } .line { stroke: #656c76 }
 }
 """
 

@@ -16,7 +16,7 @@ from tests.event_builder import build, named, untyped
 from titan_ft.chaos.agents import WAIT_SECONDS
 from titan_ft.chaos.disturbance import SETTLE_SECONDS
 from titan_ft.chaos.faults import FAULTS
-from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Plan, single
+from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, single
 from titan_ft.chaos.processes import Unreachable, Worker
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.run.log import EventLog, read_events
@@ -153,13 +153,13 @@ class Harness:
 
 
 def listed(*entries: tuple[float, str, int | None], seed: int = 1, **limits: Any) -> Plan:
-    made = tuple(Entry(at, name, FAULTS[name].params, replica) for at, name, replica in entries)
+    made = tuple(ListedFault(at, name, FAULTS[name].params, replica) for at, name, replica in entries)
     return Plan("test", seed, limits=Limits(**limits), rules=(Listed(made),))
 
 
 def test_the_schedule_starts_when_all_groups_train_together(tmp_path: Path) -> None:
     """Neither a part of the groups nor time alone starts it; then `start_seconds` pass first."""
-    plan = Plan("test", 5, start_seconds=10.0, rules=(Listed((Entry(2.0, "kill_group", {}, 1),)),))
+    plan = Plan("test", 5, start_seconds=10.0, rules=(Listed((ListedFault(2.0, "kill_group", {}, 1),)),))
     harness = Harness(plan, tmp_path)
     harness.launch()
     harness.commit(3)

@@ -17,7 +17,7 @@ from itertools import islice, pairwise, permutations
 import pytest
 
 from titan_ft.chaos.faults import AGENT, CHECKPOINT, FAULTS, LIGHTHOUSE
-from titan_ft.chaos.plan import Entry, Every, Limits, Listed, Plan, Poisson, Rule, Uniform
+from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Rule, Uniform
 from titan_ft.chaos.schedule import GroupView, Injection, Refusal, Shot, View, aim, shots
 from titan_ft.run.events import Target
 
@@ -97,7 +97,7 @@ def test_weights_decide_how_often_a_fault_comes() -> None:
 
 def test_rules_are_merged_by_time() -> None:
     """Several streams make one in order of time; at one time the earlier rule comes first."""
-    listed = Listed((Entry(10.0, "term_group", {}), Entry(25.0, "kill_rank", {})))
+    listed = Listed((ListedFault(10.0, "term_group", {}), ListedFault(25.0, "kill_rank", {})))
     plan = make_plan(Every(10, faults=["kill_group"]), listed, Poisson(7, faults=["segfault"]))
     merged = list(islice(shots(plan), 200))
     assert [shot.time for shot in merged] == sorted(shot.time for shot in merged)
@@ -109,7 +109,7 @@ def test_rules_are_merged_by_time() -> None:
 
 def test_a_list_ends() -> None:
     """A plan of lists only has an end, and passes on the targets and parameters of its lines."""
-    entries = (Entry(0.0, "stop_rank", {"seconds": 3.0}, 2, 1), Entry(4.0, "kill_group", {}))
+    entries = (ListedFault(0.0, "stop_rank", {"seconds": 3.0}, 2, 1), ListedFault(4.0, "kill_group", {}))
     first, second = shots(make_plan(Listed(entries)))
     assert (first.time, first.fault, first.params, first.replica, first.rank) == (
         0,
