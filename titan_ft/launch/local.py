@@ -18,6 +18,7 @@ from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.launch.spares import Spares, may_replace
 from titan_ft.launch.supervisor import GRACE_SECONDS
 from titan_ft.live import status
+from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.status_view import make_view
 from titan_ft.run.events import CheckpointSaved, Drained, LaunchFinished, LaunchStarted, LaunchStopping, StepCommitted
@@ -46,10 +47,12 @@ class LocalRun:
         self.groups = status.initial(plan.num_replicas)
         # First: when its port is taken, the folder must not look as if a run had been in it.
         self._metrics = MetricsServer.at(plan.options.metrics_port) if plan.options.metrics_port else None
+        self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve)
         self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
         env = {"TITAN_FT_TOKEN": secrets.token_hex(16), "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
+        env["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP") or plan.first_job_id
         self._children = Children(env)
         self._lighthouse = LighthouseKeeper(
             plan.lighthouse_command,
@@ -188,6 +191,8 @@ class LocalRun:
             line = status.describe(before, self.groups, event)
             if self._metrics:
                 self._metrics.observe(event)
+            if self._curve:
+                self._curve.observe(event)
             # When the whole run is stopped, workers do not "die" one by one.
             stopping = self.stop or self._time_is_up
             if line is not None and (not stopping or isinstance(event, Drained | CheckpointSaved)):
