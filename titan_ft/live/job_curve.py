@@ -8,10 +8,11 @@ commit is in the events of the others, and a folder with one writer is what Tens
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -56,8 +57,7 @@ class JobSteps:
 
     def rest(self) -> list[StepCommitted]:
         """Return the steps that are left at the end: those that lead to the latest commit."""
-        latest = max(self._pending.values(), key=lambda commit: (commit.step, commit.time), default=None)
-        return [] if latest is None else self._give(self._chain(latest.lineage))
+        return self._give(self._chain_to_latest(self._pending.values()))
 
     def _observe_commit(self, event: StepCommitted) -> list[StepCommitted]:
         known = self._pending.get(event.lineage)
@@ -69,8 +69,10 @@ class JobSteps:
             return []
         self._pending[event.lineage] = event
         certain = self._chain(event.parent)
-        if certain and self._misses_one(certain[0]) and event.time - certain[0].time < HOLD_SECONDS:
-            return []
+        if certain and self._misses_one(certain[0]):
+            if event.time - certain[0].time < HOLD_SECONDS:
+                return []
+            certain = self._chain_to_latest(c for c in self._pending.values() if c.step < certain[0].step) + certain
         return self._give(certain)
 
     def _chain(self, lineage: str) -> list[StepCommitted]:
@@ -80,6 +82,10 @@ class JobSteps:
             chain.append(commit)
             lineage = commit.parent
         return chain[::-1]
+
+    def _chain_to_latest(self, commits: Iterable[StepCommitted]) -> list[StepCommitted]:
+        latest = max(commits, key=lambda commit: (commit.time, commit.step), default=None)
+        return [] if latest is None else self._chain(latest.lineage)
 
     def _misses_one(self, first: StepCommitted) -> bool:
         """Tell whether there is a step before this one that has not been given, and whose event is still to come."""
@@ -108,12 +114,12 @@ class JobCurve:
     Args:
         folder: for its files alone; what an earlier launch of the job wrote there stays, up to the step at which this
             one goes on.
+        report: called once, with a line, when the folder cannot be written; nothing is written from then on.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.failure = ""
-        """Why nothing is written any more; empty as long as all is well."""
-        self._folder, self._steps = folder, JobSteps()
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+        self.folder, self._report, self._failed = folder, report, False
+        self._steps = JobSteps()
         self._file: BinaryIO | None = None
         self._last: StepCommitted | None = None
 
@@ -125,11 +131,12 @@ class JobCurve:
         """Write what is left."""
         self._write(self._steps.rest())
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # told already, when it could not be flushed
+                self._file.close()
 
     def _write(self, commits: Iterable[StepCommitted]) -> None:
         commits = list(commits)
-        if not commits or self.failure:
+        if not commits or self._failed:
             return
         try:
             for commit in commits:
@@ -137,7 +144,8 @@ class JobCurve:
             assert self._file is not None, "a point was written"
             self._file.flush()
         except OSError as error:  # the disk is full, say: the job must train on
-            self.failure = f"TensorBoard's folder {self._folder} cannot be written ({error.strerror}): no more points"
+            self._failed = True
+            self._report(f"{self.folder} cannot be written ({error.strerror}): the job's curves end here")
 
     def _write_point(self, commit: StepCommitted) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record
@@ -145,10 +153,10 @@ class JobCurve:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._file is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             # Sorted by name, its files are in order of time: TensorBoard reads them so, one after the other.
             name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-            self._file = (self._folder / name).open("ab")
+            self._file = (self.folder / name).open("ab")
             self._append(Record(wall_time=commit.time, file_version="brain.Event:2"))
         if self._last is None or commit.step <= self._last.step:
             # TensorBoard drops what was written of this step and of later ones: those states are lost.

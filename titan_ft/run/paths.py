@@ -30,10 +30,6 @@ class RunPaths:
         return self.root / self._events
 
     @property
-    def tensorboard(self) -> Path:
-        return self.root / "tb"
-
-    @property
     def checkpoint(self) -> Path:
         return self.root / "checkpoint"
 
@@ -61,6 +57,10 @@ class RunPaths:
     def logs(self, replica: int, attempt: int, rank: int) -> Path:
         """Output (stdout and stderr) of one worker process."""
         return self.root / "logs" / f"replica-{replica}" / f"attempt-{attempt}" / f"rank-{rank}.log"
+
+    def latest_logs(self, replica: int) -> Path:
+        """Link to the folder with the logs of a group's latest attempt."""
+        return self.root / "logs" / f"replica-{replica}" / "latest"
 
     def events_file(self, name: str) -> Path:
         """Event file of the process called `name`, such as "launcher-4711"."""
