@@ -27,8 +27,9 @@ from rich.console import Console
 
 from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
+from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.terminal import clock
-from titan_ft.live.run_status import CommittedSteps, InjectedFaults, RunStatus
+from titan_ft.live.run_status import CommittedSteps, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
 from titan_ft.run.events import Event, Target

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.terminal import clock
 from titan_ft.live import status
 from titan_ft.run import events as ev
@@ -57,27 +58,6 @@ class CommittedSteps:
     def is_last(self, event: ev.StepCommitted) -> bool:
         """Tell whether a commit is of the step that was counted last."""
         return self._last == (event.step, event.lineage)
-
-
-class InjectedFaults:
-    """Count each fault once, however many groups it hits and however many ranks write it."""
-
-    def __init__(self) -> None:
-        self.num_injected = 0
-        self._shots: set[tuple[object, ...]] = set()
-
-    def observe(self, event: ev.Event) -> bool:
-        """Take any event; return whether it is a new fault."""
-        if isinstance(event, ev.ChaosStarted):
-            self._shots.clear()  # the same plan may be carried out again
-        if not isinstance(event, ev.FaultInjected):
-            return False
-        shot = (event.fault, event.seed, event.shot)
-        if event.shot is not None and shot in self._shots:
-            return False
-        self._shots.add(shot)
-        self.num_injected += 1
-        return True
 
 
 class RunStatus:
