@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,8 +30,8 @@ def of_rank(told: Any, rank: int) -> Any:
 
 
 @pytest.fixture
-def events() -> Iterator[list[Event]]:
-    """A run with eight faults of four kinds: killed_run's kill, and six that are told in other ways."""
+def events() -> list[Event]:
+    """A run with eight faults of four kinds: killed_run's kill, and seven that are told in other ways."""
     told = [
         *killed_run(),
         say(13.0, "chaos_started", seed=1, plan="a plan", schedule="now and then"),
@@ -52,7 +51,7 @@ def events() -> Iterator[list[Event]]:
     ]
     # killed_run's own fault stands before the plan begins: its shot's number comes again.
     told.append(fault(18.5, "kill_group", 1, shot=0))
-    yield sorted(told, key=lambda event: event.time)
+    return sorted(told, key=lambda event: event.time)
 
 
 KINDS = {"kill_group": 5, "kill_donor": 1, "kill_groups": 1, "link_dead": 1}

@@ -114,6 +114,12 @@ class LaunchPlan:
         return asked
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Return what tells the run from others in figures that are served."""
+        shape = {"replicas": str(self.num_replicas), "ranks_per_replica": str(self.num_ranks)}
+        return {"job_id": self.job_id, "run_dir": str(self.paths.root), "config": self.options.config.name, **shape}
+
+    @property
     def first_job_id(self) -> str:
         """Return the job's name of its first launch in the folder: W&B goes on under it."""
         earlier = EventTail(self.paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True).poll()

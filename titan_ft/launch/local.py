@@ -47,7 +47,7 @@ class LocalRun:
         self.plan, self.stop = plan, stop
         self.status = RunStatus(plan.num_replicas)
         # First: when its port is taken, the folder must not look as if a run had been in it.
-        self._metrics = MetricsServer.at(plan.options.metrics_port) if plan.options.metrics_port else None
+        self._metrics = MetricsServer.at(plan.options.metrics_port, plan.labels) if plan.options.metrics_port else None
         self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, self._error)
         self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
@@ -208,7 +208,9 @@ class LocalRun:
 
     def _show_failures(self, codes: dict[int, int | None]) -> None:
         """Report a supervisor that ended without having said why in an event."""
-        ended = [(self._supervisors[r], self.status.groups[r].state == status.FAILED) for r, code in codes.items() if code]
+        ended = [
+            (self._supervisors[r], self.status.groups[r].state == status.FAILED) for r, code in codes.items() if code
+        ]
         ended += [(child, False) for child in self._spares.take_dead()]
         for child, explained in ended:
             if child not in self._shown and not explained:

@@ -167,7 +167,7 @@ class JobCurve:
         self._last = commit
 
     def _figures(self, commit: StepCommitted) -> dict[str, float]:
-        """Return the curves' values, by the names that torchtitan has for them, so that groups and job lie on a plot."""
+        """Return the curves' values, by torchtitan's names where it has one, so that groups and job share a plot."""
         nan = float("nan")
         figures = {
             "loss_metrics/global_avg_loss": nan if commit.loss is None else commit.loss,

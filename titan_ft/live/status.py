@@ -95,8 +95,8 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
 
 def _starting(group: GroupStatus, attempt: int) -> GroupStatus:
     """Return a group of which a new attempt begins: it has made nothing yet, whatever the one before it had."""
-    known = {"restarts": group.restarts, "host": group.host, "fault": group.fault, "fault_time": group.fault_time}
-    return GroupStatus(group.replica, STARTING, attempt=attempt, **known)
+    kept = {name: getattr(group, name) for name in ("restarts", "host", "fault", "fault_time")}
+    return GroupStatus(group.replica, STARTING, attempt=attempt, **kept)
 
 
 def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:

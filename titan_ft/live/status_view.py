@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
+
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torchtitan.components.metrics as titan_metrics
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, WandBLogger
 from torchtitan.config import JobConfig
@@ -39,11 +38,9 @@ class GroupCurves(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write a point of each curve, at once: a process that is killed leaves all that it has logged."""
-        if self._writer is None:
-            self._writer = SummaryWriter(str(self._folder), purge_step=step)
         curves = {name if self._tag is None else f"{self._tag}/{name}": value for name, value in metrics.items()}
-        if any(self._last.get(name, -1) >= step for name in curves):
-            self._drop_from(step)  # the state that had that step is not the job's
+        if self._writer is None or any(self._last.get(name, -1) >= step for name in curves):
+            self._open(step)
         for name, value in curves.items():
             self._writer.add_scalar(name, value, step)
             self._last[name] = step
@@ -53,11 +50,11 @@ class GroupCurves(BaseLogger):
         if self._writer is not None:
             self._writer.close()
 
-    def _drop_from(self, step: int) -> None:
-        """Let TensorBoard drop the points at a step and behind it, as it does when a run is started again there."""
-        assert self._writer is not None, "there are points"
-        self._writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
-        self._last = {name: last for name, last in self._last.items() if last < step}
+    def _open(self, step: int) -> None:
+        """Go on at a step: what is in the folder of it and of later ones is of a state that is not the job's."""
+        self.close()
+        self._writer = SummaryWriter(str(self._folder), purge_step=step)
+        self._last.clear()
 
 
 def keep_curves(job_config: JobConfig, rank: int) -> None:
