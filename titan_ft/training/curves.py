@@ -39,22 +39,24 @@ class GroupCurves(BaseLogger):
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write a point of each curve, at once: a process that is killed leaves all that it has logged."""
         curves = {name if self._tag is None else f"{self._tag}/{name}": value for name, value in metrics.items()}
-        if self._writer is None or any(self._last.get(name, -1) >= step for name in curves):
-            self._open(step)
+        writer = self._writer
+        if writer is None or any(self._last.get(name, -1) >= step for name in curves):
+            writer = self._open(step)
         for name, value in curves.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
             self._last[name] = step
-        self._writer.flush()
+        writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def _open(self, step: int) -> None:
+    def _open(self, step: int) -> SummaryWriter:
         """Go on at a step: what is in the folder of it and of later ones is of a state that is not the job's."""
         self.close()
         self._writer = SummaryWriter(str(self._folder), purge_step=step)
         self._last.clear()
+        return self._writer
 
 
 def keep_curves(job_config: JobConfig, rank: int) -> None:
