@@ -15,8 +15,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.event_builder import build
+from titan_ft.cli import main
 from titan_ft.live.job_curve import HOLD_SECONDS, JobCurve, JobSteps
-from titan_ft.run.events import Drained, Event, StepCommitted, TrainingFinished
+from titan_ft.run.events import Drained, Event, LaunchStarted, StepCommitted, TrainingFinished
+from titan_ft.run.log import EventLog
 
 LOSS = "loss_metrics/global_avg_loss"
 
@@ -146,3 +148,39 @@ def test_import_loads_no_tensorboard() -> None:
     code = "import sys, titan_ft.live.job_curve; print('tensorboard' in sys.modules, 'torch' in sys.modules)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert process.stdout.split() == ["False", "False"]
+
+
+def tell(run_dir: Path, *events: Event) -> None:
+    log = EventLog(run_dir / "events" / "replica-0.jsonl")
+    for event in events:
+        log.emit(event)
+    log.close()
+
+
+def test_curves_of_a_run_without_a_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command writes them from the events, as often as it is called, and ends with the run."""
+    tell(tmp_path, *(step(n, r) for n in range(1, 5) for r in (0, 1)))
+    tell(tmp_path, *(build(TrainingFinished, replica=r, step=4, lineage=f"{4:012x}") for r in (0, 1)))
+    for _ in range(2):
+        assert main(["curves", str(tmp_path)]) == 0
+        assert read(tmp_path / "tb" / "job") == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0)]
+        assert len(list((tmp_path / "tb" / "job").iterdir())) == 1
+    assert f"tensorboard --logdir {tmp_path}/tb" in capsys.readouterr().out
+
+
+def test_curves_that_the_launcher_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two writers in one folder would spoil it: the command says who writes, and what to do."""
+    tell(tmp_path, build(LaunchStarted, replicas=2, ranks_per_replica=1), step(1))
+    (tmp_path / "tb" / "job").mkdir(parents=True)
+    assert main(["curves", str(tmp_path)]) == 2
+    assert "--out must be a folder that nobody else writes" in capsys.readouterr().err
+    assert main(["curves", str(tmp_path / "no")]) == 2
+    assert "RUN_DIR must be the folder of a run" in capsys.readouterr().err
+
+
+def test_curves_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says so; the status is 1."""
+    tell(tmp_path, step(1), step(2))
+    (tmp_path / "tb").touch()
+    assert main(["curves", str(tmp_path)]) == 1
+    assert "the job's curves end here" in capsys.readouterr().err

@@ -18,11 +18,10 @@ from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load
 from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.supervisor import DEFAULT_MODULE
-from titan_ft.live.job_curve import JOB_CURVE
 from titan_ft.live.metrics import split_address
 from titan_ft.options import Launch, LighthouseSettings
 from titan_ft.run.events import LaunchStarted
-from titan_ft.run.paths import RunPaths
+from titan_ft.run.paths import JOB_CURVE, RunPaths
 from titan_ft.run.tail import EventTail
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from titan_ft.run.events import Drained, Event, StepCommitted, TrainingFinished
 if TYPE_CHECKING:
     from tensorboard.compat.proto import event_pb2
 
-JOB_CURVE = "job"
-"""Name of the folder, beside those of the groups."""
+FILE_PREFIX = "events.out.tfevents."
+"""By which TensorBoard knows its files."""
 HOLD_SECONDS = 30.0
 """So long the others' steps wait for one whose event has not come, as through a network file system."""
 MAX_REMEMBERED = 4096
@@ -155,7 +155,7 @@ class JobCurve:
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Sorted by name, its files are in order of time: TensorBoard reads them so, one after the other.
-            name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+            name = f"{FILE_PREFIX}{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
             self._file = (self.folder / name).open("ab")
             self._append(Record(wall_time=commit.time, file_version="brain.Event:2"))
         if self._last is None or commit.step <= self._last.step:

@@ -93,7 +93,8 @@ class RunStatus:
         self.code: int | None = None
         """The launcher's exit status, once it has ended."""
         self._reason = ""
-        self._launched = False
+        self.launched = False
+        """Whether a launcher watches over it."""
         self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
 
     @property
@@ -112,13 +113,13 @@ class RunStatus:
             return self._reason or "the launcher ended"
         states = {group.state for group in self.groups.values()}
         over = states and states <= {status.FINISHED, status.DRAINED, status.FAILED}
-        return "all groups finished, left or failed" if over and not self._launched else ""
+        return "all groups finished, left or failed" if over and not self.launched else ""
 
     def observe(self, event: ev.Event) -> str | None:
         """Take the next event; return the line that it becomes for who launched the run, None if it is worth none."""
         if isinstance(event, ev.LaunchStarted):
             self._begin(event.replicas)
-            self._launched, self.num_ranks = True, event.ranks_per_replica
+            self.launched, self.num_ranks = True, event.ranks_per_replica
         self.started = event.time if self.started is None else min(self.started, event.time)
         self.last = max(self.last, event.time)
         self._add_groups(event)

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+JOB_CURVE = "job"
+"""Folder of the job's curves, beside those of its groups in TensorBoard's folder."""
+
 
 class RunPaths:
     """Name the files and folders of one run directory; create none of them.
@@ -28,6 +31,11 @@ class RunPaths:
     def events(self) -> Path:
         """Folder of the event files, one per process."""
         return self.root / self._events
+
+    @property
+    def job_curve(self) -> Path:
+        """Folder of the job's curves for TensorBoard, where its folder has the usual name."""
+        return self.root / "tb" / JOB_CURVE
 
     @property
     def checkpoint(self) -> Path:
