@@ -37,8 +37,8 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
         status.observe(event)
     if status.launched and not status.end and folder.exists():
         raise ConfigError(
-            f"--out must be a folder that nobody else writes, got {folder}; the run's launcher does, or did before it was "
-            "killed: give another one"
+            f"--out must be a folder that nobody else writes, got {folder}; the run's launcher does, or did until it "
+            "was killed: give another one"
         )
     for old in folder.glob(f"{FILE_PREFIX}*"):
         old.unlink()
