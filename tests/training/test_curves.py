@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
@@ -100,6 +102,31 @@ def test_nothing_is_made_before_the_first_point(tmp_path: Path) -> None:
     """An attempt that dies while it heals leaves no file that would show as a restart."""
     GroupCurves(tmp_path / "folder").close()
     assert not (tmp_path / "folder").exists()
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group trains on, without curves: one line says so, whether the file cannot be made or not be written."""
+    said: list[str] = []
+    monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(info=str, error=said.append))
+    (tmp_path / "file").touch()
+    curves = GroupCurves(tmp_path / "file" / "replica_0")
+    for step in (1, 2):
+        curves.log({"loss": 1.0}, step)
+    curves.close()
+    assert [line.partition(" cannot")[2] for line in said] == [
+        " be written (Not a directory): this group's curves end at step 1"
+    ]
+    full = GroupCurves(tmp_path / "full")
+    full.log({"loss": 1.0}, 1)
+
+    def no_space(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "flush", no_space)
+    full.log({"loss": 1.0}, 2)
+    full.log({"loss": 1.0}, 3)
+    assert len(said) == 2
+    assert said[1].endswith("(No space left on device): this group's curves end at step 2")
 
 
 def test_wandb_run_is_the_same_for_every_attempt(tmp_path: Path) -> None:

@@ -34,11 +34,20 @@ class GroupCurves(BaseLogger):
         self._writer: SummaryWriter | None = None
         self._last: dict[str, int] = {}
         """The step of each curve's last point."""
+        self._failed = False
         logger.info(f"TensorBoard logging enabled. Logs will be saved at {folder}")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write a point of each curve, at once: a process that is killed leaves all that it has logged."""
-        curves = {name if self._tag is None else f"{self._tag}/{name}": value for name, value in metrics.items()}
+        if self._failed:
+            return
+        try:
+            self._write({name if self._tag is None else f"{self._tag}/{name}": metrics[name] for name in metrics}, step)
+        except OSError as error:  # the disk is full, say: the group must train on
+            self._failed = True
+            logger.error(f"{self._folder} cannot be written ({error.strerror}): this group's curves end at step {step}")
+
+    def _write(self, curves: dict[str, Any], step: int) -> None:
         writer = self._writer
         if writer is None or any(self._last.get(name, -1) >= step for name in curves):
             writer = self._open(step)
@@ -48,7 +57,7 @@ class GroupCurves(BaseLogger):
         writer.flush()
 
     def close(self) -> None:
-        if self._writer is not None:
+        if self._writer is not None and not self._failed:
             self._writer.close()
 
     def _open(self, step: int) -> SummaryWriter:
