@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_ft.history.check import check
 from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import Incident, find_incidents
+from titan_ft.history.incidents import Incident, count_faults, find_incidents
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.summary import summarize
 from titan_ft.run import events as ev
@@ -72,17 +71,12 @@ def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[
     """Return the figures of a run for JSON: those of its summary, and more. `against` is `check`'s."""
     return summarize(record).to_dict() | {
         "chaos": plan_of(record),
-        "faults_by_kind": dict(count_kinds(record)),
+        "faults_by_kind": count_faults(record),
         "goodput": goodput(record).to_dict(),
         "stalls": [each.incident.to_dict() for each in find_recoveries(record)],
         "check": check(record, against).to_dict(),
         "notes": [asdict(note) for note in find_notes(record)],
     }
-
-
-def count_kinds(record: RunRecord) -> list[tuple[str, int]]:
-    """Return the kinds of faults that were injected and how many of each, the most frequent first."""
-    return Counter(sorted(each.fault for each in find_incidents(record) if each.injected)).most_common()
 
 
 @view

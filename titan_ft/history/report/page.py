@@ -12,9 +12,10 @@ from typing import Any
 
 from titan_ft.history.check import check
 from titan_ft.history.goodput import goodput
+from titan_ft.history.incidents import count_faults
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report.canvas import Drawing
-from titan_ft.history.report.facts import count_kinds, duration, find_notes, find_recoveries, plan_of
+from titan_ft.history.report.facts import duration, find_notes, find_recoveries, plan_of
 from titan_ft.history.report.plots import draw
 from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
@@ -88,7 +89,7 @@ def _words(record: RunRecord) -> dict[str, Any]:
             ("faults injected", f"{len(injected):,}"),
             ("seed", str(plan.get("seed", "none"))),
         ],
-        "kinds": count_kinds(record),
+        "kinds": list(count_faults(record).items()),
         "counted": g.forward_passes - g.num_wasted,
         "rate": f"a failure each {duration(seconds / len(recoveries))}" if recoveries else "no failures",
         "stalls": [each.incident.stall_seconds for each in recoveries if each.incident.stall_seconds is not None],
