@@ -4,50 +4,108 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import tyro
 
+from titan_ft import __version__
 from titan_ft.config import ConfigError
-from titan_ft.options import Audit, Chaos, Check, Launch, Lighthouse, Report, Top
+from titan_ft.options import ALIASES, COMMANDS, Audit, Chaos, Check, Launch, Lighthouse, Report, ShowConfig, Top
+from titan_ft.usage import closest, example_of, find_mistake, read_options, refusing
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config."""
     argv = sys.argv[1:] if argv is None else argv
-    end = argv.index("--") if "--" in argv else len(argv)
-    command = tyro.cli(
-        Launch | Lighthouse | Chaos | Check | Top | Report | Audit,
-        prog="titan-ft",
-        description="Fault-tolerant data parallelism for torchtitan.",
-        args=argv[:end],
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
     try:
-        match command:
-            case Launch():
-                return _launch(command, argv[end + 1 :])
-            case Lighthouse():
-                from titan_ft.launch.lighthouse import serve
-
-                return serve(command.bind, command)
-            case Chaos():
-                return _chaos(command)
-            case Check():
-                return _check(command)
-            case Top():
-                from titan_ft.live.top import top
-
-                return top(command.run_dir, once=command.once)
-            case Report():
-                return _report(command)
-            case Audit():
-                return _audit(command)
+        return _run(argv)
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
+
+
+def _run(argv: list[str]) -> int:
+    end = argv.index("--") if "--" in argv else len(argv)
+    own, worker_args = argv[:end], argv[end + 1 :]
+    if own and own[0] in ("-h", "--help", "--version"):
+        print(_version() if own[0] == "--version" else _help())
+        return 0
+    command = _parse(own)
+    if argv[end:] and not isinstance(command, Launch | ShowConfig):
+        got = " ".join(argv[end:])
+        raise ConfigError(f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no workers")
+    match command:
+        case Launch():
+            return _launch(command, worker_args)
+        case ShowConfig():
+            from titan_ft.resolved_config import show_config
+
+            return show_config(command, worker_args)
+        case Lighthouse():
+            from titan_ft.launch.lighthouse import serve
+
+            return serve(command.bind, command)
+        case Chaos():
+            return _chaos(command)
+        case Check():
+            return _check(command)
+        case Top():
+            from titan_ft.live.top import top
+
+            return top(command.run_dir, once=command.once)
+        case Report():
+            return _report(command)
+        case Audit():
+            return _audit(command)
+    raise AssertionError(f"no such command: {command}")
+
+
+def _parse(argv: list[str]) -> Any:
+    """Return what is asked for, an object of one of the classes in `options`.
+
+    Raises:
+        ConfigError: the arguments are wrong.
+    """
+    commands = ", ".join(COMMANDS)
+    if not argv:
+        raise ConfigError(f"a command must be given, one of {commands}, got nothing; see titan-ft --help")
+    name, args = argv[0], argv[1:]
+    command: type | None = {**COMMANDS, **ALIASES}.get(name)
+    if command is None:
+        hint = closest(name, list(COMMANDS))
+        raise ConfigError(f"the command must be one of {commands}, got {name!r}; {hint}see titan-ft --help")
+
+    def unknown(option: str, known: list[str]) -> str:
+        if "." in option and isinstance(command, type) and issubclass(command, Launch | ShowConfig):
+            return f"{option} must come after a --, as all of torchtitan's flags: titan-ft {name} ... -- {option}=..."
+        return f"{option} must be an option of titan-ft {name}, got an unknown one; {closest(option, known)}see --help"
+
+    return refusing(
+        lambda: tyro.cli(command, prog=f"titan-ft {name}", args=args, config=(tyro.conf.FlagCreatePairsOff,)),
+        lambda: find_mistake(args, read_options(command), unknown, example_of(command)),
+    )
+
+
+def _help() -> str:
+    lines = ["usage: titan-ft COMMAND [OPTIONS]", "", "Fault-tolerant data parallelism for torchtitan.", ""]
+    for name, command in COMMANDS.items():
+        summary = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+        lines.append(f"  {name:10}  {summary}")
+    return "\n".join([*lines, "", "titan-ft COMMAND --help tells more of each; titan-ft --version prints the versions."])
+
+
+def _version() -> str:
+    parts = []
+    for name in ("torchtitan", "torchft", "torch"):
+        try:
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            parts.append(f"no {name}")
+    return f"titan-ft {__version__} ({', '.join(parts)})"
 
 
 def _launch(command: Launch, worker_args: list[str]) -> int:
