@@ -13,9 +13,9 @@ from typing import Any
 import tyro
 
 from titan_ft import __version__
-from titan_ft.config import ConfigError
+from titan_ft.config import ConfigError, closest
 from titan_ft.options import ALIASES, COMMANDS, Audit, Chaos, Check, Launch, Lighthouse, Report, ShowConfig, Top
-from titan_ft.usage import closest, example_of, find_mistake, read_options, refusing
+from titan_ft.usage import example_of, find_mistake, read_options, refusing
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def _parse(argv: list[str]) -> Any:
     def unknown(option: str, known: list[str]) -> str:
         if "." in option and isinstance(command, type) and issubclass(command, Launch | ShowConfig):
             return f"{option} must come after a --, as all of torchtitan's flags: titan-ft {name} ... -- {option}=..."
-        return f"{option} must be an option of titan-ft {name}, got an unknown one; {closest(option, known)}see --help"
+        return f"{option} is no option of titan-ft {name}; {closest(option, known)}see titan-ft {name} --help"
 
     return refusing(
         lambda: tyro.cli(command, prog=f"titan-ft {name}", args=args, config=(tyro.conf.FlagCreatePairsOff,)),
@@ -121,7 +121,15 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
         from titan_ft.chaos.plan_file import load_plan  # what breaks a run is loaded where it is asked for
 
         chaos = load_plan(command.chaos, command.chaos_seed)
-    return launch(LaunchPlan(command, worker_args, chaos=chaos))
+    plan = LaunchPlan(command, worker_args, chaos=chaos)
+    for note in plan.notes:
+        print(f"titan-ft: {note}", file=sys.stderr)
+    if command.dry_run:
+        from titan_ft.launch.dry_run import describe
+
+        print(describe(plan))
+        return 0
+    return launch(plan)
 
 
 def _chaos(command: Chaos) -> int:

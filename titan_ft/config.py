@@ -12,7 +12,7 @@ types of the fields as objects, and would take strings for plain values.
 import difflib
 import ipaddress
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -33,6 +33,12 @@ CHOICES = {
 
 class ConfigError(ValueError):
     """Report a mistake in a run's configuration as one line: field, rule, value, remedy."""
+
+
+def closest(name: object, names: Iterable[str]) -> str:
+    """Return a hint at the name that was probably meant, or nothing."""
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 @dataclass
@@ -271,8 +277,7 @@ def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None
     annotations = {f.name: f.type for f in fields(schema)}
     for key, value in table.items():
         if key not in annotations:
-            close = difflib.get_close_matches(key, annotations, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
+            hint = closest(key, annotations)
             raise ConfigError(f"{TABLE}.{key} is not a valid key; {hint}valid keys: {', '.join(annotations)}")
         _check_type(f"{TABLE}.{key}", value, annotations[key])
 

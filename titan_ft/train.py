@@ -21,10 +21,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_ft import config as ft_config
+from titan_ft import usage
 from titan_ft.config import ConfigError
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.standby import wait_for_go
 from titan_ft.run.orphan import exit_with_parent
+from titan_ft.usage import flatten
 
 # What a worker imports only on its way to the first step; a standby does so before.
 IMPORTED_LATER = (
@@ -80,7 +82,7 @@ def _import_all() -> None:
     # CUDA would keep to the GPUs that are visible now. NVML counts them without initializing it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with contextlib.suppress(ConfigError):  # found again, and reported, when this worker runs
-        job_config = _read_config(*sys.argv[1:])
+        job_config = read_config(*sys.argv[1:])
         from torchtitan.protocols.train_spec import get_train_spec
 
         get_train_spec(job_config.model.name)
@@ -95,7 +97,7 @@ def _import_all() -> None:
 
 
 @functools.cache  # a standby has read it before it begins
-def _read_config(*args: str) -> Any:
+def read_config(*args: str) -> Any:
     """Read and validate the job's config; nothing before this may import torchtitan.
 
     Raises:
@@ -103,6 +105,7 @@ def _read_config(*args: str) -> Any:
     """
     flags = dict(reversed(list(ft_config.read_flags(args))))  # torchtitan's ConfigManager takes the first
     toml = flags.get("job.config_file")
+    values: dict[str, Any] = {}
     if toml is not None:
         values = ft_config.load_toml(toml)
         ft_config.check_toml(values)
@@ -118,16 +121,70 @@ def _read_config(*args: str) -> Any:
 
     register_datasets()
     manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
+
+    def find_mistake() -> str | None:
+        known = flatten(manager._maybe_add_custom_config(list(args), values))
+        return usage.find_mistake(args, list(known), _unknown_flag)
+
     try:
-        job_config: Any = manager.parse_args(list(args))
-    except ValueError as error:  # torchtitan's answer to an unknown key of its own tables
+        job_config: Any = usage.refusing(lambda: manager.parse_args(list(args)), find_mistake)
+    except ConfigError:
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"job.custom_config_module must be a module that can be imported, got {error.name} ({error}); install it, "
+            "or correct the name"
+        ) from error
+    except (TypeError, ValueError) as error:  # torchtitan's answer to an unknown key or a wrong type in its own tables
         raise ConfigError(" ".join(str(error).split())) from error
     ft_config.validate(job_config)
+    _check_model(job_config)
     return job_config
 
 
+def _unknown_flag(name: str, known: list[str]) -> str:
+    hint = ft_config.closest(name, known).replace("-", "_").replace("__", "--", 1)
+    return f"{name.replace('-', '_').replace('__', '--', 1)} is no flag of torchtitan; {hint}correct or remove it"
+
+
+def _check_model(job_config: Any) -> None:
+    """Check the names that torchtitan would look up only later, in each rank and again at each restart.
+
+    Raises:
+        ConfigError: there is no such model, flavor or dataset.
+    """
+    if job_config.experimental.custom_import:
+        return  # it may register models, and is imported by the trainer
+    from torchtitan.components.tokenizer import build_hf_tokenizer
+    from torchtitan.experiments import _supported_experiments
+    from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+    from torchtitan.models import _supported_models
+    from torchtitan.protocols import train_spec
+
+    model = job_config.model
+    models = {*train_spec._extra_train_specs, *_supported_models, *_supported_experiments}
+    names = [("model.name", model.name, models)]
+    if model.name in models:
+        spec = train_spec.get_train_spec(model.name)
+        names.append(("model.flavor", model.flavor, spec.model_args))
+        if spec.build_dataloader_fn is build_text_dataloader:
+            names.append(("training.dataset", job_config.training.dataset, DATASETS))
+            if job_config.validation.enable:
+                names.append(("validation.dataset", job_config.validation.dataset, DATASETS))
+    for field, value, known in names:
+        if value not in known:
+            listed = ", ".join(sorted(known))
+            raise ConfigError(f"{field} must be one of {listed}, got {value!r}; {ft_config.closest(value, known)}set it")
+    assets = model.hf_assets_path
+    if spec.build_tokenizer_fn is build_hf_tokenizer and not os.path.isdir(assets):
+        raise ConfigError(
+            f"model.hf_assets_path must be the folder of a tokenizer, got {assets!r}, which is none; download one, or "
+            'set it to "titan_ft://tokenizer"'
+        )
+
+
 def _run(args: list[str], environ: Mapping[str, str]) -> int:
-    job_config = _read_config(*args)
+    job_config = read_config(*args)
     import torchtitan.train
 
     from titan_ft import device
@@ -185,10 +242,7 @@ def _assets_flag(values: dict[str, Any]) -> list[str]:
     from titan_ft.data.assets import resolve
 
     path = str(values.get("model", {}).get("hf_assets_path", ""))
-    try:
-        resolved = resolve(path)
-    except ValueError as error:
-        raise ConfigError(f"model.hf_assets_path: {error}") from error
+    resolved = resolve(path)
     return [] if resolved == path else [f"--model.hf_assets_path={resolved}"]
 
 

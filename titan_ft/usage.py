@@ -9,7 +9,6 @@ looked at again, for the first mistake in them.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import io
 import re
@@ -112,12 +111,6 @@ def find_mistake(
         text = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
         return f"{text} must be given, got nothing{f'; for example: {example}' if example else ''}"
     return None
-
-
-def closest(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean X? " for the known name that is most like one, or nothing."""
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {found[0]}? " if found else ""
 
 
 def example_of(command: type) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from titan_ft.chaos.schema import FINITE, Count, Place, PositiveNumber, closest, convert
+from titan_ft.chaos.schema import FINITE, Count, Place, PositiveNumber, convert
 from titan_ft.config import ConfigError
 
 By = Literal["signal", "agent", "lighthouse"]
