@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -16,6 +16,9 @@ from titan_ft import __version__
 from titan_ft.config import ConfigError, closest
 from titan_ft.options import ALIASES, COMMANDS, Audit, Chaos, Check, Launch, Lighthouse, Report, ShowConfig, Top
 from titan_ft.usage import example_of, find_mistake, read_options, refusing
+
+if TYPE_CHECKING:
+    from titan_ft.history.record import RunRecord
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +98,9 @@ def _help() -> str:
     for name, command in COMMANDS.items():
         summary = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
         lines.append(f"  {name:10}  {summary}")
-    return "\n".join([*lines, "", "titan-ft COMMAND --help tells more of each; titan-ft --version prints the versions."])
+    return "\n".join(
+        [*lines, "", "titan-ft COMMAND --help tells more of each; titan-ft --version prints the versions."]
+    )
 
 
 def _version() -> str:
@@ -142,22 +147,29 @@ def _chaos(command: Chaos) -> int:
 
 
 def _check(command: Check) -> int:
-    from titan_ft.history.check import check_folders, check_table
+    from titan_ft.history.audit import Audit as Audited
+    from titan_ft.history.audit import audit
+    from titan_ft.history.check import check, check_table, nothing_known
     from titan_ft.history.terminal import show
-    from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir, command.against)
-    against = None if command.against is None else RunPaths(command.against).events
-    verdicts = check_folders(RunPaths(command.run_dir).events, against)
+    try:
+        record = _read(command.run_dir)
+        against = None if command.against is None else _read(command.against)
+    except ValueError as error:  # a history that is damaged tells nothing for sure
+        if not command.json:
+            return _refuse("check", error)
+        verdicts, audited = nothing_known(str(error)), Audited(unknown=[str(error)])
+    else:
+        verdicts, audited = check(record, against), audit(record)
     if command.json:
-        print(json.dumps(verdicts.to_dict(), indent=2))
+        print(json.dumps(verdicts.to_dict() | {"audit": audited.to_dict()}, indent=2))
     else:
         show(check_table(verdicts))
     return 0 if verdicts.verdict == "holds" else 1
 
 
 def _report(command: Report) -> int:
-    from titan_ft.history.record import RunRecord
     from titan_ft.history.report.facts import report_figures
     from titan_ft.history.report.page import write_report
     from titan_ft.history.summary import summarize, summary_table
@@ -166,14 +178,10 @@ def _report(command: Report) -> int:
 
     _require_folders(command.run_dir, command.against)
     try:
-        record = RunRecord.read(RunPaths(command.run_dir).events)
-        against = None if command.against is None else RunRecord.read(RunPaths(command.against).events)
+        record = _read(command.run_dir)
+        against = None if command.against is None else _read(command.against)
     except ValueError as error:
-        print(f"titan-ft report: {error}", file=sys.stderr)
-        return 1
-    if not record.events:
-        print(f"titan-ft report: {command.run_dir} has no events (events/*.jsonl)", file=sys.stderr)
-        return 1
+        return _refuse("report", error)
     if command.json:
         print(json.dumps(report_figures(record, against), indent=2))
         return 0
@@ -183,26 +191,57 @@ def _report(command: Report) -> int:
     return 0
 
 
-def _require_folders(run_dir: Path, against: Path | None = None) -> None:
-    """Raise ConfigError unless these are folders."""
-    for name, folder in (("RUN_DIR", run_dir), ("--against", against)):
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"{name} must be the folder of a run, got {folder}; there is no such folder")
-
-
 def _audit(command: Audit) -> int:
     from titan_ft.history import audit
-    from titan_ft.history.record import RunRecord
     from titan_ft.history.terminal import show
-    from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir)
     try:
-        found = audit.audit(RunRecord.read(RunPaths(command.run_dir).events))
-    except ValueError as error:  # a file that is damaged tells nothing for sure
+        found = audit.audit(_read(command.run_dir))
+    except ValueError as error:
+        if not command.json:
+            return _refuse("audit", error)
         found = audit.Audit(unknown=[str(error)])
     if command.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         show(audit.audit_table(found))
     return 0 if found.verdict == "holds" else 1
+
+
+def _require_folders(run_dir: Path, against: Path | None = None) -> None:
+    """Raise ConfigError unless these are folders."""
+    for name, folder in (("RUN_DIR", run_dir), ("--against", against)):
+        if folder is not None and not folder.is_dir():
+            remedy = "it is a file" if folder.exists() else "there is no such folder"
+            raise ConfigError(f"{name} must be the folder of a run, got {folder}; {remedy}")
+
+
+def _read(run_dir: Path) -> RunRecord:
+    """Read the events of a run.
+
+    Raises:
+        ValueError: there are none, or one of the files is damaged; says which line, and what to do.
+    """
+    from titan_ft.history.record import RunRecord
+    from titan_ft.run.paths import RunPaths
+
+    try:
+        record = RunRecord.read(RunPaths(run_dir).events)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove that line to read the rest") from error
+    except OSError as error:
+        raise ValueError(f"{error.filename} must be a file of events, got {error.strerror}; remove it") from error
+    if not record.events:
+        below = (
+            f"the folder above, {run_dir.absolute().parent}"
+            if any(run_dir.glob("*.jsonl"))
+            else "the --run-dir of a run"
+        )
+        raise ValueError(f"{run_dir} has no events (events/*.jsonl), and nothing can be said of it; give {below}")
+    return record
+
+
+def _refuse(command: str, error: ValueError) -> int:
+    print(f"titan-ft {command}: {error}", file=sys.stderr)
+    return 1

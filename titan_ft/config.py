@@ -13,10 +13,10 @@ import difflib
 import ipaddress
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import tomli
@@ -266,20 +266,38 @@ def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None
     Raises:
         ConfigError: names the key, the closest valid one and all valid ones.
     """
-    if TABLE not in values:
-        close = difflib.get_close_matches(TABLE, values, n=1, cutoff=0.8)
-        if close:
-            raise ConfigError(f"[{close[0]}] is no table of the config; did you mean [{TABLE}]?")
+    if TABLE in values:
+        check_table(TABLE, values[TABLE], schema)
         return
-    table = values[TABLE]
+    close = difflib.get_close_matches(TABLE, values, n=1, cutoff=0.8)
+    if close:
+        raise ConfigError(f"[{close[0]}] is no table of the config; did you mean [{TABLE}]?")
+
+
+def check_table(name: str, table: Any, schema: Any) -> None:
+    """Check a table of a TOML, and the tables in it, for unknown keys and wrong types.
+
+    Args:
+        name: of the table, with those around it; empty for the whole TOML.
+        schema: its dataclass.
+
+    Raises:
+        ConfigError: names the first key that is wrong.
+    """
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{TABLE} must be a table, got {table!r}; write [{TABLE}] with the keys below it")
+        raise ConfigError(f"{name} must be a table, got {table!r}; write [{name}] with the keys below it")
     annotations = {f.name: f.type for f in fields(schema)}
     for key, value in table.items():
+        full = f"{name}.{key}" if name else key
         if key not in annotations:
+            kind = "key" if name else "table"
             hint = closest(key, annotations)
-            raise ConfigError(f"{TABLE}.{key} is not a valid key; {hint}valid keys: {', '.join(annotations)}")
-        _check_type(f"{TABLE}.{key}", value, annotations[key])
+            raise ConfigError(f"{full} is not a valid {kind}; {hint}valid {kind}s: {', '.join(annotations)}")
+        annotation = annotations[key]
+        if is_dataclass(annotation):
+            check_table(full, value, annotation)
+        elif not (annotation is int and isinstance(value, float) and value.is_integer() and name != TABLE):
+            _check_type(full, value, annotation)  # torchtitan works with 1e4 for a whole number
 
 
 def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
@@ -483,6 +501,13 @@ def _check_advertised(address: str) -> None:
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:
     """Raise ConfigError unless the value is of the field's type; a whole number is a float too, a bool is no number."""
+    if get_origin(annotation) is Literal:
+        if value not in get_args(annotation):
+            choices = ", ".join(map(str, get_args(annotation)))
+            raise ConfigError(
+                f"{name} must be one of {choices}, got {value!r}; {closest(value, get_args(annotation))}set it"
+            )
+        return
     if not _is_instance(value, annotation):
         expected = annotation.__name__ if isinstance(annotation, type) else str(annotation)
         expected = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}.get(
@@ -495,6 +520,8 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
 
 def _is_instance(value: Any, annotation: Any) -> bool:
     """Tell whether a value from TOML or the command line is of a type that the schema uses."""
+    if get_origin(annotation) is Literal:
+        return value in get_args(annotation)
     if isinstance(annotation, UnionType):
         return any(_is_instance(value, part) for part in get_args(annotation))
     if get_origin(annotation) is list:

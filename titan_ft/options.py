@@ -25,7 +25,6 @@ def _unset(metavar: str, name: str | None = None) -> object:
     return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint="")
 
 
-
 @dataclass(frozen=True)
 class Launch:
     """Start a lighthouse and supervised replica groups on this host, and show how they do.

@@ -26,7 +26,6 @@ from titan_ft.config import ConfigError
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.standby import wait_for_go
 from titan_ft.run.orphan import exit_with_parent
-from titan_ft.usage import flatten
 
 # What a worker imports only on its way to the first step; a standby does so before.
 IMPORTED_LATER = (
@@ -122,12 +121,13 @@ def read_config(*args: str) -> Any:
     register_datasets()
     manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
 
-    def find_mistake() -> str | None:
-        known = flatten(manager._maybe_add_custom_config(list(args), values))
-        return usage.find_mistake(args, list(known), _unknown_flag)
-
     try:
-        job_config: Any = usage.refusing(lambda: manager.parse_args(list(args)), find_mistake)
+        schema = manager._maybe_add_custom_config(list(args), values)
+        ft_config.check_table("", values, schema)
+        job_config: Any = usage.refusing(
+            lambda: manager.parse_args(list(args)),
+            lambda: usage.find_mistake(args, list(usage.flatten(schema)), _unknown_flag),
+        )
     except ConfigError:
         raise
     except ImportError as error:
@@ -135,7 +135,7 @@ def read_config(*args: str) -> Any:
             f"job.custom_config_module must be a module that can be imported, got {error.name} ({error}); install it, "
             "or correct the name"
         ) from error
-    except (TypeError, ValueError) as error:  # torchtitan's answer to an unknown key or a wrong type in its own tables
+    except ValueError as error:  # torchtitan's own rules
         raise ConfigError(" ".join(str(error).split())) from error
     ft_config.validate(job_config)
     _check_model(job_config)
@@ -174,7 +174,9 @@ def _check_model(job_config: Any) -> None:
     for field, value, known in names:
         if value not in known:
             listed = ", ".join(sorted(known))
-            raise ConfigError(f"{field} must be one of {listed}, got {value!r}; {ft_config.closest(value, known)}set it")
+            raise ConfigError(
+                f"{field} must be one of {listed}, got {value!r}; {ft_config.closest(value, known)}set it"
+            )
     assets = model.hf_assets_path
     if spec.build_tokenizer_fn is build_hf_tokenizer and not os.path.isdir(assets):
         raise ConfigError(

@@ -13,14 +13,14 @@ import inspect
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from titan_ft.config import ConfigError
+from titan_ft.config import ConfigError, closest
 
 T = TypeVar("T")
 _KINDS = {int: "a whole number", float: "a number"}
@@ -37,7 +37,7 @@ class Option:
     """
 
     name: str
-    kind: type = str
+    kind: Any = str
     required: bool = False
     several: bool = False
 
@@ -93,9 +93,10 @@ def find_mistake(
             if not places:
                 return f"{word!r} is one argument too many; {_place_remedy(options)}"
             option, values = places.pop(0), [word]
+            written = option.name
         else:
-            name, equals, value = word.partition("=")
-            name = name.replace("_", "-")
+            written, equals, value = word.partition("=")
+            name = written.replace("_", "-")
             if name not in by_name:
                 return unknown(name, list(by_name))
             option, values = by_name[name], [value] if equals else []
@@ -103,7 +104,7 @@ def find_mistake(
                 while left and _is_value(left[0]) and (option.several or not values):
                     values.append(left.pop(0))
         missing.discard(option.name)
-        wrong = _wrong_value(option, values)
+        wrong = _wrong_value(written, option, values)
         if wrong:
             return wrong
     if missing:
@@ -123,8 +124,10 @@ def _option(name: str, hint: Any, *, required: bool) -> Option:
     while get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         marks += more
-    several = get_origin(kind) is tuple
+    several = get_origin(kind) in (tuple, list)
     kinds = [part for part in get_args(kind) if part not in (NoneType, ...)] or [kind]
+    if get_origin(kind) is Literal:
+        kinds = [kind]
     name = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
     shown = f"--{name.replace('_', '-')}" if tyro.conf.Positional not in marks else name.upper()
     return Option(shown, kinds[0], required, several)
@@ -134,18 +137,23 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or re.fullmatch(r"-(\d.*|\.\d.*|inf|)", word) is not None
 
 
-def _wrong_value(option: Option, values: list[str]) -> str | None:
+def _wrong_value(name: str, option: Option, values: list[str]) -> str | None:
     if option.kind is bool:
-        return f"{option.name} must be without a value, got {values[0]!r}; leave the value out" if values else None
+        return f"{name} must be without a value, got {values[0]!r}; leave the value out" if values else None
     if not values and not option.several:
         kind = _KINDS.get(option.kind, "a path" if option.kind is Path else "a value")
-        return f"{option.name} must be followed by {kind}, got nothing; give it, or leave {option.name} out"
+        return f"{name} must be followed by {kind}, got nothing; give it, or leave {name} out"
+    if get_origin(option.kind) is Literal:
+        choices = list(map(str, get_args(option.kind)))
+        for value in values:
+            if value not in choices:
+                return f"{name} must be one of {', '.join(choices)}, got {value!r}; {closest(value, choices)}set it"
     if option.kind in _KINDS:
         for value in values:
             try:
                 option.kind(value)
             except ValueError:
-                return f"{option.name} must be {_KINDS[option.kind]}, got {value!r}; correct it"
+                return f"{name} must be {_KINDS[option.kind]}, got {value!r}; correct it"
     return None
 
 
@@ -155,7 +163,8 @@ def _place_remedy(options: Sequence[Option]) -> str:
 
 
 def _without_box(text: str) -> str:
-    """Return the words in a box that tyro printed."""
+    """Return the words in a box that tyro printed, without where to find help."""
+    text = text.partition("For full helptext")[0]
     return " ".join(re.sub(r"[\u2500-\u257f]", " ", text).split()) or "the arguments are wrong; see --help"
 
 
@@ -168,6 +177,6 @@ def flatten(config: type, prefix: str = "--") -> Iterator[Option]:
             yield from flatten(kind, f"{prefix}{name}.")
             continue
         option = _option(field.name, kind, required=False)
-        yield Option(f"{prefix}{name}", option.kind, several=get_origin(kind) in (list, tuple))
+        yield replace(option, name=f"{prefix}{name}")
         if option.kind is bool:
             yield Option(f"{prefix}no-{name}", bool)
