@@ -158,7 +158,8 @@ def _check(command: Check) -> int:
         against = None if command.against is None else _read(command.against)
     except ValueError as error:  # a history that is damaged tells nothing for sure
         if not command.json:
-            return _refuse("check", error)
+            print(f"? verdict: unknown; {error}")
+            return 1
         verdicts, audited = nothing_known(str(error)), Audited(unknown=[str(error)])
     else:
         verdicts, audited = check(record, against), audit(record)
@@ -181,7 +182,8 @@ def _report(command: Report) -> int:
         record = _read(command.run_dir)
         against = None if command.against is None else _read(command.against)
     except ValueError as error:
-        return _refuse("report", error)
+        print(f"titan-ft report: {error}", file=sys.stderr)
+        return 1
     if command.json:
         print(json.dumps(report_figures(record, against), indent=2))
         return 0
@@ -199,8 +201,6 @@ def _audit(command: Audit) -> int:
     try:
         found = audit.audit(_read(command.run_dir))
     except ValueError as error:
-        if not command.json:
-            return _refuse("audit", error)
         found = audit.Audit(unknown=[str(error)])
     if command.json:
         print(json.dumps(found.to_dict(), indent=2))
@@ -228,8 +228,6 @@ def _read(run_dir: Path) -> RunRecord:
 
     try:
         record = RunRecord.read(RunPaths(run_dir).events)
-    except ValueError as error:
-        raise ValueError(f"{error}; remove that line to read the rest") from error
     except OSError as error:
         raise ValueError(f"{error.filename} must be a file of events, got {error.strerror}; remove it") from error
     if not record.events:
@@ -240,8 +238,3 @@ def _read(run_dir: Path) -> RunRecord:
         )
         raise ValueError(f"{run_dir} has no events (events/*.jsonl), and nothing can be said of it; give {below}")
     return record
-
-
-def _refuse(command: str, error: ValueError) -> int:
-    print(f"titan-ft {command}: {error}", file=sys.stderr)
-    return 1

@@ -73,12 +73,20 @@ def exchange_device(process_group: str) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def require(process_group: str) -> None:
-    """Refuse a process group that this machine cannot build.
+def require(process_group: str, num_local_ranks: int) -> None:
+    """Refuse what this machine cannot do.
+
+    Args:
+        num_local_ranks: ranks of this group on this machine; each needs a GPU of its own, where there are any.
 
     Raises:
-        ConfigError: `process_group` is nccl and there is no NVIDIA GPU.
+        ConfigError: `process_group` is nccl and there is no NVIDIA GPU, or there are more ranks than GPUs.
     """
+    if not on_cpu() and num_local_ranks > torch.accelerator.device_count():
+        raise ConfigError(
+            f"the ranks of a group on one host must be <= its GPUs ({torch.accelerator.device_count()}), got "
+            f"{num_local_ranks}; start fewer (--ranks-per-replica, torchrun's --nproc-per-node)"
+        )
     if process_group == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError(
             'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, got "nccl"; set it to '

@@ -32,7 +32,7 @@ class Launch:
     What follows a -- goes to the workers as torchtitan's own flags. The exit status is 0 when all groups finished, 1
     when training failed or was stopped, 2 when the usage or the config is wrong.
 
-    Example: titan-ft launch llama3_debug --replicas 2 --ranks-per-replica 1 --run-dir outputs/run1 -- --training.steps=60
+    Example: titan-ft launch llama3_debug --replicas 2 --ranks-per-replica 1 --run-dir runs/1 -- --training.steps=60
     """
 
     config: Annotated[tyro.conf.Positional[Path], _CONFIG]
@@ -104,7 +104,7 @@ class Chaos:
     The exit status is 0 when the fault was injected or the plan carried out, 1 when the fault could not be injected, 2
     when the usage is wrong or no such job runs. Processes that were stopped go on in any case.
 
-    Example: titan-ft chaos outputs/run1 kill_group --replica 1
+    Example: titan-ft chaos runs/1 kill_group --replica 1
     """
 
     run_dir: Annotated[tyro.conf.Positional[Path | None], _unset("RUN_DIR")] = None
@@ -140,7 +140,7 @@ class Check(_OfRun):
     What became of the batches is part of it: lost, repeated, void. The exit status is 0 when everything asked holds,
     else 1.
 
-    Example: titan-ft check outputs/run1 --against outputs/run-without-failures
+    Example: titan-ft check runs/1 --against runs/calm
     """
 
     against: Annotated[Path | None, _unset("RUN_DIR")] = None
@@ -155,7 +155,7 @@ class Top(_OfRun):
 
     Without a terminal it is shown once. q or Ctrl-C leaves; a run that is over is shown as it ended.
 
-    Example: titan-ft top outputs/run1
+    Example: titan-ft top runs/1
     """
 
     once: Annotated[bool, _FLAG] = False
@@ -166,7 +166,7 @@ class Top(_OfRun):
 class Report(_OfRun):
     """Sum up a run: figures on the terminal, a page with plots in RUN_DIR/report (--json: figures only).
 
-    Example: titan-ft report outputs/run1
+    Example: titan-ft report runs/1
     """
 
     json: Annotated[bool, _FLAG] = False
@@ -183,7 +183,7 @@ class Audit(_OfRun):
 
     The exit status is 0 when every batch was trained once, 1 when some were lost or repeated or it cannot be told.
 
-    Example: titan-ft audit outputs/run1
+    Example: titan-ft audit runs/1
     """
 
     json: Annotated[bool, _FLAG] = False

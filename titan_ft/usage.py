@@ -169,7 +169,7 @@ def _without_box(text: str) -> str:
 
 
 def flatten(config: type, prefix: str = "--") -> Iterator[Option]:
-    """List the flags of nested dataclasses, such as torchtitan's JobConfig: --training.steps, --checkpoint.no-enable."""
+    """List the flags of nested dataclasses, torchtitan's JobConfig: --training.steps, --checkpoint.no-enable."""
     hints = get_type_hints(config)
     for field in fields(config):
         kind, name = hints[field.name], field.name.replace("_", "-")

@@ -42,15 +42,16 @@ def find_config(given: Path, folder: str = "") -> Path:
         folder: of those that come with the package; "chaos" for plans of faults.
 
     Raises:
-        ConfigError: there is no such file, and none of that name.
+        ConfigError: it is a name, and there is none of that name; whether a path can be read shows when it is.
     """
-    if given.exists():
+    if given.exists() or len(given.parts) != 1:
         return given
     known = {path.stem: path for path in sorted((_CONFIGS / folder).glob("*.toml"))}
-    if len(given.parts) == 1 and given.name.removesuffix(".toml") in known:
-        return known[given.name.removesuffix(".toml")]
+    name = given.name.removesuffix(".toml")
+    if name in known:
+        return known[name]
     kind = f"{folder} plan" if folder else "config"
     raise ConfigError(
         f"{kind} must be the path of a TOML file or one of {', '.join(known) or 'none'}, got {given}; "
-        f"{closest(given.stem, known)}there is no such file"
+        f"{closest(name, known)}there is no such file"
     )

@@ -36,11 +36,12 @@ def describe(plan: LaunchPlan) -> str:
     for replica in range(plan.num_replicas):
         attempt = paths.next_attempt(replica)
         env = {**worker_env(replica, plan.num_ranks, f"http://{HOST}:{port}"), "TITAN_FT_TOKEN": "(a new secret)"}
+        variables = " ".join(f"{name}={value}" for name, value in sorted(env.items()))
         worker = [sys.executable, "-m", plan.module, *plan.worker_flags([f"--{TABLE}.replica_id={replica}"])]
         lines += [
             f"group {replica}, {plan.num_ranks} x:",
             f"  {shlex.join(worker)}",
-            f"  environment: {' '.join(f'{name}={value}' for name, value in sorted(env.items()))}, and torchrun's usual",
+            f"  environment: {variables}, and torchrun's usual",
             f"  logs: {paths.logs(replica, attempt, 0).parent}/rank-*.log; events: {paths.events}",
         ]
     return "\n".join([*lines, "", "dry run: nothing was started, and no file was made"])

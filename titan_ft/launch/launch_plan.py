@@ -156,9 +156,9 @@ class LaunchPlan:
             )
         if process_group == "nccl":
             raise ConfigError(
-                f"--replicas x --ranks-per-replica must be <= the GPUs of this host ({gpus}) where {TABLE}.process_group "
-                f'is "nccl", got {replicas} x {ranks}; lower one of them, or set it to "gloo", with which groups share '
-                "GPUs"
+                f"--replicas x --ranks-per-replica must be <= the GPUs of this host ({gpus}) with "
+                f'{TABLE}.process_group = "nccl", got {replicas} x {ranks}; lower one, or set "gloo", with '
+                "which groups share GPUs"
             )
         self.notes.append(f"{replicas} groups x {ranks} ranks share the {gpus} GPUs of this host, and their memory")
 
