@@ -73,19 +73,20 @@ def exchange_device(process_group: str) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def require(process_group: str, num_local_ranks: int) -> None:
+def require(process_group: str, local_rank: int) -> None:
     """Refuse what this machine cannot do.
 
     Args:
-        num_local_ranks: ranks of this group on this machine; each needs a GPU of its own, where there are any.
+        local_rank: place of this process among those of its group on this machine, which is also that of its GPU.
 
     Raises:
         ConfigError: `process_group` is nccl and there is no NVIDIA GPU, or there are more ranks than GPUs.
     """
-    if not on_cpu() and num_local_ranks > torch.accelerator.device_count():
+    num_gpus = 0 if on_cpu() else torch.accelerator.device_count()
+    if num_gpus and local_rank >= num_gpus:
         raise ConfigError(
-            f"the ranks of a group on one host must be <= its GPUs ({torch.accelerator.device_count()}), got "
-            f"{num_local_ranks}; start fewer (--ranks-per-replica, torchrun's --nproc-per-node)"
+            f"LOCAL_RANK must be < the GPUs that this process sees ({num_gpus}), got {local_rank}; start fewer ranks "
+            "(--ranks-per-replica, torchrun's --nproc-per-node)"
         )
     if process_group == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError(

@@ -197,7 +197,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         from titan_ft.trainer import ReplicaTrainer
         from titan_ft.training.worker import Launch
 
-        device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+        device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
         launch = Launch(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),
