@@ -156,6 +156,11 @@ LAUNCHES = [
     ),
     Mistake(
         MINE,
+        "titan-ft: quantize must be a table, got True; write [quantize] with the keys below it",
+        toml="[job] -> quantize = true\n[job]",
+    ),
+    Mistake(
+        MINE,
         "titan-ft: [fault_tolerence] is no table of the config; did you mean [fault_tolerance]?",
         toml="[fault_tolerance] -> [fault_tolerence]",
     ),
@@ -269,8 +274,8 @@ CONFIGS = [
     ),
     Mistake(
         "config mine.toml",
-        "titan-ft: job.custom_config_module must be a module that can be imported, got mine (No module named 'mine'); "
-        "install it, or correct the name",
+        "titan-ft: job.custom_config_module must be a module with a class JobConfig, got one that cannot be used (No "
+        "module named 'mine'); install it, or correct the name",
         toml='custom_config_module = "titan_ft.config" -> custom_config_module = "mine.config"',
     ),
     Mistake(

@@ -257,15 +257,17 @@ def load_toml(path: str | Path) -> dict[str, Any]:
 
 
 def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None:
-    """Check the `[fault_tolerance]` table of a loaded TOML for unknown keys and wrong types.
+    """Check a loaded TOML, as far as it is known without torchtitan: tables, and what is in `[fault_tolerance]`.
 
     Args:
         values: the whole TOML, as `load_toml` returns it.
-        schema: the dataclass of the table; other than ours where a custom config module adds fields to it.
+        schema: the dataclass of `[fault_tolerance]`.
 
     Raises:
         ConfigError: names the key, the closest valid one and all valid ones.
     """
+    for name, table in values.items():
+        _require_table(name, table)
     if TABLE in values:
         check_table(TABLE, values[TABLE], schema)
         return
@@ -284,8 +286,7 @@ def check_table(name: str, table: Any, schema: Any) -> None:
     Raises:
         ConfigError: names the first key that is wrong.
     """
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{name} must be a table, got {table!r}; write [{name}] with the keys below it")
+    _require_table(name, table)
     annotations = {f.name: f.type for f in fields(schema)}
     for key, value in table.items():
         full = f"{name}.{key}" if name else key
@@ -298,6 +299,11 @@ def check_table(name: str, table: Any, schema: Any) -> None:
             check_table(full, value, annotation)
         elif not (annotation is int and isinstance(value, float) and value.is_integer() and name != TABLE):
             _check_type(full, value, annotation)  # torchtitan works with 1e4 for a whole number
+
+
+def _require_table(name: str, table: Any) -> None:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name} must be a table, got {table!r}; write [{name}] with the keys below it")
 
 
 def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:

@@ -52,7 +52,7 @@ def show_config(asked: ShowConfig, worker_args: Sequence[str]) -> int:
     Raises:
         ConfigError: the first mistake in it.
     """
-    from titan_ft.train import read_config
+    from titan_ft.training.job_config import read_config
 
     args = [f"--job.config_file={find_config(asked.config)}"]
     if asked.replicas is not None:

@@ -9,7 +9,6 @@ may start it as a standby, which has imported everything when it is told to begi
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import importlib
@@ -21,11 +20,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_ft import config as ft_config
-from titan_ft import usage
 from titan_ft.config import ConfigError
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.standby import wait_for_go
 from titan_ft.run.orphan import exit_with_parent
+from titan_ft.training.job_config import read_config
 
 # What a worker imports only on its way to the first step; a standby does so before.
 IMPORTED_LATER = (
@@ -95,96 +94,6 @@ def _import_all() -> None:
     gc.freeze()  # what is imported stays: later collections need not look at it
 
 
-@functools.cache  # a standby has read it before it begins
-def read_config(*args: str) -> Any:
-    """Read and validate the job's config; nothing before this may import torchtitan.
-
-    Raises:
-        ConfigError: there is a mistake in it.
-    """
-    flags = dict(reversed(list(ft_config.read_flags(args))))  # torchtitan's ConfigManager takes the first
-    toml = flags.get("job.config_file")
-    values: dict[str, Any] = {}
-    if toml is not None:
-        values = ft_config.load_toml(toml)
-        ft_config.check_toml(values)
-        if "model.hf_assets_path" not in flags:
-            args = (*args, *_assets_flag(values))
-
-    from titan_ft import device
-
-    device.prepare()
-    from torchtitan.config import ConfigManager, JobConfig
-
-    from titan_ft.data.datasets import register_datasets
-
-    register_datasets()
-    manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
-
-    try:
-        schema = manager._maybe_add_custom_config(list(args), values)
-        ft_config.check_table("", values, schema)
-        job_config: Any = usage.refusing(
-            lambda: manager.parse_args(list(args)),
-            lambda: usage.find_mistake(args, list(usage.flatten(schema)), _unknown_flag),
-        )
-    except ConfigError:
-        raise
-    except ImportError as error:
-        raise ConfigError(
-            f"job.custom_config_module must be a module that can be imported, got {error.name} ({error}); install it, "
-            "or correct the name"
-        ) from error
-    except ValueError as error:  # torchtitan's own rules
-        raise ConfigError(" ".join(str(error).split())) from error
-    ft_config.validate(job_config)
-    _check_model(job_config)
-    return job_config
-
-
-def _unknown_flag(name: str, known: list[str]) -> str:
-    hint = ft_config.closest(name, known).replace("-", "_").replace("__", "--", 1)
-    return f"{name.replace('-', '_').replace('__', '--', 1)} is no flag of torchtitan; {hint}correct or remove it"
-
-
-def _check_model(job_config: Any) -> None:
-    """Check the names that torchtitan would look up only later, in each rank and again at each restart.
-
-    Raises:
-        ConfigError: there is no such model, flavor or dataset.
-    """
-    if job_config.experimental.custom_import:
-        return  # it may register models, and is imported by the trainer
-    from torchtitan.components.tokenizer import build_hf_tokenizer
-    from torchtitan.experiments import _supported_experiments
-    from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
-    from torchtitan.models import _supported_models
-    from torchtitan.protocols import train_spec
-
-    model = job_config.model
-    models = {*train_spec._extra_train_specs, *_supported_models, *_supported_experiments}
-    names = [("model.name", model.name, models)]
-    if model.name in models:
-        spec = train_spec.get_train_spec(model.name)
-        names.append(("model.flavor", model.flavor, spec.model_args))
-        if spec.build_dataloader_fn is build_text_dataloader:
-            names.append(("training.dataset", job_config.training.dataset, DATASETS))
-            if job_config.validation.enable:
-                names.append(("validation.dataset", job_config.validation.dataset, DATASETS))
-    for field, value, known in names:
-        if value not in known:
-            listed = ", ".join(sorted(known))
-            raise ConfigError(
-                f"{field} must be one of {listed}, got {value!r}; {ft_config.closest(value, known)}set it"
-            )
-    assets = model.hf_assets_path
-    if spec.build_tokenizer_fn is build_hf_tokenizer and not os.path.isdir(assets):
-        raise ConfigError(
-            f"model.hf_assets_path must be the folder of a tokenizer, got {assets!r}, which is none; download one, or "
-            'set it to "titan_ft://tokenizer"'
-        )
-
-
 def _run(args: list[str], environ: Mapping[str, str]) -> int:
     job_config = read_config(*args)
     import torchtitan.train
@@ -237,15 +146,6 @@ def _explain(error: Exception) -> int:
         return 1
     print(f"titan_ft: {error}", file=sys.stderr)
     return 1 if error.restart else FINAL_CODE
-
-
-def _assets_flag(values: dict[str, Any]) -> list[str]:
-    """Return a flag that replaces a `titan_ft://` tokenizer by the folder in this package, if there is one."""
-    from titan_ft.data.assets import resolve
-
-    path = str(values.get("model", {}).get("hf_assets_path", ""))
-    resolved = resolve(path)
-    return [] if resolved == path else [f"--model.hf_assets_path={resolved}"]
 
 
 def _config_digest(job_config: Any) -> str:

@@ -99,7 +99,8 @@ class LaunchPlan:
             )
         self.config = find_config(options.config)
         values = load_toml(self.config)
-        if values.get("job", {}).get("custom_config_module", "") in KNOWN_MODULES:
+        job = values.get("job")
+        if not isinstance(job, Mapping) or job.get("custom_config_module", "") in KNOWN_MODULES:
             check_toml(values)
         table = {**values.get(TABLE, {}), **_overrides(self.worker_args)}
         self._check_own(values.get(TABLE, {}))
