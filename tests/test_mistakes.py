@@ -189,6 +189,15 @@ LAUNCHES = [
         "titan-ft: --job.dump_folder must be left to titan-ft launch, got 'elsewhere'; --run-dir says it",
     ),
     Mistake(
+        f"{LAUNCH} -- training.steps=60",
+        "titan-ft: torchtitan's flags must begin with --, got 'training.steps=60'; for example --training.steps=60",
+    ),
+    Mistake(
+        f"{LAUNCH} -- --help",
+        "titan-ft: --help must come without a launch, got it after the --; titan-ft config CONFIG -- --help shows "
+        "torchtitan's flags",
+    ),
+    Mistake(
         f"{LAUNCH} -- --fault_tolerance.no_enable",
         "titan-ft: fault_tolerance.enable must be true for titan-ft launch, got false; set it, or start plain training "
         "with torchrun -m titan_ft.train",

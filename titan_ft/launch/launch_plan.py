@@ -129,6 +129,15 @@ class LaunchPlan:
 
     def _check_own(self, table: Mapping[str, Any]) -> None:
         """Check that nothing contradicts what the launcher itself tells the workers."""
+        if {"-h", "--help"} & set(self.worker_args):
+            raise ConfigError(
+                "--help must come without a launch, got it after the --; titan-ft config CONFIG -- --help shows "
+                "torchtitan's flags"
+            )
+        if self.worker_args and not self.worker_args[0].startswith("-"):
+            raise ConfigError(
+                f"torchtitan's flags must begin with --, got {self.worker_args[0]!r}; for example --training.steps=60"
+            )
         enabled = table.get("enable", True)
         for name, value in read_flags(self.worker_args):
             if name in OWN_FLAGS:
