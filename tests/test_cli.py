@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(
         r"titan-ft \d\S* \(torchtitan 0\.2\.2, torchft 0\.2\.0, torch 2\.\S+\)\n", capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("shown", ["--help", "launch --help"])
+def test_a_reader_that_has_seen_enough(shown: str) -> None:
+    """`titan-ft ... | head` is no traceback."""
+    command = [sys.executable, "-m", "titan_ft", *shown.split()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()  # type: ignore[union-attr]
+    assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 1)  # type: ignore[union-attr]
 
 
 def test_dry_run_says_what_would_be_started(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return _run(argv)
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader that is gone is no traceback
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at its end
+        return 1
 
 
 def _run(argv: list[str]) -> int:
