@@ -105,6 +105,17 @@ def test_config_shows_every_field_resolved(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_config_without_fault_tolerance_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rules about a table that is not used are not asked, and that is not silent."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "llama3_debug", "--", "--fault_tolerance.no_enable"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("# fault_tolerance.enable is false: this is plain torchtitan")
+    assert second == "[fault_tolerance]"
+
+
 def test_check_json_holds_the_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `titan-ft audit` finds is part of the check; a history without events tells nothing in either."""
     assert main(["check", str(tmp_path), "--json"]) == 1
