@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import io
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -58,11 +59,13 @@ def refusing(run: Callable[[], T], explain: Callable[[], str | None]) -> T:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return run()
+            parsed = run()
     except SystemExit as error:
         if not error.code:  # it was asked for its help
             raise
         raise ConfigError(explain() or _without_box(printed.getvalue())) from None
+    sys.stderr.write(printed.getvalue())  # a warning, of what was accepted
+    return parsed
 
 
 def read_options(command: type) -> list[Option]:

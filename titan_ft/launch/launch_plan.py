@@ -80,23 +80,7 @@ class LaunchPlan:
         self.notes: list[str] = []
         self.num_replicas, self.num_ranks = options.replicas, options.ranks_per_replica
         self.paths = RunPaths(options.run_dir.absolute())
-        for flag, value, least in (
-            ("--replicas", options.replicas, 1),
-            ("--ranks-per-replica", options.ranks_per_replica, 1),
-            ("--max-restarts", options.max_restarts, 0),
-            ("--lighthouse-port", options.lighthouse_port, 0),
-            ("--spares", options.spares, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{flag} must be >= {least}, got {value}; correct it")
-        if not 0 <= options.minutes < float("inf"):
-            raise ConfigError(f"--minutes must be >= 0, got {options.minutes}; 0 trains to the last step")
-        if options.metrics_port:
-            split_address(options.metrics_port)
-        if options.lighthouse_port > 65535:
-            raise ConfigError(
-                f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the system choose"
-            )
+        _check_options(options)
         self.config = find_config(options.config)
         values = load_toml(self.config)
         job = values.get("job")
@@ -282,6 +266,27 @@ class LaunchPlan:
             f"--{TABLE}.drain_timeout_seconds={self.drain_seconds:g}",
             *self.worker_args,
         ]
+
+
+def _check_options(options: Launch) -> None:
+    """Check each option by itself."""
+    for flag, value, least in (
+        ("--replicas", options.replicas, 1),
+        ("--ranks-per-replica", options.ranks_per_replica, 1),
+        ("--max-restarts", options.max_restarts, 0),
+        ("--lighthouse-port", options.lighthouse_port, 0),
+        ("--spares", options.spares, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} must be >= {least}, got {value}; correct it")
+    if not 0 <= options.minutes < float("inf"):
+        raise ConfigError(f"--minutes must be >= 0, got {options.minutes}; 0 trains to the last step")
+    if options.metrics_port:
+        split_address(options.metrics_port)
+    if options.lighthouse_port > 65535:
+        raise ConfigError(
+            f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the system choose"
+        )
 
 
 def _is_header(line: str) -> bool:
