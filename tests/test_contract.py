@@ -44,6 +44,20 @@ def test_torchtitan_config_can_be_merged() -> None:
     assert {"enable", "group_size", "digest_every"} <= names
 
 
+def test_torchtitan_names_can_be_looked_up_early() -> None:
+    """What a worker's config is checked against before a trainer is built; the merged class gives the flags."""
+    from torchtitan.config import ConfigManager, JobConfig
+    from torchtitan.experiments import _supported_experiments
+    from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+    from torchtitan.models import _supported_models
+    from torchtitan.protocols import train_spec
+
+    assert {"llama3"} <= {*_supported_models, *_supported_experiments}
+    assert train_spec.get_train_spec("llama3").build_dataloader_fn is build_text_dataloader
+    assert "c4_test" in DATASETS
+    assert ConfigManager()._maybe_add_custom_config([], {}) is JobConfig
+
+
 def test_torchtitan_main_builds_its_config_manager_from_a_module_global() -> None:
     """titan_ft.train replaces it by one that hands over the config it has validated."""
     import torchtitan.train

@@ -51,10 +51,19 @@ def test_barrier_takes_device_ids() -> None:
 @cpu_only
 def test_nccl_without_a_gpu_is_refused_in_one_line() -> None:
     """The message names field, rule, value and remedy."""
-    device.require("gloo")
+    device.require("gloo", local_rank=7)
     with pytest.raises(ConfigError, match=r'process_group must be "gloo".*got "nccl"; set it to "gloo"') as caught:
-        device.require("nccl")
+        device.require("nccl", local_rank=0)
     assert "\n" not in str(caught.value)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without a GPU of its own would end with an error of CUDA's, and again after each restart."""
+    monkeypatch.setattr(device, "on_cpu", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    device.require("gloo", local_rank=1)
+    with pytest.raises(ConfigError, match=r"^LOCAL_RANK must be < the GPUs .* \(2\), got 2; start fewer ranks"):
+        device.require("gloo", local_rank=2)
 
 
 def test_gloo_buckets_live_in_host_memory_and_begin_at_zero() -> None:

@@ -4,54 +4,124 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from titan_ft.config import ConfigError
-from titan_ft.options import Audit, Chaos, Check, Curves, Launch, Lighthouse, Report, Top
+from titan_ft import __version__
+from titan_ft.config import ConfigError, closest
+from titan_ft.options import ALIASES, COMMANDS, Audit, Chaos, Check, Curves, Launch, Lighthouse, Report, ShowConfig, Top
+from titan_ft.usage import example_of, find_mistake, read_options, refusing
+
+if TYPE_CHECKING:
+    from titan_ft.history.record import RunRecord
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 bad usage or config."""
     argv = sys.argv[1:] if argv is None else argv
-    end = argv.index("--") if "--" in argv else len(argv)
-    command = tyro.cli(
-        Launch | Lighthouse | Chaos | Check | Top | Curves | Report | Audit,
-        prog="titan-ft",
-        description="Fault-tolerant data parallelism for torchtitan.",
-        args=argv[:end],
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
     try:
-        match command:
-            case Launch():
-                return _launch(command, argv[end + 1 :])
-            case Lighthouse():
-                from titan_ft.launch.lighthouse import serve
-
-                return serve(command.bind, command)
-            case Chaos():
-                return _chaos(command)
-            case Check():
-                return _check(command)
-            case Top():
-                from titan_ft.live.top import top
-
-                return top(command.run_dir, once=command.once)
-            case Curves():
-                from titan_ft.live.curves import write_curves
-
-                return write_curves(command.run_dir, command.out)
-            case Report():
-                return _report(command)
-            case Audit():
-                return _audit(command)
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader that is gone is no traceback
     except ConfigError as error:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at its end
+        return 1
+
+
+def _run(argv: list[str]) -> int:
+    end = argv.index("--") if "--" in argv else len(argv)
+    own, worker_args = argv[:end], argv[end + 1 :]
+    if own and own[0] in ("-h", "--help", "--version"):
+        print(_version() if own[0] == "--version" else _help())
+        return 0
+    command = _parse(own)
+    if argv[end:] and not isinstance(command, Launch | ShowConfig):
+        got = " ".join(argv[end:])
+        raise ConfigError(f"titan-ft {own[0]} must be without torchtitan's flags, got {got!r}; it starts no workers")
+    match command:
+        case Launch():
+            return _launch(command, worker_args)
+        case ShowConfig():
+            from titan_ft.resolved_config import show_config
+
+            return show_config(command, worker_args)
+        case Lighthouse():
+            from titan_ft.launch.lighthouse import serve
+
+            return serve(command.bind, command)
+        case Chaos():
+            return _chaos(command)
+        case Check():
+            return _check(command)
+        case Top():
+            from titan_ft.live.top import top
+
+            return top(command.run_dir, once=command.once)
+        case Curves():
+            from titan_ft.live.curves import write_curves
+
+            return write_curves(command.run_dir, command.out)
+        case Report():
+            return _report(command)
+        case Audit():
+            return _audit(command)
+    raise AssertionError(f"no such command: {command}")
+
+
+def _parse(argv: list[str]) -> Any:
+    """Return what is asked for, an object of one of the classes in `options`.
+
+    Raises:
+        ConfigError: the arguments are wrong.
+    """
+    commands = ", ".join(COMMANDS)
+    if not argv:
+        raise ConfigError(f"a command must be given, one of {commands}, got nothing; see titan-ft --help")
+    name, args = argv[0], argv[1:]
+    command: type | None = {**COMMANDS, **ALIASES}.get(name)
+    if command is None:
+        hint = closest(name, list(COMMANDS))
+        raise ConfigError(f"the command must be one of {commands}, got {name!r}; {hint}see titan-ft --help")
+
+    def unknown(option: str, known: list[str]) -> str:
+        if "." in option and isinstance(command, type) and issubclass(command, Launch | ShowConfig):
+            return f"{option} must come after a --, as all of torchtitan's flags: titan-ft {name} ... -- {option}=..."
+        return f"{option} is no option of titan-ft {name}; {closest(option, known)}see titan-ft {name} --help"
+
+    return refusing(
+        lambda: tyro.cli(command, prog=f"titan-ft {name}", args=args, config=(tyro.conf.FlagCreatePairsOff,)),
+        lambda: find_mistake(args, read_options(command), unknown, example_of(command)),
+    )
+
+
+def _help() -> str:
+    lines = ["usage: titan-ft COMMAND [OPTIONS]", "", "Fault-tolerant data parallelism for torchtitan.", ""]
+    for name, command in COMMANDS.items():
+        summary = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+        lines.append(f"  {name:10}  {summary}")
+    return "\n".join(
+        [*lines, "", "titan-ft COMMAND --help tells more of each; titan-ft --version prints the versions."]
+    )
+
+
+def _version() -> str:
+    parts = []
+    for name in ("torchtitan", "torchft", "torch"):
+        try:
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            parts.append(f"no {name}")
+    return f"titan-ft {__version__} ({', '.join(parts)})"
 
 
 def _launch(command: Launch, worker_args: list[str]) -> int:
@@ -67,7 +137,15 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
         from titan_ft.chaos.plan_file import load_plan  # what breaks a run is loaded where it is asked for
 
         chaos = load_plan(command.chaos, command.chaos_seed)
-    return launch(LaunchPlan(command, worker_args, chaos=chaos))
+    plan = LaunchPlan(command, worker_args, chaos=chaos)
+    for note in plan.notes:
+        print(f"titan-ft: {note}", file=sys.stderr)
+    if command.dry_run:
+        from titan_ft.launch.dry_run import describe
+
+        print(describe(plan))
+        return 0
+    return launch(plan)
 
 
 def _chaos(command: Chaos) -> int:
@@ -80,22 +158,30 @@ def _chaos(command: Chaos) -> int:
 
 
 def _check(command: Check) -> int:
-    from titan_ft.history.check import check_folders, check_table
+    from titan_ft.history.audit import Audit as Audited
+    from titan_ft.history.audit import audit
+    from titan_ft.history.check import check, check_table, nothing_known
     from titan_ft.history.terminal import show
-    from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir, command.against)
-    against = None if command.against is None else RunPaths(command.against).events
-    verdicts = check_folders(RunPaths(command.run_dir).events, against)
+    try:
+        record = _read(command.run_dir)
+        against = None if command.against is None else _read(command.against)
+    except ValueError as error:  # a history that is damaged tells nothing for sure
+        if not command.json:
+            print(f"? verdict: unknown; {error}")
+            return 1
+        verdicts, audited = nothing_known(str(error)), Audited(unknown=[str(error)])
+    else:
+        verdicts, audited = check(record, against), audit(record)
     if command.json:
-        print(json.dumps(verdicts.to_dict(), indent=2))
+        print(json.dumps(verdicts.to_dict() | {"audit": audited.to_dict()}, indent=2))
     else:
         show(check_table(verdicts))
     return 0 if verdicts.verdict == "holds" else 1
 
 
 def _report(command: Report) -> int:
-    from titan_ft.history.record import RunRecord
     from titan_ft.history.report.facts import report_figures
     from titan_ft.history.report.page import write_report
     from titan_ft.history.summary import summarize, summary_table
@@ -104,13 +190,10 @@ def _report(command: Report) -> int:
 
     _require_folders(command.run_dir, command.against)
     try:
-        record = RunRecord.read(RunPaths(command.run_dir).events)
-        against = None if command.against is None else RunRecord.read(RunPaths(command.against).events)
+        record = _read(command.run_dir)
+        against = None if command.against is None else _read(command.against)
     except ValueError as error:
         print(f"titan-ft report: {error}", file=sys.stderr)
-        return 1
-    if not record.events:
-        print(f"titan-ft report: {command.run_dir} has no events (events/*.jsonl)", file=sys.stderr)
         return 1
     if command.json:
         print(json.dumps(report_figures(record, against), indent=2))
@@ -121,26 +204,48 @@ def _report(command: Report) -> int:
     return 0
 
 
-def _require_folders(run_dir: Path, against: Path | None = None) -> None:
-    """Raise ConfigError unless these are folders."""
-    for name, folder in (("RUN_DIR", run_dir), ("--against", against)):
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"{name} must be the folder of a run, got {folder}; there is no such folder")
-
-
 def _audit(command: Audit) -> int:
     from titan_ft.history import audit
-    from titan_ft.history.record import RunRecord
     from titan_ft.history.terminal import show
-    from titan_ft.run.paths import RunPaths
 
     _require_folders(command.run_dir)
     try:
-        found = audit.audit(RunRecord.read(RunPaths(command.run_dir).events))
-    except ValueError as error:  # a file that is damaged tells nothing for sure
+        found = audit.audit(_read(command.run_dir))
+    except ValueError as error:
         found = audit.Audit(unknown=[str(error)])
     if command.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         show(audit.audit_table(found))
     return 0 if found.verdict == "holds" else 1
+
+
+def _require_folders(run_dir: Path, against: Path | None = None) -> None:
+    """Raise ConfigError unless these are folders."""
+    for name, folder in (("RUN_DIR", run_dir), ("--against", against)):
+        if folder is not None and not folder.is_dir():
+            remedy = "it is a file" if folder.exists() else "there is no such folder"
+            raise ConfigError(f"{name} must be the folder of a run, got {folder}; {remedy}")
+
+
+def _read(run_dir: Path) -> RunRecord:
+    """Read the events of a run.
+
+    Raises:
+        ValueError: there are none, or one of the files is damaged; says which line, and what to do.
+    """
+    from titan_ft.history.record import RunRecord
+    from titan_ft.run.paths import RunPaths
+
+    try:
+        record = RunRecord.read(RunPaths(run_dir).events)
+    except OSError as error:
+        raise ValueError(f"{error.filename} must be a file of events, got {error.strerror}; remove it") from error
+    if not record.events:
+        below = (
+            f"the folder above, {run_dir.absolute().parent}"
+            if any(run_dir.glob("*.jsonl"))
+            else "the --run-dir of a run"
+        )
+        raise ValueError(f"{run_dir} has no events (events/*.jsonl), and nothing can be said of it; give {below}")
+    return record

@@ -12,11 +12,11 @@ types of the fields as objects, and would take strings for plain values.
 import difflib
 import ipaddress
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import tomli
@@ -33,6 +33,12 @@ CHOICES = {
 
 class ConfigError(ValueError):
     """Report a mistake in a run's configuration as one line: field, rule, value, remedy."""
+
+
+def closest(name: object, names: Iterable[str]) -> str:
+    """Return a hint at the name that was probably meant, or nothing."""
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 @dataclass
@@ -251,30 +257,53 @@ def load_toml(path: str | Path) -> dict[str, Any]:
 
 
 def check_toml(values: Mapping[str, Any], schema: type = FaultTolerance) -> None:
-    """Check the `[fault_tolerance]` table of a loaded TOML for unknown keys and wrong types.
+    """Check a loaded TOML, as far as it is known without torchtitan: tables, and what is in `[fault_tolerance]`.
 
     Args:
         values: the whole TOML, as `load_toml` returns it.
-        schema: the dataclass of the table; other than ours where a custom config module adds fields to it.
+        schema: the dataclass of `[fault_tolerance]`.
 
     Raises:
         ConfigError: names the key, the closest valid one and all valid ones.
     """
-    if TABLE not in values:
-        close = difflib.get_close_matches(TABLE, values, n=1, cutoff=0.8)
-        if close:
-            raise ConfigError(f"[{close[0]}] is no table of the config; did you mean [{TABLE}]?")
+    for name, table in values.items():
+        _require_table(name, table)
+    if TABLE in values:
+        check_table(TABLE, values[TABLE], schema)
         return
-    table = values[TABLE]
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{TABLE} must be a table, got {table!r}; write [{TABLE}] with the keys below it")
+    close = difflib.get_close_matches(TABLE, values, n=1, cutoff=0.8)
+    if close:
+        raise ConfigError(f"[{close[0]}] is no table of the config; did you mean [{TABLE}]?")
+
+
+def check_table(name: str, table: Any, schema: Any) -> None:
+    """Check a table of a TOML, and the tables in it, for unknown keys and wrong types.
+
+    Args:
+        name: of the table, with those around it; empty for the whole TOML.
+        schema: its dataclass.
+
+    Raises:
+        ConfigError: names the first key that is wrong.
+    """
+    _require_table(name, table)
     annotations = {f.name: f.type for f in fields(schema)}
     for key, value in table.items():
+        full = f"{name}.{key}" if name else key
         if key not in annotations:
-            close = difflib.get_close_matches(key, annotations, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"{TABLE}.{key} is not a valid key; {hint}valid keys: {', '.join(annotations)}")
-        _check_type(f"{TABLE}.{key}", value, annotations[key])
+            kind = "key" if name else "table"
+            hint = closest(key, annotations)
+            raise ConfigError(f"{full} is not a valid {kind}; {hint}valid {kind}s: {', '.join(annotations)}")
+        annotation = annotations[key]
+        if is_dataclass(annotation):
+            check_table(full, value, annotation)
+        elif not (annotation is int and isinstance(value, float) and value.is_integer() and name != TABLE):
+            _check_type(full, value, annotation)  # torchtitan works with 1e4 for a whole number
+
+
+def _require_table(name: str, table: Any) -> None:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name} must be a table, got {table!r}; write [{name}] with the keys below it")
 
 
 def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
@@ -478,6 +507,13 @@ def _check_advertised(address: str) -> None:
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:
     """Raise ConfigError unless the value is of the field's type; a whole number is a float too, a bool is no number."""
+    if get_origin(annotation) is Literal:
+        if value not in get_args(annotation):
+            choices = ", ".join(map(str, get_args(annotation)))
+            raise ConfigError(
+                f"{name} must be one of {choices}, got {value!r}; {closest(value, get_args(annotation))}set it"
+            )
+        return
     if not _is_instance(value, annotation):
         expected = annotation.__name__ if isinstance(annotation, type) else str(annotation)
         expected = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}.get(
@@ -490,6 +526,8 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
 
 def _is_instance(value: Any, annotation: Any) -> bool:
     """Tell whether a value from TOML or the command line is of a type that the schema uses."""
+    if get_origin(annotation) is Literal:
+        return value in get_args(annotation)
     if isinstance(annotation, UnionType):
         return any(_is_instance(value, part) for part in get_args(annotation))
     if get_origin(annotation) is list:

@@ -73,12 +73,21 @@ def exchange_device(process_group: str) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def require(process_group: str) -> None:
-    """Refuse a process group that this machine cannot build.
+def require(process_group: str, local_rank: int) -> None:
+    """Refuse what this machine cannot do.
+
+    Args:
+        local_rank: place of this process among those of its group on this machine, which is also that of its GPU.
 
     Raises:
-        ConfigError: `process_group` is nccl and there is no NVIDIA GPU.
+        ConfigError: `process_group` is nccl and there is no NVIDIA GPU, or there are more ranks than GPUs.
     """
+    num_gpus = 0 if on_cpu() else torch.accelerator.device_count()
+    if num_gpus and local_rank >= num_gpus:
+        raise ConfigError(
+            f"LOCAL_RANK must be < the GPUs that this process sees ({num_gpus}), got {local_rank}; start fewer ranks "
+            "(--ranks-per-replica, torchrun's --nproc-per-node)"
+        )
     if process_group == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError(
             'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, got "nccl"; set it to '

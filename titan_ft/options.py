@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each command of `titan-ft` takes: its arguments, with the text of its help."""
+"""What each command of `titan-ft` takes: its arguments, with the text of its help.
+
+The last paragraph of a command's docstring is an example, `Example: titan-ft ...`, which also ends the line about
+arguments that are missing.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,16 @@ from typing import Annotated
 
 import tyro
 
+_CONFIG = tyro.conf.arg(metavar="CONFIG")
+_RUN_DIR = tyro.conf.arg(metavar="RUN_DIR")
+# Without a hint "(default: None)" or "(default: False)", which says nothing that the text does not.
+_FLAG = tyro.conf.arg(help_behavior_hint="")
+
+
+def _unset(metavar: str, name: str | None = None) -> object:
+    """Show an option that may be left out by the name of its value, not by its type "{None}|FLOAT"."""
+    return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint="")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -17,15 +31,17 @@ class Launch:
 
     What follows a -- goes to the workers as torchtitan's own flags. The exit status is 0 when all groups finished, 1
     when training failed or was stopped, 2 when the usage or the config is wrong.
+
+    Example: titan-ft launch llama3_debug --replicas 2 --ranks-per-replica 1 --run-dir runs/1 -- --training.steps=60
     """
 
-    config: tyro.conf.Positional[Path]
-    """TOML of the run, as for torchtitan."""
+    config: Annotated[tyro.conf.Positional[Path], _CONFIG]
+    """TOML of the run, as for torchtitan: a path, or the name of one that comes with titan-ft, such as llama3_debug."""
     replicas: int
     """Number of replica groups; each trains on its own share of the data."""
     ranks_per_replica: int
     """Number of processes of each group; with GPUs, one GPU each."""
-    run_dir: Path
+    run_dir: Annotated[Path, _RUN_DIR]
     """Folder for logs, events and everything else of the run; it must not hold another run, except with --resume."""
     max_restarts: int = 100
     """How often each group is started again before it counts as failed."""
@@ -33,22 +49,25 @@ class Launch:
     """Port of the lighthouse; 0 lets the system choose one."""
     spares: int = 0
     """Groups in reserve: each takes the place of a group that is out of restarts."""
-    drain_timeout: float | None = None
+    drain_timeout: Annotated[float | None, _unset("SECONDS")] = None
     """Seconds that groups get to finish their step and leave after Ctrl-C or SIGTERM; when left out, what
     fault_tolerance.drain_timeout_seconds says."""
-    no_standby: bool = False
+    no_standby: Annotated[bool, _FLAG] = False
     """Keep no processes ready that have imported everything; a restarted group then takes as long as its imports."""
-    resume: bool = False
-    """Let --run-dir hold an earlier run, and go on from its last checkpoint."""
-    minutes: float = 0.0
+    resume: Annotated[bool, _FLAG] = False
+    """Go on from the last checkpoint of the earlier run in --run-dir."""
+    dry_run: Annotated[bool, _FLAG] = False
+    """Check everything and print what would be started: groups, ports, folders, environment, commands. Start nothing
+    and leave no files."""
+    minutes: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 0.0
     """End the run in order so long after its first step, which is a success if every group could leave; 0 trains to the
     last step."""
-    chaos: Path | None = None
-    """TOML of the faults to inject into the run, such as configs/chaos/every_15s.toml; those inside the workers need
-    fault_tolerance.chaos = true."""
-    chaos_seed: int | None = None
+    chaos: Annotated[Path | None, _unset("PLAN")] = None
+    """TOML of the faults to inject into the run: a path, or the name of one that comes with titan-ft, such as
+    every_15s; those inside the workers need fault_tolerance.chaos = true."""
+    chaos_seed: Annotated[int | None, _unset("SEED")] = None
     """Seed of the faults, in place of the one in their TOML: the same seed brings the same faults."""
-    metrics_port: str = ""
+    metrics_port: Annotated[str, _unset("[HOST:]PORT")] = ""
     """PORT or HOST:PORT where Prometheus finds the run's figures; a PORT alone is open to this host only."""
 
 
@@ -69,9 +88,12 @@ class LighthouseSettings:
 
 @dataclass(frozen=True)
 class Lighthouse(LighthouseSettings):
-    """Run a lighthouse, where the groups of a run meet, until SIGTERM or Ctrl-C."""
+    """Run a lighthouse, where the groups of a run meet, until SIGTERM or Ctrl-C.
 
-    bind: str = "[::]:29510"
+    Example: titan-ft lighthouse --bind 10.0.0.1:29510
+    """
+
+    bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "[::]:29510"
     """HOST:PORT to listen at, with a numeric host; port 0 lets the system choose one."""
 
 
@@ -81,31 +103,33 @@ class Chaos:
 
     The exit status is 0 when the fault was injected or the plan carried out, 1 when the fault could not be injected, 2
     when the usage is wrong or no such job runs. Processes that were stopped go on in any case.
+
+    Example: titan-ft chaos runs/1 kill_group --replica 1
     """
 
-    run_dir: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RUN_DIR")] = None
+    run_dir: Annotated[tyro.conf.Positional[Path | None], _unset("RUN_DIR")] = None
     """The --run-dir of a running job."""
-    fault: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="FAULT")] = None
+    fault: Annotated[tyro.conf.Positional[str | None], _unset("FAULT")] = None
     """A fault to inject now; see --list."""
-    replica: int | None = None
+    replica: Annotated[int | None, _unset("REPLICA")] = None
     """Group that FAULT hits; left to chance when left out."""
-    rank: int | None = None
+    rank: Annotated[int | None, _unset("RANK")] = None
     """Rank of it that FAULT hits; left to chance when left out."""
-    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = ()
+    settings: Annotated[tuple[str, ...], _unset("NAME=VALUE ...", name="set")] = ()
     """Parameters of FAULT, such as seconds=5."""
-    plan: Path | None = None
-    """TOML of a plan to carry out, such as those in configs/chaos."""
-    seed: int | None = None
+    plan: Annotated[Path | None, _unset("PLAN")] = None
+    """TOML of a plan to carry out: a path, or the name of one that comes with titan-ft, such as poisson."""
+    seed: Annotated[int | None, _unset("SEED")] = None
     """Replays the choices of an earlier plan or fault; a new one is drawn and told when left out."""
-    for_seconds: float | None = None
+    for_seconds: Annotated[float | None, _unset("SECONDS")] = None
     """End after this time."""
-    list_faults: Annotated[bool, tyro.conf.arg(name="list")] = False
+    list_faults: Annotated[bool, tyro.conf.arg(name="list", help_behavior_hint="")] = False
     """Print the faults and do nothing."""
 
 
 @dataclass(frozen=True)
 class _OfRun:
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Annotated[tyro.conf.Positional[Path], _RUN_DIR]
     """The --run-dir of a launch, or any folder with events/*.jsonl."""
 
 
@@ -113,12 +137,15 @@ class _OfRun:
 class Check(_OfRun):
     """Verify the promises of a run from its events: each holds, does not hold, or cannot be told.
 
-    The exit status is 0 when everything asked holds, else 1.
+    What became of the batches is part of it: lost, repeated, void. The exit status is 0 when everything asked holds,
+    else 1.
+
+    Example: titan-ft check runs/1 --against runs/calm
     """
 
-    against: Path | None = None
+    against: Annotated[Path | None, _unset("RUN_DIR")] = None
     """The --run-dir of a run without failures, of the same config: its loss curve must be followed."""
-    json: bool = False
+    json: Annotated[bool, _FLAG] = False
     """Print all findings as JSON."""
 
 
@@ -127,9 +154,11 @@ class Top(_OfRun):
     """Show a run live in the terminal: its groups, its loss and what happens to it.
 
     Without a terminal it is shown once. q or Ctrl-C leaves; a run that is over is shown as it ended.
+
+    Example: titan-ft top runs/1
     """
 
-    once: bool = False
+    once: Annotated[bool, _FLAG] = False
     """Show it once, as it is now."""
 
 
@@ -138,30 +167,68 @@ class Curves(_OfRun):
     """Write the job's curves for TensorBoard, of a run whose groups were started one by one, and follow it to its end.
 
     `titan-ft launch` does so by itself. A run that is over is written anew as a whole. Ctrl-C leaves.
+
+    Example: titan-ft curves runs/1
     """
 
-    out: Path | None = None
+    out: Annotated[Path | None, _unset("FOLDER")] = None
     """Folder of the curves, which is theirs alone; when left out, RUN_DIR/tb/job."""
 
 
 @dataclass(frozen=True)
 class Report(_OfRun):
-    """Sum up a run: figures on the terminal, a page with plots in RUN_DIR/report (--json: figures only)."""
+    """Sum up a run: figures on the terminal, a page with plots in RUN_DIR/report (--json: figures only).
 
-    json: bool = False
+    Example: titan-ft report runs/1
+    """
+
+    json: Annotated[bool, _FLAG] = False
     """Print the figures as JSON, and write no page."""
-    out: Path | None = None
+    out: Annotated[Path | None, _unset("FOLDER")] = None
     """Folder of the page (index.html) and its plots; when left out, RUN_DIR/report."""
-    against: Path | None = None
+    against: Annotated[Path | None, _unset("RUN_DIR")] = None
     """The --run-dir of a run without failures, to compare the loss curve with."""
 
 
 @dataclass(frozen=True)
 class Audit(_OfRun):
-    """Find lost and repeated batches of a run in its events.
+    """Find lost and repeated batches of a run in its events: promise 6 of `titan-ft check`, alone.
 
     The exit status is 0 when every batch was trained once, 1 when some were lost or repeated or it cannot be told.
+
+    Example: titan-ft audit runs/1
     """
 
-    json: bool = False
+    json: Annotated[bool, _FLAG] = False
     """Print all findings as JSON."""
+
+
+@dataclass(frozen=True)
+class ShowConfig:
+    """Print the config that workers would train with, every field resolved, or the first mistake in it.
+
+    What follows a -- are torchtitan's own flags, as for launch. The exit status is 0 when the config is right, 2 when
+    it is not.
+
+    Example: titan-ft config llama3_debug --replicas 4 -- --training.steps=60
+    """
+
+    config: Annotated[tyro.conf.Positional[Path], _CONFIG]
+    """TOML of the run: a path, or the name of one that comes with titan-ft."""
+    replicas: Annotated[int | None, _unset("REPLICAS")] = None
+    """Resolve it as `titan-ft launch --replicas` does, which sets enable and group_size; when left out, as a worker
+    of torchrun does."""
+
+
+COMMANDS: dict[str, type] = {
+    "launch": Launch,
+    "config": ShowConfig,
+    "top": Top,
+    "check": Check,
+    "report": Report,
+    "curves": Curves,
+    "chaos": Chaos,
+    "lighthouse": Lighthouse,
+}
+ALIASES: dict[str, type] = {"audit": Audit}
+"""Kept for scripts: what they do is part of another command, and help does not list them."""

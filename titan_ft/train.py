@@ -9,7 +9,6 @@ may start it as a standby, which has imported everything when it is told to begi
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import importlib
@@ -25,6 +24,7 @@ from titan_ft.config import ConfigError
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.standby import wait_for_go
 from titan_ft.run.orphan import exit_with_parent
+from titan_ft.training.job_config import read_config
 
 # What a worker imports only on its way to the first step; a standby does so before.
 IMPORTED_LATER = (
@@ -80,7 +80,7 @@ def _import_all() -> None:
     # CUDA would keep to the GPUs that are visible now. NVML counts them without initializing it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with contextlib.suppress(ConfigError):  # found again, and reported, when this worker runs
-        job_config = _read_config(*sys.argv[1:])
+        job_config = read_config(*sys.argv[1:])
         from torchtitan.protocols.train_spec import get_train_spec
 
         get_train_spec(job_config.model.name)
@@ -94,40 +94,8 @@ def _import_all() -> None:
     gc.freeze()  # what is imported stays: later collections need not look at it
 
 
-@functools.cache  # a standby has read it before it begins
-def _read_config(*args: str) -> Any:
-    """Read and validate the job's config; nothing before this may import torchtitan.
-
-    Raises:
-        ConfigError: there is a mistake in it.
-    """
-    flags = dict(reversed(list(ft_config.read_flags(args))))  # torchtitan's ConfigManager takes the first
-    toml = flags.get("job.config_file")
-    if toml is not None:
-        values = ft_config.load_toml(toml)
-        ft_config.check_toml(values)
-        if "model.hf_assets_path" not in flags:
-            args = (*args, *_assets_flag(values))
-
-    from titan_ft import device
-
-    device.prepare()
-    from torchtitan.config import ConfigManager, JobConfig
-
-    from titan_ft.data.datasets import register_datasets
-
-    register_datasets()
-    manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
-    try:
-        job_config: Any = manager.parse_args(list(args))
-    except ValueError as error:  # torchtitan's answer to an unknown key of its own tables
-        raise ConfigError(" ".join(str(error).split())) from error
-    ft_config.validate(job_config)
-    return job_config
-
-
 def _run(args: list[str], environ: Mapping[str, str]) -> int:
-    job_config = _read_config(*args)
+    job_config = read_config(*args)
     import torchtitan.train
 
     from titan_ft import device
@@ -139,7 +107,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         from titan_ft.training.curves import wandb_environment
         from titan_ft.training.worker import Launch
 
-        device.require(job_config.fault_tolerance.process_group)
+        device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
         launch = Launch(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),
@@ -181,18 +149,6 @@ def _explain(error: Exception) -> int:
         return 1
     print(f"titan_ft: {error}", file=sys.stderr)
     return 1 if error.restart else FINAL_CODE
-
-
-def _assets_flag(values: dict[str, Any]) -> list[str]:
-    """Return a flag that replaces a `titan_ft://` tokenizer by the folder in this package, if there is one."""
-    from titan_ft.data.assets import resolve
-
-    path = str(values.get("model", {}).get("hf_assets_path", ""))
-    try:
-        resolved = resolve(path)
-    except ValueError as error:
-        raise ConfigError(f"model.hf_assets_path: {error}") from error
-    return [] if resolved == path else [f"--model.hf_assets_path={resolved}"]
 
 
 def _config_digest(job_config: Any) -> str:

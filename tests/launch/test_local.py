@@ -270,7 +270,7 @@ def test_resume_goes_on_counting_and_tells_only_what_is_new(run: Any) -> None:
     """A second launch in the folder starts with the next attempt, keeps logs and events, and repeats no old line."""
     run.config.write_text(run.config.read_text() + "[checkpoint]\nenable = true\n")
     for attempt in (0, 1):
-        launcher = run.launch(replicas=1, resume=True)
+        launcher = run.launch(replicas=1, resume=attempt > 0)
         run.worker(0, 0, attempt)
         run.order(0, 0, attempt, f"step {7 + attempt}")
         run.wait_obeyed(0, 0, attempt)

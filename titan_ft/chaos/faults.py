@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from titan_ft.chaos.schema import FINITE, Count, Place, PositiveNumber, closest, convert
-from titan_ft.config import ConfigError
+from titan_ft.chaos.schema import FINITE, Count, Place, PositiveNumber, convert
+from titan_ft.config import ConfigError, closest
 
 By = Literal["signal", "agent", "lighthouse"]
 Scope = Literal["rank", "group", "groups", "link", "lighthouse", "donor"]

@@ -12,8 +12,9 @@ from msgspec import Meta, Struct
 
 from titan_ft.chaos.faults import find_fault
 from titan_ft.chaos.plan import Every, Limits, Listed, ListedFault, Plan, Poisson, Uniform, new_seed
-from titan_ft.chaos.schema import Number, Whole, closest, convert
-from titan_ft.config import ConfigError, load_toml
+from titan_ft.chaos.schema import Number, Whole, convert
+from titan_ft.config import ConfigError, closest, load_toml
+from titan_ft.data.assets import find_config
 
 
 class _File(Struct):
@@ -41,12 +42,13 @@ def load_plan(path: Path, seed: int | None = None) -> Plan:
     """Read a plan from TOML.
 
     Args:
-        path: the file; what it names is relative to its folder.
+        path: the file, or the name of a packaged one; what it names is relative to its folder.
         seed: goes before the file's. With neither a new one is drawn, which the plan then tells.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong; one line.
     """
+    path = find_config(path, "chaos")
     values = load_toml(path)
     try:
         file = convert(_File, values)

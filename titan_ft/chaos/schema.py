@@ -7,7 +7,6 @@ The `Meta` of a field holds more than bounds: its title is the rule in words, it
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from titan_ft.config import ConfigError
+from titan_ft.config import ConfigError, closest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -70,12 +69,6 @@ def check_keys(prefix: str, given: Iterable[str], valid: Iterable[str], note: st
         if key not in valid:
             hint = f"{closest(key, valid)}valid keys: {', '.join(valid) or 'none'}"
             raise ConfigError(f"{prefix}{key} is not a valid key{note}; {hint}")
-
-
-def closest(name: object, names: Iterable[str]) -> str:
-    """Return a hint at the name that was probably meant, or nothing."""
-    close = difflib.get_close_matches(str(name), names, n=1)
-    return f"did you mean {close[0]}? " if close else ""
 
 
 def _metas(kind: Any) -> Iterator[Meta]:

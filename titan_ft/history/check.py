@@ -89,8 +89,13 @@ def check_folders(folder: Path, against: Path | None = None) -> Verdicts:
     try:
         return check(RunRecord.read(folder), None if against is None else RunRecord.read(against))
     except ValueError as error:
-        names = [(1, "same arithmetic"), *((promise, name) for promise, name, _ in _CHECKERS), (None, "whole history")]
-        return Verdicts([Judgement(name, promise, unknown=[str(error)]) for promise, name in names])
+        return nothing_known(str(error))
+
+
+def nothing_known(reason: str) -> Verdicts:
+    """Return the verdicts of a history that cannot be read."""
+    names = [(1, "same arithmetic"), *((promise, name) for promise, name, _ in _CHECKERS), (None, "whole history")]
+    return Verdicts([Judgement(name, promise, unknown=[reason]) for promise, name in names])
 
 
 def _judge(name: str, promise: int | None, checker: Checker, record: RunRecord) -> Judgement:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
+from titan_ft.data.assets import find_config
+from titan_ft.launch.gpus import num_gpus
 from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.supervisor import DEFAULT_MODULE
@@ -41,6 +43,15 @@ SHARED_FIELDS: dict[str, type] = {
     "lighthouse": str,
     "events_folder": str,
     "job_id": str,
+    "process_group": str,
+}
+
+# Flags that each group gets from the launcher, with the option that says the same for all of them.
+OWN_FLAGS = {
+    "job.config_file": "CONFIG",
+    "job.dump_folder": "--run-dir",
+    f"{TABLE}.group_size": "--replicas",
+    f"{TABLE}.replica_id": "--replicas",
 }
 
 
@@ -52,6 +63,9 @@ class LaunchPlan:
         worker_args: torchtitan's flags, added to the workers' command line last, so that they win.
         chaos: the faults to inject; None injects none.
         module: Python module that the workers run.
+
+    Attributes:
+        notes: what does not count of the config, and what the user may not expect, a line each.
 
     Raises:
         ConfigError: an option or the TOML is wrong.
@@ -66,30 +80,19 @@ class LaunchPlan:
         module: str = DEFAULT_MODULE,
     ) -> None:
         self.options, self.worker_args, self.chaos, self.module = options, list(worker_args), chaos, module
+        self.notes: list[str] = []
         self.num_replicas, self.num_ranks = options.replicas, options.ranks_per_replica
         self.paths = RunPaths(options.run_dir.absolute())
-        for flag, value, least in (
-            ("--replicas", options.replicas, 1),
-            ("--ranks-per-replica", options.ranks_per_replica, 1),
-            ("--max-restarts", options.max_restarts, 0),
-            ("--lighthouse-port", options.lighthouse_port, 0),
-            ("--spares", options.spares, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{flag} must be >= {least}, got {value}")
-        if not 0 <= options.minutes < float("inf"):
-            raise ConfigError(f"--minutes must be >= 0, got {options.minutes}; 0 trains to the last step")
-        if options.metrics_port:
-            split_address(options.metrics_port)
-        if options.lighthouse_port > 65535:
-            raise ConfigError(
-                f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the system choose"
-            )
-        values = load_toml(options.config)
-        if values.get("job", {}).get("custom_config_module", "") in KNOWN_MODULES:
+        _check_options(options)
+        self.config = find_config(options.config)
+        values = load_toml(self.config)
+        job = values.get("job")
+        if not isinstance(job, Mapping) or job.get("custom_config_module", "") in KNOWN_MODULES:
             check_toml(values)
         table = {**values.get(TABLE, {}), **_overrides(self.worker_args)}
+        self._check_own(values.get(TABLE, {}))
         self._check_table(table)
+        self._check_gpus(table.get("process_group", FaultTolerance.process_group))
         self.lighthouse = _lighthouse_settings(table)
         self.drain_seconds = self._resolve_drain_timeout(table)
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
@@ -132,6 +135,51 @@ class LaunchPlan:
         folder = [value for name, value in read_flags(flags) if name == "metrics.save_tb_folder"][-1]
         return self.paths.root / folder / JOB_CURVE
 
+    def _check_own(self, table: Mapping[str, Any]) -> None:
+        """Check that nothing contradicts what the launcher itself tells the workers."""
+        if {"-h", "--help"} & set(self.worker_args):
+            raise ConfigError(
+                "--help must come without a launch, got it after the --; titan-ft config CONFIG -- --help shows "
+                "torchtitan's flags"
+            )
+        if self.worker_args and not self.worker_args[0].startswith("-"):
+            raise ConfigError(
+                f"torchtitan's flags must begin with --, got {self.worker_args[0]!r}; for example --training.steps=60"
+            )
+        enabled = table.get("enable", True)
+        for name, value in read_flags(self.worker_args):
+            if name in OWN_FLAGS:
+                raise ConfigError(f"--{name} must be left to titan-ft launch, got {value!r}; {OWN_FLAGS[name]} says it")
+            if name in (f"{TABLE}.enable", f"{TABLE}.no_enable"):
+                enabled = name == f"{TABLE}.enable" and value.lower() != "false"
+        if not enabled:
+            raise ConfigError(
+                f"{TABLE}.enable must be true for titan-ft launch, got false; set it, or start plain training with "
+                "torchrun -m titan_ft.train"
+            )
+        size = table.get("group_size", 0)
+        if size not in (0, self.num_replicas):
+            given = f"{TABLE}.group_size = {size} of {self.options.config}"
+            self.notes.append(f"{given} does not count here, --replicas {self.num_replicas} does")
+
+    def _check_gpus(self, process_group: str) -> None:
+        """Check that there are enough GPUs; nothing where there are none, or where they cannot be counted."""
+        gpus, ranks, replicas = num_gpus(), self.num_ranks, self.num_replicas
+        if not gpus or replicas * ranks <= gpus:
+            return
+        if ranks > gpus:
+            raise ConfigError(
+                f"--ranks-per-replica must be <= the GPUs of this host ({gpus}), got {ranks}; lower it, or set "
+                "CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+            )
+        if process_group == "nccl":
+            raise ConfigError(
+                f"--replicas x --ranks-per-replica must be <= the GPUs of this host ({gpus}) with "
+                f'{TABLE}.process_group = "nccl", got {replicas} x {ranks}; lower one, or set "gloo", with '
+                "which groups share GPUs"
+            )
+        self.notes.append(f"{replicas} groups x {ranks} ranks share the {gpus} GPUs of this host, and their memory")
+
     def _check_table(self, table: Mapping[str, Any]) -> None:
         """Check what only the launcher knows to be wrong; the workers check the rest."""
         if table.get("lighthouse"):
@@ -152,9 +200,12 @@ class LaunchPlan:
             )
 
     def _check_resume(self, values: Mapping[str, Any]) -> None:
-        """Check that the run can go on from a checkpoint in its folder; a folder without a run is fine."""
+        """Check that there is a run in the folder that can go on from a checkpoint."""
         if not self.paths.has_events():
-            return
+            raise ConfigError(
+                f"--resume needs an earlier run in --run-dir, got {self.options.run_dir}, which holds none; correct "
+                "the folder, or leave --resume out to begin a run there"
+            )
         if not _is_enabled("checkpoint.enable", values, self.worker_args):
             raise ConfigError(
                 "--resume needs checkpoint.enable = true, got false; without checkpoints training would start anew "
@@ -183,7 +234,7 @@ class LaunchPlan:
         """
         try:
             self.paths.events.mkdir(parents=True, exist_ok=True)
-            given = self.options.config.read_text(encoding="utf-8").splitlines(keepends=True)
+            given = self.config.read_text(encoding="utf-8").splitlines(keepends=True)
             held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
             earlier = takewhile(_is_header, held.splitlines(keepends=True))
             lines = [f"{HEADER}{shlex.join(self._arguments())}\n", *earlier, *dropwhile(_is_header, given)]
@@ -239,6 +290,27 @@ class LaunchPlan:
             f"--{TABLE}.drain_timeout_seconds={self.drain_seconds:g}",
             *self.worker_args,
         ]
+
+
+def _check_options(options: Launch) -> None:
+    """Check each option by itself."""
+    for flag, value, least in (
+        ("--replicas", options.replicas, 1),
+        ("--ranks-per-replica", options.ranks_per_replica, 1),
+        ("--max-restarts", options.max_restarts, 0),
+        ("--lighthouse-port", options.lighthouse_port, 0),
+        ("--spares", options.spares, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} must be >= {least}, got {value}; correct it")
+    if not 0 <= options.minutes < float("inf"):
+        raise ConfigError(f"--minutes must be >= 0, got {options.minutes}; 0 trains to the last step")
+    if options.metrics_port:
+        split_address(options.metrics_port)
+    if options.lighthouse_port > 65535:
+        raise ConfigError(
+            f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the system choose"
+        )
 
 
 def _is_header(line: str) -> bool:

@@ -89,7 +89,9 @@ def decode(line: bytes, *wanted: type[Event]) -> Event | None:
     try:
         head = _HEAD.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"must be a JSON object with time and event, got {line[:80]!r}") from error
+        raise ValueError(
+            f"must be a JSON object with time and event, got {line[:80]!r}; remove it to read the rest"
+        ) from error
     kind = _kind(head.event)
     if kind is None or (wanted and not issubclass(kind, wanted)):
         return None

@@ -62,7 +62,7 @@ def warm_up() -> None:
 
     data.load_documents = functools.cache(data.load_documents)
     data.load_documents(str(assets.TRAIN_TEXT))
-    train._read_config(f"--job.config_file={CONFIG}")
+    train.read_config(f"--job.config_file={CONFIG}")
 
 
 class Zygote:

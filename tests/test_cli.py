@@ -1,0 +1,151 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the command line shows when nothing is wrong: help, versions, a dry run, a resolved config."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from titan_ft.cli import main
+from titan_ft.config import FaultTolerance
+from titan_ft.data.assets import find_config
+from titan_ft.options import ALIASES, COMMANDS
+from titan_ft.usage import example_of, find_mistake, read_options
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its first sentence; an alias is not one of them."""
+    assert main(["--help"]) == 0
+    shown = re.findall(r"^  (\w+) +\S", capsys.readouterr().out, flags=re.MULTILINE)
+    assert shown == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *ALIASES])
+def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names values by what they are, not by their type, and has an example that would be accepted."""
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "None" not in shown
+    assert "PATH" not in shown
+    command = {**COMMANDS, **ALIASES}[name]
+    example = example_of(command)
+    assert " ".join(shown.split()).count(example) == 1
+    words = example.partition(" -- ")[0].split()
+    assert words[:2] == ["titan-ft", name]
+    assert find_mistake(words[2:], read_options(command), lambda option, known: option) is None
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours, and those of what it stands on."""
+    assert main(["--version"]) == 0
+    assert re.fullmatch(
+        r"titan-ft \d\S* \(torchtitan 0\.2\.2, torchft 0\.2\.0, torch 2\.\S+\)\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("shown", ["--help", "launch --help"])
+def test_a_reader_that_has_seen_enough(shown: str) -> None:
+    """`titan-ft ... | head` is no traceback."""
+    command = [sys.executable, "-m", "titan_ft", *shown.split()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()  # type: ignore[union-attr]
+    assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 1)  # type: ignore[union-attr]
+
+
+def test_dry_run_says_what_would_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Groups, ports, folders, environment and the workers' command; no file, no process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    flags = "--replicas 2 --ranks-per-replica 1 --run-dir run --lighthouse-port 4711 --chaos every_15s --dry-run"
+    assert main(["launch", "llama3_debug", *flags.split(), "--", "--training.steps=3"]) == 0
+    shown = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    for part in (
+        f"run folder   {tmp_path}/run",
+        "groups       2 x 1 ranks, 0 spares",
+        "lighthouse   http://127.0.0.1:4711\n",
+        "faults       every_15s, seed ",
+        "titan_ft lighthouse --bind 127.0.0.1:4711",
+        "-m titan_ft.train --job.config_file=",
+        "--fault_tolerance.replica_id=1 --fault_tolerance.group_size=2",
+        "TORCHFT_LIGHTHOUSE=http://127.0.0.1:4711",
+        f"{tmp_path}/run/logs/replica-1/attempt-0/rank-*.log",
+    ):
+        assert part in shown
+    assert re.findall(r"CUDA_VISIBLE_DEVICES=(\S+)", shown) == ["4", "5"]
+    assert shown.count("--training.steps=3") == 2
+
+
+def test_config_shows_every_field_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed is TOML, with flags and --replicas in it, and says which fields are not their default."""
+    monkeypatch.chdir(tmp_path)  # a name needs no source tree around it
+    assert main(["config", "llama3_debug", "--replicas", "4", "--", "--training.steps=3"]) == 0
+    shown = capsys.readouterr().out
+    values = tomli.loads(shown)
+    table = values["fault_tolerance"]
+    assert {*table, "semi_sync_method"} == set(FaultTolerance.__dataclass_fields__)
+    assert (table["enable"], table["group_size"], values["training"]["steps"]) == (True, 4, 3)
+    assert "group_size = 4  # default 0\n" in shown
+    assert "\nquorum_tick_ms = 20\n" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_without_fault_tolerance_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rules about a table that is not used are not asked, and that is not silent."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "llama3_debug", "--", "--fault_tolerance.no_enable"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("# fault_tolerance.enable is false: this is plain torchtitan")
+    assert second == "[fault_tolerance]"
+
+
+def test_check_json_holds_the_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `titan-ft audit` finds is part of the check; a history without events tells nothing in either."""
+    assert main(["check", str(tmp_path), "--json"]) == 1
+    checked = json.loads(capsys.readouterr().out)
+    assert main(["audit", str(tmp_path), "--json"]) == 1
+    assert checked["audit"] == json.loads(capsys.readouterr().out)
+    assert checked["verdict"] == checked["audit"]["verdict"] == "unknown"
+    assert all("no events" in judgement["unknown"][0] for judgement in checked["judgements"])
+
+
+def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the user's own is taken, also where it is called like a packaged one."""
+    monkeypatch.chdir(tmp_path)
+    assert find_config(Path("llama3_debug.toml")).is_file()
+    Path("llama3_debug.toml").touch()
+    assert find_config(Path("llama3_debug.toml")) == Path("llama3_debug.toml")
+
+
+def test_a_wheel_has_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of configs/ are package data, as setuptools reads pyproject.toml and the tree."""
+    from setuptools import Distribution
+    from setuptools.config.pyprojecttoml import apply_configuration
+
+    monkeypatch.chdir(ROOT)
+    wheel = Distribution({"script_name": "setup.py"})
+    apply_configuration(wheel, "pyproject.toml")
+    wheel.set_defaults()
+    build = wheel.get_command_obj("build_py")
+    build.ensure_finalized()  # type: ignore[attr-defined]
+    packed = {Path(folder, name) for _, folder, _, names in build._get_data_files() for name in names}  # type: ignore[attr-defined]
+    configs = ROOT / "configs"
+    wanted = {Path("titan_ft/configs", path.relative_to(configs)) for path in configs.rglob("*.*")}
+    assert {path for path in packed if "configs" in path.parts} == wanted

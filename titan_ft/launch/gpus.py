@@ -1,0 +1,41 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Count the GPUs of this host without torch, whose import would cost each launch seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from importlib.machinery import PathFinder
+
+
+def num_gpus() -> int | None:
+    """Return how many NVIDIA GPUs the workers would see; None where torch uses none, or nobody can tell."""
+    if not _torch_uses_cuda():
+        return None
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([name for name in listed.split(",") if name])
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # no driver
+        return None
+    count = ctypes.c_uint()
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _torch_uses_cuda() -> bool:
+    """Tell whether torch was built for CUDA. Its module of versions is loaded alone."""
+    package = importlib.util.find_spec("torch")
+    spec = PathFinder.find_spec("torch.version", package.submodule_search_locations) if package is not None else None
+    if spec is None or spec.loader is None:
+        return False
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, "cuda", None) is not None

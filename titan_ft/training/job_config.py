@@ -1,0 +1,109 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read a job's config as its workers do: TOML and flags, every rule checked before anything is built from it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from titan_ft import config as ft_config
+from titan_ft import usage
+from titan_ft.config import ConfigError, closest
+
+
+@functools.cache  # a standby has read it before it begins
+def read_config(*args: str) -> Any:
+    """Read and validate the job's config; nothing before this may import torchtitan.
+
+    Raises:
+        ConfigError: there is a mistake in it.
+    """
+    flags = dict(reversed(list(ft_config.read_flags(args))))  # torchtitan's ConfigManager takes the first
+    toml = flags.get("job.config_file")
+    values: dict[str, Any] = {}
+    if toml is not None:
+        values = ft_config.load_toml(toml)
+        ft_config.check_toml(values)
+    args = (*args, *_assets_flag(values, args))
+
+    from titan_ft import device
+
+    device.prepare()
+    from torchtitan.config import ConfigManager, JobConfig
+
+    from titan_ft.data.datasets import register_datasets
+
+    register_datasets()
+    manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
+    try:
+        schema = manager._maybe_add_custom_config(list(args), values)
+    except (ImportError, AttributeError) as error:
+        rule = "job.custom_config_module must be a module with a class JobConfig"
+        raise ConfigError(f"{rule}, got one that cannot be used ({error}); install it, or correct the name") from error
+    ft_config.check_table("", values, schema)
+
+    def explain() -> str | None:
+        return usage.find_mistake(args, list(usage.flatten(schema)), _unknown_flag)
+
+    try:
+        job_config: Any = usage.refusing(lambda: manager.parse_args(list(args)), explain)
+    except ConfigError:
+        raise
+    except ValueError as error:  # torchtitan's own rules
+        raise ConfigError(" ".join(str(error).split())) from error
+    ft_config.validate(job_config)
+    _check_model(job_config)
+    return job_config
+
+
+def _unknown_flag(name: str, known: list[str]) -> str:
+    hint = closest(name, known).replace("-", "_").replace("__", "--", 1)
+    return f"{name.replace('-', '_').replace('__', '--', 1)} is no flag of torchtitan; {hint}correct or remove it"
+
+
+def _check_model(job_config: Any) -> None:
+    """Check the names that torchtitan would look up only later, in each rank and again at each restart.
+
+    Raises:
+        ConfigError: there is no such model, flavor, dataset or tokenizer.
+    """
+    if job_config.experimental.custom_import:
+        return  # it may register models, and is imported by the trainer
+    from torchtitan.components.tokenizer import build_hf_tokenizer
+    from torchtitan.experiments import _supported_experiments
+    from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+    from torchtitan.models import _supported_models
+    from torchtitan.protocols import train_spec
+
+    model = job_config.model
+    _check_name("model.name", model.name, {*train_spec._extra_train_specs, *_supported_models, *_supported_experiments})
+    spec = train_spec.get_train_spec(model.name)
+    _check_name("model.flavor", model.flavor, spec.model_args)
+    if spec.build_dataloader_fn is build_text_dataloader:
+        _check_name("training.dataset", job_config.training.dataset, DATASETS)
+    if spec.build_tokenizer_fn is build_hf_tokenizer and not os.path.isdir(model.hf_assets_path):
+        raise ConfigError(
+            f"model.hf_assets_path must be the folder of a tokenizer, got {model.hf_assets_path!r}, which is none; "
+            'download one, or set it to "titan_ft://tokenizer"'
+        )
+
+
+def _check_name(field: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        hint = closest(value, known)
+        raise ConfigError(f"{field} must be one of {', '.join(sorted(known))}, got {value!r}; {hint}set it")
+
+
+def _assets_flag(values: dict[str, Any], args: Sequence[str]) -> list[str]:
+    """Return a flag that replaces a `titan_ft://` tokenizer by the folder in this package, if there is one."""
+    from titan_ft.data.assets import resolve
+
+    table = values.get("model")
+    path = str(table.get("hf_assets_path", "")) if isinstance(table, dict) else ""
+    for name, value in ft_config.read_flags(args):
+        path = value if name == "model.hf_assets_path" else path
+    resolved = resolve(path)
+    return [] if resolved == path else [f"--model.hf_assets_path={resolved}"]
