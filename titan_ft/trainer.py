@@ -158,6 +158,7 @@ class ReplicaTrainer(Trainer):
             self._events.emit(
                 TrainingFinished(step=self.step, tokens=self.ntokens_seen, digest=digest, lineage=lineage)
             )
+            self.checkpointer.raise_last_failure()
         return False
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:

@@ -348,10 +348,11 @@ class CheckpointSaved(RankEvent, kw_only=True):
 
 
 class CheckpointFailed(RankEvent, kw_only=True):
-    """A checkpoint could not be written; another group saves at its next commit."""
+    """A checkpoint could not be written; the next due step tries again."""
 
     step: int  # step after which it would be
     error: str  # why
+    latest: int | None = None  # step of the latest complete checkpoint, 0 without any
 
 
 class CheckpointWithdrawn(RankEvent, kw_only=True):

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode,
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError
-from titan_ft.replica.errors import ReplicaError
+from titan_ft.replica.errors import FinalError
 from titan_ft.replica.ledger import Ledger
 from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
 from titan_ft.training.checkpoint_choice import (
@@ -49,10 +50,18 @@ from titan_ft.training.checkpoint_folder import (
 from titan_ft.training.checkpoint_host import CheckpointHost
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
+T = TypeVar("T")
 
 
-class SaveError(ReplicaError):
-    """The checkpoint after the last step could not be written."""
+ELSEWHERE_IN_GROUP = "it failed on another rank of this group, see its log"
+
+
+class SaveError(FinalError):
+    """The last step could not be saved as it was asked for.
+
+    Training is over. A group that was started again would make the steps since its last checkpoint once more, only to
+    fail at the same save.
+    """
 
 
 class _State(IntEnum):
@@ -91,8 +100,11 @@ class ReplicaCheckpoints(CheckpointManager):
         self._under_way: _Save | None = None
         self._published: set[int] = set()  # steps that this process saved
         self._failed = 0  # step of the latest save of this group that failed
+        self._failure = ""  # why it did
+        self._last_failure: SaveError | None = None
         self._num_shards = 0
         self._reset = ""  # why the data begins anew after the load under way
+        check_export(kwargs["checkpoint_config"], kwargs["sd_adapter"])
         try:
             # In place of the loaders' states the ledger's shards are saved.
             super().__init__(**{**kwargs, "dataloader": None})
@@ -149,8 +161,8 @@ class ReplicaCheckpoints(CheckpointManager):
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save the state after `curr_step` if it is this group's turn. Every group calls it after every step.
 
-        Raises:
-            SaveError: the last step's checkpoint could not be written.
+        A save that fails is told and ends nothing here: the next due step tries again, and what follows from a failure
+        of the last one is for when all groups have finished (see `raise_last_failure`).
         """
         if not self.enable or self.load_only:
             return
@@ -173,9 +185,19 @@ class ReplicaCheckpoints(CheckpointManager):
         if not self.enable or self.load_only:
             return
         self._settle(wait=True)
-        if self.host.position.saved < step:  # in all groups that are left: then at least one of them does
+        # In all groups that are left: then at least one of them saves. Not again in one that could not.
+        if self.host.position.saved < step and self._failed < step:
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
+
+    def raise_last_failure(self) -> None:
+        """End this group if it could not save the last step as asked; when there is nothing left to do for others.
+
+        Raises:
+            SaveError: says why, and what is saved instead.
+        """
+        if self._last_failure is not None:
+            raise self._last_failure
 
     def withdraw(self) -> None:
         """Take back what this group has saved since its bytes were last the others', if they are not any more.
@@ -236,13 +258,20 @@ class ReplicaCheckpoints(CheckpointManager):
             except BaseException as error:  # noqa: BLE001  # a thread's edge; DCP's are BaseExceptions. _settle reports it
                 save.done.set_exception(error)
 
-        result = super().dcp_save(state_dict, str(partial), async_mode, enable_garbage_collection, to_hf)
+        save_in = super().dcp_save
+        if to_hf:
+            with self._converted(state_dict):
+                # Each rank merges files of its own after DCP's part.
+                self._on_all_ranks(
+                    lambda: save_in(state_dict, str(partial), async_mode, enable_garbage_collection, True)
+                )
+            conclude(None)
+            return None
+        result = save_in(state_dict, str(partial), async_mode, enable_garbage_collection)
         written = result.upload_completion if isinstance(result, AsyncSaveResponse) else result
         if isinstance(written, Future):
             written.add_done_callback(conclude)
         else:
-            if to_hf:
-                dist.barrier()  # each rank has merged files of its own after DCP's part
             conclude(None)
         return result
 
@@ -290,18 +319,79 @@ class ReplicaCheckpoints(CheckpointManager):
         finally:
             self.folder = folder
 
+    @contextlib.contextmanager
+    def _converted(self, state_dict: dict[str, Any]) -> Iterator[None]:
+        """Make what a save in Hugging Face's format needs of each rank; if it fails on one, it fails on all.
+
+        Else the others would go on into collectives of the save, in which that one never comes.
+        """
+        adapter = self.sd_adapter
+
+        def convert() -> Any:
+            importlib.import_module("safetensors.torch")  # torch would miss it in mid-save
+            return adapter.to_hf(state_dict)
+
+        self.sd_adapter = _Converted(adapter.fqn_to_index_mapping, self._on_all_ranks(convert))
+        try:
+            yield
+        finally:
+            self.sd_adapter = adapter
+
+    def _on_all_ranks(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns; if it fails on one rank of this group, it fails on all. A collective."""
+        error: BaseException | None = None
+        try:
+            done = act()
+        except (Exception, CheckpointException) as raised:  # noqa: BLE001  # whatever it is, the others must know
+            error = raised
+        if any(self.host.gather(int(error is not None))):
+            raise error or RuntimeError(ELSEWHERE_IN_GROUP)
+        return done
+
     def _write(self, step: int, last_step: bool) -> None:
+        """Save the state after `step`; the last one in another way if it cannot be saved as asked."""
+        self._write_once(step, last_step)
+        if not last_step or self._failed < step:
+            return
+        reason, target = self._failure, self._create_checkpoint_id(step)
+        if self.last_save_in_hf:
+            # Whatever keeps the export from being written may be mended and the export made up for: not the training.
+            logger.warning("saving the whole training state of step %d in torchtitan's own format instead", step)
+            with self._as_full_state():
+                self._write_once(step, last_step=True)
+        if step in self._published:
+            text = (
+                f"checkpoint.last_save_in_hf: step {step} could not be written in Hugging Face's format: {reason}. "
+                f"Nothing is lost: its whole training state is in {target}, in torchtitan's own format (DCP), which "
+                "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py converts"
+            )
+        else:
+            text = (
+                f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {self._failure}; "
+                f"{_latest(self.host.position.saved)}; make room there, or give another one, and start the run again"
+            )
+        self._last_failure = SaveError(text)
+
+    def _write_once(self, step: int, last_step: bool) -> None:
         self._under_way = save = _Save(step)
         try:
             super().save(step, last_step)
-        except CheckpointException as error:  # on all ranks, or on none
-            save.done.set_exception(error)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # a save ends no training; _settle tells it
+            if not isinstance(error, OSError | ImportError | CheckpointException):
+                logger.exception("while saving step %d", step)  # perhaps a bug: where it is would be lost
+            if not save.done.done():
+                save.done.set_exception(error)
         self._settle(wait=last_step)
-        if last_step and self._failed == step:
-            raise SaveError(
-                f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got an error (see "
-                "above); make room or give another one"
-            )
+
+    @contextlib.contextmanager
+    def _as_full_state(self) -> Iterator[None]:
+        """Let torchtitan save the whole training state in its own format at the last step, whatever was asked for."""
+        asked = self.last_save_in_hf, self.last_save_model_only
+        self.last_save_in_hf = self.last_save_model_only = False
+        try:
+            yield
+        finally:
+            self.last_save_in_hf, self.last_save_model_only = asked
 
     def _settle(self, wait: bool = False) -> None:
         """Conclude the save under way if it has ended on all ranks of this group."""
@@ -316,10 +406,10 @@ class ReplicaCheckpoints(CheckpointManager):
         self._under_way = None
         if _State.FAILED in states:
             self._failed = save.step
-            error = save.done.exception()
-            reason = "it failed on another rank of this group" if error is None else _one_line(error)
-            logger.error("the checkpoint of step %d could not be written: %s", save.step, reason)
-            self.host.events.emit(CheckpointFailed(step=save.step, error=reason))
+            error, latest = save.done.exception(), self.host.position.saved
+            self._failure = reason = ELSEWHERE_IN_GROUP if error is None else _one_line(error)
+            logger.error("the checkpoint of step %d could not be written: %s; %s", save.step, reason, _latest(latest))
+            self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
         self.host.position.note_saved(max(self.host.position.saved, save.step))
         self._published.add(save.step)
@@ -409,9 +499,43 @@ class _QuorumState(Stateful):
         self._host.position.restore(int(state_dict["lineage"]))
 
 
+class _Converted:
+    """In place of an adapter to Hugging Face's format: what it has made of the state."""
+
+    def __init__(self, fqn_to_index_mapping: dict[Any, int] | None, state: dict[str, Any]) -> None:
+        self.fqn_to_index_mapping, self._state = fqn_to_index_mapping, state
+
+    def to_hf(self, _: dict[str, Any]) -> dict[str, Any]:
+        return self._state
+
+
+def check_export(config: Any, adapter: object | None) -> None:
+    """Check what torchtitan asserts of `checkpoint.last_save_in_hf`, some of it only at the last step.
+
+    Raises:
+        ConfigError: the model cannot be exported, or more than the model is to be saved.
+    """
+    if not (config.enable and config.last_save_in_hf):
+        return
+    if adapter is None:
+        raise ConfigError(
+            "checkpoint.last_save_in_hf must be false for this model, which torchtitan cannot write in Hugging Face's "
+            "format (its TrainSpec has no state_dict_adapter)"
+        )
+    if not config.last_save_model_only:
+        raise ConfigError(
+            "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: that format holds a model only"
+        )
+
+
 def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
     """Return the latest step up to `step` whose state torchtitan would save; 0 = none."""
     return step if last else max(step // interval * interval, int(first and step >= 1))
+
+
+def _latest(step: int) -> str:
+    """Say what there is to go back to, in words."""
+    return f"the latest complete one is that of step {step}" if step else "there is none to go back to"
 
 
 def _one_line(error: BaseException) -> str:
