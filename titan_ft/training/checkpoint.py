@@ -94,6 +94,9 @@ class ReplicaCheckpoints(CheckpointManager):
     """
 
     folder: str
+    sd_adapter: Any
+    last_save_in_hf: bool
+    last_save_model_only: bool
 
     def __init__(self, **kwargs: Any) -> None:
         self._host: CheckpointHost | None = None
