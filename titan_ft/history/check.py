@@ -152,6 +152,10 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
 )
 
 
+def _symbol(verdict: Verdict, shown: str) -> str:
+    return SYMBOLS[verdict] if shown == verdict or verdict != "holds" else "!"
+
+
 def check_table(verdicts: Verdicts) -> Group:
     """Return the verdicts for the terminal: the headline, a row for each promise with what it rests on, the verdict."""
     from rich.console import Group
@@ -159,12 +163,11 @@ def check_table(verdicts: Verdicts) -> Group:
 
     rows = []
     for each in verdicts.judgements:
-        symbol, number = SYMBOLS[each.verdict] if each.asked else "-", each.promise or " "
+        symbol, number = _symbol(each.verdict, each.shown_verdict) if each.asked else "-", each.promise or " "
         rows.append((f"{symbol} {number} {each.name}", each.shown_verdict, each.statement))
         details = each.details(verdicts.start)
         rows += [("", "", text) for text in details[:MAX_SHOWN]]
         if len(details) > MAX_SHOWN:
             rows.append(("", "", f"... {len(details) - MAX_SHOWN} more (--json names them all)"))
-    symbol = SYMBOLS[verdicts.verdict]
-    first, last = f"{symbol} verdict: {verdicts.headline}", f"{symbol} verdict: {verdicts.verdict}"
-    return Group(Text(first), "", grid(rows), "", last)
+    headline = f"{_symbol(verdicts.verdict, verdicts.headline)} verdict: {verdicts.headline}"
+    return Group(Text(headline), "", grid(rows), "", Text(headline))

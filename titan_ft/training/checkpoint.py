@@ -9,7 +9,9 @@ import contextlib
 import importlib
 import os
 import shutil
+import textwrap
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -53,7 +55,7 @@ QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", .
 T = TypeVar("T")
 
 
-ELSEWHERE_IN_GROUP = "it failed on another rank of this group, see its log"
+ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
 
 
 class SaveError(FinalError):
@@ -62,6 +64,10 @@ class SaveError(FinalError):
     Training is over. A group that was started again would make the steps since its last checkpoint once more, only to
     fail at the same save.
     """
+
+
+class _FailedElsewhere(Exception):  # noqa: N818  # it says where, and another rank why
+    """A part of a save failed on another rank of this group."""
 
 
 class _State(IntEnum):
@@ -348,7 +354,7 @@ class ReplicaCheckpoints(CheckpointManager):
         except (Exception, CheckpointException) as raised:  # noqa: BLE001  # whatever it is, the others must know
             error = raised
         if any(self.host.gather(int(error is not None))):
-            raise error or RuntimeError(ELSEWHERE_IN_GROUP)
+            raise error or _FailedElsewhere(ELSEWHERE_IN_GROUP)
         return done
 
     def _write(self, step: int, last_step: bool) -> None:
@@ -380,8 +386,10 @@ class ReplicaCheckpoints(CheckpointManager):
         try:
             super().save(step, last_step)
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # a save ends no training; _settle tells it
-            if not isinstance(error, OSError | ImportError | CheckpointException):
-                logger.exception("while saving step %d", step)  # perhaps a bug: where it is would be lost
+            if not isinstance(error, OSError | ImportError | CheckpointException | _FailedElsewhere):
+                # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
+                text = textwrap.indent("".join(traceback.format_exception(error)), "| ")
+                logger.error("while saving step %d:\n%s", step, text)
             if not save.done.done():
                 save.done.set_exception(error)
         self._settle(wait=last_step)
@@ -409,8 +417,8 @@ class ReplicaCheckpoints(CheckpointManager):
         self._under_way = None
         if _State.FAILED in states:
             self._failed = save.step
-            error, latest = save.done.exception(), self.host.position.saved
-            self._failure = reason = ELSEWHERE_IN_GROUP if error is None else _one_line(error)
+            self._failure = reason = _reason_of_all(save.done.exception())
+            latest = self.host.position.saved
             logger.error("the checkpoint of step %d could not be written: %s; %s", save.step, reason, _latest(latest))
             self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
@@ -534,6 +542,18 @@ def check_export(config: Any, adapter: object | None) -> None:
 def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
     """Return the latest step up to `step` whose state torchtitan would save; 0 = none."""
     return step if last else max(step // interval * interval, int(first and step >= 1))
+
+
+def _reason_of_all(error: BaseException | None) -> str:
+    """Return why a save failed on this rank, or else on the first that knows. A collective of the group.
+
+    Each rank may be the one whose line is shown for all.
+    """
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, "" if error is None else _one_line(error))
+    own = reasons[dist.get_rank()]
+    known = (f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason not in ("", ELSEWHERE_IN_GROUP))
+    return own if own not in ("", ELSEWHERE_IN_GROUP) else next(known, ELSEWHERE_IN_GROUP)
 
 
 def _latest(step: int) -> str:

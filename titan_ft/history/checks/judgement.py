@@ -52,7 +52,7 @@ class Judgement:
     statement: str = ""
     """What was verified, in one line."""
     reservation: str = ""
-    """What a reader of the verdict alone must know, in one line; the statement begins with it."""
+    """What a reader of the verdict alone must know, in one line; once it is decided, the statement begins with it."""
     offences: list[Offence] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """Why there is no verdict."""
@@ -82,6 +82,8 @@ class Judgement:
         self.offences.sort(key=lambda offence: offence.time or 0.0)
         self.verdict = "does not hold" if self.offences else "unknown" if self.unknown else "holds"
         self.asked = self.asked or bool(self.offences)
+        if not self.statement.startswith(self.reservation):
+            self.statement = "; ".join(text for text in (self.reservation, self.statement) if text)
         return self
 
 

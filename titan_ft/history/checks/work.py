@@ -28,8 +28,7 @@ def check_work(record: RunRecord, found: Judgement) -> None:
         _check_order(process, record, found)
         wasted += _count_wasted(process, record, found)
     commits = sum(len(events) for events in record.commits_of.values())
-    in_order = f"{count(commits, 'commit')} in order, {_passes(passes)}, one a batch"
-    found.statement = "; ".join(text for text in (found.reservation, in_order) if text)
+    found.statement = f"{count(commits, 'commit')} in order, {_passes(passes)}, one a batch"
     found.notes += [f"{_passes(number_of)} wasted: {why}" for why, number_of in wasted.items()]
     behind = sum(_fell_behind(process) for process in record.processes)
     if behind:
