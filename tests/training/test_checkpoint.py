@@ -464,20 +464,14 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
 
 
 def test_each_save_that_fails_says_what_is_left(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a periodic save fails of, training goes on; each failure names the step that there is to go back to."""
+    """Training goes on, and each failure names the step that there is to go back to."""
     run = make_run()
     run.train(5)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
-    run.train(10)
-    monkeypatch.setattr(CheckpointManager, "dcp_save", fail_in_staging)
     run.train(15)
     told = [(each["step"], each["error"], each["latest"]) for each in run.events.named("checkpoint_failed")]
-    assert told == [(10, "No space left on device", 5), (15, "no memory to stage in", 5)]
+    assert told == [(step, "No space left on device", 5) for step in (10, 15)]
     run.checkpoints.raise_last_failure()  # of the last step there is none
-
-
-def fail_in_staging(*_: Any, **__: Any) -> None:
-    raise RuntimeError("no memory to stage in")
 
 
 def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
@@ -567,7 +561,7 @@ def test_a_last_save_that_fails_in_one_format_is_made_in_the_other(
     assert (failed["step"], failed["latest"]) == (6, 5)
     assert reason in failed["error"]
     assert run.position.saved == 6  # so that the other groups save nothing
-    with pytest.raises(SaveError, match=rf"checkpoint\.last_save_in_hf: step 6 .*{reason}.*Nothing is lost: .*step-6"):
+    with pytest.raises(SaveError, match=rf"step 6 could not be saved as asked: .*{reason}.*training state.*step-6"):
         run.checkpoints.raise_last_failure()
     other = make_run()
     assert other.checkpoints.load()
@@ -584,9 +578,34 @@ def test_a_disk_that_stays_full_ends_both_formats(
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
     run.checkpoints.save(6, last_step=True)
     run.checkpoints.finish(6)
+    assert len(run.events.named("checkpoint_failed")) == 1
     with pytest.raises(SaveError, match=r"checkpoint\.folder .*No space left on device; .* step 5"):
         run.checkpoints.raise_last_failure()
     assert complete_steps(run.folder) == [5]
+
+
+@pytest.mark.parametrize("asked", [EXPORT, {"last_save_model_only": False}])
+def test_a_disk_with_room_for_the_model_gets_that(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    """What can be saved of the last step is saved, if not to go on from then to begin with."""
+    run = make_run(adapter=Exporter(), **asked)
+    run.train(6)
+    write = FileSystemWriter.write_data
+
+    def write_what_fits(writer: FileSystemWriter, plan: Any, planner: Any) -> Any:
+        return fail() if len(plan.items) > 2 else write(writer, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_what_fits)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
+    run.checkpoints.save(6, last_step=True)
+    with pytest.raises(
+        SaveError, match=r"No space left on device\. Nothing is lost of the model, which is in .*step-6"
+    ):
+        run.checkpoints.raise_last_failure()
+    manifest = Manifest.read(run.folder / "step-6")
+    assert manifest is not None
+    assert manifest.model_only
 
 
 def test_what_cannot_be_exported_is_told_at_the_start(make_run: Callable[..., Run]) -> None:

@@ -66,8 +66,8 @@ class SaveError(FinalError):
     """
 
 
-class _FailedElsewhere(Exception):  # noqa: N818  # it says where, and another rank why
-    """A part of a save failed on another rank of this group."""
+class _PartError(Exception):
+    """A part of a save failed on a rank of this group; raised on all of them."""
 
 
 class _State(IntEnum):
@@ -347,14 +347,22 @@ class ReplicaCheckpoints(CheckpointManager):
             self.sd_adapter = adapter
 
     def _on_all_ranks(self, act: Callable[[], T]) -> T:
-        """Return what `act` returns; if it fails on one rank of this group, it fails on all. A collective."""
-        error: BaseException | None = None
+        """Return what `act` returns; if it fails on one rank of this group, it fails on all. A collective.
+
+        Raises:
+            _PartError: it has failed, here or elsewhere.
+        """
+        reason = ""
         try:
             done = act()
-        except (Exception, CheckpointException) as raised:  # noqa: BLE001  # whatever it is, the others must know
-            error = raised
-        if any(self.host.gather(int(error is not None))):
-            raise error or _FailedElsewhere(ELSEWHERE_IN_GROUP)
+        except (OSError, ImportError, CheckpointException) as error:
+            reason = _one_line(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
+            reason = f"{type(error).__name__}: {error}"
+            # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
+            logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
+        if any(self.host.gather(int(bool(reason)))):
+            raise _PartError(reason or ELSEWHERE_IN_GROUP)
         return done
 
     def _write(self, step: int, last_step: bool) -> None:
@@ -363,42 +371,45 @@ class ReplicaCheckpoints(CheckpointManager):
         if not last_step or self._failed < step:
             return
         reason, target = self._failure, self._create_checkpoint_id(step)
-        if self.last_save_in_hf:
-            # Whatever keeps the export from being written may be mended and the export made up for: not the training.
-            logger.warning("saving the whole training state of step %d in torchtitan's own format instead", step)
-            with self._as_full_state():
+        text = (
+            f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {reason}; "
+            f"{_latest(self.host.position.saved)}; make room there, or give another one, and start the run again"
+        )
+        # What keeps it from being saved as asked may be mended, and that save made up for: not the training.
+        for model_only, what in self._other_ways():
+            logger.warning("saving %s of step %d in torchtitan's own format instead", what, step)
+            with self._in_own_format(model_only):
                 self._write_once(step, last_step=True)
-        if step in self._published:
-            text = (
-                f"checkpoint.last_save_in_hf: step {step} could not be written in Hugging Face's format: {reason}. "
-                f"Nothing is lost: its whole training state is in {target}, in torchtitan's own format (DCP), which "
-                "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py converts"
-            )
-        else:
-            text = (
-                f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {self._failure}; "
-                f"{_latest(self.host.position.saved)}; make room there, or give another one, and start the run again"
-            )
+            if step in self._published:
+                text = (
+                    f"checkpoint: step {step} could not be saved as asked: {reason}. Nothing is lost of {what}, which "
+                    f"is in {target}, in torchtitan's own format (DCP); for Hugging Face's, convert it with "
+                    "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
+                )
+                break
         self._last_failure = SaveError(text)
+
+    def _other_ways(self) -> Iterator[tuple[bool, str]]:
+        """Yield how else the last step can be saved: whether the model only, and what that is. The best one first."""
+        if self.last_save_in_hf:
+            yield False, "the whole training state"
+        if self.last_save_in_hf or not self.last_save_model_only:
+            yield True, "the model"  # a third of the size: there may be room for that
 
     def _write_once(self, step: int, last_step: bool) -> None:
         self._under_way = save = _Save(step)
         try:
             super().save(step, last_step)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # a save ends no training; _settle tells it
-            if not isinstance(error, OSError | ImportError | CheckpointException | _FailedElsewhere):
-                # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
-                text = textwrap.indent("".join(traceback.format_exception(error)), "| ")
-                logger.error("while saving step %d:\n%s", step, text)
-            if not save.done.done():
-                save.done.set_exception(error)
+        except (CheckpointException, _PartError) as error:
+            # On all ranks, or on none. What one rank alone meets ends it: the others are in a collective of the save.
+            save.done.set_exception(error)
         self._settle(wait=last_step)
 
     @contextlib.contextmanager
-    def _as_full_state(self) -> Iterator[None]:
-        """Let torchtitan save the whole training state in its own format at the last step, whatever was asked for."""
+    def _in_own_format(self, model_only: bool) -> Iterator[None]:
+        """Let torchtitan save the last step in its own format, whatever was asked for."""
         asked = self.last_save_in_hf, self.last_save_model_only
-        self.last_save_in_hf = self.last_save_model_only = False
+        self.last_save_in_hf, self.last_save_model_only = False, model_only
         try:
             yield
         finally:
@@ -416,11 +427,11 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self._under_way = None
         if _State.FAILED in states:
-            self._failed = save.step
-            self._failure = reason = _reason_of_all(save.done.exception())
-            latest = self.host.position.saved
+            reason, latest = _reason_of_all(save.done.exception()), self.host.position.saved
             logger.error("the checkpoint of step %d could not be written: %s; %s", save.step, reason, _latest(latest))
-            self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
+            if self._failed < save.step:  # once, in however many ways the last step is tried
+                self._failed, self._failure = save.step, reason
+                self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
         self.host.position.note_saved(max(self.host.position.saved, save.step))
         self._published.add(save.step)
