@@ -29,7 +29,12 @@ from titan_ft.run.events import Event
 device.prepare()
 
 import safetensors.torch  # noqa: E402
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter  # noqa: E402
+from torch.distributed.checkpoint import (  # noqa: E402
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageWriter,
+    _consolidate_hf_safetensors,
+)
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
@@ -39,7 +44,7 @@ from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
-from titan_ft.training.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
+from titan_ft.training.checkpoint import MERGING, ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
 from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
 from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
 
@@ -582,6 +587,34 @@ def test_a_disk_that_stays_full_ends_both_formats(
     with pytest.raises(SaveError, match=r"checkpoint\.folder .*No space left on device; .* step 5"):
         run.checkpoints.raise_last_failure()
     assert complete_steps(run.folder) == [5]
+
+
+@pytest.mark.parametrize("fails", [None, *MERGING])
+def test_a_rank_that_cannot_merge_its_files_still_meets_the_others(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, fails: str | None
+) -> None:
+    """A model in several files is merged by all ranks, which torch lets wait for one that has failed."""
+    exporter = Exporter()
+    exporter.fqn_to_index_mapping = {"model.weight": 1, "model.bias": 2}
+    run = make_run(adapter=exporter, **EXPORT)
+    run.train(6)
+    met: list[str] = []
+    barrier = dist.barrier
+    monkeypatch.setattr(
+        dist, "barrier", lambda **options: met.append("at the end of the merging") or barrier(**options)
+    )
+    if fails is not None:
+        monkeypatch.setattr(_consolidate_hf_safetensors, fails, fail)
+    run.checkpoints.save(6, last_step=True)
+    assert met == ["at the end of the merging"]
+    assert complete_steps(run.folder) == [5, 6]
+    if fails is None:
+        run.checkpoints.raise_last_failure()
+        assert len(list((run.folder / "step-6").glob("*.safetensors"))) == 2
+    else:
+        assert getattr(_consolidate_hf_safetensors, fails) is fail
+        with pytest.raises(SaveError, match=r"No space left on device.*training state"):
+            run.checkpoints.raise_last_failure()
 
 
 @pytest.mark.parametrize("asked", [EXPORT, {"last_save_model_only": False}])

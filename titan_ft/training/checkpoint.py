@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import _consolidate_hf_safetensors
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -52,6 +53,8 @@ from titan_ft.training.checkpoint_folder import (
 from titan_ft.training.checkpoint_host import CheckpointHost
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
+MERGING = ("_consolidate_safetensors_files", "_write_overall_metadata_file")
+"""What may fail on one rank between torch's collectives when files of Hugging Face's format are merged."""
 T = TypeVar("T")
 
 
@@ -270,10 +273,7 @@ class ReplicaCheckpoints(CheckpointManager):
         save_in = super().dcp_save
         if to_hf:
             with self._converted(state_dict):
-                # Each rank merges files of its own after DCP's part.
-                self._on_all_ranks(
-                    lambda: save_in(state_dict, str(partial), async_mode, enable_garbage_collection, True)
-                )
+                self._on_all_ranks(lambda: _merging(lambda: save_in(state_dict, str(partial), async_mode, to_hf=True)))
             conclude(None)
             return None
         result = save_in(state_dict, str(partial), async_mode, enable_garbage_collection)
@@ -519,6 +519,38 @@ class _QuorumState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._host.position.restore(int(state_dict["lineage"]))
+
+
+def _merging(save: Callable[[], Any]) -> None:
+    """Save in Hugging Face's format; a rank that cannot merge its files still meets the others in torch's collectives.
+
+    Each rank merges files of its own after DCP's part, and torch lets one that fails leave the others waiting for it.
+
+    Raises:
+        Exception: that of the merging.
+    """
+    failures: list[Exception] = []
+
+    def carry_on(act: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return act(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # raised below
+                failures.append(error)
+                return {}
+
+        return wrapped
+
+    acts = {name: getattr(_consolidate_hf_safetensors, name) for name in MERGING}
+    try:
+        for name, act in acts.items():
+            setattr(_consolidate_hf_safetensors, name, carry_on(act))
+        save()
+    finally:
+        for name, act in acts.items():
+            setattr(_consolidate_hf_safetensors, name, act)
+    if failures:
+        raise failures[0]
 
 
 class _Converted:
