@@ -44,8 +44,9 @@ from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
-from titan_ft.training.checkpoint import MERGING, ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
+from titan_ft.training.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
 from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
+from titan_ft.training.checkpoint_export import MERGING  # noqa: E402
 from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
 
 LINEAGE = 0xABCDEF

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import _consolidate_hf_safetensors
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -40,6 +39,7 @@ from titan_ft.training.checkpoint_choice import (
     check_still_there,
     together,
 )
+from titan_ft.training.checkpoint_export import Converted, check_export, merge_together
 from titan_ft.training.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
@@ -53,8 +53,6 @@ from titan_ft.training.checkpoint_folder import (
 from titan_ft.training.checkpoint_host import CheckpointHost
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
-MERGING = ("_consolidate_safetensors_files", "_write_overall_metadata_file")
-"""What may fail on one rank between torch's collectives when files of Hugging Face's format are merged."""
 T = TypeVar("T")
 
 
@@ -273,7 +271,9 @@ class ReplicaCheckpoints(CheckpointManager):
         save_in = super().dcp_save
         if to_hf:
             with self._converted(state_dict):
-                self._on_all_ranks(lambda: _merging(lambda: save_in(state_dict, str(partial), async_mode, to_hf=True)))
+                self._on_all_ranks(
+                    lambda: merge_together(lambda: save_in(state_dict, str(partial), async_mode, to_hf=True))
+                )
             conclude(None)
             return None
         result = save_in(state_dict, str(partial), async_mode, enable_garbage_collection)
@@ -340,7 +340,7 @@ class ReplicaCheckpoints(CheckpointManager):
             importlib.import_module("safetensors.torch")  # torch would miss it in mid-save
             return adapter.to_hf(state_dict)
 
-        self.sd_adapter = _Converted(adapter.fqn_to_index_mapping, self._on_all_ranks(convert))
+        self.sd_adapter = Converted(adapter.fqn_to_index_mapping, self._on_all_ranks(convert))
         try:
             yield
         finally:
@@ -519,67 +519,6 @@ class _QuorumState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._host.position.restore(int(state_dict["lineage"]))
-
-
-def _merging(save: Callable[[], Any]) -> None:
-    """Save in Hugging Face's format; a rank that cannot merge its files still meets the others in torch's collectives.
-
-    Each rank merges files of its own after DCP's part, and torch lets one that fails leave the others waiting for it.
-
-    Raises:
-        Exception: that of the merging.
-    """
-    failures: list[Exception] = []
-
-    def carry_on(act: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return act(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  # raised below
-                failures.append(error)
-                return {}
-
-        return wrapped
-
-    acts = {name: getattr(_consolidate_hf_safetensors, name) for name in MERGING}
-    try:
-        for name, act in acts.items():
-            setattr(_consolidate_hf_safetensors, name, carry_on(act))
-        save()
-    finally:
-        for name, act in acts.items():
-            setattr(_consolidate_hf_safetensors, name, act)
-    if failures:
-        raise failures[0]
-
-
-class _Converted:
-    """In place of an adapter to Hugging Face's format: what it has made of the state."""
-
-    def __init__(self, fqn_to_index_mapping: dict[Any, int] | None, state: dict[str, Any]) -> None:
-        self.fqn_to_index_mapping, self._state = fqn_to_index_mapping, state
-
-    def to_hf(self, _: dict[str, Any]) -> dict[str, Any]:
-        return self._state
-
-
-def check_export(config: Any, adapter: object | None) -> None:
-    """Check what torchtitan asserts of `checkpoint.last_save_in_hf`, some of it only at the last step.
-
-    Raises:
-        ConfigError: the model cannot be exported, or more than the model is to be saved.
-    """
-    if not (config.enable and config.last_save_in_hf):
-        return
-    if adapter is None:
-        raise ConfigError(
-            "checkpoint.last_save_in_hf must be false for this model, which torchtitan cannot write in Hugging Face's "
-            "format (its TrainSpec has no state_dict_adapter)"
-        )
-    if not config.last_save_model_only:
-        raise ConfigError(
-            "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: that format holds a model only"
-        )
 
 
 def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
