@@ -56,10 +56,21 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
     )
     counts = Counter(event.name for event in record.of(*NOTED))
     found.notes += [f"{name}: {count(times, 'event')}" for name, times in counts.items()]
+    found.reservation = _unsaved(record)
     if jumped:
         found.unknown.append("the wall clock jumped: what followed what is unknown")
     if not record.processes:
         found.unknown.append("no worker wrote an event")
+
+
+def _unsaved(record: RunRecord) -> str:
+    """Say which checkpoint is missing in the end because it could not be saved; empty if none is."""
+    failed = max(record.of(ev.CheckpointFailed), key=lambda event: event.step, default=None)
+    saved = max((event.step for event in record.of(ev.CheckpointSaved)), default=0)
+    if failed is None or failed.step <= saved:
+        return ""
+    left = f"the latest is that of step {saved}" if saved else "there is none"
+    return f"the checkpoint of step {failed.step} could not be saved ({failed.error}): {left}"
 
 
 def _check_ends(record: RunRecord, found: Judgement) -> None:
