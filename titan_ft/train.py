@@ -9,21 +9,24 @@ may start it as a standby, which has imported everything when it is told to begi
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import gc
 import hashlib
 import importlib
+import io
 import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titan_ft import config as ft_config
 from titan_ft.config import ConfigError
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.standby import wait_for_go
+from titan_ft.run.error_file import write_error
 from titan_ft.run.orphan import exit_with_parent
 
 # What a worker imports only on its way to the first step; a standby does so before.
@@ -65,9 +68,11 @@ def main() -> None:
     try:
         status = _run(wait_for_go(_import_all), os.environ)
     except ConfigError as error:
+        write_error(error)
         print(f"titan_ft: {error}", file=sys.stderr)
         status = CONFIG_ERROR_CODE
     except Exception as error:  # noqa: BLE001  # process edge: what went wrong is printed, the status tells the supervisor
+        write_error(error)  # first: of several ranks that of the earliest counts as the cause
         status = _explain(error)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -118,12 +123,60 @@ def _read_config(*args: str) -> Any:
 
     register_datasets()
     manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
+    said = io.StringIO()
     try:
-        job_config: Any = manager.parse_args(list(args))
+        with contextlib.redirect_stderr(said):
+            job_config: Any = manager.parse_args(list(args))
     except ValueError as error:  # torchtitan's answer to an unknown key of its own tables
         raise ConfigError(" ".join(str(error).split())) from error
+    except SystemExit as end:  # tyro's to a flag that is wrong; --help ends with 0
+        if not end.code:
+            raise
+        raise ConfigError(_out_of_box(said.getvalue())) from end
     ft_config.validate(job_config)
+    _check_names(job_config)
     return job_config
+
+
+def _out_of_box(text: str) -> str:
+    """Return in one line what tyro says in a box of its own: not its title, and not where there is help."""
+    sections: list[list[str]] = [[]]
+    for line in text.splitlines():
+        words = line.strip(" \u2502")  # the box's sides
+        if set(words) == {"\u2500"}:
+            sections.append([])
+        elif words and words[0] not in "\u256d\u2570":  # its corners
+            sections[-1] += words.split()
+    return "; ".join(
+        " ".join(section) for section in sections if section and section[:3] != ["For", "full", "helptext,"]
+    )
+
+
+def _check_names(job_config: Any) -> None:
+    """Check the names that torchtitan looks up only when it builds the trainer, and then answers with a KeyError.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    if job_config.experimental.custom_import:
+        return  # whatever that registers is not there yet
+    from torchtitan.hf_datasets import text_datasets
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    try:
+        spec = get_train_spec(job_config.model.name)
+    except ValueError as error:
+        raise ConfigError(f"model.name must be a model that torchtitan knows, got {job_config.model.name!r}") from error
+    _check_choice("model.flavor", job_config.model.flavor, spec.model_args)
+    if spec.build_dataloader_fn is text_datasets.build_text_dataloader:
+        _check_choice("training.dataset", job_config.training.dataset, text_datasets.DATASETS)
+
+
+def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
 def _run(args: list[str], environ: Mapping[str, str]) -> int:

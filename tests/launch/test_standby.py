@@ -78,6 +78,9 @@ def test_standby_becomes_the_next_attempt(run: Any) -> None:
 
         os.kill(first[1]["pid"], signal.SIGKILL)
         second = train(run, 1, ranks=2)
+        errors = [worker["env"]["TORCHELASTIC_ERROR_FILE"] for worker in (*first, *second)]
+        logs = [run.paths.logs(0, attempt, rank) for attempt in (0, 1) for rank in (0, 1)]
+        assert errors == [str(log.with_name(f"{log.stem}.error.json")) for log in logs]
         assert [worker["pid"] for worker in second] == waiting
         assert not any(run.is_alive(worker["pid"]) for worker in first)
         assert second[1]["argv"] == first[1]["argv"]

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from titan_ft.launch.standby import SOCKET_ENV
+from titan_ft.run import error_file
+from titan_ft.run.error_file import WorkerError
 from titan_ft.run.orphan import PARENT_PID_ENV
 
 LOOPBACK = "127.0.0.1"
@@ -37,6 +39,8 @@ class WorkerExit:
     pid: int
     code: int
     """Exit status; negative: the signal, as in `subprocess`."""
+    error: WorkerError | None = None
+    """The exception that ended it, as far as it was asked for and is known."""
 
     @property
     def failed(self) -> bool:
@@ -88,6 +92,8 @@ class WorkerGroup:
         try:
             for rank in range(num_ranks):
                 own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+                if logs:
+                    own[error_file.FILE_ENV] = str(error_file.beside(logs[rank]))
                 descriptors = []
                 if standby:
                     descriptors = [standby[rank].fileno()]

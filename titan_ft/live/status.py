@@ -170,7 +170,8 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
     name, new = f"replica {replica}", after[replica]
     match event:
         case ev.WorkerExited() if new.state == DIED and not event.stopped:
-            return f"{name} died: {event.reason or 'a worker ended'}"
+            why = "".join(f": {text}" for text in (event.error,) if text)
+            return f"{name} died: {event.reason or 'a worker ended'}{why}" + (f"; {event.log}" if event.log else "")
         case ev.ReplicaRestarted():
             return f"{name} restarting (attempt {new.attempt})"
         case ev.ReplicaGaveUp():
