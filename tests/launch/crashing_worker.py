@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A worker of `titan_ft.train`'s entry in which training is replaced by what $CRASH says.
 
-That is Python code, run with the names `replica`, `rank`, `attempt`, `paths`, `commit` (a function of a step) and `inject`
-(of an event): what it raises ends the worker as any exception in training would. Without one it waits to be ended.
+That is Python code, run with the names `replica`, `rank`, `attempt`, `paths`, `commit` (a function of a step) and
+`inject` (of an event): what it raises ends the worker as any exception in training would. Without one it waits.
 """
 
 from __future__ import annotations

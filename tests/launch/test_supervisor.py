@@ -288,7 +288,7 @@ def test_root_failure() -> None:
 
 
 def test_the_earliest_exception_is_the_cause() -> None:
-    """Of ranks that ended with exceptions the first counts, whatever its number; one without a file comes after them."""
+    """Of ranks that ended with exceptions the first counts, whatever its number; one that told of none comes last."""
     told = [WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank)) for rank in (1, 2)]
     silent, refused = WorkerExit(0, 1, 1), WorkerExit(3, 1, 2, WorkerError("E: x", transient=False, time=99.0))
     assert root_failure([silent, *told]) == told[1]
@@ -311,7 +311,7 @@ raise KeyError(f"nope {os.getpid()}")
     causes = [event for event in run.events("worker_exited") if "nope" in event.get("error", "")]
     assert [event["attempt"] for event in causes] == [0, 1, 2]
     assert [event["log"] for event in causes] == [str(run.paths.logs(0, attempt, 1)) for attempt in range(3)]
-    assert [event["rank"] for event in run.events("worker_exited") if not event["stopped"]][0] == 1
+    assert next(event["rank"] for event in run.events("worker_exited") if not event["stopped"]) == 1
     (gave_up,) = run.events("replica_gave_up")
     assert gave_up["reason"] == (
         "rank 1 ended with exit status 1; the same exception 3 times in a row, and no step committed between"

@@ -19,7 +19,7 @@ FINAL_CODE = 3
 WINDOW_SECONDS = 24 * 3600.0
 """Restarts are counted over so long: a run of weeks does not end of what has happened in all of them."""
 MAX_SAME_ENDS = 3
-"""Ends of a group in a row with the same exception, and no step committed between, after which it is not started again."""
+"""Ends of a group in a row with the same exception, no step committed between, after which it is not started again."""
 MAX_SAME_ROUNDS = 2
 """How often all groups may end with the same exception at the same step."""
 CRASH_LOOP = "the same exception"

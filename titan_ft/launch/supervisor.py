@@ -289,7 +289,7 @@ def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
     """Return the worker whose end most likely caused the others', among those found ended at the same look.
 
     A rank that was killed brings its peers down with a connection error before the next look, not the other way round.
-    Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: others are of lost peers.
+    Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: later ones may follow.
     """
 
     def order(exit: WorkerExit) -> tuple[bool, bool, float, int]:

@@ -3,11 +3,11 @@
 """torchrun for a replica group on a cluster: `python -m titan_ft.launch.torchrun`, with torchrun's own command line.
 
 torchrun restarts workers whatever ended them. Here its agent restarts them by the rules of `restart_policy`, as the
-supervisor of `titan-ft launch` does: not where the config is wrong or the group must not come back, not in a crash loop,
-and --max-restarts counts the last day only. Ends and restarts are in the run's events.
+supervisor of `titan-ft launch` does: not where the config is wrong or the group must not come back, not in a crash
+loop, and --max-restarts counts the last 24 hours only. Ends and restarts are in the run's events.
 
-The agent of each node judges the workers of its node. One that gives up closes the group's rendezvous, so that the agents
-of its other nodes end as well, when they want to restart.
+The agent of each node judges the workers of its node. One that gives up closes the group's rendezvous, so that the
+agents of its other nodes end as well, when they want to restart.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class GroupAgent(LocalElasticAgent):
         spec.max_restarts = UNLIMITED
         super().__init__(spec, *args, **settings)
         self._paths, self._replica = _run_of([str(arg) for arg in spec.args])
-        file = self._paths and self._paths.supervisor_events(self._replica, os.getpid())
+        file = None if self._paths is None else self._paths.supervisor_events(self._replica, os.getpid())
         self._events = EventLog(file, replica=self._replica)
         self._started = 0.0
         self._restarted_because = ""
+        """Why the workers are started again; empty at their first start, and where nodes come or go."""
 
     @property
     def _attempt(self) -> int:
@@ -63,11 +64,11 @@ class GroupAgent(LocalElasticAgent):
         return UNLIMITED - int(self._remaining_restarts)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._started = time.monotonic()
-        # Of all nodes of the group one tells.
-        if self._restarted_because and worker_group.group_rank == 0:
-            self._events.emit(ReplicaRestarted(attempt=self._attempt, reason=self._restarted_because, standby=False))
-        self._restarted_because = ""
+        node: Any = worker_group.group_rank
+        if self._started and node == 0:  # of all nodes of the group one tells
+            reason = self._restarted_because or "its nodes have changed, or workers failed on another one"
+            self._events.emit(ReplicaRestarted(attempt=self._attempt, reason=reason, standby=False))
+        self._started, self._restarted_because = time.monotonic(), ""
         return dict(super()._start_workers(worker_group))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -108,7 +109,7 @@ class GroupAgent(LocalElasticAgent):
         print(f"titan_ft: replica {self._replica}: {reason}; {text}", file=sys.stderr, flush=True)
 
     def _look_back(self, rank: int) -> tuple[bool, bool]:
-        """Tell whether the attempt contributed to a step, and whether a fault was injected into the rank that failed."""
+        """Tell whether the attempt contributed to a step, and whether a fault was injected into this rank of it."""
         if self._paths is None:
             return False, False
         pattern = f"replica-{self._replica}-rank-{rank}-attempt-{self._attempt}-*.jsonl"
@@ -135,7 +136,7 @@ class GroupAgent(LocalElasticAgent):
 
 
 def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:
-    """Return the run and the group that a worker's command line names; without a folder there is no place for events."""
+    """Return the run and the group that a worker's command line names; None where it names no folder."""
     flags = dict(read_flags(worker_args))
     folder, replica = flags.get("job.dump_folder"), flags.get(f"{TABLE}.replica_id", "")
     if folder is None or not replica.isdigit():
@@ -147,7 +148,7 @@ def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:
 
 def main() -> int:
     """Return 0 when the workers finished, 2 or 3 (see `restart_policy`) as a worker did, else 1."""
-    api.LocalElasticAgent = GroupAgent  # type: ignore[attr-defined,misc] # what `launch_agent` makes
+    api.LocalElasticAgent = GroupAgent  # type: ignore[attr-defined] # what `launch_agent` makes
     try:
         torch_run.run(torch_run.parse_args(sys.argv[1:]))
     except ChildFailedError:

@@ -21,7 +21,7 @@ from pathlib import Path
 FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 _MAX_CHARACTERS = 400
 _TRANSIENT_CLASSES = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "DistError"}
-"""Of Python, of requests, of httpx, of torch.distributed (its store, its network, NCCL), by name: nothing is imported."""
+"""Of Python, requests, httpx, torch.distributed (its store, its network, NCCL); by name, so that none is imported."""
 _TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _GLOO = re.compile(r"gloo/.*(Connection|Timed out|timeout|Broken pipe|Socket closed)", re.IGNORECASE | re.DOTALL)
 """What Gloo says of a lost peer; it raises a plain RuntimeError."""
@@ -90,8 +90,8 @@ def parse_error(message: object) -> WorkerError | None:
 def is_transient(error: BaseException) -> bool:
     """Tell whether the same start may succeed later, without anybody having mended anything.
 
-    So may one that failed for a lighthouse, a peer or a file server that is away: however often it happens in a row, the
-    remedy is to try again. The engine's own errors say it themselves.
+    So may one that failed for a lighthouse, a peer or a file server that is away: however often that happens in a row,
+    the remedy is to try again. The engine's own errors say it themselves.
     """
     if getattr(error, "restart", False):  # of a `ReplicaError`
         return True
