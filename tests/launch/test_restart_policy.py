@@ -111,9 +111,9 @@ def exited(replica: int, error: str | None = "KeyError: 'nope'", attempt: int = 
     return build(WorkerExited, replica=replica, attempt=attempt, error=error, log=f"rank-{replica}.log", **fields)
 
 
-def rounds(*ends: tuple[WorkerExited, int]) -> list[str]:
-    common = CommonEnd(2)
-    return [common.observe_exit(event, step) for event, step in ends]
+def rounds(*ends: tuple[WorkerExited, int], groups: tuple[int, ...] = (0, 1)) -> list[str]:
+    common = CommonEnd()
+    return [common.observe_exit(event, step, groups) for event, step in ends]
 
 
 def test_all_groups_end_alike_twice() -> None:
@@ -122,6 +122,14 @@ def test_all_groups_end_alike_twice() -> None:
     *before, reason = rounds(*again)
     assert before == ["", "", ""]
     assert reason == "all groups ended with the same exception after step 80, 2 times: KeyError: 'nope'; rank-1.log"
+
+
+def test_groups_that_are_gone_do_not_count() -> None:
+    """A group that was given up earlier, with another exception, does not hide what the others have in common."""
+    gone = (exited(2, "E: its own"), 3)
+    again = [(exited(replica, attempt=attempt), 80) for attempt in (0, 1) for replica in (0, 1)]
+    assert rounds(gone, *again)[-1]
+    assert not any(rounds(gone, *again, groups=(0, 1, 2)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A launch that ended before any step (a wrong flag, Ctrl-C at the start) does not keep the next one out of its folder."""
+"""A launch that ended before any step (a wrong flag, Ctrl-C at the start) must not keep the next one out of its run."""
 
 from __future__ import annotations
 

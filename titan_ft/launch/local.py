@@ -73,7 +73,7 @@ class LocalRun:
         self._shown: set[Child] = set()
         self._trains_since: float | None = None
         self._time_is_up = False
-        self._common_end = CommonEnd(plan.num_replicas)
+        self._common_end = CommonEnd()
         self._hopeless = ""
         """Why it does not help to start groups again; empty as long as it may."""
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
@@ -217,7 +217,9 @@ class LocalRun:
         """Return why an event shows that no further start of a group helps the run; empty for nearly all."""
         match event:
             case WorkerExited() if event.replica in self.groups:
-                return self._common_end.observe_exit(event, self.groups[event.replica].step or 0)
+                over = (status.FAILED, status.FINISHED, status.DRAINED)
+                there = [group.replica for group in self.groups.values() if group.state not in over]
+                return self._common_end.observe_exit(event, self.groups[event.replica].step or 0, there)
             case ReplicaGaveUp():
                 return self._common_end.observe_loss(event, self._trains_since is not None)
         return ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from titan_ft.run.error_file import WorkerError, kind_of
@@ -107,24 +107,23 @@ class RestartPolicy:
 
 
 class CommonEnd:
-    """Notice, in the launcher, that starting groups again does not help the run.
+    """Notice, in the launcher, that starting groups again does not help the run."""
 
-    Args:
-        num_replicas: groups of the run.
-    """
-
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
+    def __init__(self) -> None:
         self._latest: dict[int, tuple[int, str]] = {}
         """By group: step and exception of its last end, since the last time that these were the same for all."""
         self._attempts: dict[int, int] = {}
         """By group: the attempt of which the first end, that of the cause, was seen."""
         self._rounds: Counter[tuple[int, str]] = Counter()
 
-    def observe_exit(self, event: WorkerExited, step: int) -> str:
-        """Take the end of a worker whose group had committed `step`; return why the run is to stop, or nothing.
+    def observe_exit(self, event: WorkerExited, step: int, groups: Collection[int]) -> str:
+        """Take the end of a worker; return why the run is to stop, or nothing.
 
         Groups that end alike and lose the state with it come back to that step from a checkpoint, and end there again.
+
+        Args:
+            step: last step that its group has committed.
+            groups: those that are still in the run.
         """
         if event.stopped or self._attempts.get(event.replica) == event.attempt:
             return ""
@@ -132,7 +131,7 @@ class CommonEnd:
         if event.error is None or event.transient:
             return ""
         self._latest[event.replica] = end = (step, kind_of(event.error))
-        if len(self._latest) < self._num_replicas or set(self._latest.values()) != {end}:
+        if {self._latest.get(replica) for replica in groups} != {end}:
             return ""
         self._latest = {}
         self._rounds[end] += 1
