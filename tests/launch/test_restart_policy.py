@@ -121,7 +121,7 @@ def test_all_groups_end_alike_twice() -> None:
     again = [(exited(replica, attempt=attempt), 80) for attempt in (0, 1) for replica in (0, 1)]
     *before, reason = rounds(*again)
     assert before == ["", "", ""]
-    assert reason == "all groups ended with the same exception after step 80, 2 times: KeyError: 'nope'; rank-1.log"
+    assert reason == "all groups end with KeyError: 'nope' (after step 80, 2 times; see rank-1.log)"
 
 
 def test_groups_that_are_gone_do_not_count() -> None:
@@ -164,7 +164,7 @@ def test_a_crash_loop_before_any_step_stops_the_run() -> None:
     """Later on the other groups train on; and a group that is out of restarts does not stop them at any time."""
     loop = build(ReplicaGaveUp, replica=1, reason="x; the same exception 3 times in a row", error="E: a", log="a.log")
     assert CommonEnd.observe_loss(loop, any_committed=False) == (
-        "replica 1: x; the same exception 3 times in a row, by any group: E: a; a.log"
+        "replica 1 ends with E: a (x; the same exception 3 times in a row by any group; see a.log)"
     )
     assert not CommonEnd.observe_loss(loop, any_committed=True)
     assert not CommonEnd.observe_loss(build(ReplicaGaveUp, reason="no restart left"), any_committed=False)

@@ -160,7 +160,7 @@ class LocalRun:
                 # All groups read the same file: the others would only wait for each other.
                 return CONFIG_ERROR_CODE, "the configuration is wrong"
             if self._hopeless:
-                self._error(f"{self._hopeless}; starting again does not help, so all groups are stopped")
+                self._error(f"{self._hopeless}; starting again does not help: all groups are stopped")
                 return 1, self._hopeless
             self._replace_failed(codes)
             if None not in codes.values():

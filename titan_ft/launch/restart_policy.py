@@ -138,9 +138,7 @@ class CommonEnd:
         if self._rounds[end] < MAX_SAME_ROUNDS:
             return ""
         where = f"after step {step}" if step else "before any step"
-        return (
-            f"all groups ended with the same exception {where}, {self._rounds[end]} times: {event.error}; {event.log}"
-        )
+        return f"all groups end with {event.error} ({where}, {self._rounds[end]} times; see {event.log})"
 
     @staticmethod
     def observe_loss(event: ReplicaGaveUp, any_committed: bool) -> str:
@@ -151,4 +149,4 @@ class CommonEnd:
         """
         if any_committed or CRASH_LOOP not in event.reason:
             return ""
-        return f"replica {event.replica}: {event.reason}, by any group: {event.error}; {event.log}"
+        return f"replica {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
