@@ -318,6 +318,7 @@ def test_one_group_crashes_before_any_step(run: Any) -> None:
     assert len(run.events("replica_restarted")) == 2
 
 
+@pytest.mark.slow
 def test_one_group_crashes_while_others_train(run: Any) -> None:
     """It is given up alone; the others train on to their end."""
     # Group 0 goes on until group 1 has been given up.

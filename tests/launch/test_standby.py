@@ -86,7 +86,8 @@ def test_standby_becomes_the_next_attempt(run: Any) -> None:
         assert second[1]["argv"] == first[1]["argv"]
         before, after = first[1]["env"], second[1]["env"]
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        assert changed == {"MASTER_PORT", "TITAN_FT_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"}
+        told = {"TITAN_FT_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"}
+        assert changed == {"MASTER_PORT", *told}
         assert run.paths.logs(0, 1, 1).read_text().splitlines() == ["out 0-1-1", "err 0-1-1"]
         restart = run.events("replica_restarted")[0]
         assert (restart["attempt"], restart["standby"]) == (1, True)
