@@ -35,7 +35,6 @@ from titan_ft.run.events import (
     ReplicaRestarted,
     StepCommitted,
     TrainingFinished,
-    WorkerExited,
 )
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import exit_with_parent
@@ -167,7 +166,7 @@ class Supervisor:
             self._note_events()
             # Before the others are ended, which may take the grace time: the event's time is that of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
-                self._emit_exit(attempt, exit, exit.describe())
+                self._emit_exit(attempt, exit)
                 announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
                 self._keeper.end()
@@ -180,7 +179,7 @@ class Supervisor:
         for exit in final:
             if exit.rank not in announced:
                 cause = first.describe() if first else "the run was stopped"
-                self._emit_exit(attempt, exit, f"stopped because {cause}", stopped=True)
+                self._emit_exit(attempt, exit, cause)
         return first or root_failure(final)
 
     def _start_group(self, attempt: int, restarted_because: str) -> WorkerGroup:
@@ -225,18 +224,9 @@ class Supervisor:
             self._keeper.keep(due and not exits and self.spec.standby and self._policy.restarts_left)
             time.sleep(POLL_SECONDS)
 
-    def _emit_exit(self, attempt: int, exit: WorkerExit, reason: str, stopped: bool = False) -> None:
-        event = WorkerExited(rank=exit.rank, attempt=attempt, worker_pid=exit.pid, reason=reason, stopped=stopped)
-        if exit.code >= 0:
-            event.code = exit.code
-        else:
-            event.signal = signal.Signals(-exit.code).name
-        if exit.code > 0:
-            event.log = str(self.spec.paths.logs(self.spec.replica, attempt, exit.rank))
-        if exit.error is not None:
-            event.error = exit.error.text
-            event.transient = exit.error.transient or self._disturbed or None
-        self._events.emit(event)
+    def _emit_exit(self, attempt: int, exit: WorkerExit, stopped_because: str = "") -> None:
+        log = self.spec.paths.logs(self.spec.replica, attempt, exit.rank)
+        self._events.emit(exit.event(attempt, stopped_because, disturbed=self._disturbed, log=log))
 
     def _with_errors(self, attempt: int, exits: list[WorkerExit]) -> list[WorkerExit]:
         """Return the exits with the exceptions that ended the workers, as far as they have told."""

@@ -13,7 +13,6 @@ agents of its other nodes end as well, when they want to restart.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -31,7 +30,7 @@ from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, Attemp
 from titan_ft.launch.supervisor import root_failure
 from titan_ft.launch.worker_group import WorkerExit
 from titan_ft.run.error_file import read_error
-from titan_ft.run.events import FaultInjected, ReplicaGaveUp, ReplicaRestarted, StepCommitted, WorkerExited
+from titan_ft.run.events import FaultInjected, ReplicaGaveUp, ReplicaRestarted, StepCommitted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import EventTail
@@ -94,7 +93,8 @@ class GroupAgent(LocalElasticAgent):
         assert first is not None, "torchrun says that a worker failed"
         committed, disturbed = self._look_back(first.rank)
         for exit in sorted(exits, key=lambda exit: exit is not first):
-            self._emit_exit(exit, disturbed, "" if exit.pid in {first.pid, *ended} else first.describe())
+            why = "" if exit.pid in {first.pid, *ended} else first.describe()
+            self._events.emit(exit.event(self._attempt, why, disturbed=disturbed, log=None))
         alive = time.monotonic() - self._started
         delay = self._policy.decide(AttemptEnd(first.code, alive, committed, first.error, disturbed))
         if isinstance(delay, float):
@@ -116,23 +116,6 @@ class GroupAgent(LocalElasticAgent):
         events = EventTail(self._paths.events, StepCommitted, FaultInjected, pattern=pattern, from_start=True).poll()
         committed = any(isinstance(event, StepCommitted) and event.own_tokens > 0 for event in events)
         return committed, any(isinstance(event, FaultInjected) for event in events)
-
-    def _emit_exit(self, exit: WorkerExit, disturbed: bool, cause: str) -> None:
-        """Announce the end of a worker; `cause` is that of one which torchrun ended."""
-        event = WorkerExited(
-            rank=exit.rank,
-            attempt=self._attempt,
-            worker_pid=exit.pid,
-            reason=f"stopped because {cause}" if cause else exit.describe(),
-            stopped=bool(cause),
-        )
-        if exit.code >= 0:
-            event.code = exit.code
-        else:
-            event.signal = signal.Signals(-exit.code).name
-        if exit.error is not None:
-            event.error, event.transient = exit.error.text, exit.error.transient or disturbed or None
-        self._events.emit(event)
 
 
 def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:
