@@ -10,7 +10,7 @@ usage='usage: replica_group.sh --config CONFIG.toml --run-dir DIR [options] [-- 
   --ranks-per-node M   processes on each node            (SLURM_GPUS_ON_NODE, SLURM_GPUS_PER_NODE, SLURM_NTASKS_PER_NODE)
   --nodes K            nodes of this group               (SLURM_NNODES, else 1)
   --rendezvous H:P     where the nodes of this group meet (first of SLURM_JOB_NODELIST; not needed for one node)
-  --max-restarts N     restarts of the group             (100)
+  --max-restarts N     restarts of the group in 24 hours (100)
   --dry-run            print the torchrun command and end
 TITAN_FT_TOKEN, the secret that all groups share, must be set unless every address is on this host.'
 set -euo pipefail
@@ -85,7 +85,7 @@ if [[ -z ${TITAN_FT_TOKEN:-} ]] && { ! is_loopback "$lighthouse" || { ((nodes > 
 fi
 
 python=${TITAN_FT_PYTHON:-$root/.venv/bin/python}
-command=("$python" -m torch.distributed.run "--nnodes=$nodes" "--nproc-per-node=$ranks_per_node" "${rendezvous_flags[@]}"
+command=("$python" -m titan_ft.launch.torchrun "--nnodes=$nodes" "--nproc-per-node=$ranks_per_node" "${rendezvous_flags[@]}"
     "--max-restarts=$max_restarts" -m titan_ft.train "--job.config_file=$config" "--job.dump_folder=$run_dir"
     --metrics.save_tb_folder=tb "${group[@]}" "${rest[@]}")
 # As titan-ft launch sets them: torchft's log at its default level costs time in each step. A restarted group needs a

@@ -44,7 +44,7 @@ class Launch:
     run_dir: Annotated[Path, _RUN_DIR]
     """Folder for logs, events and everything else of the run; it must not hold another run, except with --resume."""
     max_restarts: int = 100
-    """How often each group is started again before it counts as failed."""
+    """How often each group is started again within 24 hours before it counts as failed."""
     lighthouse_port: int = 0
     """Port of the lighthouse; 0 lets the system choose one."""
     spares: int = 0

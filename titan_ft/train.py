@@ -23,6 +23,7 @@ from titan_ft import config as ft_config
 from titan_ft.config import ConfigError
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.standby import wait_for_go
+from titan_ft.run.error_file import write_error
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.training.job_config import read_config
 
@@ -65,9 +66,11 @@ def main() -> None:
     try:
         status = _run(wait_for_go(_import_all), os.environ)
     except ConfigError as error:
+        write_error(error)
         print(f"titan_ft: {error}", file=sys.stderr)
         status = CONFIG_ERROR_CODE
     except Exception as error:  # noqa: BLE001  # process edge: what went wrong is printed, the status tells the supervisor
+        write_error(error)  # first: of several ranks that of the earliest counts as the cause
         status = _explain(error)
     sys.stdout.flush()
     sys.stderr.flush()

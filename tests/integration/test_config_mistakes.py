@@ -44,6 +44,12 @@ MISTAKES = {
 FLAGS = {
     "update before the vote": (["--optimizer.early_step_in_backward"], ["optimizer.early_step_in_backward"]),
     "odd global batch": (["--training.global_batch_size=7"], ["training.global_batch_size must be divisible by"]),
+    "unknown model": (["--model.name=llama"], ["model.name must be", "got 'llama'"]),
+    "unknown flavor": (["--model.flavor=debugmodl"], ["model.flavor must be one of", "did you mean debugmodel"]),
+    "unknown dataset": (["--training.dataset=nope"], ["training.dataset must be one of", "austen", "got 'nope'"]),
+    # torchtitan's parser answers these in a box, of which the last line is only its border.
+    "misspelt flag": (["--training.stepz=5"], ["training.stepz", "training.steps"]),
+    "wrong value": (["--training.steps=x"], ["training.steps", "'x'"]),
 }
 
 
@@ -140,3 +146,25 @@ def test_the_worker_command_itself(tmp_path: Path) -> None:
     assert len(lines) == 1
     check_line(lines[0], ["did you mean group_size"])
     assert "| torch\n" not in worker.stderr
+
+
+@pytest.mark.slow
+def test_a_mistake_that_only_training_finds(tmp_path: Path) -> None:
+    """Context parallelism on a CPU: each death has the exception, and after few restarts the run ends with it."""
+    command = ["launch", str(CONFIG), "--replicas=1", "--ranks-per-replica=2", f"--run-dir={tmp_path / 'run'}"]
+    flags = ["--fault_tolerance.min_replica_size=1", "--parallelism.context_parallel_degree=2"]
+    launch = subprocess.run(
+        [sys.executable, "-m", "titan_ft", *command, "--", *flags],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert launch.returncode == 1
+    cause = "NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu"
+    assert launch.stdout.count(f"replica 0 died: {cause}") == 2, launch.stdout
+    (line,) = launch.stderr.splitlines()
+    assert f"all groups end with {cause}" in line
+    assert "(before any step, 2 times; see " in line
+    assert str(tmp_path / "run" / "logs" / "replica-0" / "attempt-1") in line

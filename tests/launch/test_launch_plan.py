@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.event_builder import event
 from titan_ft.cli import main
 from titan_ft.config import ConfigError
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.options import Launch
 from titan_ft.run.events import LaunchStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 
 
 @pytest.fixture
@@ -27,6 +29,18 @@ def config(tmp_path: Path) -> Path:
 
 def plan(config: Path, num_replicas: int = 3, worker_args: list[str] | None = None, **settings: Any) -> LaunchPlan:
     return LaunchPlan(Launch(config, num_replicas, 2, config.parent / "run", **settings), worker_args or [])
+
+
+def began(paths: RunPaths, *names: str) -> None:
+    """Let the folder hold a launch with some events."""
+    tell(paths, "launch_started", *names)
+
+
+def tell(paths: RunPaths, *names: str) -> None:
+    log = EventLog(paths.launcher_events(1))
+    for name in names:
+        log.emit(event(name))
+    log.close()
 
 
 def test_command_lines(config: Path) -> None:
@@ -174,7 +188,9 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     events = tmp_path / "run" / "events"
     events.mkdir(parents=True)
-    (events / "launcher-1.jsonl").touch()
+    (events / "launcher-1.jsonl").touch()  # of a launch whose port was taken
+    plan(config)
+    began(plan(config).paths)
     with pytest.raises(ConfigError, match=r"no events of an earlier run.*with --resume"):
         plan(config)
 
@@ -187,7 +203,7 @@ def test_resume_needs_the_same_config_and_a_checkpoint(config: Path) -> None:
         plan(config, resume=True)
     first = plan(config)
     first.write()
-    first.paths.events_file("launcher-1").touch()
+    began(first.paths)
     with pytest.raises(ConfigError, match=r"needs a checkpoint in .*/run/checkpoint, got none"):
         plan(config, resume=True)
     (first.paths.checkpoint / "step-10").mkdir(parents=True)
@@ -242,3 +258,42 @@ def test_report_needs_events(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "no events" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ended before any step is set aside, with its logs, so that the next launch begins with attempt 0."""
+    paths = plan(config).paths
+    for number in (1, 2):
+        began(paths, "worker_started", "launch_finished")
+        paths.logs(0, 0, 0).parent.mkdir(parents=True)
+        made = plan(config)
+        made.write()
+        assert capsys.readouterr().out == (
+            f"a launch that ended before any step was in {paths.root}; it is in failed-start-{number} now\n"
+        )
+        assert "--attempt=0" in plan(config).supervisor_command(0)
+        assert not paths.has_events()
+        assert RunPaths(paths.root / f"failed-start-{number}").has_events()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["launch_started"], ["launch_started", "launch_finished", "step_committed"], ["worker_started"]],
+    ids=["may be going on", "has trained", "from torchrun"],
+)
+def test_other_runs_are_kept(config: Path, names: list[str]) -> None:
+    """A launch that may be going on, or has made a step, keeps its folder; so does a run that no launcher started."""
+    paths = plan(config).paths
+    tell(paths, *names)
+    with pytest.raises(ConfigError, match="no events of an earlier run"):
+        plan(config)
+
+
+def test_a_checkpoint_is_kept(config: Path) -> None:
+    """Whatever became of the launches after it."""
+    paths = plan(config).paths
+    began(paths, "launch_finished")
+    plan(config)
+    (paths.checkpoint / "step-10").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="no events of an earlier run"):
+        plan(config)

@@ -294,3 +294,65 @@ def test_bad_config_ends_the_run(run: Any) -> None:
     assert launcher.returncode == 2
     assert "leaving with 2" in printed
     assert run.all_gone()
+
+
+def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[int, str, str]:
+    """Launch workers that end as `crash` says; return status, what was printed, and the lines about errors."""
+    run.env["CRASH"] = crash
+    launcher = run.launch(replicas=replicas, module="crashing_worker", no_standby=True, **settings)
+    printed, errors = launcher.communicate(timeout=60)
+    return launcher.returncode, printed, errors
+
+
+def test_all_groups_crash_alike(run: Any) -> None:
+    """The first line of a death has the exception and the log; the second round stops the run, with the reason."""
+    code, printed, errors = crashing(run, "raise KeyError('nope')")
+    assert code == 1
+    log = run.paths.logs(0, 0, 0)
+    assert f"replica 0 died: KeyError: 'nope'; rank 0 ended with exit status 1; see {log}" in printed
+    assert "all groups end with KeyError: 'nope' (before any step, 2 times; see " in errors
+    assert len(run.events("replica_restarted")) <= 3
+    (finished,) = run.events("launch_finished")
+    assert finished["code"] == 1
+    assert "KeyError: 'nope'" in finished["reason"]
+    assert run.all_gone()
+
+
+@pytest.mark.slow
+def test_one_group_crashes_before_any_step(run: Any) -> None:
+    """Nothing has been trained, and the others wait for it: the run is stopped."""
+    code, _, errors = crashing(run, "if replica == 1: raise KeyError('nope')")
+    assert code == 1
+    assert "replica 1 ends with KeyError: 'nope' (rank 0 ended with exit status 1; the same exception 3 times" in errors
+    assert len(run.events("replica_restarted")) == 2
+
+
+@pytest.mark.slow
+def test_one_group_crashes_while_others_train(run: Any) -> None:
+    """It is given up alone; the others train on to their end."""
+    # Group 0 goes on until group 1 has been given up.
+    crash = """
+import time
+def told(event, files):
+    return any(event in path.read_text() for path in paths.events.glob(files))
+if replica == 0:
+    commit(1)
+    while not told("replica_gave_up", "supervisor-1-*"): time.sleep(0.05)
+    raise SystemExit(0)
+while not told("step_committed", "replica-0-*"): time.sleep(0.05)
+time.sleep(0.3)
+raise KeyError("nope")
+"""
+    code, printed, errors = crashing(run, crash)
+    assert (code, "1 of 2 groups failed: 1" in errors) == (1, True)
+    assert "starting again does not help" not in errors
+    assert "replica 1 failed: rank 0 ended with exit status 1; the same exception 3 times in a row" in printed
+    assert not [event for event in run.events("worker_exited") if event["replica"] == 0 and event["stopped"]]
+
+
+@pytest.mark.slow
+def test_groups_crash_alike_at_a_step(run: Any) -> None:
+    """With commits between, too: whoever comes back to that step ends there again."""
+    code, _, errors = crashing(run, "for step in range(1, 8): commit(step)\nraise ModuleNotFoundError('safetensors')")
+    assert code == 1
+    assert "all groups end with ModuleNotFoundError: safetensors (after step 7, 2 times; see " in errors

@@ -78,12 +78,16 @@ def test_standby_becomes_the_next_attempt(run: Any) -> None:
 
         os.kill(first[1]["pid"], signal.SIGKILL)
         second = train(run, 1, ranks=2)
+        errors = [worker["env"]["TORCHELASTIC_ERROR_FILE"] for worker in (*first, *second)]
+        logs = [run.paths.logs(0, attempt, rank) for attempt in (0, 1) for rank in (0, 1)]
+        assert errors == [str(log.with_name(f"{log.stem}.error.json")) for log in logs]
         assert [worker["pid"] for worker in second] == waiting
         assert not any(run.is_alive(worker["pid"]) for worker in first)
         assert second[1]["argv"] == first[1]["argv"]
         before, after = first[1]["env"], second[1]["env"]
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        assert changed == {"MASTER_PORT", "TITAN_FT_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"}
+        told = {"TITAN_FT_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"}
+        assert changed == {"MASTER_PORT", *told}
         assert run.paths.logs(0, 1, 1).read_text().splitlines() == ["out 0-1-1", "err 0-1-1"]
         restart = run.events("replica_restarted")[0]
         assert (restart["attempt"], restart["standby"]) == (1, True)

@@ -18,6 +18,7 @@ from tests.event_builder import event as make
 from titan_ft.launch import supervisor as supervisor_module
 from titan_ft.launch.supervisor import SENT_AWAY, point_to, root_failure
 from titan_ft.launch.worker_group import WorkerExit, visible_devices
+from titan_ft.run.error_file import WorkerError
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
 
@@ -285,6 +286,56 @@ def test_root_failure() -> None:
     assert root_failure([finished, failed, killed]) == killed
     assert root_failure([finished, failed]) == failed
     assert root_failure([finished]) is None
+
+
+def test_the_earliest_exception_is_the_cause() -> None:
+    """Of ranks that ended with exceptions the first counts, whatever its number; one that told of none comes last."""
+    told = [WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank)) for rank in (1, 2)]
+    silent, refused = WorkerExit(0, 1, 1), WorkerExit(3, 1, 2, WorkerError("E: x", transient=False, time=99.0))
+    assert root_failure([silent, *told]) == told[1]
+    assert root_failure([silent, *told, refused]) == refused
+
+
+def test_a_crash_loop_ends(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception is in each event of an end, with the log; at its third end in a row the group is given up."""
+    # Rank 0's exception follows from rank 1's, and is earlier in the order of ranks.
+    crash = """
+import os, pathlib, time
+cause = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("rank-1.error.json")
+while rank == 0 and not cause.exists(): time.sleep(0.01)
+if rank == 0: raise RuntimeError("lost rank 1")
+raise KeyError(f"nope {os.getpid()}")
+"""
+    monkeypatch.setenv("CRASH", crash)
+    with Supervised(run, 2, module="crashing_worker", standby=False, max_restarts=100) as supervised:
+        assert supervised.wait(60.0) == 1
+    causes = [event for event in run.events("worker_exited") if "nope" in event.get("error", "")]
+    assert [event["attempt"] for event in causes] == [0, 1, 2]
+    assert [event["log"] for event in causes] == [str(run.paths.logs(0, attempt, 1)) for attempt in range(3)]
+    assert next(event["rank"] for event in run.events("worker_exited") if not event["stopped"]) == 1
+    (gave_up,) = run.events("replica_gave_up")
+    assert gave_up["reason"] == (
+        "rank 1 ended with exit status 1; the same exception 3 times in a row, and no step committed between"
+    )
+    assert gave_up["error"].startswith("KeyError: 'nope ")
+
+
+@pytest.mark.parametrize(
+    ("crash", "transient"),
+    [
+        ("from tests.event_builder import event; inject(event('fault_injected', fault='exception', seed=1))", True),
+        ("commit(attempt + 1)", None),
+    ],
+    ids=["injected", "commits between"],
+)
+def test_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, transient: bool | None) -> None:
+    """Injected exceptions are none, nor those with a commit between: such a group has as many restarts as any."""
+    monkeypatch.setenv("CRASH", f"{crash}\nraise RuntimeError('again')")
+    with Supervised(run, 1, module="crashing_worker", standby=False, max_restarts=3) as supervised:
+        assert supervised.wait(60.0) == 1
+    (gave_up,) = run.events("replica_gave_up")
+    assert gave_up["reason"].endswith("no restart left (--max-restarts 3 within 24 hours)")
+    assert [event.get("transient") for event in run.events("worker_exited")] == [transient] * 4
 
 
 def test_gpus_are_dealt_out_in_turn() -> None:

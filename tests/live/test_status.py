@@ -313,3 +313,21 @@ def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) ->
 def test_table_has_a_row_per_group() -> None:
     """On a terminal, each group has a row."""
     assert group_table(status.fold(status.initial(3), step(1)), 1.0, width=80).row_count == 3
+
+
+def test_the_exception_is_told_once() -> None:
+    """With the first death, and where its traceback is; not for ranks that follow, nor when the group is given up."""
+    ends = [
+        event("worker_exited", code=1, reason="rank 1 ended with exit status 1", rank=1, error="E: x", log="/l"),
+        event("worker_exited", code=1, reason="rank 0 ended with exit status 1", error="DistStoreError: y", log="/m"),
+        event("replica_gave_up", reason="no restart left", log="/l", error="E: x"),
+    ]
+    groups, lines = status.initial(1), []
+    for each in ends:
+        before, groups = groups, status.fold(groups, each)
+        lines.append(status.describe(before, groups, each))
+    assert lines == [
+        "replica 0 died: E: x; rank 1 ended with exit status 1; see /l",
+        None,
+        "replica 0 failed: no restart left",
+    ]

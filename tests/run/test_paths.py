@@ -31,6 +31,8 @@ def test_events_of_an_attempt(tmp_path: Path) -> None:
     for path in [*mine, paths.worker_events(1, 0, 20, 5), paths.worker_events(11, 0, 2, 6)]:
         path.touch()
     assert sorted(paths.events.glob(paths.workers_pattern(1, 2))) == mine
+    assert not paths.has_events()  # none of them holds any
+    mine[1].write_text("{}")
     assert paths.has_events()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titan_ft.history.audit import Verdict as AuditVerdict
 from titan_ft.history.audit import audit
 from titan_ft.history.checks.judgement import count
+from titan_ft.history.crashes import Crash, find_crashes
 from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.goodput import count_exchanges
 from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
@@ -56,6 +57,8 @@ class Transfer:
 class RunSummary:
     """The figures of one run. Zero, None, empty or "unknown" where it is not in the history."""
 
+    start: float = 0.0
+    """When the job began, in Unix seconds."""
     num_groups: int = 0
     ranks_per_group: int = 0
     seconds: float = 0.0
@@ -81,6 +84,8 @@ class RunSummary:
     """Injected faults, see `titan_ft.history.attempts.InjectedFaults`."""
     drains: list[Drain] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    crashes: list[Crash] = field(default_factory=list)
+    """The exceptions that ended groups, each once."""
     heals: list[Heal] = field(default_factory=list)
     """All transfers of state that were received, those at the start of the run included."""
     transfers: list[Transfer] = field(default_factory=list)
@@ -121,6 +126,7 @@ def summarize(record: RunRecord) -> RunSummary:
     compared = compare_digests(((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
     audited = audit(record)
     return RunSummary(
+        start=record.begin,
         num_groups=len(ranks),
         ranks_per_group=max(ranks.values(), default=0),
         seconds=events[-1].time - events[0].time if events else 0.0,
@@ -137,6 +143,7 @@ def summarize(record: RunRecord) -> RunSummary:
         num_faults=sum(count_faults(record).values()),
         drains=find_drains(record),
         failures=find_failures(record),
+        crashes=find_crashes(record),
         heals=find_heals(record),
         transfers=find_transfers(record),
         losses=_losses(record),
@@ -209,6 +216,9 @@ def summary_table(summary: RunSummary) -> Table:
     ]
     if len(s.failures) > MAX_FAILURES_SHOWN:
         rows.append(("  ...", f"{len(s.failures) - MAX_FAILURES_SHOWN} more"))
+    rows += [("exception", crash.describe(s.start)) for crash in s.crashes[:MAX_FAILURES_SHOWN]]
+    if len(s.crashes) > MAX_FAILURES_SHOWN:
+        rows.append(("  ...", f"{len(s.crashes) - MAX_FAILURES_SHOWN} more (--json names them all)"))
     if s.failures:
         rows.append(("survivors' stall", _spread([failure.stall_seconds for failure in s.failures])))
         rows.append(("time to rejoin", _spread([failure.rejoin_seconds for failure in s.failures])))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
 from titan_ft.data.assets import find_config
+from titan_ft.launch.failed_start import is_failed_start, set_aside
 from titan_ft.launch.gpus import num_gpus
 from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
@@ -98,9 +99,10 @@ class LaunchPlan:
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
         self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
         self.job_curve = self._find_job_curve(values)
+        self._replaces_failed_start = not options.resume and is_failed_start(self.paths)
         if options.resume:
             self._check_resume(values)
-        elif self.paths.has_events():
+        elif self.paths.has_events() and not self._replaces_failed_start:
             raise ConfigError(
                 f"--run-dir must hold no events of an earlier run, got {options.run_dir}; give another folder, remove "
                 "it, or go on from its last checkpoint with --resume"
@@ -229,10 +231,15 @@ class LaunchPlan:
     def write(self) -> None:
         """Make the run directory and put the config there, headed by the command that made it, then by earlier ones.
 
+        What an earlier launch left that ended before any step is set aside, which is told.
+
         Raises:
             ConfigError: the directory cannot be written.
         """
         try:
+            if self._replaces_failed_start:
+                folder = set_aside(self.paths)
+                print(f"a launch that ended before any step was in {self.paths.root}; it is in {folder.name} now")
             self.paths.events.mkdir(parents=True, exist_ok=True)
             given = self.config.read_text(encoding="utf-8").splitlines(keepends=True)
             held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""

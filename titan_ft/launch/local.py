@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd
 from titan_ft.launch.spares import Spares, may_replace
 from titan_ft.launch.supervisor import GRACE_SECONDS
 from titan_ft.live import status
@@ -22,7 +22,17 @@ from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status_view import make_view
-from titan_ft.run.events import CheckpointSaved, Drained, LaunchFinished, LaunchStarted, LaunchStopping, StepCommitted
+from titan_ft.run.events import (
+    CheckpointSaved,
+    Drained,
+    Event,
+    LaunchFinished,
+    LaunchStarted,
+    LaunchStopping,
+    ReplicaGaveUp,
+    StepCommitted,
+    WorkerExited,
+)
 from titan_ft.run.log import EventLog
 from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail, last_error_line
@@ -67,6 +77,9 @@ class LocalRun:
         self._shown: set[Child] = set()
         self._trains_since: float | None = None
         self._time_is_up = False
+        self._common_end = CommonEnd()
+        self._hopeless = ""
+        """Why it does not help to start groups again; empty as long as it may."""
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
         self.view = make_view(self.status)
 
@@ -155,6 +168,9 @@ class LocalRun:
             if CONFIG_ERROR_CODE in codes.values():
                 # All groups read the same file: the others would only wait for each other.
                 return CONFIG_ERROR_CODE, "the configuration is wrong"
+            if self._hopeless:
+                self._error(f"{self._hopeless}; starting again does not help: all groups are stopped")
+                return 1, self._hopeless
             self._replace_failed(codes)
             if None not in codes.values():
                 return self._finished()
@@ -194,6 +210,7 @@ class LocalRun:
             if self._chaos is not None:
                 self._chaos.observe(event)
             line = self.status.observe(event)
+            self._hopeless = self._hopeless or self._judge(event)
             if self._metrics:
                 self._metrics.observe(event)
             if self._curve:
@@ -205,6 +222,17 @@ class LocalRun:
         if self._metrics:
             self._metrics.update(self.status.groups)
         self.view.update(self.status)
+
+    def _judge(self, event: Event) -> str:
+        """Return why an event shows that no further start of a group helps the run; empty for nearly all."""
+        match event:
+            case WorkerExited() if event.replica in self.status.groups:
+                over = (status.FAILED, status.FINISHED, status.DRAINED)
+                there = [group.replica for group in self.status.groups.values() if group.state not in over]
+                return self._common_end.observe_exit(event, self.status.groups[event.replica].step or 0, there)
+            case ReplicaGaveUp():
+                return self._common_end.observe_loss(event, self._trains_since is not None)
+        return ""
 
     def _show_failures(self, codes: dict[int, int | None]) -> None:
         """Report a supervisor that ended without having said why in an event."""

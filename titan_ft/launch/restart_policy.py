@@ -1,15 +1,29 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decide whether, and when, a replica group that ended is started again."""
+"""Decide whether, and when, a replica group that ended is started again, and when that helps no group of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from titan_ft.run.error_file import WorkerError, kind_of
+from titan_ft.run.events import ReplicaGaveUp, WorkerExited
 
 CONFIG_ERROR_CODE = 2
 """Exit status of a worker whose configuration is wrong: starting it again cannot help."""
 FINAL_CODE = 3
 """Exit status of a worker whose group must not come back by itself: its state diverged, or another took its place."""
+WINDOW_SECONDS = 24 * 3600.0
+"""Restarts are counted over so long: a run of weeks does not end of what has happened in all of them."""
+MAX_SAME_ENDS = 3
+"""Ends of a group in a row with the same exception, no step committed between, after which it is not started again."""
+MAX_SAME_ROUNDS = 2
+"""How often all groups may end with the same exception at the same step."""
+CRASH_LOOP = "the same exception"
+"""Begins the reason of a group that is not started again because of a crash loop."""
 
 
 def backoff_seconds(streak: int) -> float:
@@ -20,40 +34,119 @@ def backoff_seconds(streak: int) -> float:
     return 0.0 if streak == 0 else min(0.5 * 2.0 ** min(streak - 1, 30), 10.0)
 
 
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How an attempt of a group ended."""
+
+    code: int
+    """Exit status of the worker whose end caused the others' (negative: the signal)."""
+    alive_seconds: float
+    committed: bool = False
+    """Whether it contributed to a step."""
+    error: WorkerError | None = None
+    """The exception of that worker; None where a signal ended it, or it left none."""
+    disturbed: bool = False
+    """Whether a fault was injected into it, so that its end says nothing about the run."""
+
+
 @dataclass
 class RestartPolicy:
     """Count the restarts of one group. A group that got going (see `decide`) is restarted without delay again."""
 
     max_restarts: int
-    """Restarts in all, over the life of the supervisor."""
+    """Restarts within `WINDOW_SECONDS`."""
     healthy_seconds: float = 60.0
     """An attempt that lived this long had got going."""
-    num_restarts: int = 0
+    clock: Callable[[], float] = time.monotonic
     streak: int = 0
     """Restarts since the last attempt that had got going."""
+    _restarts: deque[float] = field(default_factory=deque)
+    _last_kind: str = ""
+    _num_same: int = 0
+    """Ends with the exception `_last_kind` since the last commit, and since the last end with another one."""
 
     @property
     def restarts_left(self) -> bool:
-        return self.num_restarts < self.max_restarts
+        while self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS:
+            self._restarts.popleft()
+        return len(self._restarts) < self.max_restarts
 
-    def decide(self, code: int, alive_seconds: float, committed: bool) -> float | str:
+    def decide(self, end: AttemptEnd) -> float | str:
         """Return the seconds to wait before the group is started again, or why it is not.
 
-        Args:
-            code: exit status of the first worker that ended badly (negative: the signal).
-            alive_seconds: how long the attempt lived.
-            committed: whether it committed a step. A group that is killed again and again but works in between is
-                no crash loop, however short its lives are.
+        A group that is killed again and again but commits in between is no crash loop, however short its lives are.
         """
-        if code == CONFIG_ERROR_CODE:
+        if end.code == CONFIG_ERROR_CODE:
             return "the configuration is wrong (exit status 2); it is not started again"
-        if code == FINAL_CODE:
+        if end.code == FINAL_CODE:
             return "the group must not come back by itself (exit status 3); see its log"
+        if self._count_same(end) >= MAX_SAME_ENDS:
+            return f"{CRASH_LOOP} {self._num_same} times in a row, and no step committed between"
         if not self.restarts_left:
-            return f"no restart left (--max-restarts {self.max_restarts})"
-        if committed or alive_seconds >= self.healthy_seconds:
+            return f"no restart left (--max-restarts {self.max_restarts} within {WINDOW_SECONDS / 3600:g} hours)"
+        if end.committed or end.alive_seconds >= self.healthy_seconds:
             self.streak = 0
         delay = backoff_seconds(self.streak)
-        self.num_restarts += 1
+        self._restarts.append(self.clock())
         self.streak += 1
         return delay
+
+    def _count_same(self, end: AttemptEnd) -> int:
+        """Return how often in a row the group has ended with this exception; 0 for an end that does not count.
+
+        A kill, an injected fault and an error that may go by itself neither count nor end the row: they do not say
+        that the exception before them is gone.
+        """
+        if end.committed:
+            self._last_kind, self._num_same = "", 0
+        if end.error is None or end.error.transient or end.disturbed:
+            return 0
+        same = end.error.kind == self._last_kind
+        self._last_kind, self._num_same = end.error.kind, self._num_same + 1 if same else 1
+        return self._num_same
+
+
+class CommonEnd:
+    """Notice, in the launcher, that starting groups again does not help the run."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, tuple[int, str]] = {}
+        """By group: step and exception of its last end, since the last time that these were the same for all."""
+        self._attempts: dict[int, int] = {}
+        """By group: the attempt of which the first end, that of the cause, was seen."""
+        self._rounds: Counter[tuple[int, str]] = Counter()
+
+    def observe_exit(self, event: WorkerExited, step: int, groups: Collection[int]) -> str:
+        """Take the end of a worker; return why the run is to stop, or nothing.
+
+        Groups that end alike and lose the state with it come back to that step from a checkpoint, and end there again.
+
+        Args:
+            step: last step that its group has committed.
+            groups: those that are still in the run.
+        """
+        if event.stopped or self._attempts.get(event.replica) == event.attempt:
+            return ""
+        self._attempts[event.replica] = event.attempt
+        if event.error is None or event.transient:
+            return ""
+        self._latest[event.replica] = end = (step, kind_of(event.error))
+        if {self._latest.get(replica) for replica in groups} != {end}:
+            return ""
+        self._latest = {}
+        self._rounds[end] += 1
+        if self._rounds[end] < MAX_SAME_ROUNDS:
+            return ""
+        where = f"after step {step}" if step else "before any step"
+        return f"all groups end with {event.error} ({where}, {self._rounds[end]} times; see {event.log})"
+
+    @staticmethod
+    def observe_loss(event: ReplicaGaveUp, any_committed: bool) -> str:
+        """Take the end of a group that is not started again; return why the run is to stop, or nothing.
+
+        As long as no group has made a step nobody loses anything by an end, and whoever has started the run is there to
+        see it. Later on the other groups train on.
+        """
+        if any_committed or CRASH_LOOP not in event.reason:
+            return ""
+        return f"replica {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"

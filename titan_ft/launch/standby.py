@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.launch.restart_policy import backoff_seconds
+from titan_ft.run import error_file
 
 if TYPE_CHECKING:
     from titan_ft.launch.worker_group import WorkerGroup
@@ -163,7 +164,9 @@ def wait_for_go(imports: Callable[[], None]) -> list[str]:
     _hurry()
     message: dict[str, Any] = json.loads(line)
     os.environ.update(message["env"])
-    _redirect_output(message["logs"][int(os.environ["RANK"])])
+    log = message["logs"][int(os.environ["RANK"])]
+    os.environ[error_file.FILE_ENV] = str(error_file.beside(Path(log)))
+    _redirect_output(log)
     thread.join()
     connection.close()
     return list(message["args"])

@@ -19,22 +19,23 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from titan_ft.config import FaultTolerance
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, RestartPolicy
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, AttemptEnd, RestartPolicy
 from titan_ft.launch.standby import Standby, StandbyKeeper
+from titan_ft.run import error_file
 from titan_ft.run.events import (
     Drained,
+    FaultInjected,
     ReplicaGaveUp,
     ReplicaRestarted,
     StepCommitted,
     TrainingFinished,
-    WorkerExited,
 )
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import exit_with_parent
@@ -104,8 +105,9 @@ class Supervisor:
         self._finish_time: float | None = None
         """Unix seconds at which the first group finished."""
         self._own_events = EventTail(spec.paths.events)
-        self._committed = self._drained = False
-        """Of this attempt: whether the group contributed to a step; whether it was asked to leave, and did."""
+        self._committed = self._drained = self._disturbed = False
+        """Of this attempt: whether the group contributed to a step; whether it was asked to leave, and did; whether a
+        fault was injected."""
         self._too_late = False
         """Whether the others have finished while the group was coming back."""
 
@@ -134,8 +136,9 @@ class Supervisor:
                     return 0
                 if self._stop:
                     break
-                code = 0 if failure is None else failure.code
-                delay = self._policy.decide(code, time.monotonic() - started, self._committed)
+                code, error = (0, None) if failure is None else (failure.code, failure.error)
+                alive = time.monotonic() - started
+                delay = self._policy.decide(AttemptEnd(code, alive, self._committed, error, self._disturbed))
                 if isinstance(delay, str):
                     if failure is None:
                         return 0
@@ -152,17 +155,19 @@ class Supervisor:
     def _run_attempt(self, attempt: int, restarted_because: str) -> WorkerExit | None:
         """Run the group once; return the first worker that failed, None when all ended well."""
         pattern = self.spec.paths.workers_pattern(self.spec.replica, attempt)
-        self._own_events = EventTail(self.spec.paths.events, StepCommitted, Drained, pattern=pattern, from_start=True)
-        self._committed = self._drained = False
+        wanted = (StepCommitted, Drained, FaultInjected)
+        self._own_events = EventTail(self.spec.paths.events, *wanted, pattern=pattern, from_start=True)
+        self._committed = self._drained = self._disturbed = False
         group = self._group = self._start_group(attempt, restarted_because)
         first: WorkerExit | None = None
         announced: set[int] = set()
         try:
-            exits = self._wait_for_end(group, came_back=restarted_because == SENT_AWAY)
+            exits = self._with_errors(attempt, self._wait_for_end(group, came_back=restarted_because == SENT_AWAY))
             first = root_failure(exits)
+            self._note_events()
             # Before the others are ended, which may take the grace time: the event's time is that of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
-                self._emit_exit(attempt, exit, exit.describe())
+                self._emit_exit(attempt, exit)
                 announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
                 self._keeper.end()
@@ -170,12 +175,12 @@ class Supervisor:
         finally:
             # A rank cannot finish without the one that failed; after a drain, there was time enough.
             sibling_failed = root_failure(group.exits()) is not None and not self._stop.impatient()
-            final = group.end(self.spec.grace_seconds if sibling_failed else 0.0)
+            final = self._with_errors(attempt, group.end(self.spec.grace_seconds if sibling_failed else 0.0))
             self._group = None
         for exit in final:
             if exit.rank not in announced:
                 cause = first.describe() if first else "the run was stopped"
-                self._emit_exit(attempt, exit, f"stopped because {cause}", stopped=True)
+                self._emit_exit(attempt, exit, cause)
         return first or root_failure(final)
 
     def _start_group(self, attempt: int, restarted_because: str) -> WorkerGroup:
@@ -221,19 +226,24 @@ class Supervisor:
             self._keeper.keep(due and not exits and self.spec.standby and self._policy.restarts_left)
             time.sleep(POLL_SECONDS)
 
-    def _emit_exit(self, attempt: int, exit: WorkerExit, reason: str, stopped: bool = False) -> None:
-        event = WorkerExited(rank=exit.rank, attempt=attempt, worker_pid=exit.pid, reason=reason, stopped=stopped)
-        if exit.code >= 0:
-            event.code = exit.code
-        else:
-            event.signal = signal.Signals(-exit.code).name
-        self._events.emit(event)
+    def _emit_exit(self, attempt: int, exit: WorkerExit, stopped_because: str = "") -> None:
+        log = self.spec.paths.logs(self.spec.replica, attempt, exit.rank)
+        self._events.emit(exit.event(attempt, stopped_because, disturbed=self._disturbed, log=log))
+
+    def _with_errors(self, attempt: int, exits: list[WorkerExit]) -> list[WorkerExit]:
+        """Return the exits with the exceptions that ended the workers, as far as they have told."""
+        logs = {exit.rank: self.spec.paths.logs(self.spec.replica, attempt, exit.rank) for exit in exits}
+        return [
+            replace(exit, error=error_file.read_error(error_file.beside(logs[exit.rank]))) if exit.code > 0 else exit
+            for exit in exits
+        ]
 
     def _note_events(self) -> None:
         """Take in what the workers have announced since the last call; every now and then, so that it is never much."""
         for event in self._own_events.poll():
             self._committed = self._committed or (isinstance(event, StepCommitted) and event.own_tokens > 0)
             self._drained = self._drained or isinstance(event, Drained)
+            self._disturbed = self._disturbed or isinstance(event, FaultInjected)
 
     def _was_sent_away(self) -> bool:
         """Tell whether somebody asked the workers to leave while others train on: then the group is to come back.
@@ -250,7 +260,7 @@ class Supervisor:
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: str) -> None:
         log = self.spec.paths.logs(self.spec.replica, attempt, failure.rank)
-        line = last_error_line(log)
+        line = last_error_line(log) if failure.error is None else failure.error.text
         reason = f"{failure.describe()}; {why}"
         self._events.emit(ReplicaGaveUp(attempt=attempt, rank=failure.rank, reason=reason, log=str(log), error=line))
         print(f"replica {self.spec.replica}: {failure.describe()}; {why}; {log}: {line}", file=sys.stderr, flush=True)
@@ -281,9 +291,14 @@ def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
     """Return the worker whose end most likely caused the others', among those found ended at the same look.
 
     A rank that was killed brings its peers down with a connection error before the next look, not the other way round.
+    Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: later ones may follow.
     """
-    failed = [exit for exit in exits if exit.failed]
-    return min(failed, key=lambda exit: (exit.code != CONFIG_ERROR_CODE, exit.code > 0, exit.rank), default=None)
+
+    def order(exit: WorkerExit) -> tuple[bool, bool, float, int]:
+        when = exit.error.time if exit.error is not None else float("inf")
+        return exit.code != CONFIG_ERROR_CODE, exit.code > 0, when, exit.rank
+
+    return min((exit for exit in exits if exit.failed), key=order, default=None)
 
 
 def read_instruction(stop: StopRequests, meanwhile: Callable[[], None] = lambda: None) -> str:

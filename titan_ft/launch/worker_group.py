@@ -24,6 +24,9 @@ import torch
 import torch.distributed as dist
 
 from titan_ft.launch.standby import SOCKET_ENV
+from titan_ft.run import error_file
+from titan_ft.run.error_file import WorkerError
+from titan_ft.run.events import WorkerExited
 from titan_ft.run.orphan import PARENT_PID_ENV
 
 LOOPBACK = "127.0.0.1"
@@ -37,6 +40,8 @@ class WorkerExit:
     pid: int
     code: int
     """Exit status; negative: the signal, as in `subprocess`."""
+    error: WorkerError | None = None
+    """The exception that ended it, as far as it was asked for and is known."""
 
     @property
     def failed(self) -> bool:
@@ -47,6 +52,28 @@ class WorkerExit:
         if self.code >= 0:
             return f"rank {self.rank} ended with exit status {self.code}"
         return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+
+    def event(self, attempt: int, stopped_because: str = "", *, disturbed: bool, log: Path | None) -> WorkerExited:
+        """Return what is announced of it.
+
+        Args:
+            stopped_because: why it was ended from outside; empty if it ended by itself.
+            disturbed: whether a fault was injected into the attempt.
+            log: its log, if it has one of its own.
+        """
+        reason = f"stopped because {stopped_because}" if stopped_because else self.describe()
+        event = WorkerExited(
+            rank=self.rank, attempt=attempt, worker_pid=self.pid, reason=reason, stopped=bool(stopped_because)
+        )
+        if self.code >= 0:
+            event.code = self.code
+        else:
+            event.signal = signal.Signals(-self.code).name
+        if self.code > 0 and log is not None:
+            event.log = str(log)
+        if self.error is not None:
+            event.error, event.transient = self.error.text, self.error.transient or disturbed or None
+        return event
 
 
 class WorkerGroup:
@@ -88,6 +115,8 @@ class WorkerGroup:
         try:
             for rank in range(num_ranks):
                 own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+                if logs:
+                    own[error_file.FILE_ENV] = str(error_file.beside(logs[rank]))
                 descriptors = []
                 if standby:
                     descriptors = [standby[rank].fileno()]

@@ -34,6 +34,8 @@ class GroupStatus:
     donor: int | None = None
     """Group that it fetched its state from last, or is fetching from."""
     host: str = ""
+    error: str = ""
+    """Exception that ended its workers last; empty where it was a signal, or they told of none."""
     fault: str = ""
     """Name of the fault injected into it last."""
     fault_time: float = 0.0
@@ -75,7 +77,8 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
         case ev.WorkerExited() if group.state == FAILED or (group.state == DRAINED and event.stopped):
             return group
         case ev.WorkerExited() if event.code != 0:
-            return replace(group, state=DIED, loss=None, own_loss=None, own_seconds=None)
+            error = group.error if event.stopped or group.state == DIED else event.error or ""
+            return replace(group, state=DIED, loss=None, own_loss=None, own_seconds=None, error=error)
         case ev.WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:
             return replace(group, state=FINISHED)
         case ev.SpareTookOver():  # its supervisor's event of the restart follows
@@ -180,12 +183,15 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
         return None
     name, new = f"replica {replica}", after[replica]
     match event:
-        case ev.WorkerExited() if new.state == DIED and not event.stopped:
-            return f"{name} died: {event.reason or 'a worker ended'}"
+        case ev.WorkerExited() if new.state == DIED and before[replica].state != DIED and not event.stopped:
+            # The exception first: `top` cuts its lines at the terminal's width.
+            parts = [event.error, event.reason or "a worker ended", event.log and f"see {event.log}"]
+            return f"{name} died: {'; '.join(part for part in parts if part)}"
         case ev.ReplicaRestarted():
             return f"{name} restarting (attempt {new.attempt})"
         case ev.ReplicaGaveUp():
-            return f"{name} failed: {event.reason}; {event.log}: {event.error}"
+            told = before[replica].error == event.error  # when it died
+            return f"{name} failed: {event.reason}" + ("" if told else f"; {event.log}: {event.error}")
         case ev.SpareTookOver():
             return f"{name}: a spare takes its place (attempt {new.attempt})"
         case ev.Hung():

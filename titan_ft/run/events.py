@@ -387,6 +387,10 @@ class WorkerExited(GroupEvent, kw_only=True):
     stopped: bool  # whether the supervisor ended it, because of another rank or because the run was stopped
     code: int | None = None  # its exit status, if it ended by itself
     signal: str | None = None  # name of the signal that ended it, if one did
+    error: str | None = None  # the exception that ended it: its type and the first line of its message
+    # true where that may go by itself (a network, a lighthouse, other groups) or a fault was injected into the attempt
+    transient: bool | None = None
+    log: str | None = None  # path of its log, where it failed
 
     @property
     def cause(self) -> str | None:
@@ -407,7 +411,7 @@ class ReplicaGaveUp(GroupEvent, kw_only=True):
     rank: int = -1
     reason: str  # why its last attempt ended, and why there is no other
     log: str  # path of the log of the rank that failed first, which `rank` names
-    error: str  # the line of it that says why
+    error: str  # the exception that ended that rank; without one the line of its log that says why
 
 
 class SpareTookOver(GroupEvent, kw_only=True):

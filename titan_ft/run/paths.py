@@ -91,7 +91,8 @@ class RunPaths:
         return f"replica-{replica}-rank-*-attempt-{attempt}-*.jsonl"
 
     def has_events(self) -> bool:
-        return any(self.events.glob("*.jsonl"))
+        """Tell whether some process wrote an event; a launch that is refused leaves an empty file at most."""
+        return any(path.stat().st_size > 0 for path in self.events.glob("*.jsonl"))
 
     def has_checkpoint(self) -> bool:
         """Tell whether a checkpoint was begun; whether one is whole is for the workers to find out."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.crashes import find_crashes
 from titan_ft.history.record import Process, RunRecord
 from titan_ft.run import events as ev
 
@@ -54,6 +55,7 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
     found.statement = (
         f"{count(exits, 'exit')} of workers explained, {count(faults, 'fault')} seen to have followed by their ends"
     )
+    found.notes += [f"ended by {crash.describe(record.begin)}" for crash in find_crashes(record)]
     counts = Counter(event.name for event in record.of(*NOTED))
     found.notes += [f"{name}: {count(times, 'event')}" for name, times in counts.items()]
     found.reservation = _unsaved(record)

@@ -1,0 +1,137 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The exception that ends a worker, on its way to whoever started it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
+
+from titan_ft.replica.errors import DivergedError, LighthouseError
+from titan_ft.run.error_file import FILE_ENV, beside, is_transient, kind_of, read_error, write_error
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The error file of this process."""
+    path = beside(tmp_path / "rank-0.log")
+    monkeypatch.setenv(FILE_ENV, str(path))
+    return path
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    """Type, first line of the message, moment; torchrun understands the file as well."""
+    try:
+        raise ValueError("wrong flavor 'nope'\nmore about it")
+    except ValueError as error:
+        write_error(error)
+    read = read_error(path)
+    assert read is not None
+    assert (read.text, read.transient) == ("ValueError: wrong flavor 'nope'", False)
+    assert path.stat().st_mtime == pytest.approx(read.time, abs=5.0)
+    failure = ProcessFailure(0, 1, 1, str(path))
+    assert failure.timestamp == int(read.time)
+    assert "in test_what_is_written_is_read" in failure.message["extraInfo"]["py_callstack"]  # type: ignore[index]
+
+
+def test_torchs_own_file_is_read(path: Path) -> None:
+    """As `@record` writes it, for example in a worker that is not this project's."""
+    get_error_handler().record_exception(KeyError("nope"))
+    read = read_error(path)
+    assert read is not None
+    assert read.text == "KeyError: 'nope'"
+    assert read.time == int(read.time) > 0
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "3", '{"message": "text"}', '{"message": {"message": 3}}'])
+def test_a_file_that_is_none(path: Path, text: str | None) -> None:
+    """A worker that was killed leaves no file, or a part of one."""
+    if text is not None:
+        path.write_text(text)
+    assert read_error(path) is None
+
+
+def test_a_file_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That must not hide the exception itself, and nothing is written where nobody asked."""
+    monkeypatch.setenv(FILE_ENV, str(path / "no" / "folder"))
+    write_error(ValueError())
+    monkeypatch.delenv(FILE_ENV)
+    write_error(ValueError())
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("E: ", "E:"),
+        ("E: \n  first\nsecond", "E: first"),
+        ("E: " + "x" * 500, "E: " + "x" * 397 + "..."),
+        ("", ""),
+    ],
+)
+def test_one_line(path: Path, message: str, line: str) -> None:
+    """The first line that says something, and not more than a terminal shows."""
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": "7"}}}))
+    read = read_error(path)
+    assert read is not None
+    assert (read.text, read.time) == (line, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("E: at 0x7f3a pid 12", "E: at 0x1 pid 9876"),
+        ("E: [127.0.0.1]:40123", "E: [10.1.2.30]:7"),
+        ("E: /tmp/tmpab_1x/f of rank 3", "E: /tmp/tmpzzz/f of rank 0"),
+        ("E: id 9f8e7d6c5b", "E: id 0a1b2c3d4e5f"),
+        ("E: took 3.25 s", "E: took 10 s"),
+    ],
+)
+def test_the_same_exception(one: str, other: str) -> None:
+    """Addresses, ports, pids, ids and times differ from start to start."""
+    assert kind_of(one) == kind_of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("KeyError: 'nope'", "KeyError: 'none'"), ("KeyError: 'a'", "ValueError: 'a'"), ("E: decade", "E: facade")],
+)
+def test_other_exceptions(one: str, other: str) -> None:
+    """Another type, or other words, is another exception."""
+    assert kind_of(one) != kind_of(other)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(),
+        TimeoutError(),
+        OSError(errno.ESTALE, "Stale file handle"),
+        torch.distributed.DistStoreError("wait timeout"),
+        torch.distributed.DistBackendError("NCCL error"),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"),
+        LighthouseError("away"),
+    ],
+)
+def test_what_may_go_by_itself(error: Exception) -> None:
+    """Networks, file servers, lost peers, and what the engine knows to be worth another start."""
+    assert is_transient(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("nope"),
+        FileNotFoundError(errno.ENOENT, "no data"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        DivergedError("two states"),
+    ],
+)
+def test_what_somebody_must_mend(error: Exception) -> None:
+    assert not is_transient(error)
