@@ -176,6 +176,7 @@ class Slow(Fault):
 
         def end() -> None:
             rank.slowness = 0.0
+            world.disturb()
 
         world.kernel.after(self.seconds, end)
 
@@ -275,6 +276,7 @@ class SlowLink(Fault):
         def end() -> None:
             for source, target in pairs:
                 world.network.slow(source, target, 0.0)
+            world.disturb()
 
         world.kernel.after(self.seconds, end)
 

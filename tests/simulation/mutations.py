@@ -331,6 +331,24 @@ MUTATIONS = [
         ("liveness",),
     ),
     Mutation(
+        "the others wait for a joiner's transfer",
+        _one("heal", 'awaited=config.catch_up == "wait")', "awaited=True)"),
+        ("rejoin",),
+        ("no stall for a joiner",),
+    ),
+    Mutation(
+        "a joiner's row tells that it is awaited until it is whole",
+        _one("decision", "if rows[rank].awaited and rows[rank].donor >= 0)", "if rows[rank].donor >= 0)"),
+        ("rejoin",),
+        ("no stall for a joiner",),
+    ),
+    Mutation(
+        "a joiner replays all that it has queued at once",
+        _one("heal", "affordable = max(2, int(self._round_seconds / 2 / self._replay_seconds))", "affordable = 1000"),
+        ("last",),
+        ("no stall for a joiner",),
+    ),
+    Mutation(
         "the state that came is not compared with the digest that was agreed on",
         _one("heal", "        if self._position.digest == attempt.digest:", "        if True:"),
         ("flip", "kill"),

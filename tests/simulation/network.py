@@ -55,6 +55,11 @@ class Network:
         """Add `seconds` to each message; 0 = none."""
         self._slow[source, target] = seconds
 
+    @property
+    def calm(self) -> bool:
+        """Say whether no link is cut or slow."""
+        return not self._cuts and not any(self._slow.values())
+
     def usable(self, a: Node, b: Node) -> bool:
         """Say whether a connection between the two works."""
         cuts = self._cuts

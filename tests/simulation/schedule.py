@@ -67,7 +67,7 @@ class Schedule:
         """Return what `encode` was given."""
         values = json.loads(text)
         options = values["options"]
-        for name in ("absent", "odd", "restart_seconds"):
+        for name in ("absent", "odd", "restart_seconds", "transfer_seconds"):
             if name in options:
                 options[name] = tuple(options[name])
         if "late" in options:
@@ -114,7 +114,7 @@ class _Draw:
             "lag": rng.choice([0.0, 0.001, 0.005, 0.02, 0.05]),
             "latency": rng.choice([0.0002, 0.0005, 0.002]),
             "jitter": rng.choice([0.001, 0.02, 0.08]),
-            "transfer_seconds": rng.choice([0.05, 0.5, 2.0]),
+            "transfer_seconds": (0.0, rng.choice([0.05, 0.5, 2.0])),
             "compute_seconds": self.compute,
             "restart_seconds": rng.choice([(0.1, 0.4), (0.3, 1.5)]),
             "overlap": rng.random() < 0.5,
@@ -228,7 +228,16 @@ class _Draw:
         self.faults.append(Kill(0.5, 1, 0))
         self.faults.append(KillGroups(1.0, (0,), "fetched", of=1))
         self.compute = self.changes["compute_seconds"] = 0.02
-        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": 16.0, "restart_seconds": (0.1, 0.2)}
+        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": (0.0, 16.0), "restart_seconds": (0.1, 0.2)}
+
+    def rejoin(self) -> None:
+        """A group comes back, and its transfer takes many steps of the others."""
+        self.steps = self.rng.choice([8, 12])
+        self.config |= {"catch_up": "replay", "catch_up_max_steps": self.rng.choice([0, 0, 100, 3])}
+        self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
+        most = self.steps * self.compute
+        self.changes["transfer_seconds"] = (most / 2, 3 * most)
+        self.faults.append(Kill(round(0.3 + most / 4 * self.rng.random(), 4), self._slot(), self._rank()))
 
     def freeze(self) -> None:
         """One or two ranks or groups are stopped for a while."""
@@ -340,6 +349,7 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "tail",
         "last",
         "lost",
+        "rejoin",
         "least",
         "checkpoint",
         "shape",

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
+_USUAL_STEPS = 4  # that may go by without a commit while a group heals: a new quorum, a replay, an exchange again
+_LATE_SECONDS = 0.5  # of them, whatever a step takes: pauses, latencies and lags
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Options:
         lag: largest delay of a rank at a pause point; up to as much the ranks of a group start apart.
         latency: seconds of a message between groups.
         jitter: seconds by which members see an all-reduce complete apart, at most; mostly it is far less.
-        transfer_seconds: of a state, at most.
+        transfer_seconds: of a state, at least and at most.
         compute_seconds, apply_seconds: of a batch and of the optimizer.
         restart_seconds: from a group's death to its next start, at least and at most.
         overlap: whether gradients are sent while backward goes on.
@@ -72,7 +74,7 @@ class Options:
     lag: float = 0.0
     latency: float = 0.0005
     jitter: float = 0.03
-    transfer_seconds: float = 0.5
+    transfer_seconds: tuple[float, float] = (0.0, 0.5)
     compute_seconds: float = 0.1
     apply_seconds: float = 0.004
     restart_seconds: tuple[float, float] = (0.5, 2.0)
@@ -138,6 +140,8 @@ class GroupRun:
         entered: when it came to the lighthouse; None = it has not.
         met_from: when it came to the lighthouse last, with nobody in sight whom it cannot reach, as far as it knows.
         ended_at: when the first of its processes that did not end in order was seen to have ended.
+        heals_since: when it began to heal; None = it does not.
+        others_wait: the others wait for its transfer, because its queue is as long as it may be.
     """
 
     def __init__(self, world: World, slot: int, attempt: int) -> None:
@@ -150,6 +154,8 @@ class GroupRun:
         self.entered: float | None = None
         self.met_from = math.inf
         self.ended_at: float | None = None
+        self.heals_since: float | None = None
+        self.others_wait = False
         self.delays = [kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
@@ -253,7 +259,9 @@ class World(standins.World):
         self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
         self.changed = 0.0  # when something last happened to the world
         self.disturbed = 0.0  # the same, or when training last could not go on
-        self.progressed = 0.0  # when a step was last committed for the first time
+        self.hampered = 0.0  # when training was last seen to be slower than usual for a reason, while a group healed
+        self.progressed = 0.0  # when a step was last committed for the first time, or a heal began or ended
+        self.stepped = 0.0  # when a step was last committed for the first time
         self.furthest = 0
         self.commits = 0
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
@@ -592,6 +600,8 @@ class World(standins.World):
             rank.group.met_from = self.kernel.now
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
+        if event in ("heal_started", "catch_up_waiting"):
+            rank.group.others_wait = event == "catch_up_waiting"
         if event == "drained":
             self._judge_abandoned(rank, fields["reason"])
         if event == "rolled_back":
@@ -603,6 +613,7 @@ class World(standins.World):
 
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
         """Send SIGTERM to these ranks of a group, some milliseconds apart."""
+        self.disturb()
         group.told |= set(ranks)
         group.comes_back = comes_back
         for number in ranks:
@@ -653,12 +664,43 @@ class World(standins.World):
             self.folder.keep(rank.number, rank.state.copy(*rank.held))
         if step > self.furthest:
             self.furthest, self.progressed = step, self.kernel.now
+            self.stepped = self.kernel.now
 
     def heals(self, rank: Rank, computed: bool) -> None:
         """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
         if computed and rank.ready and not rank.state.tainted:
             self._judge_lost_work(rank)
         rank.ready = False
+        if rank.number == 0 and self.config["catch_up"] == "replay":
+            rank.group.heals_since = self.kernel.now
+            self.kernel.after(self._patience, lambda: self._judge_stall(rank.group))
+
+    @property
+    def _patience(self) -> float:
+        """Return the seconds in which a step is committed while nothing but heals keeps the groups from it."""
+        options = self.options
+        slots = options.groups if self.config["batch_policy"] == "constant" else 1
+        usual = slots * 1.6 * options.compute_seconds + options.apply_seconds + 4 * options.jitter
+        return _USUAL_STEPS * (usual + 4 * options.lag) + _LATE_SECONDS
+
+    def _judge_stall(self, group: GroupRun) -> None:
+        """Look whether the others train on while a group heals, however long its transfer takes."""
+        now = self.kernel.now
+        if group.over or group.heals_since is None or self._job_over() or self.furthest >= self.options.steps:
+            return
+        if group.others_wait or not self._trains_on():
+            self.hampered = now
+        since = max(group.heals_since, self.stepped, self.disturbed, self.hampered)
+        if now - since >= self._patience - 1e-6:
+            self.report("no stall for a joiner", f"g{group.slot} heals, and the others commit nothing for {now - since:.1f} s")
+        self.kernel.after(max(since + self._patience - now, 0.01), lambda: self._judge_stall(group))
+
+    def _trains_on(self) -> bool:
+        """Say whether enough groups hold the job's state, and nothing slows any group or link down."""
+        groups = [group for group in self.groups.values() if not group.over and not group.ended]
+        ready = sum(group.ready for group in groups)
+        at_work = all(group.runs and not any(rank.slowness for rank in group.ranks) for group in groups)
+        return at_work and ready >= self.config["min_replica_size"] and self.lighthouse.listens and self.network.calm
 
     def _judge_lost_work(self, rank: Rank) -> None:
         """One group ahead must not cost the work of more that are ready one step behind it, but at the very end."""
@@ -715,6 +757,8 @@ class World(standins.World):
     def healed(self, rank: Rank) -> None:
         """Take note that a rank has the job's state."""
         self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.peek()[:8]}")
+        if rank.number == 0:
+            rank.group.heals_since, rank.group.others_wait = None, False
         sound, donor = self.sound.pop(rank, ([], -1))
         if sound and rank.state.inherited and self.oracle.is_corrupt(rank.number, rank.state, donor in sound):
             self.report(
