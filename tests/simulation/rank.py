@@ -324,6 +324,12 @@ class Rank:
         attempt = self._heals._attempt
         return attempt.remaining if attempt is not None and attempt.whole else 0
 
+    @property
+    def queued(self) -> int:
+        """Return how many updates it has queued in the heal under way."""
+        attempt = self._heals._attempt
+        return len(attempt.updates) if attempt is not None else 0
+
     def _heal(self, computed: bool) -> None:
         self.world.heals(self, computed)
         self._read.clear()

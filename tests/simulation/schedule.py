@@ -232,7 +232,7 @@ class _Draw:
 
     def rejoin(self) -> None:
         """A group comes back, and its transfer takes many steps of the others."""
-        self.steps = self.rng.choice([8, 12])
+        self.steps = self.rng.choice([6, 9])
         self.config |= {"catch_up": "replay", "catch_up_max_steps": self.rng.choice([0, 0, 100, 3])}
         self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
         most = self.steps * self.compute

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
-_USUAL_STEPS = 4  # that may go by without a commit while a group heals: a new quorum, a replay, an exchange again
+_USUAL_STEPS = 3  # that may go by without a commit while a group heals: it replays, an exchange is made again
 _LATE_SECONDS = 0.5  # of them, whatever a step takes: pauses, latencies and lags
 
 
@@ -259,7 +259,7 @@ class World(standins.World):
         self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
         self.changed = 0.0  # when something last happened to the world
         self.disturbed = 0.0  # the same, or when training last could not go on
-        self.hampered = 0.0  # when training was last seen to be slower than usual for a reason, while a group healed
+        self.undisturbed_steps = 0  # committed for the first time since then, and since it could go on again
         self.progressed = 0.0  # when a step was last committed for the first time, or a heal began or ended
         self.stepped = 0.0  # when a step was last committed for the first time
         self.furthest = 0
@@ -326,6 +326,7 @@ class World(standins.World):
     def disturb(self) -> None:
         """Take note that something happens to the world."""
         self.changed = self.disturbed = self.kernel.now
+        self.undisturbed_steps = 0
 
     def when(self, moment: str, slot: int, act: Callable[[Node], None]) -> None:
         """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1."""
@@ -600,8 +601,10 @@ class World(standins.World):
             rank.group.met_from = self.kernel.now
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
-        if event in ("heal_started", "catch_up_waiting"):
+        if event in ("heal_started", "heal_failed", "catch_up_waiting"):
             rank.group.others_wait = event == "catch_up_waiting"
+        if event == "catch_up_waiting" and not 0 < self.config["catch_up_max_steps"] <= rank.queued:
+            self.report("no stall for a joiner", f"{rank.process.name} lets the others wait with {rank.queued} updates")
         if event == "drained":
             self._judge_abandoned(rank, fields["reason"])
         if event == "rolled_back":
@@ -652,6 +655,7 @@ class World(standins.World):
     def started(self, rank: Rank, step: int) -> None:
         """Take note that a rank begins to train, at step 0 or behind a checkpoint."""
         rank.ready = True
+        self.undisturbed_steps = 0
         if rank.group.attempt > 0 or self.furthest > 0:
             self._judge_loss(rank, step, "started anew")
 
@@ -665,15 +669,16 @@ class World(standins.World):
         if step > self.furthest:
             self.furthest, self.progressed = step, self.kernel.now
             self.stepped = self.kernel.now
+            self.undisturbed_steps += 1
 
     def heals(self, rank: Rank, computed: bool) -> None:
         """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
         if computed and rank.ready and not rank.state.tainted:
             self._judge_lost_work(rank)
         rank.ready = False
-        if rank.number == 0 and self.config["catch_up"] == "replay":
+        if rank.group.heals_since is None and self.config["catch_up"] == "replay":
             rank.group.heals_since = self.kernel.now
-            self.kernel.after(self._patience, lambda: self._judge_stall(rank.group))
+            self.kernel.after(self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now))
 
     @property
     def _patience(self) -> float:
@@ -683,22 +688,25 @@ class World(standins.World):
         usual = slots * 1.6 * options.compute_seconds + options.apply_seconds + 4 * options.jitter
         return _USUAL_STEPS * (usual + 4 * options.lag) + _LATE_SECONDS
 
-    def _judge_stall(self, group: GroupRun) -> None:
-        """Look whether the others train on while a group heals, however long its transfer takes."""
+    def _judge_stall(self, group: GroupRun, heal: float) -> None:
+        """Look whether the others train on while a group heals since `heal`, however long its transfer takes."""
         now = self.kernel.now
-        if group.over or group.heals_since is None or self._job_over() or self.furthest >= self.options.steps:
+        if group.over or group.heals_since != heal or self._job_over() or self.furthest >= self.options.steps:
             return
         if group.others_wait or not self._trains_on():
-            self.hampered = now
-        since = max(group.heals_since, self.stepped, self.disturbed, self.hampered)
+            self.undisturbed_steps = 0
+        # The first step after a disturbance may have been complete before it; with the second one the groups are over it.
+        since = max(heal, self.stepped) if self.undisturbed_steps > 1 else now
         if now - since >= self._patience - 1e-6:
-            self.report("no stall for a joiner", f"g{group.slot} heals, and the others commit nothing for {now - since:.1f} s")
-        self.kernel.after(max(since + self._patience - now, 0.01), lambda: self._judge_stall(group))
+            text = f"g{group.slot} heals, and the others commit nothing for {now - since:.1f} s"
+            self.report("no stall for a joiner", text)
+        again = max(since + self._patience - now, 0.01)
+        self.kernel.after(again, functools.partial(self._judge_stall, group, heal))
 
     def _trains_on(self) -> bool:
         """Say whether enough groups hold the job's state, and nothing slows any group or link down."""
         groups = [group for group in self.groups.values() if not group.over and not group.ended]
-        ready = sum(group.ready for group in groups)
+        ready = sum(group.ready and group.heals_since is None for group in groups)
         at_work = all(group.runs and not any(rank.slowness for rank in group.ranks) for group in groups)
         return at_work and ready >= self.config["min_replica_size"] and self.lighthouse.listens and self.network.calm
 
@@ -757,8 +765,8 @@ class World(standins.World):
     def healed(self, rank: Rank) -> None:
         """Take note that a rank has the job's state."""
         self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.peek()[:8]}")
-        if rank.number == 0:
-            rank.group.heals_since, rank.group.others_wait = None, False
+        self.undisturbed_steps = 0  # before it, perhaps too few held the state
+        rank.group.heals_since, rank.group.others_wait = None, False
         sound, donor = self.sound.pop(rank, ([], -1))
         if sound and rank.state.inherited and self.oracle.is_corrupt(rank.number, rank.state, donor in sound):
             self.report(
