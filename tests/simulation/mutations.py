@@ -337,12 +337,6 @@ MUTATIONS = [
         ("no stall for a joiner",),
     ),
     Mutation(
-        "a joiner's row tells that it is awaited until it is whole",
-        _one("decision", "if rows[rank].awaited and rows[rank].donor >= 0)", "if rows[rank].donor >= 0)"),
-        ("rejoin",),
-        ("no stall for a joiner",),
-    ),
-    Mutation(
         "a joiner replays all that it has queued at once",
         _one("heal", "affordable = max(2, int(self._round_seconds / 2 / self._replay_seconds))", "affordable = 1000"),
         ("last",),

@@ -236,8 +236,9 @@ class _Draw:
         self.config |= {"catch_up": "replay", "catch_up_max_steps": self.rng.choice([0, 0, 100, 3])}
         self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
         most = self.steps * self.compute
-        self.changes["transfer_seconds"] = (most / 2, 3 * most)
-        self.faults.append(Kill(round(0.3 + most / 4 * self.rng.random(), 4), self._slot(), self._rank()))
+        # When it comes, the others are over its end and its start: they have made some steps since.
+        self.changes |= {"transfer_seconds": (most / 2, 3 * most), "build_seconds": 3 * self.compute}
+        self.faults.append(Kill(round(3 * self.compute + 0.3 + most / 4 * self.rng.random(), 4), self._slot(), self._rank()))
 
     def freeze(self) -> None:
         """One or two ranks or groups are stopped for a while."""

@@ -52,6 +52,7 @@ class Options:
         transfer_seconds: of a state, at least and at most.
         compute_seconds, apply_seconds: of a batch and of the optimizer.
         restart_seconds: from a group's death to its next start, at least and at most.
+        build_seconds: from its start until it is about to come to the lighthouse, at least.
         overlap: whether gradients are sent while backward goes on.
         skew: seconds that the hosts' wall clocks are apart, at most.
         drift: seconds that a monotonic clock gains or loses in one, at most.
@@ -78,6 +79,7 @@ class Options:
     compute_seconds: float = 0.1
     apply_seconds: float = 0.004
     restart_seconds: tuple[float, float] = (0.5, 2.0)
+    build_seconds: float = 0.0
     overlap: bool = False
     skew: float = 0.0
     drift: float = 0.0
@@ -156,7 +158,7 @@ class GroupRun:
         self.ended_at: float | None = None
         self.heals_since: float | None = None
         self.others_wait = False
-        self.delays = [kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
+        self.delays = [options.build_seconds + kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
         self.members: frozenset[int] = frozenset()  # slots of the quorum that it was in last
