@@ -296,6 +296,8 @@ class _Draw:
     def checkpoint(self) -> None:
         """All groups die; another process publishes checkpoints before, meanwhile and after."""
         self.changes |= {"folder": True, "sight": self.rng.choice([0.0, 0.0, 0.3, 2.0])}
+        self.changes |= {"save_every": self.rng.choice([0, 1, 2]), "save_seconds": self.rng.choice([0.01, 0.3, 1.0])}
+        self.changes["save_failures"] = self.rng.choice([0.0, 0.0, 0.3])
         at = self._time(0.3)
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(Publish(self._time()))
@@ -308,6 +310,24 @@ class _Draw:
         if self.rng.random() < 0.3:  # once more: then there are several states of one step
             again = at + 1.0 + self.span * self.rng.random()
             self.faults += [KillGroups(again, tuple(range(self.groups))), TakeAway(again, "chosen", 0.01)]
+
+    def save(self) -> None:
+        """The job saves, and a writer dies, is ahead of the others or has another state than they; all groups may die."""
+        self.steps = 9
+        self.compute = self.changes["compute_seconds"] = 0.1
+        self.span = 0.3 + self.steps * (self.compute + 0.05)
+        seconds = self.rng.choice([0.02, 0.1, 0.4])
+        self.changes |= {"folder": True, "save_every": self.rng.choice([1, 2]), "save_seconds": seconds}
+        self.changes |= {"sight": self.rng.choice([0.0, 0.3]), "jitter": self.rng.choice([0.001, 0.08])}
+        if (what := self.rng.choice(["dies", "ahead", "corrupt", "fails"])) == "fails":
+            self.changes["save_failures"] = 0.3
+        elif what == "corrupt":
+            self.faults.append(Flip(self._time(0.3), 0, self._rank(), False, self.rng.randrange(5), 15))
+        else:
+            moment = "saving" if what == "dies" else "exchange"
+            self.faults.append(Kill(self._time(), self._slot() if what == "ahead" else -1, self._rank(), moment))
+        if self.rng.random() < 0.5:
+            self.faults.append(KillGroups(self._time(0.5), tuple(range(self.groups))))
 
     def shape(self) -> None:
         """A group comes late, and its model is another one; the others are enough."""
@@ -353,6 +373,7 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "rejoin",
         "least",
         "checkpoint",
+        "save",
         "shape",
     )
 }

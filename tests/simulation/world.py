@@ -59,6 +59,9 @@ class Options:
         odd: slots of groups whose model is another one.
         folder: whether groups look into a folder of checkpoints when they start.
         sight: seconds that a host's view of it may be late.
+        save_every: steps between two checkpoints that the job saves there; 0 = it saves none.
+        save_seconds: that a rank takes to write its part, at most.
+        save_failures: chance that it cannot, but for the last step's.
         silent: whether the process group between the groups fails as NCCL does.
         store_survives: whether a group's store outlives its workers.
         min_replicas: of the lighthouse.
@@ -86,6 +89,9 @@ class Options:
     odd: tuple[int, ...] = ()
     folder: bool = False
     sight: float = 0.0
+    save_every: int = 0
+    save_seconds: float = 0.1
+    save_failures: float = 0.0
     silent: bool = False
     store_survives: bool = True
     min_replicas: int = 1
@@ -266,6 +272,7 @@ class World(standins.World):
         self.stepped = 0.0  # when a step was last committed for the first time
         self.furthest = 0
         self.commits = 0
+        self.due: dict[int, float] = {}  # steps to be saved, and since when
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
         self.final: set[int] | None = None  # slots of the quorum in which the first group finished
         self._pids = 100
@@ -520,6 +527,9 @@ class World(standins.World):
     def chose(self, rank: Rank, step: int) -> None:
         """Compare the checkpoint that a rank has chosen with those of the group's other ranks."""
         self._compare(rank, "calls", ("choice of a checkpoint", step))
+        assert self.folder is not None
+        if max(step, 0) < (lasting := self.folder.lasting(rank.group.began)):
+            self.report("no work lost", f"{rank.process.name} chooses step {step} although {lasting} was there all the time")
         self.moment("chosen", rank.node)
         self._stop_if_over()
 
@@ -672,6 +682,26 @@ class World(standins.World):
             self.furthest, self.progressed = step, self.kernel.now
             self.stepped = self.kernel.now
             self.undisturbed_steps += 1
+            self._judge_saves(step)
+
+    def save_failed(self, rank: Rank, step: int) -> None:
+        """Take note that a group could not save a step."""
+        self.say(rank.process.name, f"could not save step {step}")
+        self.undisturbed_steps = 0
+
+    def _judge_saves(self, step: int) -> None:
+        """Look whether a checkpoint that was due is still not there although nothing happens to the world."""
+        every, folder = self.options.save_every, self.folder
+        if not every or folder is None:
+            return
+        if step % every == 0:
+            self.due[step] = self.kernel.now
+        # Its writer may have been busy with an earlier one, and sees at its next commit that this has ended.
+        patience = 2 * self.options.save_seconds + 0.2 + 8 * self.options.lag
+        for due, since in self.due.items():
+            late = self.kernel.now - max(since, self.disturbed) > patience
+            if folder.latest < due <= step - 3 and self.undisturbed_steps > 3 and late:
+                self.report("no work lost", f"nobody has saved step {due}, due for {self.kernel.now - since:.1f} s")
 
     def heals(self, rank: Rank, computed: bool) -> None:
         """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
