@@ -23,11 +23,12 @@ PATH = "/checkpoints"
 
 @dataclasses.dataclass
 class _Kept:
-    """States of one step that ranks of any groups have held."""
+    """States of one step that ranks of any groups have held, or that the group `writer` has saved."""
 
     step: int
     lineage: int
     parts: dict[int, Snapshot] = dataclasses.field(default_factory=dict)  # by rank
+    writer: int = -1
 
 
 class Folder:
@@ -89,10 +90,14 @@ class Folder:
         """Return the folder in which an attempt of a group writes its checkpoint of a step."""
         return self._partials.setdefault((slot, attempt, step), Partial())
 
-    def publish_saved(self, parts: Mapping[int, Snapshot | None]) -> None:
-        """Publish what a group has saved, in place of another checkpoint of its step."""
+    def writer(self, step: int) -> int:
+        """Return the slot of the group that has saved the checkpoint of a step; -1 = none has."""
+        return self._published[step].writer if step in self._published else -1
+
+    def publish_saved(self, slot: int, parts: Mapping[int, Snapshot | None]) -> None:
+        """Publish what the group `slot` has saved, in place of another checkpoint of its step."""
         whole = {rank: part for rank, part in parts.items() if part is not None}
-        kept = _Kept(whole[0].step, whole[0].lineage, whole)
+        kept = _Kept(whole[0].step, whole[0].lineage, whole, slot)
         self._show({**self._published, kept.step: kept})
 
     def remove(self, step: int) -> None:

@@ -83,8 +83,8 @@ class Saves:
         for step in sorted(step for step in self._published if step > position.agreed):
             self._published.remove(step)
             if self._rank.number == 0 and folder is not None:
+                self._rank.world.withdraws(self._rank, step)
                 folder.remove(step)
-                self._rank.world.say(self._rank.process.name, f"withdraws the checkpoint of step {step}")
 
     def close(self) -> None:
         """Wait for a save under way, as long as a group may take to leave."""
@@ -111,8 +111,8 @@ class Saves:
             save.state = _State.FAILED
             return
         if rank.number == 0:
-            folder.publish_saved(parts)
-            rank.world.say(rank.process.name, f"publishes the checkpoint of step {save.step}")
+            rank.world.publishes(rank, save.step)
+            folder.publish_saved(rank.slot, parts)
         save.state = _State.COMPLETE
 
     def _settle(self, wait: bool = False) -> None:

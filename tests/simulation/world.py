@@ -687,7 +687,26 @@ class World(standins.World):
     def save_failed(self, rank: Rank, step: int) -> None:
         """Take note that a group could not save a step."""
         self.say(rank.process.name, f"could not save step {step}")
-        self.undisturbed_steps = 0
+        self.disturb()
+
+    def publishes(self, rank: Rank, step: int) -> None:
+        """Take note that a group is about to publish a checkpoint."""
+        self.say(rank.process.name, f"publishes the checkpoint of step {step}")
+        self._judge_replaced(rank, step, "replaces", rank.position.saved_corrupt)
+
+    def withdraws(self, rank: Rank, step: int) -> None:
+        """Take note that a group is about to take a checkpoint back."""
+        self.say(rank.process.name, f"withdraws the checkpoint of step {step}")
+        self.disturb()
+        self._judge_replaced(rank, step, "withdraws", True)
+
+    def _judge_replaced(self, rank: Rank, step: int, what: str, is_void: bool) -> None:
+        """What is not the job's state must not take the place of what another group has saved."""
+        assert self.folder is not None
+        writer = self.folder.writer(step)
+        if is_void and writer not in (-1, rank.slot):
+            text = f"g{rank.slot} {what} the checkpoint of step {step}, which g{writer} has saved"
+            self.report("no work lost", text)
 
     def _judge_saves(self, step: int) -> None:
         """Look whether a checkpoint that was due is still not there although nothing happens to the world."""
