@@ -316,7 +316,7 @@ class _Draw:
         self.steps = 9
         self.compute = self.changes["compute_seconds"] = 0.1
         self.span = 0.3 + self.steps * (self.compute + 0.05)
-        seconds = self.rng.choice([0.02, 0.1, 0.4])
+        seconds = self.rng.choice([0.02, 0.2, 1.5])
         self.changes |= {"folder": True, "save_every": self.rng.choice([1, 2]), "save_seconds": seconds}
         self.changes |= {"sight": self.rng.choice([0.0, 0.3]), "jitter": self.rng.choice([0.001, 0.08])}
         if (what := self.rng.choice(["dies", "ahead", "corrupt", "fails"])) == "fails":
