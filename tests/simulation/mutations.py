@@ -343,6 +343,19 @@ MUTATIONS = [
         ("no stall for a joiner",),
     ),
     Mutation(
+        "a checkpoint that was withdrawn counts as saved",
+        (
+            Change("position", "            self.saved = min(self.saved, self.agreed)\n", ""),
+            Change(
+                "position",
+                "self.saved, self.saved_corrupt = min(self.saved, self.agreed), False",
+                "self.saved_corrupt = False",
+            ),
+        ),
+        ("save",),
+        ("no work lost",),
+    ),
+    Mutation(
         "the state that came is not compared with the digest that was agreed on",
         _one("heal", "        if self._position.digest == attempt.digest:", "        if True:"),
         ("flip", "kill"),

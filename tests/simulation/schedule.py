@@ -316,13 +316,16 @@ class _Draw:
         self.steps = 9
         self.compute = self.changes["compute_seconds"] = 0.1
         self.span = 0.3 + self.steps * (self.compute + 0.05)
-        seconds = self.rng.choice([0.02, 0.2, 1.5])
+        seconds = self.rng.choice([0.02, 0.1, 0.4])
         self.changes |= {"folder": True, "save_every": self.rng.choice([1, 2]), "save_seconds": seconds}
         self.changes |= {"sight": self.rng.choice([0.0, 0.3]), "jitter": self.rng.choice([0.001, 0.08])}
         if (what := self.rng.choice(["dies", "ahead", "corrupt", "fails"])) == "fails":
             self.changes["save_failures"] = 0.3
         elif what == "corrupt":
-            self.faults.append(Flip(self._time(0.3), 0, self._rank(), False, self.rng.randrange(5), 15))
+            # Saved before the digests are compared, and long before another save is due.
+            self.steps, self.changes["save_every"], self.config["digest_every"] = 16, 8, 9
+            at = round(0.3 + 8 * self.compute * self.rng.random(), 4)
+            self.faults.append(Flip(at, 0, self._rank(), False, self.rng.randrange(5), 15))
         else:
             moment = "saving" if what == "dies" else "exchange"
             self.faults.append(Kill(self._time(), self._slot() if what == "ahead" else -1, self._rank(), moment))

@@ -268,6 +268,7 @@ class World(standins.World):
         self.changed = 0.0  # when something last happened to the world
         self.disturbed = 0.0  # the same, or when training last could not go on
         self.undisturbed_steps = 0  # committed for the first time since then, and since it could go on again
+        self.calm_since = 0.0  # when the first of them was
         self.progressed = 0.0  # when a step was last committed for the first time, or a heal began or ended
         self.stepped = 0.0  # when a step was last committed for the first time
         self.furthest = 0
@@ -681,6 +682,8 @@ class World(standins.World):
         if step > self.furthest:
             self.furthest, self.progressed = step, self.kernel.now
             self.stepped = self.kernel.now
+            if not self.undisturbed_steps:
+                self.calm_since = self.kernel.now
             self.undisturbed_steps += 1
             self._judge_saves(step)
 
@@ -718,7 +721,7 @@ class World(standins.World):
         # Its writer may have been busy with an earlier one, and sees at its next commit that this has ended.
         patience = 2 * self.options.save_seconds + 0.2 + 8 * self.options.lag
         for due, since in self.due.items():
-            late = self.kernel.now - max(since, self.disturbed) > patience
+            late = self.kernel.now - max(since, self.calm_since) > patience
             if folder.latest < due <= step - 3 and self.undisturbed_steps > 3 and late:
                 self.report("no work lost", f"nobody has saved step {due}, due for {self.kernel.now - since:.1f} s")
 
