@@ -135,6 +135,10 @@ class Rank:
         """Gather an integer of every rank of the group."""
         return self._group.gather(value)
 
+    def reset_connection(self) -> None:
+        """Let one of its connections to other groups be reset."""
+        self._process_group.reset_connection()
+
     def votes(self) -> None:
         """Count what was sent in the round that ends now."""
         reduced = self._process_group.reduced

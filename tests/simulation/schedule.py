@@ -22,8 +22,10 @@ from tests.simulation.faults import (
     Kill,
     KillGroups,
     LighthouseDies,
+    LossyLink,
     NotFinite,
     Publish,
+    Reset,
     Slow,
     SlowLink,
     TakeAway,
@@ -258,6 +260,15 @@ class _Draw:
         else:
             self.faults.append(SlowLink(self._time(), *self._pair(), self.rng.choice([0.02, 0.2]), 2.0))
 
+    def lossy(self) -> None:
+        """Packets between two groups are lost, and connections are reset."""
+        for _ in range(self.rng.randint(0, 2)):
+            chance, seconds = self.rng.choice([0.05, 0.3, 0.6]), self.rng.choice([0.5, 2.0, 6.0])
+            self.faults.append(LossyLink(self._time(), *self._pair(), chance, seconds))
+        for _ in range(self.rng.randint(0, 3)):
+            moment = self.rng.choice(["", "exchange", "exchange", "vote", "rendezvous"])
+            self.faults.append(Reset(self._time(), self._slot(), self._rank(), moment))
+
     def cut(self) -> None:
         """The network between two groups is dead, or comes and goes."""
         seconds = self.rng.choice([0.3, 1.5, 5.0, 25.0])
@@ -364,6 +375,7 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "freeze",
         "hang",
         "slow",
+        "lossy",
         "cut",
         "cut_lighthouse",
         "lighthouse",

@@ -1076,7 +1076,7 @@ class World(standins.World):
     def _linked(self, a: GroupRun, b: GroupRun) -> bool:
         ranks = range(self.options.ranks)
         return all(
-            self.network.usable((a.slot, i), (b.slot, i)) and self.network.usable((a.slot, i), (b.slot, 0))
+            self.network.sound((a.slot, i), (b.slot, i)) and self.network.sound((a.slot, i), (b.slot, 0))
             for i in ranks
         )
 
