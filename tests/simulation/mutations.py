@@ -343,6 +343,16 @@ MUTATIONS = [
         ("no stall for a joiner",),
     ),
     Mutation(
+        "nobody looks at the base of the first update that is queued",
+        _one(
+            "catch_up",
+            "if base != (self.updates[place - 1].lineage if place else self.lineage):",
+            "if place and base != self.updates[place - 1].lineage:",
+        ),
+        ("fork",),
+        ("one trajectory",),
+    ),
+    Mutation(
         "a checkpoint that was withdrawn counts as saved",
         (
             Change("position", "            self.saved = min(self.saved, self.agreed)\n", ""),

@@ -222,6 +222,17 @@ class _Draw:
         moment = self.rng.choice(["fetched", "fetched", "exchange"])
         self.faults.append(KillGroups(at + self.rng.random(), (gone,), moment, of=back, for_good=True))
 
+    def fork(self) -> None:
+        """One of three groups is a step ahead and gives its state to a fourth one, while the others are frozen."""
+        self.groups, self.ranks, self.steps = 4, 1, 6
+        self.compute = self.changes["compute_seconds"] = 0.1
+        self.config |= {"group_size": 4, "min_replica_size": 2, "batch_policy": "shrink", "catch_up": "replay"}
+        at = round(1.8 + 0.3 * self.rng.random(), 4)  # they wait for the fourth group up to 1.5 s
+        self.changes |= {"late": {3: at + 1.0}, "jitter": 0.5, "transfer_seconds": (0.0, 0.05), "silent": False}
+        self.faults.append(Reset(at, 1, 0, "vote"))
+        self.faults += [Freeze(at, slot, 0, 3.0, "broke") for slot in (0, 2)]
+        self.faults.append(Freeze(at, 3, 0, round(1.4 + 1.4 * self.rng.random(), 3), "fetched"))
+
     def last(self) -> None:
         """A group comes back, queues many updates, and all others die while it replays them."""
         self.groups, self.ranks, self.steps = 2, 1, 26
@@ -383,6 +394,7 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "flip",
         "nan",
         "tail",
+        "fork",
         "last",
         "lost",
         "rejoin",
@@ -392,7 +404,7 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "shape",
     )
 }
-_SIZES = ("last", "lost", "tail")
+_SIZES = ("fork", "last", "lost", "tail")
 KINDS = tuple(_KINDS)
 """What is drawn from unless kinds are given."""
 

@@ -607,6 +607,8 @@ class World(standins.World):
             self.say(rank.process.name, f"{event} {told}")
         if event == "joined":
             rank.group.members = frozenset(fields["participants"])
+        if event == "exchange_failed":
+            self.moment("broke", rank.node)
         if event == "outside":
             rank.group.met_from = math.inf
             self.moment("outside", rank.node)
