@@ -343,6 +343,16 @@ MUTATIONS = [
         ("no stall for a joiner",),
     ),
     Mutation(
+        "a report names only who has accused this group since the one before",
+        _one(
+            "partition",
+            "lost.extend(member for member in self._members if member.has_reported(own))",
+            "lost.extend(self._accusers)",
+        ),
+        ("fork",),
+        ("liveness",),
+    ),
+    Mutation(
         "nobody looks at the base of the first update that is queued",
         _one(
             "catch_up",
