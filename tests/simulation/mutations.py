@@ -4,10 +4,6 @@
 """Defects that the engine had, or could have, as changes of its source: the exploration must find each of them.
 
 A mutation runs in a forked process, in which the engine is imported anew from the changed source.
-
-Not here: a queued update whose base nobody looks at. Three groups must part over one exchange, a joiner of the smaller
-part must have the whole state already, and must miss the very round in which the others make their own step instead;
-`tests/replica/test_catch_up.py` makes that round by hand.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One rank's saves: what `titan_ft.training.checkpoint.ReplicaCheckpoints` does with `async_mode = "async"`.
 
-That class is torchtitan's and writes files; who saves when, what is told of it and what is taken back is done here alike.
+That class is torchtitan's and writes files. Who saves when, what the others hear of it and what is taken back are here
+as they are there.
 """
 
 from __future__ import annotations

@@ -251,7 +251,9 @@ class _Draw:
         most = self.steps * self.compute
         # When it comes, the others are over its end and its start: they have made some steps since.
         self.changes |= {"transfer_seconds": (most / 2, 3 * most), "build_seconds": 3 * self.compute}
-        self.faults.append(Kill(round(3 * self.compute + 0.3 + most / 4 * self.rng.random(), 4), self._slot(), self._rank()))
+        self.faults.append(
+            Kill(round(3 * self.compute + 0.3 + most / 4 * self.rng.random(), 4), self._slot(), self._rank())
+        )
 
     def freeze(self) -> None:
         """One or two ranks or groups are stopped for a while."""
@@ -334,7 +336,7 @@ class _Draw:
             self.faults += [KillGroups(again, tuple(range(self.groups))), TakeAway(again, "chosen", 0.01)]
 
     def save(self) -> None:
-        """The job saves, and a writer dies, is ahead of the others or has another state than they; all groups may die."""
+        """The job saves; a writer dies, is ahead of the others or has another state than they; all groups may die."""
         self.steps = 9
         self.compute = self.changes["compute_seconds"] = 0.1
         self.span = 0.3 + self.steps * (self.compute + 0.05)

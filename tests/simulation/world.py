@@ -530,7 +530,9 @@ class World(standins.World):
         self._compare(rank, "calls", ("choice of a checkpoint", step))
         assert self.folder is not None
         if max(step, 0) < (lasting := self.folder.lasting(rank.group.began)):
-            self.report("no work lost", f"{rank.process.name} chooses step {step} although {lasting} was there all the time")
+            self.report(
+                "no work lost", f"{rank.process.name} chooses step {step} although {lasting} was there all the time"
+            )
         self.moment("chosen", rank.node)
         self._stop_if_over()
 
@@ -751,7 +753,7 @@ class World(standins.World):
             return
         if group.others_wait or not self._trains_on():
             self.undisturbed_steps = 0
-        # The first step after a disturbance may have been complete before it; with the second one the groups are over it.
+        # The first step after a disturbance may have been complete before it; with the second one they are over it.
         since = max(heal, self.stepped) if self.undisturbed_steps > 1 else now
         if now - since >= self._patience - 1e-6:
             text = f"g{group.slot} heals, and the others commit nothing for {now - since:.1f} s"
@@ -1078,8 +1080,7 @@ class World(standins.World):
     def _linked(self, a: GroupRun, b: GroupRun) -> bool:
         ranks = range(self.options.ranks)
         return all(
-            self.network.sound((a.slot, i), (b.slot, i)) and self.network.sound((a.slot, i), (b.slot, 0))
-            for i in ranks
+            self.network.sound((a.slot, i), (b.slot, i)) and self.network.sound((a.slot, i), (b.slot, 0)) for i in ranks
         )
 
     def _describe(self) -> str:
