@@ -15,6 +15,7 @@ from titan_ft import device
 device.prepare()  # before anything imports torchtitan, which reads the device at import
 
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
+from torchtitan.train import Trainer  # noqa: E402
 
 from titan_ft.replica.errors import Leaving  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
@@ -27,6 +28,30 @@ LABELS = torch.tensor([[1, 2, IGNORE_INDEX], [3, 4, 5]])
 def trainer(**parts: Any) -> Any:
     """Return a stand-in for `self` with the parts of a trainer that a method uses."""
     return SimpleNamespace(**parts)
+
+
+def test_the_links_are_closed_although_the_watchdog_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However training ends, also while the replica dimension is still being built: the others stop waiting."""
+    closed: list[str] = []
+
+    def end() -> None:
+        closed.append("watchdog")
+        raise RuntimeError("cannot join it")
+
+    def train(self: Trainer) -> None:
+        raise ValueError("training failed")
+
+    monkeypatch.setattr(Trainer, "train", train)
+    this = ReplicaTrainer.__new__(ReplicaTrainer)
+    vars(this).update(
+        _watchdog=SimpleNamespace(close=end),
+        _chaos=SimpleNamespace(close=lambda: closed.append("chaos")),
+        _links=SimpleNamespace(close=lambda: closed.append("links")),
+        _replica=None,
+    )
+    with pytest.raises(RuntimeError, match="cannot join it"):
+        this.train()
+    assert closed == ["watchdog", "chaos", "links"]
 
 
 def test_nominal_tokens_are_those_of_all_groups() -> None:

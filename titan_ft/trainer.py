@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -129,11 +130,12 @@ class ReplicaTrainer(Trainer):
                 logger.info(f"SIGTERM: this group leaves after step {self._num_committed}")
             self._drain.leave()
         finally:
-            self._watchdog.close()
-            if self._chaos is not None:
-                self._chaos.close()
-            if self._replica is not None:
-                self._links.close()
+            with contextlib.ExitStack() as rest:  # an error of one keeps none of the others open
+                if "_links" in vars(self):
+                    rest.callback(self._links.close)
+                if self._chaos is not None:
+                    rest.callback(self._chaos.close)
+                self._watchdog.close()
 
     def _emit_drained(self) -> None:
         self._events.emit(

@@ -8,12 +8,15 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ft.replica.member import Admission, LostLinks, Member, admit, dead_links, largest_clique
+from titan_ft.replica.partition import Partition
 
 Link = tuple[int, int]
 
@@ -142,3 +145,19 @@ def test_networkx_costs_nothing_until_a_link_is_dead() -> None:
         "admit(own, [own.replica_id]); assert 'networkx' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_report_keeps_who_reports_this_group() -> None:
+    """Three groups that have lost each other for a moment would else take turns in dropping one, and never settle."""
+    own, one, two = (Member(slot, 1.0 + slot, f"{slot:08x}-process", "config", "job") for slot in range(3))
+    own, one, two = own.reporting(5, [one]), one.reporting(5, [own]), two.reporting(5, [own])
+    this: Any = SimpleNamespace(
+        _seat=SimpleNamespace(member=own, reopen=lambda member: member.replica_id),
+        _find_living=lambda dead: set(dead),
+        _members=(own, one, two),
+        _accusers=admit(own, [own.replica_id, one.replica_id, two.replica_id]).accusers,
+    )
+    assert this._accusers == (two,)
+    renamed = Member.parse(Partition._report(this, [one, two], set(), 5))
+    assert renamed.has_reported(one)
+    assert renamed.has_reported(two)

@@ -47,6 +47,7 @@ class Ring:
         self.kernel, self.network, self.size = kernel, network, size
         self.ends: dict[int, ProcessGroup] = {}
         self.closed: set[int] = set()
+        self.reset: set[int] = set()  # members with a connection that was reset
         self.operations: dict[int, _Operation] = {}
         self.waiting: list[tuple[Task, int]] = []
         network.on_change[self] = self.tell
@@ -70,11 +71,36 @@ class Ring:
     def flows(self) -> bool:
         """Say whether all links of the ring work."""
         ends = self.ends
-        return all(
+        return not self.reset and all(
             self.network.usable(ends[rank].node, ends[(rank + 1) % self.size].node)
             for rank in range(self.size)
             if rank in ends and (rank + 1) % self.size in ends
         )
+
+    def late(self) -> list[float]:
+        """Return the seconds by which each member has the result later because packets were lost.
+
+        What is lost early holds all of them up, the last piece only the one that it is for.
+        """
+        seconds = [0.0] * self.size
+        for rank in range(self.size):
+            after = (rank + 1) % self.size
+            resent = self.network.resend(self.ends[rank].node, self.ends[after].node)
+            if resent and self.kernel.rng.random() < 0.5:
+                seconds[after] += resent
+            elif resent:
+                seconds = [value + resent for value in seconds]
+        return seconds
+
+    def reset_connection(self, rank: int) -> None:
+        """Break the connection of a member to the next one: both are told, the others are not."""
+        now, ends = self.kernel.now, {rank, (rank + 1) % self.size}
+        self.reset |= ends
+        for operation in self.operations.values():
+            for end in sorted(ends):
+                if operation.done_at.get(end, 0.0) > now and self.kernel.rng.random() < 0.5:
+                    operation.lost.add(end)
+        self.tell()
 
     def close(self, rank: int) -> None:
         """Close a member's connections; operations under way may have reached some of the others."""
@@ -217,6 +243,11 @@ class ProcessGroup:
             self._error = RuntimeError("aborted")
         self._close()
 
+    def reset_connection(self) -> None:
+        """Break its connection to the next member, as when a middle box forgets it; nobody has died."""
+        if self._ring is not None and self._ring.size > 1:
+            self._ring.reset_connection(self._rank)
+
     def errored(self) -> Exception | None:
         """Tell what NCCL has not raised."""
         return self._error
@@ -253,10 +284,13 @@ class ProcessGroup:
             if done_at is not None and rank not in operation.lost:
                 if now >= done_at:
                     return
-                ring.wait(done_at - now, rank)
-                continue
+                if now < end:
+                    ring.wait(min(done_at, end) - now, rank)
+                    continue
             if not self._silent and (rank in operation.lost or ring.closed & ring.neighbours(rank)):
                 raise RuntimeError("Connection closed by peer")
+            if not self._silent and rank in ring.reset:
+                raise RuntimeError("Connection reset by peer")
             if now >= end:
                 raise RuntimeError("Timed out waiting for an operation to complete")
             ring.wait(end - now, rank)
@@ -264,8 +298,8 @@ class ProcessGroup:
     def _complete(self, ring: Ring, operation: _Operation) -> None:
         """Let each member have the result in a moment, not all at the same one."""
         kernel, rank = self._kernel, self._rank
-        for member in range(ring.size):
-            operation.done_at[member] = kernel.now + 0.0004 + self._jitter * kernel.rng.random() ** 6
+        for member, late in enumerate(ring.late()):
+            operation.done_at[member] = kernel.now + late + 0.0004 + self._jitter * kernel.rng.random() ** 6
         for task, place in ring.waiting:
             if place != rank:
                 kernel.after(operation.done_at[place] - kernel.now, functools.partial(kernel.wake, task))

@@ -176,6 +176,7 @@ class Slow(Fault):
 
         def end() -> None:
             rank.slowness = 0.0
+            world.disturb()
 
         world.kernel.after(self.seconds, end)
 
@@ -254,8 +255,54 @@ def _cut_for(world: World, pairs: list[tuple[Node, Node]], seconds: float, flaps
 
 
 @dataclass(frozen=True)
+class LossyLink(Fault):
+    """Packets between two groups are lost by chance: TCP sends them again, after seconds if they are lost again."""
+
+    a: int
+    b: int
+    chance: float
+    seconds: float
+
+    def inject(self, world: World) -> None:
+        ranks = range(world.options.ranks)
+        pairs = [((self.a, i), (self.b, j)) for i in ranks for j in ranks]
+        pairs += [(target, source) for source, target in pairs]
+        for source, target in pairs:
+            world.network.lose(source, target, self.chance)
+
+        def end() -> None:
+            for source, target in pairs:
+                world.network.lose(source, target, 0.0)
+            world.disturb()
+
+        world.kernel.after(self.seconds, end)
+
+
+@dataclass(frozen=True)
+class Reset(Fault):
+    """A connection of one rank to another group is reset at its group's next `moment`; nobody dies."""
+
+    slot: int  # -1 = the first group that comes to that moment
+    rank: int
+    moment: str = ""
+
+    def inject(self, world: World) -> None:
+        def act(node: Node) -> None:
+            group = world.groups.get(node[0])
+            if group is not None and group.ranks[self.rank].met:
+                world.say("fault", f"resets a connection of g{node[0]}r{self.rank}")
+                world.disturb()
+                group.ranks[self.rank].reset_connection()
+
+        _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
+
+    def shorter(self) -> list[Fault]:
+        return [Reset(self.at, self.slot, self.rank)] if self.moment and self.slot >= 0 else []
+
+
+@dataclass(frozen=True)
 class SlowLink(Fault):
-    """Each message between two groups takes longer, as when packets are lost."""
+    """Each message between two groups takes longer."""
 
     a: int
     b: int
@@ -275,6 +322,7 @@ class SlowLink(Fault):
         def end() -> None:
             for source, target in pairs:
                 world.network.slow(source, target, 0.0)
+            world.disturb()
 
         world.kernel.after(self.seconds, end)
 

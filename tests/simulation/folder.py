@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Node
+from tests.simulation.saving import Partial
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.training.checkpoint_folder import MANIFEST, Manifest
 
@@ -22,11 +23,12 @@ PATH = "/checkpoints"
 
 @dataclasses.dataclass
 class _Kept:
-    """States of one step that ranks of any groups have held."""
+    """States of one step that ranks of any groups have held, or that the group `writer` has saved."""
 
     step: int
     lineage: int
     parts: dict[int, Snapshot] = dataclasses.field(default_factory=dict)  # by rank
+    writer: int = -1
 
 
 class Folder:
@@ -43,6 +45,7 @@ class Folder:
         self._kept: dict[int, _Kept] = {}
         self._views: list[tuple[float, dict[int, _Kept]]] = [(0.0, {})]  # by step, and since when
         self._late: dict[Node, float] = {}
+        self._partials: dict[tuple[int, int, int], Partial] = {}  # by slot, attempt and step
         self._taken = -math.inf  # when a checkpoint that was there was taken away last
 
     @property
@@ -67,17 +70,46 @@ class Folder:
     def publish(self) -> int:
         """Publish the latest state of which all parts are there, if none so late is; returns its step, or 0."""
         latest = max(self._whole(), key=lambda kept: kept.step, default=None)
-        if latest is None or max(self._published, default=0) >= latest.step:
+        if latest is None or self.latest >= latest.step:
             return 0
         self._show({**self._published, latest.step: latest})
         return latest.step
 
-    def take_away(self) -> int:
-        """Remove the latest checkpoint; returns its step, or 0."""
-        step = max(self._published, default=0)
-        if step:
+    @property
+    def latest(self) -> int:
+        """Return the step of the latest checkpoint; 0 = there is none."""
+        return max(self._published, default=0)
+
+    def lasting(self, since: float) -> int:
+        """Return the latest step whose checkpoint all hosts have seen ever since; 0 = there is none."""
+        before = [view for at, view in self._views if at <= since - self._sight][-1:]
+        later = [view for at, view in self._views if at > since - self._sight]
+        return max(set.intersection(*(set(view) for view in before + later)), default=0)
+
+    def partial(self, slot: int, attempt: int, step: int) -> Partial:
+        """Return the folder in which an attempt of a group writes its checkpoint of a step."""
+        return self._partials.setdefault((slot, attempt, step), Partial())
+
+    def writer(self, step: int) -> int:
+        """Return the slot of the group that has saved the checkpoint of a step; -1 = none has."""
+        return self._published[step].writer if step in self._published else -1
+
+    def publish_saved(self, slot: int, parts: Mapping[int, Snapshot | None]) -> None:
+        """Publish what the group `slot` has saved, in place of another checkpoint of its step."""
+        whole = {rank: part for rank, part in parts.items() if part is not None}
+        kept = _Kept(whole[0].step, whole[0].lineage, whole, slot)
+        self._show({**self._published, kept.step: kept})
+
+    def remove(self, step: int) -> None:
+        """Remove the checkpoint of a step, whoever has saved it."""
+        if step in self._published:
             self._taken = self._kernel.now
             self._show({other: kept for other, kept in self._published.items() if other != step})
+
+    def take_away(self) -> int:
+        """Remove the latest checkpoint; returns its step, or 0."""
+        step = self.latest
+        self.remove(step)
         return step
 
     def put_back(self, step: int) -> None:

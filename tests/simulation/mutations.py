@@ -4,10 +4,6 @@
 """Defects that the engine had, or could have, as changes of its source: the exploration must find each of them.
 
 A mutation runs in a forked process, in which the engine is imported anew from the changed source.
-
-Not here: a queued update whose base nobody looks at. Three groups must part over one exchange, a joiner of the smaller
-part must have the whole state already, and must miss the very round in which the others make their own step instead;
-`tests/replica/test_catch_up.py` makes that round by hand.
 """
 
 from __future__ import annotations
@@ -329,6 +325,51 @@ MUTATIONS = [
         _one("rank_watch", "if seconds[rank] > self._patience]", "if False]"),
         ("freeze",),
         ("liveness",),
+    ),
+    Mutation(
+        "the others wait for a joiner's transfer",
+        _one("heal", 'awaited=config.catch_up == "wait")', "awaited=True)"),
+        ("rejoin",),
+        ("no stall for a joiner",),
+    ),
+    Mutation(
+        "a joiner replays all that it has queued at once",
+        _one("heal", "affordable = max(2, int(self._round_seconds / 2 / self._replay_seconds))", "affordable = 1000"),
+        ("last",),
+        ("no stall for a joiner",),
+    ),
+    Mutation(
+        "a report names only who has accused this group since the one before",
+        _one(
+            "partition",
+            "lost.extend(member for member in self._members if member.has_reported(own))",
+            "lost.extend(self._accusers)",
+        ),
+        ("fork",),
+        ("liveness",),
+    ),
+    Mutation(
+        "nobody looks at the base of the first update that is queued",
+        _one(
+            "catch_up",
+            "if base != (self.updates[place - 1].lineage if place else self.lineage):",
+            "if place and base != self.updates[place - 1].lineage:",
+        ),
+        ("fork",),
+        ("one trajectory",),
+    ),
+    Mutation(
+        "a checkpoint that was withdrawn counts as saved",
+        (
+            Change("position", "            self.saved = min(self.saved, self.agreed)\n", ""),
+            Change(
+                "position",
+                "self.saved, self.saved_corrupt = min(self.saved, self.agreed), False",
+                "self.saved_corrupt = False",
+            ),
+        ),
+        ("save",),
+        ("no work lost",),
     ),
     Mutation(
         "the state that came is not compared with the digest that was agreed on",

@@ -21,6 +21,8 @@ Node = tuple[int, int]
 """Slot and rank of a process; processes come and go, a node stays."""
 
 LIGHTHOUSE: Node = (-1, 0)
+_RESEND_SECONDS = 0.2  # TCP's least time until it sends a lost packet again; it doubles each time
+_RESENDS = 5  # of one packet, at most: 6.2 s
 _SLOW_SETS = 0.1  # share of those to a store on the same host that take a while
 
 
@@ -35,6 +37,7 @@ class Network:
         self._kernel, self._latency = kernel, latency
         self._cuts: Counter[tuple[Node, Node]] = Counter()
         self._slow: dict[tuple[Node, Node], float] = {}
+        self._losses: dict[tuple[Node, Node], float] = {}  # chance that a packet is lost
         self._waiting: list[Task] = []
         self.on_change: dict[object, Callable[[], None]] = {}
         """Called when a link is cut or comes back; by a key, in order."""
@@ -55,6 +58,30 @@ class Network:
         """Add `seconds` to each message; 0 = none."""
         self._slow[source, target] = seconds
 
+    @property
+    def calm(self) -> bool:
+        """Say whether no link is cut or slow."""
+        return not self._cuts and not self._losses and not any(self._slow.values())
+
+    def lose(self, source: Node, target: Node, chance: float) -> None:
+        """Lose packets by chance; 0 = none. What is lost is sent again, later each time."""
+        if chance:
+            self._losses[source, target] = chance
+        else:
+            self._losses.pop((source, target), None)
+
+    def resend(self, source: Node, target: Node) -> float:
+        """Return the seconds that a message comes later because packets were lost."""
+        chance = self._losses.get((source, target), 0.0) if self._losses else 0.0
+        times = 0
+        while chance and times < _RESENDS and self._kernel.rng.random() < chance:
+            times += 1
+        return _RESEND_SECONDS * (2**times - 1)
+
+    def sound(self, a: Node, b: Node) -> bool:
+        """Say whether a connection between the two works and nothing is lost on it."""
+        return self.usable(a, b) and (a, b) not in self._losses and (b, a) not in self._losses
+
     def usable(self, a: Node, b: Node) -> bool:
         """Say whether a connection between the two works."""
         cuts = self._cuts
@@ -67,7 +94,7 @@ class Network:
     def delay(self, source: Node, target: Node) -> float:
         """Return the seconds that a message takes."""
         base = self._latency if source[0] != target[0] else self._latency / 10
-        seconds = base * (0.5 + self._kernel.rng.random())
+        seconds = base * (0.5 + self._kernel.rng.random()) + self.resend(source, target)
         return seconds + self._slow.get((source, target), 0.0) if self._slow else seconds
 
     def call(self, source: Node, target: Node, server: Process | None, timeout: float) -> None:
@@ -81,7 +108,9 @@ class Network:
         if source[0] == target[0]:
             kernel.pause()  # within a group it takes next to no time
         else:
-            kernel.sleep(self.delay(source, target) + self.delay(target, source))
+            kernel.sleep(min(self.delay(source, target) + self.delay(target, source), timeout))
+            if self._losses and kernel.now >= end:
+                raise ConnectionError(f"no answer from {target} within {timeout:g} s")
         while not self.usable(source, target):
             if kernel.now >= end:
                 raise ConnectionError(f"no answer from {target} within {timeout:g} s")

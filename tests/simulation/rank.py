@@ -16,6 +16,7 @@ import torch
 
 from tests.simulation import folder, training
 from tests.simulation.kernel import Process
+from tests.simulation.saving import Saves
 from tests.simulation.transfer import SnapshotServer
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.agreement import Agreement
@@ -115,6 +116,7 @@ class Rank:
         self.position = Position()
         self.rank_watch: RankWatch | None = None
         self.dimension: ReplicaDimension
+        self.saves = Saves(self)
         self._sent_before = 0
         self._read: set[tuple[int, int]] = set()
         self.drain: Drain | None = None
@@ -128,6 +130,14 @@ class Rank:
     def computed(self) -> bool:
         """Say whether it has computed gradients for the step under way."""
         return bool(self._read)
+
+    def gather(self, value: int) -> list[int]:
+        """Gather an integer of every rank of the group."""
+        return self._group.gather(value)
+
+    def reset_connection(self) -> None:
+        """Let one of its connections to other groups be reset."""
+        self._process_group.reset_connection()
 
     def votes(self) -> None:
         """Count what was sent in the round that ends now."""
@@ -150,6 +160,7 @@ class Rank:
                 self._train()
             except Leaving:
                 self._membership.close()
+                self.saves.withdraw()
                 self._end("drained")
             drain.leave()
         finally:
@@ -158,6 +169,7 @@ class Rank:
             if self.rank_watch is not None:
                 self.rank_watch.close()
             self._server.close()
+        self.saves.close()
 
     def _build(self) -> None:
         world, config, process = self.world, self.config, self.process
@@ -257,7 +269,7 @@ class Rank:
             heal=heal,
             ledger=self.ledger,
             nominal_tokens=self.nominal_tokens,
-            pauses_after=lambda step: step >= world.options.steps,
+            pauses_after=lambda step: step >= world.options.steps or self.saves.due_at(step),
             **shared,
         )
 
@@ -285,7 +297,10 @@ class Rank:
                 self._heal(computed=False)
         while self.position.step < world.options.steps:
             self._step()
-        self._end("finished", dimension.finish())
+        digest = dimension.finish()
+        self.saves.withdraw()
+        self.saves.finish(self.position.step)
+        self._end("finished", digest)
 
     def _load(self, step: int) -> None:
         """Load this rank's part of the checkpoint after `step`, if there is one, as ReplicaCheckpoints does."""
@@ -317,6 +332,8 @@ class Rank:
         dimension.digest_if_due()
         if self.position.leaving:
             raise Leaving
+        self.saves.participants = committed.participants
+        self.saves.save(update.step, last=update.step >= world.options.steps)
 
     @property
     def unreplayed(self) -> int:
@@ -324,10 +341,18 @@ class Rank:
         attempt = self._heals._attempt
         return attempt.remaining if attempt is not None and attempt.whole else 0
 
+    @property
+    def queued(self) -> int:
+        """Return how many updates it has queued in the heal under way."""
+        attempt = self._heals._attempt
+        return len(attempt.updates) if attempt is not None else 0
+
     def _heal(self, computed: bool) -> None:
         self.world.heals(self, computed)
         self._read.clear()
+        self.saves.participants = []
         self.state.zero_grad()
+        self.saves.withdraw()
         self.dimension.heal()
         self.ready = True
         self._hold(self.position.step, self.position.lineage)

@@ -22,8 +22,10 @@ from tests.simulation.faults import (
     Kill,
     KillGroups,
     LighthouseDies,
+    LossyLink,
     NotFinite,
     Publish,
+    Reset,
     Slow,
     SlowLink,
     TakeAway,
@@ -67,7 +69,7 @@ class Schedule:
         """Return what `encode` was given."""
         values = json.loads(text)
         options = values["options"]
-        for name in ("absent", "odd", "restart_seconds"):
+        for name in ("absent", "odd", "restart_seconds", "transfer_seconds"):
             if name in options:
                 options[name] = tuple(options[name])
         if "late" in options:
@@ -114,7 +116,7 @@ class _Draw:
             "lag": rng.choice([0.0, 0.001, 0.005, 0.02, 0.05]),
             "latency": rng.choice([0.0002, 0.0005, 0.002]),
             "jitter": rng.choice([0.001, 0.02, 0.08]),
-            "transfer_seconds": rng.choice([0.05, 0.5, 2.0]),
+            "transfer_seconds": (0.0, rng.choice([0.05, 0.5, 2.0])),
             "compute_seconds": self.compute,
             "restart_seconds": rng.choice([(0.1, 0.4), (0.3, 1.5)]),
             "overlap": rng.random() < 0.5,
@@ -220,6 +222,17 @@ class _Draw:
         moment = self.rng.choice(["fetched", "fetched", "exchange"])
         self.faults.append(KillGroups(at + self.rng.random(), (gone,), moment, of=back, for_good=True))
 
+    def fork(self) -> None:
+        """One of three groups is a step ahead and gives its state to a fourth one, while the others are frozen."""
+        self.groups, self.ranks, self.steps = 4, 1, 6
+        self.compute = self.changes["compute_seconds"] = 0.1
+        self.config |= {"group_size": 4, "min_replica_size": 2, "batch_policy": "shrink", "catch_up": "replay"}
+        at = round(1.8 + 0.3 * self.rng.random(), 4)  # they wait for the fourth group up to 1.5 s
+        self.changes |= {"late": {3: at + 1.0}, "jitter": 0.5, "transfer_seconds": (0.0, 0.05), "silent": False}
+        self.faults.append(Reset(at, 1, 0, "vote"))
+        self.faults += [Freeze(at, slot, 0, 3.0, "broke") for slot in (0, 2)]
+        self.faults.append(Freeze(at, 3, 0, round(1.4 + 1.4 * self.rng.random(), 3), "fetched"))
+
     def last(self) -> None:
         """A group comes back, queues many updates, and all others die while it replays them."""
         self.groups, self.ranks, self.steps = 2, 1, 26
@@ -228,7 +241,19 @@ class _Draw:
         self.faults.append(Kill(0.5, 1, 0))
         self.faults.append(KillGroups(1.0, (0,), "fetched", of=1))
         self.compute = self.changes["compute_seconds"] = 0.02
-        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": 16.0, "restart_seconds": (0.1, 0.2)}
+        self.changes |= {"apply_seconds": 0.6, "transfer_seconds": (0.0, 16.0), "restart_seconds": (0.1, 0.2)}
+
+    def rejoin(self) -> None:
+        """A group comes back, and its transfer takes many steps of the others."""
+        self.steps = self.rng.choice([6, 9])
+        self.config |= {"catch_up": "replay", "catch_up_max_steps": self.rng.choice([0, 0, 100, 3])}
+        self.compute = self.changes["compute_seconds"] = self.rng.choice([0.1, 0.3])
+        most = self.steps * self.compute
+        # When it comes, the others are over its end and its start: they have made some steps since.
+        self.changes |= {"transfer_seconds": (most / 2, 3 * most), "build_seconds": 3 * self.compute}
+        self.faults.append(
+            Kill(round(3 * self.compute + 0.3 + most / 4 * self.rng.random(), 4), self._slot(), self._rank())
+        )
 
     def freeze(self) -> None:
         """One or two ranks or groups are stopped for a while."""
@@ -247,6 +272,15 @@ class _Draw:
             self.faults.append(Slow(self._time(), self._slot(), self._rank(), 0.5, 2.0))
         else:
             self.faults.append(SlowLink(self._time(), *self._pair(), self.rng.choice([0.02, 0.2]), 2.0))
+
+    def lossy(self) -> None:
+        """Packets between two groups are lost, and connections are reset."""
+        for _ in range(self.rng.randint(0, 2)):
+            chance, seconds = self.rng.choice([0.05, 0.3, 0.6]), self.rng.choice([0.5, 2.0, 6.0])
+            self.faults.append(LossyLink(self._time(), *self._pair(), chance, seconds))
+        for _ in range(self.rng.randint(0, 3)):
+            moment = self.rng.choice(["", "exchange", "exchange", "vote", "rendezvous"])
+            self.faults.append(Reset(self._time(), self._slot(), self._rank(), moment))
 
     def cut(self) -> None:
         """The network between two groups is dead, or comes and goes."""
@@ -286,6 +320,8 @@ class _Draw:
     def checkpoint(self) -> None:
         """All groups die; another process publishes checkpoints before, meanwhile and after."""
         self.changes |= {"folder": True, "sight": self.rng.choice([0.0, 0.0, 0.3, 2.0])}
+        self.changes |= {"save_every": self.rng.choice([0, 1, 2]), "save_seconds": self.rng.choice([0.01, 0.3, 1.0])}
+        self.changes["save_failures"] = self.rng.choice([0.0, 0.0, 0.3])
         at = self._time(0.3)
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(Publish(self._time()))
@@ -298,6 +334,27 @@ class _Draw:
         if self.rng.random() < 0.3:  # once more: then there are several states of one step
             again = at + 1.0 + self.span * self.rng.random()
             self.faults += [KillGroups(again, tuple(range(self.groups))), TakeAway(again, "chosen", 0.01)]
+
+    def save(self) -> None:
+        """The job saves; a writer dies, is ahead of the others or has another state than they; all groups may die."""
+        self.steps = 9
+        self.compute = self.changes["compute_seconds"] = 0.1
+        self.span = 0.3 + self.steps * (self.compute + 0.05)
+        seconds = self.rng.choice([0.02, 0.1, 0.4])
+        self.changes |= {"folder": True, "save_every": self.rng.choice([1, 2]), "save_seconds": seconds}
+        self.changes |= {"sight": self.rng.choice([0.0, 0.3]), "jitter": self.rng.choice([0.001, 0.08])}
+        if (what := self.rng.choice(["dies", "ahead", "corrupt", "fails"])) == "fails":
+            self.changes["save_failures"] = 0.3
+        elif what == "corrupt":
+            # Saved before the digests are compared, and long before another save is due.
+            self.steps, self.changes["save_every"], self.config["digest_every"] = 16, 8, 9
+            at = round(0.3 + 8 * self.compute * self.rng.random(), 4)
+            self.faults.append(Flip(at, 0, self._rank(), False, self.rng.randrange(5), 15))
+        else:
+            moment = "saving" if what == "dies" else "exchange"
+            self.faults.append(Kill(self._time(), self._slot() if what == "ahead" else -1, self._rank(), moment))
+        if self.rng.random() < 0.5:
+            self.faults.append(KillGroups(self._time(0.5), tuple(range(self.groups))))
 
     def shape(self) -> None:
         """A group comes late, and its model is another one; the others are enough."""
@@ -331,6 +388,7 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "freeze",
         "hang",
         "slow",
+        "lossy",
         "cut",
         "cut_lighthouse",
         "lighthouse",
@@ -338,14 +396,17 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "flip",
         "nan",
         "tail",
+        "fork",
         "last",
         "lost",
+        "rejoin",
         "least",
         "checkpoint",
+        "save",
         "shape",
     )
 }
-_SIZES = ("last", "lost", "tail")
+_SIZES = ("fork", "last", "lost", "tail")
 KINDS = tuple(_KINDS)
 """What is drawn from unless kinds are given."""
 

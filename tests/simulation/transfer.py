@@ -61,10 +61,10 @@ class Transfers:
     """All transfers of the world.
 
     Args:
-        seconds: that the largest one takes.
+        seconds: that one takes, at least and at most.
     """
 
-    def __init__(self, kernel: Kernel, network: Network, seconds: float) -> None:
+    def __init__(self, kernel: Kernel, network: Network, seconds: tuple[float, float]) -> None:
         self._kernel, self._network, self._seconds = kernel, network, seconds
         self.servers: dict[str, SnapshotServer] = {}
         self.node_of: Callable[[Process], Node] = lambda process: (0, 0)
@@ -91,7 +91,9 @@ class Transfers:
         for part in (slice(0, half), slice(half, None)):  # each is a request of its own
             snapshot = self._acquire(server, node, step, lineage, end, cancelled)
             try:
-                self._spend(kernel.rng.random() ** 2 * self._seconds / 2, server, node, end, cancelled)
+                least, most = self._seconds
+                took = least + (most - least) * kernel.rng.random() ** 2
+                self._spend(took / 2, server, node, end, cancelled)
                 self.on_moment("serving", server.node)
                 self.on_moment("fetching", node)
                 parts.append(snapshot.payload[part].clone())  # the bytes as they are in the donor's memory now

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
+_USUAL_STEPS = 3  # that may go by without a commit while a group heals: it replays, an exchange is made again
+_LATE_SECONDS = 0.5  # of them, whatever a step takes: pauses, latencies and lags
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,19 @@ class Options:
         lag: largest delay of a rank at a pause point; up to as much the ranks of a group start apart.
         latency: seconds of a message between groups.
         jitter: seconds by which members see an all-reduce complete apart, at most; mostly it is far less.
-        transfer_seconds: of a state, at most.
+        transfer_seconds: of a state, at least and at most.
         compute_seconds, apply_seconds: of a batch and of the optimizer.
         restart_seconds: from a group's death to its next start, at least and at most.
+        build_seconds: from its start until it is about to come to the lighthouse, at least.
         overlap: whether gradients are sent while backward goes on.
         skew: seconds that the hosts' wall clocks are apart, at most.
         drift: seconds that a monotonic clock gains or loses in one, at most.
         odd: slots of groups whose model is another one.
         folder: whether groups look into a folder of checkpoints when they start.
         sight: seconds that a host's view of it may be late.
+        save_every: steps between two checkpoints that the job saves there; 0 = it saves none.
+        save_seconds: that a rank takes to write its part, at most.
+        save_failures: chance that it cannot, but for the last step's.
         silent: whether the process group between the groups fails as NCCL does.
         store_survives: whether a group's store outlives its workers.
         min_replicas: of the lighthouse.
@@ -72,16 +78,20 @@ class Options:
     lag: float = 0.0
     latency: float = 0.0005
     jitter: float = 0.03
-    transfer_seconds: float = 0.5
+    transfer_seconds: tuple[float, float] = (0.0, 0.5)
     compute_seconds: float = 0.1
     apply_seconds: float = 0.004
     restart_seconds: tuple[float, float] = (0.5, 2.0)
+    build_seconds: float = 0.0
     overlap: bool = False
     skew: float = 0.0
     drift: float = 0.0
     odd: tuple[int, ...] = ()
     folder: bool = False
     sight: float = 0.0
+    save_every: int = 0
+    save_seconds: float = 0.1
+    save_failures: float = 0.0
     silent: bool = False
     store_survives: bool = True
     min_replicas: int = 1
@@ -138,6 +148,8 @@ class GroupRun:
         entered: when it came to the lighthouse; None = it has not.
         met_from: when it came to the lighthouse last, with nobody in sight whom it cannot reach, as far as it knows.
         ended_at: when the first of its processes that did not end in order was seen to have ended.
+        heals_since: when it began to heal; None = it does not.
+        others_wait: the others wait for its transfer, because its queue is as long as it may be.
     """
 
     def __init__(self, world: World, slot: int, attempt: int) -> None:
@@ -150,7 +162,9 @@ class GroupRun:
         self.entered: float | None = None
         self.met_from = math.inf
         self.ended_at: float | None = None
-        self.delays = [kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
+        self.heals_since: float | None = None
+        self.others_wait = False
+        self.delays = [options.build_seconds + kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
         self.members: frozenset[int] = frozenset()  # slots of the quorum that it was in last
@@ -253,9 +267,13 @@ class World(standins.World):
         self.thawed: dict[int, float] = {}  # by slot: when one of its ranks was thawed last
         self.changed = 0.0  # when something last happened to the world
         self.disturbed = 0.0  # the same, or when training last could not go on
-        self.progressed = 0.0  # when a step was last committed for the first time
+        self.undisturbed_steps = 0  # committed for the first time since then, and since it could go on again
+        self.calm_since = 0.0  # when the first of them was
+        self.progressed = 0.0  # when a step was last committed for the first time, or a heal began or ended
+        self.stepped = 0.0  # when a step was last committed for the first time
         self.furthest = 0
         self.commits = 0
+        self.due: dict[int, float] = {}  # steps to be saved, and since when
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
         self.final: set[int] | None = None  # slots of the quorum in which the first group finished
         self._pids = 100
@@ -318,6 +336,7 @@ class World(standins.World):
     def disturb(self) -> None:
         """Take note that something happens to the world."""
         self.changed = self.disturbed = self.kernel.now
+        self.undisturbed_steps = 0
 
     def when(self, moment: str, slot: int, act: Callable[[Node], None]) -> None:
         """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1."""
@@ -509,6 +528,11 @@ class World(standins.World):
     def chose(self, rank: Rank, step: int) -> None:
         """Compare the checkpoint that a rank has chosen with those of the group's other ranks."""
         self._compare(rank, "calls", ("choice of a checkpoint", step))
+        assert self.folder is not None
+        if max(step, 0) < (lasting := self.folder.lasting(rank.group.began)):
+            self.report(
+                "no work lost", f"{rank.process.name} chooses step {step} although {lasting} was there all the time"
+            )
         self.moment("chosen", rank.node)
         self._stop_if_over()
 
@@ -585,6 +609,8 @@ class World(standins.World):
             self.say(rank.process.name, f"{event} {told}")
         if event == "joined":
             rank.group.members = frozenset(fields["participants"])
+        if event == "exchange_failed":
+            self.moment("broke", rank.node)
         if event == "outside":
             rank.group.met_from = math.inf
             self.moment("outside", rank.node)
@@ -592,6 +618,10 @@ class World(standins.World):
             rank.group.met_from = self.kernel.now
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
+        if event in ("heal_started", "heal_failed", "catch_up_waiting"):
+            rank.group.others_wait = event == "catch_up_waiting"
+        if event == "catch_up_waiting" and not 0 < self.config["catch_up_max_steps"] <= rank.queued:
+            self.report("no stall for a joiner", f"{rank.process.name} lets the others wait with {rank.queued} updates")
         if event == "drained":
             self._judge_abandoned(rank, fields["reason"])
         if event == "rolled_back":
@@ -603,6 +633,7 @@ class World(standins.World):
 
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
         """Send SIGTERM to these ranks of a group, some milliseconds apart."""
+        self.disturb()
         group.told |= set(ranks)
         group.comes_back = comes_back
         for number in ranks:
@@ -641,6 +672,7 @@ class World(standins.World):
     def started(self, rank: Rank, step: int) -> None:
         """Take note that a rank begins to train, at step 0 or behind a checkpoint."""
         rank.ready = True
+        self.undisturbed_steps = 0
         if rank.group.attempt > 0 or self.furthest > 0:
             self._judge_loss(rank, step, "started anew")
 
@@ -653,12 +685,88 @@ class World(standins.World):
             self.folder.keep(rank.number, rank.state.copy(*rank.held))
         if step > self.furthest:
             self.furthest, self.progressed = step, self.kernel.now
+            self.stepped = self.kernel.now
+            if not self.undisturbed_steps:
+                self.calm_since = self.kernel.now
+            self.undisturbed_steps += 1
+            self._judge_saves(step)
+
+    def save_failed(self, rank: Rank, step: int) -> None:
+        """Take note that a group could not save a step."""
+        self.say(rank.process.name, f"could not save step {step}")
+        self.disturb()
+
+    def publishes(self, rank: Rank, step: int) -> None:
+        """Take note that a group is about to publish a checkpoint."""
+        self.say(rank.process.name, f"publishes the checkpoint of step {step}")
+        self._judge_replaced(rank, step, "replaces", rank.position.saved_corrupt)
+
+    def withdraws(self, rank: Rank, step: int) -> None:
+        """Take note that a group is about to take a checkpoint back."""
+        self.say(rank.process.name, f"withdraws the checkpoint of step {step}")
+        self.disturb()
+        self._judge_replaced(rank, step, "withdraws", True)
+
+    def _judge_replaced(self, rank: Rank, step: int, what: str, is_void: bool) -> None:
+        """What is not the job's state must not take the place of what another group has saved."""
+        assert self.folder is not None
+        writer = self.folder.writer(step)
+        if is_void and writer not in (-1, rank.slot):
+            text = f"g{rank.slot} {what} the checkpoint of step {step}, which g{writer} has saved"
+            self.report("no work lost", text)
+
+    def _judge_saves(self, step: int) -> None:
+        """Look whether a checkpoint that was due is still not there although nothing happens to the world."""
+        every, folder = self.options.save_every, self.folder
+        if not every or folder is None:
+            return
+        if step % every == 0:
+            self.due[step] = self.kernel.now
+        # Its writer may have been busy with an earlier one, and sees at its next commit that this has ended.
+        patience = 2 * self.options.save_seconds + 0.2 + 8 * self.options.lag
+        for due, since in self.due.items():
+            late = self.kernel.now - max(since, self.calm_since) > patience
+            if folder.latest < due <= step - 3 and self.undisturbed_steps > 3 and late:
+                self.report("no work lost", f"nobody has saved step {due}, due for {self.kernel.now - since:.1f} s")
 
     def heals(self, rank: Rank, computed: bool) -> None:
         """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
         if computed and rank.ready and not rank.state.tainted:
             self._judge_lost_work(rank)
         rank.ready = False
+        if rank.group.heals_since is None and self.config["catch_up"] == "replay":
+            rank.group.heals_since = self.kernel.now
+            self.kernel.after(self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now))
+
+    @property
+    def _patience(self) -> float:
+        """Return the seconds in which a step is committed while nothing but heals keeps the groups from it."""
+        options = self.options
+        slots = options.groups if self.config["batch_policy"] == "constant" else 1
+        usual = slots * 1.6 * options.compute_seconds + options.apply_seconds + 4 * options.jitter
+        return _USUAL_STEPS * (usual + 4 * options.lag) + _LATE_SECONDS
+
+    def _judge_stall(self, group: GroupRun, heal: float) -> None:
+        """Look whether the others train on while a group heals since `heal`, however long its transfer takes."""
+        now = self.kernel.now
+        if group.over or group.heals_since != heal or self._job_over() or self.furthest >= self.options.steps:
+            return
+        if group.others_wait or not self._trains_on():
+            self.undisturbed_steps = 0
+        # The first step after a disturbance may have been complete before it; with the second one they are over it.
+        since = max(heal, self.stepped) if self.undisturbed_steps > 1 else now
+        if now - since >= self._patience - 1e-6:
+            text = f"g{group.slot} heals, and the others commit nothing for {now - since:.1f} s"
+            self.report("no stall for a joiner", text)
+        again = max(since + self._patience - now, 0.01)
+        self.kernel.after(again, functools.partial(self._judge_stall, group, heal))
+
+    def _trains_on(self) -> bool:
+        """Say whether enough groups hold the job's state, and nothing slows any group or link down."""
+        groups = [group for group in self.groups.values() if not group.over and not group.ended]
+        ready = sum(group.ready and group.heals_since is None for group in groups)
+        at_work = all(group.runs and not any(rank.slowness for rank in group.ranks) for group in groups)
+        return at_work and ready >= self.config["min_replica_size"] and self.lighthouse.listens and self.network.calm
 
     def _judge_lost_work(self, rank: Rank) -> None:
         """One group ahead must not cost the work of more that are ready one step behind it, but at the very end."""
@@ -715,6 +823,8 @@ class World(standins.World):
     def healed(self, rank: Rank) -> None:
         """Take note that a rank has the job's state."""
         self.say(rank.process.name, f"has step {rank.held[0]}, {rank.state.peek()[:8]}")
+        self.undisturbed_steps = 0  # before it, perhaps too few held the state
+        rank.group.heals_since, rank.group.others_wait = None, False
         sound, donor = self.sound.pop(rank, ([], -1))
         if sound and rank.state.inherited and self.oracle.is_corrupt(rank.number, rank.state, donor in sound):
             self.report(
@@ -970,8 +1080,7 @@ class World(standins.World):
     def _linked(self, a: GroupRun, b: GroupRun) -> bool:
         ranks = range(self.options.ranks)
         return all(
-            self.network.usable((a.slot, i), (b.slot, i)) and self.network.usable((a.slot, i), (b.slot, 0))
-            for i in ranks
+            self.network.sound((a.slot, i), (b.slot, i)) and self.network.sound((a.slot, i), (b.slot, 0)) for i in ranks
         )
 
     def _describe(self) -> str:

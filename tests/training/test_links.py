@@ -88,6 +88,23 @@ def test_every_rank_counts() -> None:
     assert shape(model, group=TwoRanks(1)) == shape(model, group=TwoRanks(1)) != shape(model, group=TwoRanks(2))
 
 
+def test_all_links_are_closed_although_one_cannot_be() -> None:
+    """Else the heartbeats would go on, or the port stay open, in a process that takes long to end."""
+    closed: list[str] = []
+
+    def part(name: str) -> Any:
+        def close() -> None:
+            closed.append(name)
+            raise RuntimeError(f"{name} is gone")
+
+        return SimpleNamespace(close=close)
+
+    this: Any = SimpleNamespace(membership=part("membership"), _rank_watch=part("ranks"), server=part("server"))
+    with pytest.raises(RuntimeError, match="is gone"):
+        links.Links.close(this)
+    assert closed == ["membership", "ranks", "server"]
+
+
 def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without heartbeats the training thread's vote fails, and that may end the process first."""
     ended: list[Any] = []

@@ -17,6 +17,10 @@ class Position:
 
     Fields are for reading; they change by the methods below only, each of which is one event of a group's life. All
     ranks of a group call the same ones in the same order, with values that they have agreed on.
+
+    The parts below are no values of their own with one writer each: the events that matter (a round, falling behind,
+    the end of a heal) change two or three of them at once, and a state between the writes would mean nothing. So the
+    method is the unit that is written and read, and the whole is what the ranks of a group are compared by.
     """
 
     # The state.

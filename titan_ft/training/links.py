@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -71,11 +72,12 @@ class Links:
         self._rank_watch = self._watch_ranks(self.host)
 
     def close(self) -> None:
-        """Leave the other groups."""
-        self.membership.close()
-        if self._rank_watch is not None:
-            self._rank_watch.close()
-        self.server.close()
+        """Leave the other groups; a part that cannot be closed keeps none of the others open."""
+        with contextlib.ExitStack() as rest:
+            rest.callback(self.server.close)
+            if self._rank_watch is not None:
+                rest.callback(self._rank_watch.close)
+            self.membership.close()
 
     def _join(self, host: str, shape: str) -> Membership:
         config, launch = self._config, self._launch

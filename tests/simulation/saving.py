@@ -1,0 +1,141 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank's saves: what `titan_ft.training.checkpoint.ReplicaCheckpoints` does with `async_mode = "async"`.
+
+That class is torchtitan's and writes files. Who saves when, what the others hear of it and what is taken back are here
+as they are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from titan_ft.replica.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from tests.simulation.rank import Rank
+
+_LOOK_SECONDS = 0.02
+
+
+class _State(IntEnum):
+    UNDER_WAY = 0
+    COMPLETE = 1
+    FAILED = 2
+
+
+@dataclass
+class Partial:
+    """A checkpoint that one attempt of a group writes: the part of each rank that is done, None = it has failed."""
+
+    parts: dict[int, Snapshot | None] = field(default_factory=dict)
+
+
+@dataclass
+class _Save:
+    step: int
+    state: _State = _State.UNDER_WAY
+
+
+class Saves:
+    """Saves every `save_every` steps, if this group is the first of those that made the last one."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self._options = rank, rank.world.options
+        self.participants: list[int] = []  # slots that contributed to the last step
+        self._under_way: _Save | None = None
+        self._published: set[int] = set()  # steps that this process saved
+        self._failed = 0  # step of the latest save of this group that failed
+
+    @property
+    def _every(self) -> int:
+        return self._options.save_every
+
+    def save(self, step: int, last: bool) -> None:
+        """Save the state after `step` if it is this group's turn. Every group calls it after every step."""
+        if not self._every:
+            return
+        self._settle(wait=last)
+        due = step if last else step // self._every * self._every
+        writer = bool(self.participants) and min(self.participants) == self._rank.slot
+        if writer and self._under_way is None and due > max(self._rank.position.saved, self._failed):
+            self._write(step, last)
+
+    def due_at(self, step: int) -> bool:
+        """Say whether a group may save after `step`."""
+        return self._every > 0 and step % self._every == 0
+
+    def finish(self, step: int) -> None:
+        """Save the final state if its writer was lost."""
+        if self._every:
+            self._settle(wait=True)
+            if self._rank.position.saved < step:
+                self._write(step, last=True)
+
+    def withdraw(self) -> None:
+        """Take back what this group has saved since its bytes were last the others', if they are not any more."""
+        position, folder = self._rank.position, self._rank.world.folder
+        if not self._every or not position.saved_corrupt:
+            return
+        self._settle(wait=True)
+        position.withdraw_saved()
+        for step in sorted(step for step in self._published if step > position.agreed):
+            self._published.remove(step)
+            if self._rank.number == 0 and folder is not None:
+                self._rank.world.withdraws(self._rank, step)
+                folder.remove(step)
+
+    def close(self) -> None:
+        """Wait for a save under way, as long as a group may take to leave."""
+        self._await(self._rank.config.drain_timeout_seconds)
+
+    def _write(self, step: int, last: bool) -> None:
+        rank = self._rank
+        self._under_way = save = _Save(step)
+        snapshot = rank.state.copy(*rank.held)
+        rank.world.kernel.spawn(lambda: self._carry_out(save, snapshot, last), "save")
+        self._settle(wait=last)
+
+    def _carry_out(self, save: _Save, snapshot: Snapshot, last: bool) -> None:
+        rank, kernel, folder = self._rank, self._rank.world.kernel, self._rank.world.folder
+        assert folder is not None
+        kernel.sleep(self._options.save_seconds * kernel.rng.random())
+        rank.world.moment("saving", rank.node)
+        fails = not last and kernel.rng.random() < self._options.save_failures
+        parts = folder.partial(rank.slot, rank.group.attempt, save.step).parts
+        parts[rank.number] = None if fails else snapshot
+        while rank.number == 0 and None not in parts.values() and len(parts) < self._options.ranks:
+            kernel.sleep(_LOOK_SECONDS)
+        if None in parts.values():
+            save.state = _State.FAILED
+            return
+        if rank.number == 0:
+            rank.world.publishes(rank, save.step)
+            folder.publish_saved(rank.slot, parts)
+        save.state = _State.COMPLETE
+
+    def _settle(self, wait: bool = False) -> None:
+        """Conclude the save under way if it has ended on all ranks of this group."""
+        save, rank = self._under_way, self._rank
+        if save is None:
+            return
+        if wait:
+            self._await(float("inf"))
+        states = rank.gather(save.state)
+        if _State.UNDER_WAY in states:
+            return
+        self._under_way = None
+        if _State.FAILED in states:
+            self._failed = save.step
+            rank.world.save_failed(rank, save.step)
+            return
+        rank.position.note_saved(max(rank.position.saved, save.step))
+        self._published.add(save.step)
+
+    def _await(self, seconds: float) -> None:
+        save, kernel = self._under_way, self._rank.world.kernel
+        end = kernel.now + seconds
+        while save is not None and save.state is _State.UNDER_WAY and kernel.now < end:
+            kernel.sleep(_LOOK_SECONDS)
