@@ -104,7 +104,7 @@ class LocalRun:
                 ranks_per_replica=plan.num_ranks,
                 spares=plan.options.spares,
                 job_id=plan.job_id,
-                config=str(plan.options.config),
+                config_file=str(plan.options.config),
             )
         )
         self._lighthouse.poll()

@@ -441,7 +441,7 @@ class LaunchStarted(LaunchEvent, kw_only=True):
     ranks_per_replica: int  # ranks of each
     spares: int  # spare groups
     job_id: str  # name of the job at the lighthouse
-    config: str | None = None  # path of the job's TOML, as it was given
+    config_file: str | None = None  # path of the job's TOML, as it was given
 
 
 class LaunchStopping(LaunchEvent, kw_only=True):

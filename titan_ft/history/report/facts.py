@@ -125,7 +125,7 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
     if configs:
         names = ("min_replica_size", "batch_policy", "lr_policy", "catch_up", "digest_every", "hang_timeout_seconds")
         settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in names)
-        path = _each(event.config for event in record.of(ev.LaunchStarted)[-1:] if event.config)
+        path = _each(event.config_file for event in record.of(ev.LaunchStarted)[-1:] if event.config_file)
         found["config"] = f"{path}; {settings}" if path else settings
     injected = count_kinds(record)
     if injected:

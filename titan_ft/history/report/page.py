@@ -56,6 +56,7 @@ def render(
     from plotly.offline import get_plotlyjs
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters |= {
         "clock": clock,
         "duration": duration,
