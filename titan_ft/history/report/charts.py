@@ -25,7 +25,7 @@ from titan_ft.history.terminal import clock
 from titan_ft.history.timeline import timeline
 from titan_ft.run.events import StepCommitted
 
-MAX_POINTS = 1200  # of a curve: more than the page has pixels for
+MAX_POINTS = 2000  # of a curve: more than the page has pixels for
 MAX_BOXES = 3000  # of all rows of states: what a browser still zooms without a delay
 MAX_MARKS = 1000  # of faults in a chart
 MARK_COLUMNS = 200  # of which faults are one mark, where there are more

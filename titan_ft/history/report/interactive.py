@@ -27,6 +27,7 @@ SYMBOLS = {
     "x": "x-thin-open",
     "|": "line-ns-open",
 }
+EPOCH_MS = 946_684_800_000  # the year 2000; a number of two or four digits would be read as a year
 FEW = 100  # points of a curve that are dots as well
 
 
@@ -36,7 +37,7 @@ def figure(chart: Chart) -> dict[str, Any]:
     rows = any(isinstance(layer, Boxes) for layer in chart.layers)
     layout = {
         "height": round(96 * chart.height),
-        "margin": {"l": 52, "r": 14, "t": 28, "b": 40},
+        "margin": {"l": 62 if chart.shared else 40, "r": 14, "t": 28, "b": 40},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"size": 12},
@@ -55,10 +56,17 @@ def figure(chart: Chart) -> dict[str, Any]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    shown: dict[str, Any] = {"automargin": True, "zeroline": False, "exponentformat": "e", "ticklabelstandoff": 4}
+    shown: dict[str, Any] = {
+        "automargin": True,
+        "exponentformat": "power",
+        "minexponent": 5,
+        "zeroline": False,
+        "separatethousands": True,
+        "ticklabelstandoff": 4,
+    }
     shown |= {"title": {"text": axis.label, "standoff": 10}} if axis.label else {}
     if axis.kind == "clock":
-        # Plotly's only axis that names hours and minutes at every zoom is one of dates; the run begins with 1970.
+        # Plotly's only axis that names hours and minutes at every zoom is one of dates: the run begins with a year.
         short = axis.bounds is not None and axis.bounds[1] < 3600
         shown |= {"type": "date", "tickformat": "%-M:%S" if short else "%-H:%M:%S"}
         shown["tickformatstops"] = [
@@ -66,7 +74,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
             {"dtickrange": [86_400_000, None], "value": "day %-j"},
         ]
     elif axis.kind == "log" and axis.ticks is None:
-        shown |= {"type": "log", "dtick": 1}
+        shown |= {"type": "log", "dtick": 1, "tickformat": ","}
     else:
         shown |= {"type": "linear"}
     if axis.bounds is not None:
@@ -79,10 +87,15 @@ def _axis(axis: Axis) -> dict[str, Any]:
 def _at(axis: Axis, values: Iterable[float]) -> list[float]:
     """Return values as an axis counts them: milliseconds of a clock, exponents of a logarithm with ticks of ours."""
     if axis.kind == "clock":
-        return [round(1000 * value, 1) for value in values]
+        return [EPOCH_MS + round(1000 * value, 1) for value in values]
     if axis.kind == "log" and axis.ticks is not None:
         return [round(log10(value), 5) for value in values]
     return [float(f"{value:.7g}") for value in values]
+
+
+def _lengths(axis: Axis, widths: Iterable[float]) -> list[float]:
+    """Return lengths as an axis counts them; on a clock never a whole number, see `EPOCH_MS`."""
+    return [int(1000 * width) + 0.5 if axis.kind == "clock" else width for width in widths]
 
 
 def _traces(x: Axis, layer: object) -> list[dict[str, Any]]:
@@ -102,7 +115,7 @@ def _traces(x: Axis, layer: object) -> list[dict[str, Any]]:
         case Boxes():
             look = STATES[layer.state]
             trace = {"type": "bar", "orientation": "h", "y": list(layer.rows), "width": 0.56, "name": look.label}
-            trace |= {"base": _at(x, layer.starts), "x": _at(x, layer.widths), "marker": {"color": look.colour}}
+            trace |= {"base": _at(x, layer.starts), "x": _lengths(x, layer.widths), "marker": {"color": look.colour}}
             trace["marker"]["line"] = {"width": 0}
             return [trace | _hover(layer.texts)]
         case Bars():
