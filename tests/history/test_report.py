@@ -393,7 +393,7 @@ def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_pa
     page = read_page(broken, tmp_path)
     assert "6 Every batch once ✗ does not hold" in page.text
     assert "Every batch once no " in page.text
-    assert "✗ Broken: every batch once." in page.text
+    assert "✗ Does not hold: every batch once." in page.text
 
 
 def test_figures_are_a_superset_of_the_summary(short_campaign: list[Event]) -> None:

@@ -97,6 +97,11 @@ class Rules:
     colour: str = FAULT
 
 
+def rule_opacity(rules: Rules) -> float:
+    """Return how opaque rules are: the more there are, the less, so that the curve behind them is seen."""
+    return max(0.08, min(0.4, 16 / (len(rules.x) or 1)))
+
+
 Layer = Line | Band | Boxes | Bars | Marks | Rules
 
 

@@ -93,14 +93,13 @@ def plan_of(record: RunRecord) -> dict[str, Any]:
 def overall(verdicts: Verdicts) -> str:
     """Return the verdict on a run in one line."""
     asked = [each for each in verdicts.judgements if each.asked]
-    broken = [each.name for each in asked if each.verdict == "does not hold"]
-    unknown = [each.name for each in asked if each.verdict == "unknown"]
-    if broken:
-        return f"Broken: {', '.join(broken)}."
-    if unknown:
-        return f"Cannot be told for sure: {', '.join(unknown)}."
-    promises = [each for each in asked if each.promise is not None]
-    return f"All {len(promises)} promises that were checked hold."
+    named = ", ".join(each.name for each in asked if each.verdict == verdicts.verdict)
+    promises = sum(each.promise is not None for each in asked)
+    return {
+        "holds": f"All {promises} promises that were checked hold.",
+        "does not hold": f"Does not hold: {named}.",
+        "unknown": f"Cannot be told for sure: {named}.",
+    }[verdicts.verdict]
 
 
 def describe_run(record: RunRecord) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.history.report.charts import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules
+from titan_ft.history.report.charts import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules, rule_opacity
 from titan_ft.history.report.style import ACCENT, GRID, INK, MUTED, PAPER, STATES
 from titan_ft.history.terminal import clock
 
@@ -99,7 +99,7 @@ def _draw(axes: Axes, layer: object) -> None:
     match layer:
         case Band():
             low, high = ([float("nan") if y is None else y for y in edge] for edge in (layer.low, layer.high))
-            axes.fill_between(layer.x, low, high, color=ACCENT, alpha=0.25, linewidth=0, zorder=2)
+            axes.fill_between(layer.x, low, high, color=ACCENT, alpha=0.25, linewidth=0.4, zorder=2)
         case Line():
             y = [float("nan") if value is None else value for value in layer.y]
             if layer.stairs:
@@ -127,7 +127,12 @@ def _draw(axes: Axes, layer: object) -> None:
             look |= {"markeredgewidth": 1.5} if layer.symbol in "x|" else {"markeredgewidth": 0.4, "mec": PAPER}
             axes.plot(layer.x, layer.y, zorder=6, alpha=0.6 if layer.symbol == "o" else 1.0, **look, **where)
         case Rules():
-            line_style: dict[str, Any] = {"color": layer.colour, "alpha": 0.28, "linewidth": 0.6, "zorder": 1}
+            line_style: dict[str, Any] = {
+                "color": layer.colour,
+                "alpha": rule_opacity(layer),
+                "linewidth": 0.6,
+                "zorder": 1,
+            }
             axes.vlines(layer.x, 0, 1, transform=axes.get_xaxis_transform(), **line_style)
 
 

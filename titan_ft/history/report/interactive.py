@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import log10
 from typing import Any
 
-from titan_ft.history.report.charts import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules
+from titan_ft.history.report.charts import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules, rule_opacity
 from titan_ft.history.report.style import ACCENT, STATES
 
 SYMBOLS = {
@@ -109,9 +109,15 @@ def _traces(x: Axis, layer: object) -> list[dict[str, Any]]:
             trace |= {"fill": "tozeroy", "fillcolor": _faint(ACCENT)} if layer.stairs else {}
             return [trace | {"x": _at(x, layer.x)} | _hover(layer.texts)]
         case Band():
-            edge = {"type": "scatter", "mode": "lines", "x": _at(x, layer.x), "hoverinfo": "skip", "line": {"width": 0}}
-            high = {"y": _values(layer.high), "fill": "tonexty", "fillcolor": _faint(ACCENT)}
-            return [edge | {"y": _values(layer.low)}, edge | high]
+            outline: list[tuple[float | None, float | None]] = []  # once around each stretch without a gap
+            whole = zip(_at(x, layer.x), _values(layer.low), _values(layer.high), strict=True)
+            for known, stretch in groupby(whole, lambda point: point[1] is not None):
+                points = list(stretch) if known else []
+                outline += [(at, low) for at, low, _ in points] + [(at, high) for at, _, high in reversed(points)]
+                outline.append((None, None))
+            around = {"x": [at for at, _ in outline], "y": [value for _, value in outline], "fill": "toself"}
+            look = {"fillcolor": _faint(ACCENT), "line": {"width": 0.8, "color": _faint(ACCENT)}, "hoverinfo": "skip"}
+            return [{"type": "scatter", "mode": "lines"} | around | look]
         case Boxes():
             look = STATES[layer.state]
             trace = {"type": "bar", "orientation": "h", "y": list(layer.rows), "width": 0.56, "name": look.label}
@@ -126,7 +132,11 @@ def _traces(x: Axis, layer: object) -> list[dict[str, Any]]:
             return [trace | {"marker": {"color": ACCENT, "line": {"width": 0}}} | _hover(layer.texts)]
         case Marks():
             colour = layer.colour
-            marker: dict[str, Any] = {"symbol": SYMBOLS[layer.symbol], "size": 9, "color": colour}
+            marker: dict[str, Any] = {
+                "symbol": SYMBOLS[layer.symbol],
+                "size": 9 if len(layer.x) <= FEW else 6,
+                "color": colour,
+            }
             if layer.symbol in "x|":
                 marker |= {"size": 14 if layer.symbol == "|" else 7, "line": {"width": 2.2, "color": colour}}
             marker |= {"opacity": 0.65} if layer.symbol == "o" else {}
@@ -137,7 +147,8 @@ def _traces(x: Axis, layer: object) -> list[dict[str, Any]]:
         case Rules():
             places = [place for at in _at(x, layer.x) for place in (at, at, None)]
             trace = {"type": "scatter", "mode": "lines", "x": places, "y": [0, 1, None] * len(layer.x), "yaxis": "y2"}
-            return [trace | {"line": {"color": layer.colour, "width": 1}, "opacity": 0.4, "hoverinfo": "skip"}]
+            look = {"line": {"color": layer.colour, "width": 1}, "opacity": rule_opacity(layer), "hoverinfo": "skip"}
+            return [trace | look]
     raise AssertionError(layer)
 
 
