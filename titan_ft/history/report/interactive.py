@@ -28,7 +28,7 @@ SYMBOLS = {
     "|": "line-ns-open",
 }
 EPOCH_MS = 946_684_800_000  # the year 2000; a number of two or four digits would be read as a year
-FEW = 100  # points of a curve that are dots as well
+FEW = 100  # points of a curve that are dots as well, and marks that are large
 
 
 def figure(chart: Chart) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def figure(chart: Chart) -> dict[str, Any]:
         # Marks and rules that stand beside the values have an axis of their own, from 0 to 1.
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
     }
-    traces = [trace for layer in chart.layers for trace in _traces(chart.x, layer)]
+    few = sum(len(layer.x) for layer in chart.layers if isinstance(layer, Marks)) <= FEW
+    traces = [trace for layer in chart.layers for trace in _traces(chart.x, layer, few=few)]
     return {"data": traces, "layout": layout, "shared": chart.shared}
 
 
@@ -98,8 +99,8 @@ def _lengths(axis: Axis, widths: Iterable[float]) -> list[float]:
     return [int(1000 * width) + 0.5 if axis.kind == "clock" else width for width in widths]
 
 
-def _traces(x: Axis, layer: object) -> list[dict[str, Any]]:
-    """Return what draws a layer."""
+def _traces(x: Axis, layer: object, *, few: bool) -> list[dict[str, Any]]:
+    """Return what draws a layer; where there are not few marks, they are small."""
     match layer:
         case Line():
             mode = "lines+markers" if len(layer.x) <= FEW and not layer.stairs else "lines"
@@ -116,12 +117,16 @@ def _traces(x: Axis, layer: object) -> list[dict[str, Any]]:
                 outline += [(at, low) for at, low, _ in points] + [(at, high) for at, _, high in reversed(points)]
                 outline.append((None, None))
             around = {"x": [at for at, _ in outline], "y": [value for _, value in outline], "fill": "toself"}
-            look = {"fillcolor": _faint(ACCENT), "line": {"width": 0.8, "color": _faint(ACCENT)}, "hoverinfo": "skip"}
+            look: dict[str, Any] = {
+                "fillcolor": _faint(ACCENT),
+                "line": {"width": 0.8, "color": _faint(ACCENT)},
+                "hoverinfo": "skip",
+            }
             return [{"type": "scatter", "mode": "lines"} | around | look]
         case Boxes():
-            look = STATES[layer.state]
-            trace = {"type": "bar", "orientation": "h", "y": list(layer.rows), "width": 0.56, "name": look.label}
-            trace |= {"base": _at(x, layer.starts), "x": _lengths(x, layer.widths), "marker": {"color": look.colour}}
+            state = STATES[layer.state]
+            trace = {"type": "bar", "orientation": "h", "y": list(layer.rows), "width": 0.56, "name": state.label}
+            trace |= {"base": _at(x, layer.starts), "x": _lengths(x, layer.widths), "marker": {"color": state.colour}}
             trace["marker"]["line"] = {"width": 0}
             return [trace | _hover(layer.texts)]
         case Bars():
@@ -134,7 +139,7 @@ def _traces(x: Axis, layer: object) -> list[dict[str, Any]]:
             colour = layer.colour
             marker: dict[str, Any] = {
                 "symbol": SYMBOLS[layer.symbol],
-                "size": 9 if len(layer.x) <= FEW else 6,
+                "size": size,
                 "color": colour,
             }
             if layer.symbol in "x|":

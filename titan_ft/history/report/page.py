@@ -88,9 +88,12 @@ def render(
     )
 
 
-def legend(chart: Chart) -> list[tuple[str, str, str]]:
-    """Return what the colours and the marks of a chart mean: the text, its colour and its glyph."""
+def legend(chart: Chart) -> list[list[tuple[str, str, str]]]:
+    """Return what the colours and the marks of a chart mean, a line each: the text, its colour and its glyph."""
     states = [STATES[layer.state] for layer in chart.layers if isinstance(layer, Boxes)]
     marks = [layer for layer in chart.layers if isinstance(layer, Marks) and layer.symbol in GLYPHS]
-    found = [(look.label, look.colour, GLYPHS["s"]) for look in states]
-    return found + [(mark.name, mark.colour, GLYPHS[mark.symbol]) for mark in marks]
+    lines = [
+        [(look.label, look.colour, GLYPHS["s"]) for look in states],
+        [(mark.name, mark.colour, GLYPHS[mark.symbol]) for mark in marks],
+    ]
+    return [line for line in lines if line]
