@@ -137,11 +137,8 @@ def _traces(x: Axis, layer: object, *, few: bool) -> list[dict[str, Any]]:
             return [trace | {"marker": {"color": ACCENT, "line": {"width": 0}}} | _hover(layer.texts)]
         case Marks():
             colour = layer.colour
-            marker: dict[str, Any] = {
-                "symbol": SYMBOLS[layer.symbol],
-                "size": size,
-                "color": colour,
-            }
+            size, symbol = 9 if few else 5, SYMBOLS[layer.symbol]
+            marker: dict[str, Any] = {"symbol": symbol, "size": size, "color": colour}
             if layer.symbol in "x|":
                 marker |= {"size": 14 if layer.symbol == "|" else 7, "line": {"width": 2.2, "color": colour}}
             marker |= {"opacity": 0.65} if layer.symbol == "o" else {}
