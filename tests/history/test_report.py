@@ -28,7 +28,7 @@ from titan_ft.history.intervals import Interval
 from titan_ft.history.notes import find_notes
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report import charts
-from titan_ft.history.report.charts import Band, Boxes, Line, Marks, Rules, draw_charts
+from titan_ft.history.report.charts import draw_charts
 from titan_ft.history.report.facts import (
     Recovery,
     duration,
@@ -38,8 +38,10 @@ from titan_ft.history.report.facts import (
     report_figures,
 )
 from titan_ft.history.report.interactive import figure
+from titan_ft.history.report.layers import Band, Bars, Boxes, Chart, Line, Marks, Rules
 from titan_ft.history.report.page import write_report
 from titan_ft.history.report.style import GLYPHS, OTHER, STATES, category
+from titan_ft.history.report.thinning import MAX_BOXES, thin_rows
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event, StepCommitted
@@ -358,14 +360,14 @@ def test_charts_tell_the_records_numbers(short_campaign: list[Event]) -> None:
         assert shares == pytest.approx(told)
     drawn_us = sum(width for layer in drawn["timeline"].layers if isinstance(layer, Boxes) for width in layer.widths)
     assert drawn_us * 1e6 == pytest.approx(spent.group_us)
-    bars = layer_of(drawn["step-times"], charts.Bars)
+    bars = layer_of(drawn["step-times"], Bars)
     assert sum(bars.counts) == len(record.commits)
     dots = next(layer for layer in drawn["stalls"].layers if isinstance(layer, Marks))
     stalls = [each.incident.stall_seconds for each in find_recoveries(record)]
     assert sorted(dots.x) == pytest.approx(sorted(max(0.01, stall) for stall in stalls if stall is not None))
 
 
-def layer_of(chart: charts.Chart, kind: type[Any]) -> Any:
+def layer_of(chart: Chart, kind: type[Any]) -> Any:
     """Return the layer of a chart that is of a kind."""
     (found,) = [layer for layer in chart.layers if isinstance(layer, kind)]
     return found
@@ -543,15 +545,15 @@ def test_long_rows_keep_every_trouble() -> None:
         if step % 100 == 50:
             row.append(Interval(at, at := at + 7, "detection", "peer is gone"))
             row.append(Interval(at, at := at + 90_000, "exchange_wait"))  # far longer than any step
-    thinned, note = charts.thin_rows({0: row}, usual_us=1000)
-    assert len(thinned[0]) <= charts.MAX_BOXES
+    thinned, note = thin_rows({0: row}, usual_us=1000)
+    assert len(thinned[0]) <= MAX_BOXES
     assert "without trouble" in note
     assert [each for each in thinned[0] if each.state != "productive"] == [
         each for each in row if each.state == "detection" or each.num_us > 3000
     ]
     assert thinned[0][0].detail == "training 90 %, exchange wait 8 %, between steps 2 %"
     assert sum(each.num_us for each in thinned[0]) == at
-    untouched, none = charts.thin_rows({0: row[:300]}, usual_us=1000)
+    untouched, none = thin_rows({0: row[:300]}, usual_us=1000)
     assert (untouched[0], none) == (row[:300], "")
 
 
@@ -561,8 +563,8 @@ def test_row_that_is_trouble_all_over_is_thinned_by_columns() -> None:
     for i in range(6000):
         row += [Interval(100 * i, 100 * i + 70, "detection"), Interval(100 * i + 70, 100 * i + 100, "rebuild")]
     row[6000:6200] = [Interval(300_000 + 50 * i, 300_050 + 50 * i, "restart") for i in range(200)]
-    thinned, note = charts.thin_rows({0: row, 1: row}, usual_us=10)
-    assert sum(map(len, thinned.values())) <= charts.MAX_BOXES
+    thinned, note = thin_rows({0: row, 1: row}, usual_us=10)
+    assert sum(map(len, thinned.values())) <= MAX_BOXES
     assert "1,500 columns" in note
     for each in thinned.values():
         assert sum(part.num_us for part in each) == 600_000
@@ -636,7 +638,7 @@ def test_import_is_light() -> None:
     code = (
         "import sys; from titan_ft.history.record import RunRecord\n"
         "from titan_ft.history.report import page, image\n"
-        "from titan_ft.history.report.charts import Axis, Chart\n"
+        "from titan_ft.history.report.layers import Axis, Chart\n"
         "heavy = {'torch', 'matplotlib', 'torchft', 'plotly', 'jinja2'} & set(sys.modules)\n"
         "image.png(Chart('a', 'a', 'a', Axis(), Axis(), []))\n"
         "print(sorted(heavy), 'matplotlib.pyplot' in sys.modules)"

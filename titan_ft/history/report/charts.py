@@ -9,128 +9,26 @@ states keeps every trouble, marks of faults that would lie on each other are one
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, pairwise
 from statistics import fmean, median
 from typing import Literal
 
 from titan_ft.history.goodput import goodput
-from titan_ft.history.intervals import Interval
 from titan_ft.history.record import Point, RunRecord
 from titan_ft.history.report.facts import Recovery, duration, find_recoveries
-from titan_ft.history.report.style import ACCENT, FAULT, MIDDLE, STATES, categories, category, state_order
+from titan_ft.history.report.layers import Axis, Band, Bars, Boxes, Chart, Layer, Line, Marks, Rules
+from titan_ft.history.report.style import ACCENT, MIDDLE, STATES, categories, category, state_order
+from titan_ft.history.report.thinning import thin_rows
 from titan_ft.history.terminal import clock
 from titan_ft.history.timeline import timeline
 from titan_ft.run.events import StepCommitted
 
 MAX_POINTS = 2000  # of a curve: more than the page has pixels for
-MAX_BOXES = 3000  # of all rows of states: what a browser still zooms without a delay
 MAX_MARKS = 1000  # of faults in a chart
 MARK_COLUMNS = 200  # of which faults are one mark, where there are more
-STEADY = ("productive", "exchange_wait", "overhead")  # a group goes round these in each step
 FLOOR = 0.01  # s; what is below it was no stall
-
-
-@dataclass(frozen=True)
-class Line:
-    """A curve, with a gap where y is None."""
-
-    x: Sequence[float]
-    y: Sequence[float | None]
-    texts: Sequence[str]
-    """What each point says under the pointer."""
-    stairs: bool = False
-    """Whether a value holds until the next one; the area below it is filled then."""
-
-
-@dataclass(frozen=True)
-class Band:
-    """The range that the points of a curve stand for."""
-
-    x: Sequence[float]
-    low: Sequence[float | None]
-    high: Sequence[float | None]
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """Stretches of one state in rows, one above the other."""
-
-    state: str
-    rows: Sequence[float]
-    starts: Sequence[float]
-    widths: Sequence[float]
-    texts: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Bars:
-    """How many values lie between edges; there is one more edge than counts."""
-
-    edges: Sequence[float]
-    counts: Sequence[int]
-    texts: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Points of one kind."""
-
-    name: str
-    symbol: str
-    """As matplotlib calls it."""
-    x: Sequence[float]
-    y: Sequence[float]
-    texts: Sequence[str]
-    colour: str = FAULT
-    beside: bool = False
-    """Whether y is a share of the chart's height instead of a value."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Lines from the bottom of a chart to its top."""
-
-    x: Sequence[float]
-    colour: str = FAULT
-
-
-def rule_opacity(rules: Rules) -> float:
-    """Return how opaque rules are: the more there are, the less, so that the curve behind them is seen."""
-    return max(0.08, min(0.4, 16 / (len(rules.x) or 1)))
-
-
-Layer = Line | Band | Boxes | Bars | Marks | Rules
-
-
-@dataclass(frozen=True)
-class Axis:
-    label: str = ""
-    kind: Literal["linear", "log", "clock"] = "linear"
-    """A clock counts seconds since the beginning."""
-    bounds: tuple[float, float] | None = None
-    """First the left or lower end; rows count downwards."""
-    ticks: Mapping[float, str] | None = None
-    """Where they are and what they say; None leaves it to whoever draws."""
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One figure of the report."""
-
-    name: str
-    title: str
-    caption: str
-    x: Axis
-    y: Axis
-    layers: Sequence[Layer] = field(repr=False)
-    height: float = 2.8
-    """In inches, of the plot with its axes."""
-    wide: bool = True
-    shared: Literal["", "steps", "time"] = ""
-    """Charts that share their x are zoomed together."""
 
 
 def draw_charts(record: RunRecord) -> dict[str, Chart]:
@@ -273,60 +171,6 @@ def groups_over_time(record: RunRecord) -> Chart | None:
     return Chart(
         "timeline", "What each group did", caption + thinned, _time(seconds), _rows(rows), layers, height, shared="time"
     )
-
-
-def thin_rows(rows: Mapping[int, Sequence[Interval]], usual_us: int) -> tuple[dict[int, list[Interval]], str]:
-    """Return rows with at most about `MAX_BOXES` stretches, and a sentence for the caption where they are thinned.
-
-    First steps that follow each other without trouble become one stretch, so that every trouble stays as it was. Only
-    where there are still too many, each column shows what took most of it.
-    """
-    found = {replica: list(row) for replica, row in rows.items()}
-    if sum(map(len, found.values())) <= MAX_BOXES:
-        return found, ""
-    found = {replica: join_steady(row, 3 * usual_us) for replica, row in found.items()}
-    if sum(map(len, found.values())) <= MAX_BOXES:
-        return found, " Thinned: steps in a row without trouble are one stretch."
-    columns = max(1, MAX_BOXES // len(found))
-    thinned = {replica: thin_columns(row, columns) for replica, row in found.items()}
-    return thinned, f" Thinned: each of {columns:,} columns shows the state that took most of it."
-
-
-def join_steady(row: Iterable[Interval], limit_us: int) -> list[Interval]:
-    """Return a row in which neighbours that are parts of usual steps are one, which tells the shares of them."""
-    joined: list[Interval] = []
-    for steady, group in groupby(row, lambda each: each.state in STEADY and each.num_us <= limit_us):
-        part = list(group)
-        if not steady or len(part) == 1:
-            joined += part
-            continue
-        shares = Counter[str]()
-        for each in part:
-            shares[each.state] += each.num_us
-        total = sum(shares.values()) or 1
-        told = ", ".join(f"{STATES[state].label} {100 * us / total:.0f} %" for state, us in shares.most_common())
-        joined.append(Interval(part[0].start_us, part[-1].end_us, shares.most_common(1)[0][0], told))
-    return joined
-
-
-def thin_columns(row: Sequence[Interval], num_columns: int) -> list[Interval]:
-    """Return a row of at most so many stretches, each in the state that took most of its time."""
-    begin, end = row[0].start_us, row[-1].end_us
-    width = -(-(end - begin) // num_columns) or 1
-    columns: list[Counter[str]] = [Counter() for _ in range(num_columns)]
-    for each in row:
-        for column in range((each.start_us - begin) // width, min((each.end_us - begin) // width + 1, num_columns)):
-            left = begin + column * width
-            columns[column][each.state] += max(0, min(each.end_us, left + width) - max(each.start_us, left))
-    thinned: list[Interval] = []
-    for column, shares in enumerate(columns):
-        left = begin + column * width
-        if not shares.total():
-            continue
-        state = max(shares, key=lambda state: shares[state])
-        start = thinned.pop().start_us if thinned and thinned[-1].state == state else left
-        thinned.append(Interval(start, min(left + width, end), state))
-    return thinned
 
 
 def fault_marks(hits: Iterable[tuple[Recovery, float, float]], *, beside: bool = False) -> list[Marks]:

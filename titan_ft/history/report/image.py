@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.history.report.charts import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules, rule_opacity
+from titan_ft.history.report.layers import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules, rule_opacity
 from titan_ft.history.report.style import ACCENT, GRID, INK, MUTED, PAPER, STATES
 from titan_ft.history.terminal import clock
 

@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 from math import log10
 from typing import Any
 
-from titan_ft.history.report.charts import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules, rule_opacity
+from titan_ft.history.report.layers import Axis, Band, Bars, Boxes, Chart, Line, Marks, Rules, rule_opacity
 from titan_ft.history.report.style import ACCENT, STATES
 
 SYMBOLS = {

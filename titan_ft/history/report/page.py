@@ -12,7 +12,7 @@ from pathlib import Path
 from titan_ft.history.check import check
 from titan_ft.history.notes import find_notes
 from titan_ft.history.record import RunRecord
-from titan_ft.history.report.charts import Boxes, Chart, Marks, draw_charts
+from titan_ft.history.report.charts import draw_charts
 from titan_ft.history.report.facts import (
     DASH,
     describe_run,
@@ -26,6 +26,7 @@ from titan_ft.history.report.facts import (
 )
 from titan_ft.history.report.image import png
 from titan_ft.history.report.interactive import figure
+from titan_ft.history.report.layers import Boxes, Chart, Marks
 from titan_ft.history.report.style import GLYPHS, STATES
 from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
