@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of states that are too fine for a page, with fewer stretches: trouble is kept as long as there is room for it."""
+"""Rows of states that are too fine for a page, with fewer stretches: trouble is kept while there is room for it."""
 
 from __future__ import annotations
 
