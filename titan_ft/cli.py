@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from titan_ft.config import ConfigError
-from titan_ft.options import Audit, Chaos, Check, Launch, Lighthouse, Report, Top
+from titan_ft.options import Audit, Chaos, Check, Curves, Launch, Lighthouse, Report, Top
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     command = tyro.cli(
-        Launch | Lighthouse | Chaos | Check | Top | Report | Audit,
+        Launch | Lighthouse | Chaos | Check | Top | Curves | Report | Audit,
         prog="titan-ft",
         description="Fault-tolerant data parallelism for torchtitan.",
         args=argv[:end],
@@ -41,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
                 from titan_ft.live.top import top
 
                 return top(command.run_dir, once=command.once)
+            case Curves():
+                from titan_ft.live.curves import write_curves
+
+                return write_curves(command.run_dir, command.out)
             case Report():
                 return _report(command)
             case Audit():

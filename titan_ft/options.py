@@ -134,6 +134,17 @@ class Top(_OfRun):
 
 
 @dataclass(frozen=True)
+class Curves(_OfRun):
+    """Write the job's curves for TensorBoard, of a run whose groups were started one by one, and follow it to its end.
+
+    `titan-ft launch` does so by itself. A run that is over is written anew as a whole. Ctrl-C leaves.
+    """
+
+    out: Path | None = None
+    """Folder of the curves, which is theirs alone; when left out, RUN_DIR/tb/job."""
+
+
+@dataclass(frozen=True)
 class Report(_OfRun):
     """Sum up a run: figures on the terminal, a page with plots in RUN_DIR/report (--json: figures only)."""
 

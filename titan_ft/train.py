@@ -136,6 +136,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
     trainer_class: type[torchtitan.train.Trainer] = torchtitan.train.Trainer
     if job_config.fault_tolerance.enable:
         from titan_ft.trainer import ReplicaTrainer
+        from titan_ft.training.curves import wandb_environment
         from titan_ft.training.worker import Launch
 
         device.require(job_config.fault_tolerance.process_group)
@@ -148,6 +149,8 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             config_digest=_config_digest(job_config),
             slurm=_slurm_step(environ),
         )
+        if job_config.metrics.enable_wandb:
+            os.environ.update(wandb_environment(environ, job_config, launch.rank))
         trainer_class = type("Trainer", (ReplicaTrainer,), {"launch": launch})
     else:
         spec.register(job_config.model.name, job_config.fault_tolerance)

@@ -39,6 +39,7 @@ from titan_ft.run.events import Drained, Hung, StartedAnew, TrainingFinished
 from titan_ft.training import spec
 from titan_ft.training.checkpoint import ReplicaCheckpoints
 from titan_ft.training.checkpoint_host import CheckpointHost
+from titan_ft.training.curves import keep_curves
 from titan_ft.training.links import Links
 from titan_ft.training.step_log import StepLog, Work
 from titan_ft.training.worker import Launch, begin_events
@@ -70,6 +71,7 @@ class ReplicaTrainer(Trainer):
         if job_config.training.global_batch_size > 0:  # counts all groups; torchtitan's Trainer sees only this one
             job_config.training.global_batch_size //= config.group_size
         torchtitan.train.CheckpointManager = ReplicaCheckpoints  # what torchtitan's Trainer builds
+        keep_curves(job_config, self.launch.rank)
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)

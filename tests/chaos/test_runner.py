@@ -500,7 +500,23 @@ def test_a_donor_is_killed_in_a_heal_that_is_provoked(tmp_path: Path) -> None:
     harness.commit(0)
     assert [pids for _, pids in harness.processes.sent[1:]] in ([[1030]], [[1031]])
     assert harness.up() == [1, 2]
-    assert harness.runner.outcomes.num_injected == 2
+    # Two shots; the kill that provokes the heal is a fault of its own, as in every view of the run.
+    assert (harness.runner.outcomes.num_hit, harness.runner.outcomes.num_injected) == (2, 3)
+    harness.runner.close()
+    assert harness.told("chaos_finished")[0]["injected"] == 3
+
+
+def test_an_order_that_was_given_up_and_is_carried_out_after_all_counts(tmp_path: Path) -> None:
+    """The agent was late; what it did is a fault, though the shot was announced as skipped."""
+    harness = Harness(single("slow_rank", 0), tmp_path)
+    harness.launch()
+    harness.commit()
+    (order,) = harness.orders()
+    harness.at(WAIT_SECONDS + 10)
+    assert (harness.runner.outcomes.num_hit, harness.runner.outcomes.num_skipped) == (0, 1)
+    harness.agent(order)
+    harness.agent(order)
+    assert (harness.runner.outcomes.num_hit, harness.runner.outcomes.num_injected) == (0, 1)
 
 
 def test_nothing_is_ordered_when_no_heal_can_be_provoked(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from titan_ft.cli import main
 from titan_ft.config import ConfigError
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.options import Launch
+from titan_ft.run.events import LaunchStarted
+from titan_ft.run.log import EventLog
 
 
 @pytest.fixture
@@ -99,6 +101,45 @@ def test_worker_flags_reach_the_lighthouse(config: Path) -> None:
     flags = ["--fault_tolerance.min_replica_size=1", "--fault-tolerance.join-timeout-ms", "300"]
     settings = plan(config, num_replicas=1, worker_args=flags).lighthouse
     assert (settings.min_replicas, settings.join_timeout_ms, settings.heartbeat_timeout_ms) == (1, 300, 750)
+
+
+@pytest.mark.parametrize(
+    ("table", "flags", "folder"),
+    [
+        ("", [], None),
+        ("enable_tensorboard = true", [], "tb/job"),
+        ('enable_tensorboard = true\nsave_tb_folder = "elsewhere"', [], "tb/job"),
+        ("", ["--metrics.enable-tensorboard", "--metrics.save-tb-folder=curves"], "curves/job"),
+        ("enable_tensorboard = true", ["--metrics.no-enable-tensorboard"], None),
+    ],
+)
+def test_the_jobs_curves_stand_beside_its_groups(
+    config: Path, table: str, flags: list[str], folder: str | None
+) -> None:
+    """In TensorBoard's folder as the workers have it after all flags; nowhere where TensorBoard is off."""
+    config.write_text(f"{config.read_text()}\n[metrics]\n{table}\n")
+    expected = None if folder is None else config.parent / "run" / folder
+    assert plan(config, worker_args=flags).job_curve == expected
+
+
+def test_a_resumed_run_keeps_the_name_of_its_first_launch(config: Path) -> None:
+    """For W&B, whose runs go on under it; the launches' own names differ, so that the groups of each keep apart."""
+    config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
+    first = plan(config)
+    first.write()
+    assert first.first_job_id == first.job_id
+    for pid, (time, made) in enumerate([(2.0, "later"), (1.0, "first")]):
+        log = EventLog(first.paths.launcher_events(pid))
+        event = LaunchStarted(replicas=3, ranks_per_replica=2, spares=0, job_id=made)
+        log.emit(event)
+        log.close()
+        path = first.paths.launcher_events(pid)
+        path.write_text(re.sub(r'"time":[^,]+', f'"time":{time}', path.read_text()))
+    (first.paths.checkpoint / "step-5").mkdir(parents=True)
+    resumed = plan(config, resume=True)
+    assert resumed.first_job_id == "first"
+    assert resumed.job_id not in ("first", "later")
+    assert resumed.labels["job_id"] == resumed.job_id
 
 
 def test_config_is_copied_with_the_command(config: Path) -> None:

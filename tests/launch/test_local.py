@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
@@ -23,14 +24,16 @@ def children(pid: int) -> list[int]:
 
 
 def test_killed_group_is_restarted_alone(run: Any) -> None:
-    """One group dies and comes back; the other is not touched; plain lines tell it; status 0 when all finished."""
-    launcher = run.launch(replicas=2, worker_args=["--training.steps=3"])
+    """One group dies and comes back; the other is not touched; plain lines tell it, and where to look; the job's curve
+    has its step; status 0 when all finished."""
+    launcher = run.launch(replicas=2, worker_args=["--metrics.enable-tensorboard", "--training.steps=3"])
     first = [run.worker(replica, 0, 0) for replica in (0, 1)]
     assert first[0]["argv"][-1] == "--training.steps=3"
     tokens = {worker["env"]["TITAN_FT_TOKEN"] for worker in first}
     assert len(tokens) == 1
     assert len(tokens.pop()) >= 32
     assert first[0]["env"]["TORCHFT_LIGHTHOUSE"].startswith("http://127.0.0.1:")
+    assert first[0]["env"]["WANDB_RUN_GROUP"].startswith("run-")
     assert first[0]["env"]["RUST_LOG"] == os.environ.get("RUST_LOG", "warn")
 
     run.order(0, 0, 0, "step 7")
@@ -44,6 +47,12 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
     assert (launcher.returncode, errors) == (0, "")
     lines = [line.split("] ", 1)[1] for line in printed.splitlines()]
     assert lines[0].startswith("lighthouse at http://127.0.0.1:")
+    root = run.paths.root
+    assert f"watch it: titan-ft top {root}; logs: {root}/logs/replica-*/latest/" in lines
+    assert f"curves: tensorboard --logdir {root}/tb" in lines
+    assert [os.readlink(run.paths.latest_logs(replica)) for replica in (0, 1)] == ["attempt-0", "attempt-1"]
+    curve = EventAccumulator(str(run.paths.job_curve)).Reload()
+    assert [(point.step, point.value) for point in curve.Scalars("loss_metrics/global_avg_loss")] == [(7, 3.25)]
     assert "replica 1 died: rank 0 was killed by SIGKILL" in lines
     assert "replica 1 restarting (attempt 1)" in lines
     assert any(line.startswith("step 7  loss 3.25000  groups 2/2") for line in lines)

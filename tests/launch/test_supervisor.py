@@ -16,9 +16,10 @@ import pytest
 
 from tests.event_builder import event as make
 from titan_ft.launch import supervisor as supervisor_module
-from titan_ft.launch.supervisor import SENT_AWAY, root_failure
+from titan_ft.launch.supervisor import SENT_AWAY, point_to, root_failure
 from titan_ft.launch.worker_group import WorkerExit, visible_devices
 from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -302,3 +303,17 @@ def test_the_command_line_says_how_it_is_used(flag: str, status: int) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == status
     assert "Traceback" not in result.stderr
+
+
+def test_link_to_the_latest_logs(tmp_path: Path) -> None:
+    """It leads to the newest attempt, whatever was there; where links cannot be made there is none, and no error."""
+    paths = RunPaths(tmp_path)
+    for attempt in (0, 1):
+        folder = paths.logs(0, attempt, 0).parent
+        folder.mkdir(parents=True)
+        point_to(folder, paths.latest_logs(0))
+        assert paths.latest_logs(0).resolve() == folder
+    assert sorted(path.name for path in paths.latest_logs(0).parent.iterdir()) == ["attempt-0", "attempt-1", "latest"]
+    assert paths.next_attempt(0) == 2
+    (tmp_path / "file").touch()
+    point_to(tmp_path / "file" / "attempt-0", tmp_path / "file" / "latest")

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import titan_ft
 from tests.event_builder import build, named
+from titan_ft.chaos.faults import FAULTS
 from titan_ft.config import ConfigError
 from titan_ft.live import status
-from titan_ft.live.metrics import MetricsServer, split_address
+from titan_ft.live.metrics import FAILURE_CAUSES, MetricsServer, split_address
 from titan_ft.live.status import STATES
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -131,7 +133,7 @@ def test_failures_and_recoveries(server: MetricsServer) -> None:
     server.observe(event("worker_exited", 1, rank=0, attempt=1, code=3, stopped=False))
     server.observe(event("replica_restarted", 1, None, attempt=2))
     found = scrape(server)
-    failures = {key: count for key, count in found.items() if key[0] == "titan_ft_failures_total"}
+    failures = {key: count for key, count in found.items() if key[0] == "titan_ft_failures_total" and count}
     assert sorted(failures.values()) == [1, 1]
     assert value(found, "failures_total", replica="1", cause="SIGKILL") == 1
     assert value(found, "failures_total", replica="1", cause="exit code 3") == 1
@@ -141,12 +143,85 @@ def test_failures_and_recoveries(server: MetricsServer) -> None:
     assert value(found, "heal_seconds_sum") == 1.5
 
 
+def test_failures_of_all_kinds_are_there_from_the_start(server: MetricsServer) -> None:
+    """Each kind begins with 0 for each group, so that Prometheus sees the first increase; a rare one is "other", and
+    no series shows up later."""
+    server.update(status.initial(2))
+    before = scrape(server)
+    failures = {key: count for key, count in before.items() if key[0] == "titan_ft_failures_total"}
+    assert len(failures) == 2 * (len(FAILURE_CAUSES) + 1)
+    assert set(failures.values()) == {0}
+    for attempt, how in enumerate(({"signal": "SIGKILL"}, {"code": 1}, {"code": 77}, {"signal": "SIGXCPU"})):
+        server.observe(event("worker_exited", 1, attempt=attempt, stopped=False, **how))
+    after = scrape(server)
+    assert after.keys() == before.keys()
+    counted = {dict(labels)["cause"]: count for (name, labels), count in after.items() if "failures" in name and count}
+    assert counted == {"SIGKILL": 1, "exit code 1": 1, "other": 2}
+
+
+def test_faults_of_all_kinds_are_there_once_chaos_begins(server: MetricsServer) -> None:
+    """A run that nobody breaks has none of these series; with a plan all begin with 0."""
+    assert not [key for key in scrape(server) if key[0] == "titan_ft_faults_injected_total"]
+    server.observe(event("chaos_started", None, None, seed=1))
+    assert {
+        key for key, count in scrape(server).items() if key[0] == "titan_ft_faults_injected_total" and not count
+    } == {("titan_ft_faults_injected_total", (("fault", name),)) for name in FAULTS}
+
+
+def test_what_runs(server: MetricsServer) -> None:
+    """Versions and the run's own labels stand beside the figures, to join them with."""
+    other = MetricsServer(0, run={"job_id": "job-1", "run_dir": "/runs/a"})
+    try:
+        found = scrape(other)
+        assert value(found, "run_info", job_id="job-1", run_dir="/runs/a") == 1
+        (labels,) = (dict(labels) for name, labels in found if name == "titan_ft_build_info")
+        assert labels["version"] == titan_ft.__version__
+        assert labels["torchtitan"].startswith("0.2")
+        assert {"python", "torch", "torchft"} <= labels.keys()
+    finally:
+        other.close()
+
+
+def test_last_commit_and_target(server: MetricsServer) -> None:
+    """When the last step was committed, for alerts on a job that stands still, and which step is to be the last."""
+    assert math.isnan(value(scrape(server), "last_commit_timestamp_seconds"))
+    assert math.isnan(value(scrape(server), "target_step"))
+    server.observe(event("worker_started", config={"steps": 500}))
+    server.observe(step(1, 0, time=1234.5))
+    server.observe(step(1, 1, time=1236.0))
+    found = scrape(server)
+    assert value(found, "last_commit_timestamp_seconds") == 1234.5
+    assert value(found, "target_step") == 500
+
+
+def test_step_time_of_each_group(server: MetricsServer) -> None:
+    """A gauge of its own time for each group, without the exchange; a group that is gone has none."""
+    groups = status.initial(2)
+    for own, replica in ((0.5, 0), (2.0, 1)):
+        groups = status.fold(groups, step(1, replica, compute_seconds=own, apply_seconds=0.25))
+    server.update(groups)
+    found = scrape(server)
+    assert [value(found, "group_step_seconds", replica=each) for each in "01"] == [0.75, 2.25]
+    server.update(status.fold(groups, event("worker_exited", 1, signal="SIGKILL", stopped=False)))
+    assert math.isnan(value(scrape(server), "group_step_seconds", replica="1"))
+
+
+def test_no_series_of_when_a_counter_was_made(server: MetricsServer) -> None:
+    """`_created` series double what is stored, for nothing."""
+    server.update(status.initial(1))
+    server.observe(step(1))
+    with NO_PROXY.open(server.url, timeout=30) as response:
+        text = response.read().decode()
+    assert "titan_ft_step_seconds_bucket" in text
+    assert "_created" not in text
+
+
 def test_leaving_in_order_is_no_failure(server: MetricsServer) -> None:
     """Neither a group that finished nor one that was asked to leave has failed."""
     server.observe(event("worker_exited", 0, code=0, stopped=False))
     server.observe(event("drained", 1, step=5))
     server.observe(event("worker_exited", 1, signal="SIGTERM", stopped=False))
-    assert not [key for key in scrape(server) if key[0] == "titan_ft_failures_total"]
+    assert not [key for key, count in scrape(server).items() if key[0] == "titan_ft_failures_total" and count]
 
 
 def test_what_all_groups_see_counts_once(server: MetricsServer) -> None:
@@ -216,7 +291,7 @@ def test_closed_server_gives_its_port_back() -> None:
     server.close()
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", server.port)) != 0
-    MetricsServer.at(f"127.0.0.1:{server.port}").close()
+    MetricsServer.at(f"127.0.0.1:{server.port}", {}).close()
 
 
 @pytest.mark.parametrize(

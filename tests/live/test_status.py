@@ -11,6 +11,7 @@ import pytest
 from tests.event_builder import build, named
 from titan_ft.live import status
 from titan_ft.live.group_table import group_table
+from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status_view import PlainView
 from titan_ft.run.events import (
     ChaosFinished,
@@ -77,7 +78,6 @@ def test_story_of_a_run() -> None:
     assert groups[1] == status.GroupStatus(
         1, "finished", 3, 2.5, (0, 1), attempt=1, restarts=1, own_seconds=0.0, donor=0
     )
-    assert status.describe_progress(groups) == "step 3  loss 2.50000  groups 2/2  restarts 1"
 
 
 def test_late_events_of_an_old_attempt_are_ignored() -> None:
@@ -231,6 +231,32 @@ def test_own_part_of_a_step() -> None:
     assert status.fold(groups, step(3, compute_seconds=1.0))[0].own_seconds == 1.0
 
 
+@pytest.mark.parametrize(
+    "begins",
+    [
+        event("worker_started", attempt=1, host="node1"),
+        build(ReplicaRestarted, replica=0, attempt=1, reason=""),
+        build(SpareTookOver, replica=0, attempt=1),
+    ],
+)
+def test_group_that_starts_shows_no_stale_numbers(begins: Any) -> None:
+    """What an attempt has made is nothing that the next one has: not its step, its losses, its time, its donor."""
+    groups = status.fold(status.initial(2), event("heal_started", donor=1, from_step=6))
+    groups = status.fold(groups, step(7, own_loss=2.0, compute_seconds=1.0))
+    died = status.fold(groups, event("worker_exited", signal="SIGKILL", stopped=False))[0]
+    assert (died.step, died.loss, died.own_loss, died.own_seconds) == (7, None, None, None)
+    starts = status.fold({0: died}, begins)[0]
+    assert (starts.step, starts.loss, starts.own_loss, starts.own_seconds, starts.donor) == (None,) * 5
+    assert (starts.state, starts.attempt, starts.participants) == ("starting", 1, ())
+
+
+def test_step_of_a_group_that_is_back() -> None:
+    """With the state that it has fetched or loaded a group has its step again."""
+    groups = status.fold(status.initial(1), event("heal_finished", donor=1, step=12))
+    assert (groups[0].state, groups[0].step) == ("joined", 12)
+    assert status.fold(status.initial(1), event("checkpoint_loaded", step=40))[0].step == 40
+
+
 def test_worker_tells_its_host_and_attempt() -> None:
     """A run that is resumed starts with a later attempt; each attempt may be on another host."""
     groups = status.fold(status.initial(1), event("worker_started", attempt=4, host="node03"))
@@ -267,11 +293,11 @@ def test_spare_brings_a_lost_group_back() -> None:
 def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal, progress is one line every few seconds, and changes are told at once."""
     view = PlainView(progress_seconds=1000.0)
-    groups = status.initial(2)
-    view.update(groups)
+    run = RunStatus(2)
+    view.update(run)
     for number in (1, 2, 3):
-        groups = status.fold(groups, step(number))
-        view.update(groups)
+        run.observe(step(number))
+        view.update(run)
     view.line("replica 0 joined")
     printed = capsys.readouterr().out.splitlines()
     assert [line.split("] ")[1] for line in printed] == [

@@ -27,8 +27,9 @@ from rich.console import Console
 
 from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
+from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.terminal import clock
-from titan_ft.live.run_status import CommittedSteps, InjectedFaults, RunStatus
+from titan_ft.live.run_status import CommittedSteps, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
 from titan_ft.run.events import Event, Target
@@ -145,7 +146,7 @@ def test_row_of_a_group() -> None:
     assert head.split() == columns.split()
     assert rows[0].split() == ["0", "training", "31", "-22.0000", "3.000", "4.00", "0", "-", "0", "node00", "-"]
     fault = ["-0:10", "abort_process_group"]
-    assert rows[1].split() == ["1", "healing", "30", "2.0000", "-", "-", "1", "3", "1", "node01", *fault]
+    assert rows[1].split() == ["1", "healing", "-", "-", "-", "-", "1", "3", "1", "node01", *fault]
 
 
 @pytest.mark.parametrize("replicas", [1, 4, 40])
@@ -228,6 +229,55 @@ def test_rate_leaves_out_what_is_long_ago() -> None:
     slow = [step(number, moment=50.0 * number) for number in range(1, 5)]
     fast = [step(number, moment=200.0 + number) for number in range(5, 90)]
     assert fold(*slow, *fast).tokens_per_second(289.5) == pytest.approx(100.0, rel=0.05)
+
+
+def test_target_and_time_to_go() -> None:
+    """The last step that the config asks for stands behind the step, and the time until then at the rate of the last
+    steps; without a config, and once the run is over, neither is guessed."""
+    steps = [step(number, moment=2.0 * number) for number in range(1, 11)]
+    run = fold(launched(2), event("worker_started", config={"group_size": 2, "steps": 100}), *steps)
+    assert run.seconds_left(20.0) == pytest.approx(180.0)
+    assert "step 10/100" in shown(run, 120, now=20.0)[2]
+    assert "ETA 3:00" in shown(run, 120, now=20.0)[2]
+    assert run.progress(20.0) == "step 10  loss -1.00000  groups 2/2  restarts 0  tokens/s 50  ETA 3:00 (step 100)"
+    run.observe(event("launch_finished", None, None, 21.0, code=0))
+    assert run.seconds_left(21.0) is None
+    unknown = fold(launched(2), *steps)
+    assert (unknown.seconds_left(20.0), unknown.progress(20.0)) == (
+        None,
+        "step 10  loss -1.00000  groups 2/2  restarts 0  tokens/s 50",
+    )
+
+
+def test_going_back_is_announced() -> None:
+    """When all groups were lost, the checkpoint that the job goes on from is told, and which steps are made again."""
+    run = fold(launched(2), *(step(number, replica) for number in range(1, 9) for replica in (0, 1)))
+    told = [
+        run.observe(event("checkpoint_loaded", 0, attempt=1, step=4)),
+        run.observe(step(5, 0, attempt=1, lineage="0a")),
+        run.observe(step(5, 1, attempt=1, lineage="0a")),
+        run.observe(step(6, 0, attempt=1, lineage="0b")),
+    ]
+    assert told == [
+        "replica 0 goes on from the checkpoint of step 4",
+        "training went back to step 4: steps 5 to 8 are made again",
+        None,
+        None,
+    ]
+    assert [text for _, text in run.lines][-2:] == told[:2]
+    assert run.observe(event("started_anew", 0, attempt=1)).startswith("replica 0 starts anew from step 0")
+
+
+def test_launcher_shows_what_top_shows() -> None:
+    """The launcher's table has top's figures, without what the launcher prints above it, and fits the terminal."""
+    run, console = story(), Console(width=100, height=1000, file=io.StringIO(), color_system=None)
+    lines = console.render_lines(frame(run, "", 36.0, Screen(100, 24), history=False), pad=False)
+    text = ["".join(segment.text for segment in line).rstrip() for line in lines]
+    assert text == [line for line in shown(run, 100, 24, now=36.0)[1:] if "  replica 1 " not in line][: len(text)]
+    assert any("tokens/s" in line for line in text)
+    assert not any("died" in line for line in text)
+    crowded = console.render_lines(frame(story(40), "", 36.0, Screen(100, 12), history=False), pad=False)
+    assert len(crowded) <= 12
 
 
 def test_run_that_is_over() -> None:

@@ -19,7 +19,7 @@ def test_layout() -> None:
     assert paths.worker_events(1, 3, 2, 99) == Path("/runs/a/events/replica-1-rank-3-attempt-2-99.jsonl")
     assert paths.supervisor_events(1, 99) == Path("/runs/a/events/supervisor-1-99.jsonl")
     assert paths.launcher_events(99) == Path("/runs/a/events/launcher-99.jsonl")
-    assert [paths.tensorboard.name, paths.checkpoint.name, paths.report.name] == ["tb", "checkpoint", "report"]
+    assert [paths.checkpoint.name, paths.report.name] == ["checkpoint", "report"]
 
 
 def test_events_of_an_attempt(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class Agents:
     def __init__(self, job: Job, orders: Path, outcomes: Outcomes, clock: Callable[[], float] = time.monotonic) -> None:
         self._job, self._orders, self._outcomes, self._clock = job, orders, outcomes, clock
         self._pending: list[_Pending] = []
+        self._ordered: set[tuple[str, int | None, int | None]] = set()
 
     @property
     def busy(self) -> bool:
@@ -85,6 +86,7 @@ class Agents:
 
     def _give(self, aimed: Injection, target: Target, attempt: int | None, params: Mapping[str, float]) -> None:
         shot = aimed.shot
+        self._ordered.add((shot.fault, shot.number, shot.seed))
         order = Order(
             fault=shot.fault,
             replica=target.replica,
@@ -106,6 +108,8 @@ class Agents:
         if isinstance(event, FaultUndone):
             self._job.undo(replica, (event.fault, event.shot), event.time)
             return
+        if isinstance(event, FaultInjected) and (event.fault, event.shot, event.seed) in self._ordered:
+            self._outcomes.announced(event)  # also one that comes after it was given up
         pending = next((pending for pending in self._pending if _is_about(event, pending.aimed)), None)
         if pending is None:  # another rank of the group was first, or a link's other end, or it is another runner's
             if isinstance(event, FaultSkipped):

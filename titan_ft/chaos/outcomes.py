@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from titan_ft.chaos.plan import Plan
 from titan_ft.chaos.schedule import Shot
+from titan_ft.history.attempts import InjectedFaults
 from titan_ft.run.events import ChaosFinished, ChaosStarted, FaultInjected, FaultSkipped, FaultUndone, Target
 from titan_ft.run.log import EventLog
 
@@ -21,11 +22,16 @@ class Outcomes:
     """
 
     def __init__(self, events: EventLog, show: Callable[[str], None]) -> None:
-        self.num_injected = self.num_skipped = 0
-        """Shots; one with several targets is injected when one of them was hit."""
+        self.num_hit = self.num_skipped = 0
+        """Shots; one with several targets has hit when one of them was hit."""
         self.last_reason = ""
         """Why the shot that was skipped last was."""
-        self._events, self._show = events, show
+        self._events, self._show, self._faults = events, show, InjectedFaults()
+
+    @property
+    def num_injected(self) -> int:
+        """Faults, as every view of the run counts them."""
+        return self._faults.num_injected
 
     def started(self, plan: Plan) -> None:
         """Announce that the schedule's clock runs from now on."""
@@ -40,6 +46,11 @@ class Outcomes:
         """Announce that a target is about to be hit, just before it is; what agents do they announce themselves."""
         event = FaultInjected(fault=fault, target=target, seed=shot.seed, shot=shot.number, params=dict(params))
         self._events.emit(event)
+        self.announced(event)
+
+    def announced(self, event: FaultInjected) -> None:
+        """Count a fault of this plan that was announced, here or by an agent."""
+        self._faults.observe(event)
 
     def hit(self, fault: str, target: Target, why: str = "") -> None:
         """Show that a target was hit."""
@@ -57,10 +68,10 @@ class Outcomes:
         self.last_reason = reason
         self._show(f"chaos: {shot.fault if target is None else _at(shot.fault, target)} skipped: {reason}")
 
-    def count(self, injected: bool) -> None:
+    def count(self, hit: bool) -> None:
         """Count a shot that is settled."""
-        self.num_injected += injected
-        self.num_skipped += not injected
+        self.num_hit += hit
+        self.num_skipped += not hit
 
 
 def _at(fault: str, target: Target) -> str:

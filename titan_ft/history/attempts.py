@@ -8,7 +8,7 @@ injects a fault for its moment (a supervisor notes a death only afterwards).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +31,8 @@ class Fault:
     lighthouse: bool
     shot: int | None
     """Its number in the schedule; one shot may hit several groups."""
+    number: int
+    """The how-manieth fault of the run it is part of, from 1; see `InjectedFaults`."""
     undone_us: int | None
     """When it was undone, as the events or its own parameters say; for a lighthouse, when the next one listened."""
 
@@ -38,6 +40,42 @@ class Fault:
     def deadly(self) -> bool:
         """Whether it ends a process at once."""
         return not self.lighthouse and (self.name.startswith(("kill", "sigkill")) or self.name in _DEADLY)
+
+
+class InjectedFaults:
+    """Count injected faults: the one definition of how many there were, for every view of a run.
+
+    A fault is what `fault_injected` announces. The events of one shot of a plan with the same name are one fault,
+    however many groups it hits and however many ranks write it; an event without a shot, as of a script, is one of its
+    own. Where a shot kills a group to disturb the heal that follows, the kill is one fault and the disturbance another.
+    A shot that was skipped is none. Failures are something else: a fault may end no group or several, and groups end of
+    themselves.
+    """
+
+    def __init__(self) -> None:
+        self.by_kind: Counter[str] = Counter()
+        """How many there were of each name."""
+        self.last = 0
+        """Number, from 1, of the fault that the last `fault_injected` was part of."""
+        self._shots: dict[tuple[object, ...], int] = {}
+
+    @property
+    def num_injected(self) -> int:
+        return self.by_kind.total()
+
+    def observe(self, event: ev.Event) -> bool:
+        """Take any event, in order of time; return whether it is a new fault."""
+        if isinstance(event, ev.ChaosStarted | ev.LaunchStarted):
+            self._shots.clear()  # a plan that is carried out again numbers its shots anew
+        if not isinstance(event, ev.FaultInjected):
+            return False
+        shot = (event.fault, event.seed, event.shot)
+        if event.shot is not None and shot in self._shots:
+            self.last = self._shots[shot]
+            return False
+        self.by_kind[event.fault] += 1
+        self.last = self._shots[shot] = self.num_injected
+        return True
 
 
 @dataclass
@@ -121,21 +159,24 @@ def seconds_of(fault: ev.FaultInjected) -> float:
 
 def read_faults(events: Iterable[ev.Event]) -> list[Fault]:
     """Return the injected faults of events that are in order of time."""
-    events = [event for event in events if isinstance(event, ev.FaultEvent | ev.LighthouseRestarted)]
+    relevant = ev.FaultEvent | ev.LighthouseRestarted | ev.ChaosStarted | ev.LaunchStarted
+    events = [event for event in events if isinstance(event, relevant)]
     undone: dict[tuple[str, int | None, ev.Target], list[int]] = defaultdict(list)
     back = [microseconds(event) for event in events if isinstance(event, ev.LighthouseRestarted)]
     for event in events:
         if isinstance(event, ev.FaultUndone):
             undone[event.fault, event.shot, event.target].append(microseconds(event))
-    faults = []
+    faults, counted = [], InjectedFaults()
     for event in events:
+        counted.observe(event)
         if isinstance(event, ev.FaultInjected):
             time, target = microseconds(event), event.target
             ends = back if target.lighthouse else undone.get((event.fault, event.shot, target), [])
             end = next((end for end in ends if end >= time), None)
             if end is None and (seconds := seconds_of(event)):
                 end = time + round(seconds * 1e6)
-            faults.append(Fault(time, event.fault, target.replica, target.rank, target.lighthouse, event.shot, end))
+            whom = (target.replica, target.rank, target.lighthouse)
+            faults.append(Fault(time, event.fault, *whom, event.shot, counted.last, end))
     return faults
 
 

@@ -20,7 +20,7 @@ before and after its begin. What happens later, while its group starts and heals
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -30,7 +30,6 @@ from titan_ft.history.attempts import Attempt, Fault, microseconds
 from titan_ft.history.record import RunRecord, view
 from titan_ft.run.events import HealFinished, StepCommitted
 
-_SAME_SHOT_US = 2_000_000  # faults of one shot within this time are one incident
 Commits = Mapping[int, Sequence[StepCommitted]]
 """Those of each group, in order of time."""
 _ASK_TO_LEAVE = ("term_group",)
@@ -203,6 +202,12 @@ def find_incidents(record: RunRecord) -> list[Incident]:
     return sorted(described, key=lambda incident: incident.time)
 
 
+def count_faults(record: RunRecord) -> dict[str, int]:
+    """Return how many faults of each kind were injected, as `InjectedFaults` counts them, the most frequent first."""
+    kinds = Counter(sorted(one.fault for one in find_incidents(record) if one.injected))
+    return dict(kinds.most_common())
+
+
 def find_failures(record: RunRecord) -> list[Failure]:
     """Return the deaths of groups in order of time, one for each attempt."""
     return sorted((f for one in find_incidents(record) for f in one.failures), key=lambda failure: failure.time)
@@ -239,7 +244,7 @@ def _open_incidents(record: RunRecord) -> list[_Open]:
     """Return the faults, those of one shot as one, and the ends of groups without one."""
     found: list[_Open] = []
     for fault in record.faults:
-        same = next((one for one in found[::-1] if one.fault is not None and _one_shot(one.fault, fault)), None)
+        same = next((one for one in found if _is_of(one.fault, fault)), None)
         if same is None:
             same = _Open(fault.time_us, fault.time_us, set(), fault.time_us, fault.name, fault)
             found.append(same)
@@ -265,14 +270,8 @@ def _open_incidents(record: RunRecord) -> list[_Open]:
     return found
 
 
-def _one_shot(one: Fault, other: Fault) -> bool:
-    """Tell whether two faults are one shot that hit several groups."""
-    alike = one.shot is not None and (one.shot, one.name) == (other.shot, other.name)
-    return alike and abs(one.time_us - other.time_us) <= _SAME_SHOT_US
-
-
 def _is_of(incident: Fault | None, fault: Fault | None) -> bool:
-    return incident is not None and fault is not None and (incident == fault or _one_shot(incident, fault))
+    return incident is not None and fault is not None and incident.number == fault.number
 
 
 def _asked_to_leave(one: _Open, attempt: Attempt) -> bool:

@@ -15,7 +15,7 @@ from titan_ft.history.audit import audit
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.goodput import count_exchanges
-from titan_ft.history.incidents import Drain, Failure, Heal, find_drains, find_failures, find_heals
+from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.terminal import grid
 from titan_ft.run.events import (
@@ -74,6 +74,8 @@ class RunSummary:
     num_standby_restarts: int = 0
     """Those in which a process took over that had imported everything."""
     num_lighthouse_restarts: int = 0
+    num_faults: int = 0
+    """Injected faults, see `titan_ft.history.attempts.InjectedFaults`."""
     drains: list[Drain] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     heals: list[Heal] = field(default_factory=list)
@@ -127,6 +129,7 @@ def summarize(record: RunRecord) -> RunSummary:
         num_restarts=len(restarts),
         num_standby_restarts=sum(event.standby for event in restarts),
         num_lighthouse_restarts=len(record.of(LighthouseRestarted)),
+        num_faults=sum(count_faults(record).values()),
         drains=find_drains(record),
         failures=find_failures(record),
         heals=find_heals(record),
@@ -194,6 +197,7 @@ def summary_table(summary: RunSummary) -> Table:
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
         ("batches", f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown"),
+        *([("faults injected", str(s.num_faults))] if s.num_faults else []),
         ("failures", f"{len(s.failures)}, {count(s.num_restarts, 'restart')}{standby}"),
         *((f"  {_name(failure)}", _describe(failure)) for failure in s.failures[:MAX_FAILURES_SHOWN]),
     ]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import dropwhile, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
@@ -19,7 +20,9 @@ from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
 from titan_ft.options import Launch, LighthouseSettings
-from titan_ft.run.paths import RunPaths
+from titan_ft.run.events import LaunchStarted
+from titan_ft.run.paths import JOB_CURVE, RunPaths
+from titan_ft.run.tail import EventTail
 
 if TYPE_CHECKING:
     from titan_ft.chaos.plan import Plan
@@ -91,6 +94,7 @@ class LaunchPlan:
         self.drain_seconds = self._resolve_drain_timeout(table)
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
         self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
+        self.job_curve = self._find_job_curve(values)
         if options.resume:
             self._check_resume(values)
         elif self.paths.has_events():
@@ -107,6 +111,26 @@ class LaunchPlan:
         if not 0 < asked < float("inf"):
             raise ConfigError(f"--drain-timeout must be > 0, got {asked}; the usual is {usual:g}")
         return asked
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return what tells the run from others in figures that are served."""
+        shape = {"replicas": str(self.num_replicas), "ranks_per_replica": str(self.num_ranks)}
+        return {"job_id": self.job_id, "run_dir": str(self.paths.root), "config": self.options.config.name, **shape}
+
+    @property
+    def first_job_id(self) -> str:
+        """Return the job's name of its first launch in the folder: W&B goes on under it."""
+        earlier = EventTail(self.paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True).poll()
+        return next((event.job_id for event in earlier if isinstance(event, LaunchStarted)), self.job_id)
+
+    def _find_job_curve(self, values: Mapping[str, Any]) -> Path | None:
+        """Return the folder for the job's curves, beside those of its groups; None if TensorBoard is off."""
+        flags = self.worker_flags([])
+        if not _is_enabled("metrics.enable_tensorboard", values, flags):
+            return None
+        folder = [value for name, value in read_flags(flags) if name == "metrics.save_tb_folder"][-1]
+        return self.paths.root / folder / JOB_CURVE
 
     def _check_table(self, table: Mapping[str, Any]) -> None:
         """Check what only the launcher knows to be wrong; the workers check the rest."""
@@ -131,7 +155,7 @@ class LaunchPlan:
         """Check that the run can go on from a checkpoint in its folder; a folder without a run is fine."""
         if not self.paths.has_events():
             return
-        if not _saves_checkpoints(values, self.worker_args):
+        if not _is_enabled("checkpoint.enable", values, self.worker_args):
             raise ConfigError(
                 "--resume needs checkpoint.enable = true, got false; without checkpoints training would start anew "
                 f"in {self.paths.root}: give another --run-dir"
@@ -230,12 +254,13 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def _saves_checkpoints(values: Mapping[str, Any], worker_args: list[str]) -> bool:
-    """Tell whether checkpoint.enable holds after the workers' flags, whose last one wins."""
-    enabled = bool(values.get("checkpoint", {}).get("enable", False))
+def _is_enabled(switch: str, values: Mapping[str, Any], worker_args: Sequence[str]) -> bool:
+    """Tell whether a switch such as checkpoint.enable is on after the workers' flags, whose last one wins."""
+    section, _, key = switch.partition(".")
+    enabled = bool(values.get(section, {}).get(key, False))
     for name, value in read_flags(worker_args):
-        if name in ("checkpoint.enable", "checkpoint.no_enable"):
-            enabled = name == "checkpoint.enable" and value.lower() != "false"
+        if name in (switch, f"{section}.no_{key}"):
+            enabled = name == switch and value.lower() != "false"
     return enabled
 
 

@@ -18,7 +18,9 @@ from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE
 from titan_ft.launch.spares import Spares, may_replace
 from titan_ft.launch.supervisor import GRACE_SECONDS
 from titan_ft.live import status
+from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
+from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status_view import make_view
 from titan_ft.run.events import CheckpointSaved, Drained, LaunchFinished, LaunchStarted, LaunchStopping, StepCommitted
 from titan_ft.run.log import EventLog
@@ -43,13 +45,15 @@ class LocalRun:
 
     def __init__(self, plan: LaunchPlan, stop: StopRequests) -> None:
         self.plan, self.stop = plan, stop
-        self.groups = status.initial(plan.num_replicas)
+        self.status = RunStatus(plan.num_replicas)
         # First: when its port is taken, the folder must not look as if a run had been in it.
-        self._metrics = MetricsServer.at(plan.options.metrics_port) if plan.options.metrics_port else None
+        self._metrics = MetricsServer.at(plan.options.metrics_port, plan.labels) if plan.options.metrics_port else None
+        self._curve = None if plan.job_curve is None else JobCurve(plan.job_curve, self._error)
         self._tail = EventTail(plan.paths.events)
         self._events = EventLog(plan.paths.launcher_events(os.getpid()))
         # The token is not on any command line, where other users of the host could read it.
         env = {"TITAN_FT_TOKEN": secrets.token_hex(16), "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
+        env["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP") or plan.first_job_id
         self._children = Children(env)
         self._lighthouse = LighthouseKeeper(
             plan.lighthouse_command,
@@ -64,7 +68,7 @@ class LocalRun:
         self._trains_since: float | None = None
         self._time_is_up = False
         self._chaos = None if plan.chaos is None else self._chaos_runner(plan.chaos)
-        self.view = make_view(plan.num_replicas)
+        self.view = make_view(self.status)
 
     def _chaos_runner(self, plan: Plan) -> ChaosRunner:
         from titan_ft.chaos.processes import LocalProcesses  # a run that nobody breaks loads nothing of it
@@ -91,6 +95,8 @@ class LocalRun:
             self._events.emit(LaunchFinished(code=code, reason=reason))
             self._events.close()
             self._lighthouse.close()
+            if self._curve:
+                self._curve.close()
             if self._metrics:
                 self._metrics.close()
             self.view.close()
@@ -124,6 +130,9 @@ class LocalRun:
         self.view.line(
             f"lighthouse at {address}; {plan.num_replicas} groups x {plan.num_ranks} ranks; {plan.paths.root}"
         )
+        self.view.line(f"watch it: titan-ft top {plan.paths.root}; logs: {plan.paths.root}/logs/replica-*/latest/")
+        if self._curve:
+            self.view.line(f"curves: tensorboard --logdir {self._curve.folder.parent}")
         if self._metrics:
             self.view.line(f"metrics at {self._metrics.url}")
         for child in self._supervisors.values():
@@ -185,21 +194,24 @@ class LocalRun:
                 self._trains_since = time.monotonic()
             if self._chaos is not None:
                 self._chaos.observe(event)
-            before, self.groups = self.groups, status.fold(self.groups, event)
-            line = status.describe(before, self.groups, event)
+            line = self.status.observe(event)
             if self._metrics:
                 self._metrics.observe(event)
+            if self._curve:
+                self._curve.observe(event)
             # When the whole run is stopped, workers do not "die" one by one.
             stopping = self.stop or self._time_is_up
             if line is not None and (not stopping or isinstance(event, Drained | CheckpointSaved)):
                 self.view.line(line)
         if self._metrics:
-            self._metrics.update(self.groups)
-        self.view.update(self.groups)
+            self._metrics.update(self.status.groups)
+        self.view.update(self.status)
 
     def _show_failures(self, codes: dict[int, int | None]) -> None:
         """Report a supervisor that ended without having said why in an event."""
-        ended = [(self._supervisors[r], self.groups[r].state == status.FAILED) for r, code in codes.items() if code]
+        ended = [
+            (self._supervisors[r], self.status.groups[r].state == status.FAILED) for r, code in codes.items() if code
+        ]
         ended += [(child, False) for child in self._spares.take_dead()]
         for child, explained in ended:
             if child not in self._shown and not explained:
@@ -208,10 +220,10 @@ class LocalRun:
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
         """Give the place of each group that is lost to a spare, while there is one; its exit status becomes None."""
-        if any(group.state == status.FINISHED for group in self.groups.values()):
+        if any(group.state == status.FINISHED for group in self.status.groups.values()):
             return  # nobody would be left to fetch the state from
         for replica, code in codes.items():
-            gave_up = self.groups[replica].state == status.FAILED
+            gave_up = self.status.groups[replica].state == status.FAILED
             if may_replace(code, gave_up):
                 child = self._spares.take_over(replica)
                 if child is not None:
@@ -223,7 +235,7 @@ class LocalRun:
             reason = f"{len(failed)} of {self.plan.num_replicas} groups failed: {', '.join(map(str, failed))}"
             self._error(f"{reason}; logs below {self.plan.paths.root / 'logs'}")
             return 1, reason
-        drained = [group.replica for group in self.groups.values() if group.state == status.DRAINED]
+        drained = [group.replica for group in self.status.groups.values() if group.state == status.DRAINED]
         reason = "all groups finished"
         if drained:
             reason = f"all groups finished or left (left: {', '.join(map(str, drained))})"
@@ -243,13 +255,12 @@ class LocalRun:
     def _begin_to_drain(self, reason: str, text: str, how_to_hurry: str) -> None:
         limit = self.plan.drain_seconds
         self._events.emit(LaunchStopping(reason=reason, drain_seconds=limit))
-        self.groups = status.draining(self.groups)
         self.view.line(f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)")
 
     def _judge_leaving(self) -> tuple[int, str]:
         """Return exit status and reason of a run that ended in time."""
         ended = (status.DRAINED, status.FINISHED)
-        late = [group.replica for group in self.groups.values() if group.state not in ended]
+        late = [group.replica for group in self.status.groups.values() if group.state not in ended]
         if not late:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
             return 0, "all groups left when the time was up"

@@ -11,6 +11,7 @@ A spare supervisor (`--spare`) prepares a standby for a replica that it is told 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -183,6 +184,7 @@ class Supervisor:
 
         spec = self.spec
         logs = {rank: spec.paths.logs(spec.replica, attempt, rank) for rank in range(spec.ranks)}
+        point_to(logs[0].parent, spec.paths.latest_logs(spec.replica))
         standby = self._keeper.take()
         if restarted_because:
             self._events.emit(ReplicaRestarted(attempt=attempt, reason=restarted_because, standby=standby is not None))
@@ -263,6 +265,16 @@ class Supervisor:
 def start_standby(spec: GroupSpec) -> Standby:
     """Start a standby of the group; what depends on the replica, if it is not known yet, follows with "go"."""
     return Standby(spec.module, spec.args, spec.env, spec.ranks, spec.max_restarts)
+
+
+def point_to(folder: Path, link: Path) -> None:
+    """Let a link lead to a folder beside it; without links, as on some file systems, there is none."""
+    new = link.with_name(f".{link.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        new.unlink(missing_ok=True)
+        new.symlink_to(folder.name, target_is_directory=True)
+        new.replace(link)  # in one piece: there is no moment without it
 
 
 def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:

@@ -4,13 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import platform
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import titan_ft
 from titan_ft.config import ConfigError
+from titan_ft.history.attempts import InjectedFaults
 from titan_ft.live import status
-from titan_ft.live.run_status import CommittedSteps, InjectedFaults
+from titan_ft.live.run_status import CommittedSteps
 from titan_ft.live.status import Groups
 from titan_ft.run import address
 from titan_ft.run import events as ev
@@ -20,6 +25,12 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
+FAILURE_CAUSES = (
+    *("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGSEGV", "SIGTERM"),
+    *("exit code 1", "exit code 2", "exit code 3"),
+)
+OTHER_CAUSE = "other"
+"""What any other signal or exit code counts as, so that all series are there from the start."""
 HEAL_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
 
@@ -51,17 +62,22 @@ class MetricsServer:
         port: where to listen; 0 chooses a free one.
         host: address of this host to listen at. Whoever reaches it can read the figures, so the default is the
             loopback; a Prometheus on another host needs "0.0.0.0" or the address of one network.
+        run: what tells this run from others, as labels of `titan_ft_run_info`.
 
     Raises:
         ConfigError: nothing can listen there.
     """
 
-    def __init__(self, port: int, host: str = LOOPBACK) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+    def __init__(self, port: int, host: str = LOOPBACK, run: Mapping[str, str] | None = None) -> None:
+        from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
 
+        disable_created_metrics()  # a series of its own for each counter, which nobody asks for
         registry = CollectorRegistry()
         self._define_metrics(registry)
+        self._build.info(_versions())
+        self._run.info(dict(run or {}))
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
+        self._shown: Groups = {}
         self._failed_attempts: set[tuple[int, int]] = set()
         self._drained_attempts: set[tuple[int, int]] = set()
         self._differing_steps: set[int] = set()
@@ -76,10 +92,10 @@ class MetricsServer:
         self.url = f"http://{address.join_address(host, self.port)}/metrics"
 
     @classmethod
-    def at(cls, place: str) -> MetricsServer:
+    def at(cls, place: str, run: Mapping[str, str]) -> MetricsServer:
         """Listen at PORT or HOST:PORT."""
         host, port = split_address(place)
-        return cls(port, host)
+        return cls(port, host, run)
 
     def close(self) -> None:
         """Listen no more."""
@@ -88,29 +104,38 @@ class MetricsServer:
         self._thread.join()
 
     def _define_metrics(self, registry: CollectorRegistry) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
+        from prometheus_client import Counter, Gauge, Histogram, Info
 
         common: dict[str, Any] = {"namespace": "titan_ft", "registry": registry}
         counter: Callable[..., Counter] = partial(Counter, **common)
         gauge: Callable[..., Gauge] = partial(Gauge, **common)
         histogram: Callable[..., Histogram] = partial(Histogram, **common)
+        self._build = Info("build", "Versions of what runs.", **common)
+        self._run = Info("run", "The run: its job, its folder, its shape.", **common)
         unknown = "; NaN when unknown or not finite."
         self._step = gauge("step", "Step committed last.")
         self._loss = gauge("loss", f"Mean loss of that step over its groups{unknown}")
         self._grad_norm = gauge("grad_norm", f"Gradient norm of that step before clipping{unknown}")
         self._lr = gauge("learning_rate", "Learning rate of that step.")
-        for figure in (self._loss, self._grad_norm, self._lr):
+        self._target = gauge("target_step", f"The step that is to be the last one{unknown}")
+        self._last_commit = gauge("last_commit_timestamp_seconds", f"Unix time of that step's commit{unknown}")
+        for figure in (self._loss, self._grad_norm, self._lr, self._target, self._last_commit):
             figure.set(float("nan"))  # before the first step
         self._participants = gauge("participants", "Groups that contributed to that step.")
         self._groups = gauge("groups", "Groups of the run.")
         self._state = gauge("group_state", "1 for the state that the group is in, else 0.", ("replica", "state"))
+        self._own_seconds = gauge(
+            "group_step_seconds",
+            "Seconds that the last step took a group without the exchange; NaN until it has made one.",
+            ("replica",),
+        )
         self._tokens = counter("tokens", "Tokens with a label that the committed steps trained on.")
         self._committed = counter("steps_committed", "Steps committed.")
         self._exchanges = counter("exchanges", "Exchanges of gradients that the committed steps took.")
         self._exchanges_failed = counter("exchanges_failed", "Those that failed and were repeated.")
         self._step_seconds = histogram("step_seconds", "Seconds of a committed step.", buckets=STEP_BUCKETS)
         self._restarts = counter("restarts", "Restarts of groups.", ("replica", "standby"))
-        self._failures = counter("failures", "Deaths of groups, by what ended the first rank.", ("replica", "cause"))
+        self._failures = counter("failures", "Ends of groups, by what ended the first rank.", ("replica", "cause"))
         self._heals = counter("heals", "Transfers of state to a group that ended well.", ("replica",))
         self._heal_seconds = histogram("heal_seconds", "Seconds until the state was there.", buckets=HEAL_BUCKETS)
         self._faults = counter("faults_injected", "Faults injected.", ("fault",))
@@ -124,6 +149,10 @@ class MetricsServer:
         match event:
             case ev.StepCommitted():
                 self._count_step(event)
+            case ev.WorkerStarted() if event.config is not None:
+                self._target.set(event.config.steps)
+            case ev.ChaosStarted():
+                self._begin_faults()
             case ev.WorkerExited():
                 self._count_exit(event)
             case ev.ReplicaRestarted():
@@ -145,15 +174,32 @@ class MetricsServer:
                 self._saved.inc()
 
     def update(self, groups: Groups) -> None:
-        """Set the states of all groups."""
+        """Set what is known of all groups; called often."""
         self._groups.set(len(groups))
         for replica, group in groups.items():
-            # A counter that shows up with its first event has no increase that Prometheus could see.
-            self._heals.labels(str(replica))
-            for standby in ("false", "true"):
-                self._restarts.labels(str(replica), standby)
+            if self._shown.get(replica) == group:
+                continue
+            if replica not in self._shown:
+                self._begin_group(str(replica))
+            self._shown[replica] = group
+            self._own_seconds.labels(str(replica)).set(_known(group.own_seconds))
             for state in status.STATES:
                 self._state.labels(str(replica), state).set(group.state == state)
+
+    def _begin_group(self, replica: str) -> None:
+        """Let a group's counters begin with 0: one that shows up with its first event has no increase to be seen."""
+        self._heals.labels(replica)
+        for standby in ("false", "true"):
+            self._restarts.labels(replica, standby)
+        for cause in (*FAILURE_CAUSES, OTHER_CAUSE):
+            self._failures.labels(replica, cause)
+
+    def _begin_faults(self) -> None:
+        """Let the counters of all kinds of faults begin with 0, now that there will be some."""
+        from titan_ft.chaos.faults import FAULTS  # a run that nobody breaks loads nothing of what breaks runs
+
+        for fault in FAULTS:
+            self._faults.labels(fault)
 
     def _count_step(self, event: ev.StepCommitted) -> None:
         if event.rank != 0:
@@ -169,9 +215,10 @@ class MetricsServer:
         self._committed.inc()
         self._tokens.inc(event.tokens)
         self._step.set(event.step)
+        self._last_commit.set(event.time)
         self._participants.set(len(event.participants))
         for gauge, value in ((self._loss, event.loss), (self._grad_norm, event.grad_norm), (self._lr, event.lr)):
-            gauge.set(float("nan") if value is None else value)
+            gauge.set(_known(value))
         self._step_seconds.observe(event.seconds)
 
     def _count_exit(self, event: ev.WorkerExited) -> None:
@@ -181,4 +228,17 @@ class MetricsServer:
         if cause is None or event.stopped or asked or attempt in self._failed_attempts:
             return
         self._failed_attempts.add(attempt)
-        self._failures.labels(str(event.replica), cause).inc()
+        self._failures.labels(str(event.replica), cause if cause in FAILURE_CAUSES else OTHER_CAUSE).inc()
+
+
+def _known(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what runs, as far as they are installed; nothing of it is loaded for that."""
+    found = {"version": titan_ft.__version__, "python": platform.python_version()}
+    for name in ("torchtitan", "torchft", "torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

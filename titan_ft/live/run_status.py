@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from titan_ft.history.attempts import InjectedFaults
+from titan_ft.history.terminal import clock
 from titan_ft.live import status
 from titan_ft.run import events as ev
 
@@ -58,27 +60,6 @@ class CommittedSteps:
         return self._last == (event.step, event.lineage)
 
 
-class InjectedFaults:
-    """Count each fault once, however many groups it hits and however many ranks write it."""
-
-    def __init__(self) -> None:
-        self.num_injected = 0
-        self._shots: set[tuple[object, ...]] = set()
-
-    def observe(self, event: ev.Event) -> bool:
-        """Take any event; return whether it is a new fault."""
-        if isinstance(event, ev.ChaosStarted):
-            self._shots.clear()  # the same plan may be carried out again
-        if not isinstance(event, ev.FaultInjected):
-            return False
-        shot = (event.fault, event.seed, event.shot)
-        if event.shot is not None and shot in self._shots:
-            return False
-        self._shots.add(shot)
-        self.num_injected += 1
-        return True
-
-
 class RunStatus:
     """What is known of a run. A second launch in the same folder starts it anew, except for the losses.
 
@@ -97,6 +78,8 @@ class RunStatus:
         """Ranks of each group; 0 where there is no launcher."""
         self.steps = CommittedSteps()
         self.step: int | None = None
+        self.target: int | None = None
+        """The step that is to be the last one; None if unknown."""
         self.loss: float | None = None
         self.participants: tuple[int, ...] = ()
         self.faults = InjectedFaults()
@@ -110,12 +93,18 @@ class RunStatus:
         self.code: int | None = None
         """The launcher's exit status, once it has ended."""
         self._reason = ""
-        self._launched = False
+        self.launched = False
+        """Whether a launcher watches over it."""
         self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
 
     @property
     def restarts(self) -> int:
         return sum(group.restarts for group in self.groups.values())
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every group has finished or left."""
+        return all(group.state in (status.FINISHED, status.DRAINED) for group in self.groups.values())
 
     @property
     def end(self) -> str:
@@ -124,22 +113,25 @@ class RunStatus:
             return self._reason or "the launcher ended"
         states = {group.state for group in self.groups.values()}
         over = states and states <= {status.FINISHED, status.DRAINED, status.FAILED}
-        return "all groups finished, left or failed" if over and not self._launched else ""
+        return "all groups finished, left or failed" if over and not self.launched else ""
 
-    def observe(self, event: ev.Event) -> None:
-        """Take the next event."""
+    def observe(self, event: ev.Event) -> str | None:
+        """Take the next event; return the line that it becomes for who launched the run, None if it is worth none."""
         if isinstance(event, ev.LaunchStarted):
             self._begin(event.replicas)
-            self._launched, self.num_ranks = True, event.ranks_per_replica
+            self.launched, self.num_ranks = True, event.ranks_per_replica
         self.started = event.time if self.started is None else min(self.started, event.time)
         self.last = max(self.last, event.time)
         self._add_groups(event)
         self.faults.observe(event)
         before = self.groups
         self.groups = status.fold(before, event)
+        line = status.describe(before, self.groups, event)
         match event:
+            case ev.WorkerStarted() if event.config is not None:
+                self.target = event.config.steps
             case ev.StepCommitted():
-                self._take_step(event)
+                line = self._take_step(event)
             case ev.LighthouseRestarted():
                 self.num_lighthouse_restarts += 1
             case ev.LaunchStopping():
@@ -147,9 +139,10 @@ class RunStatus:
             case ev.LaunchFinished():
                 self.code, self._reason = event.code, event.reason
         of_launch = _OF_LAUNCH.get(type(event))
-        line = of_launch(event) if of_launch else status.describe(before, self.groups, event)
-        if line:
-            self.lines.append((event.time, line))
+        shown = of_launch(event) if of_launch else line
+        if shown:
+            self.lines.append((event.time, shown))
+        return line
 
     def _add_groups(self, event: ev.Event) -> None:
         """Add groups that no launcher has announced."""
@@ -160,18 +153,23 @@ class RunStatus:
             groups = self.groups | {replica: status.GroupStatus(replica) for replica in missing}
             self.groups = dict(sorted(groups.items()))
 
-    def _take_step(self, event: ev.StepCommitted) -> None:
+    def _take_step(self, event: ev.StepCommitted) -> str | None:
+        """Take a commit; return the line that tells that the job went back to an earlier state, if it did."""
         if event.rank != 0:
             # With pipeline parallelism, only the ranks of the last stage know the loss.
             if self.loss is None and event.loss is not None and self.steps.is_last(event):
                 self.loss = self.losses[-1] = event.loss
-            return
+            return None
         if not self.steps.observe(event)[0]:
-            return
-        self.step, self.loss = event.step, event.loss
+            return None
+        before, self.step, self.loss = self.step, event.step, event.loss
         self.participants = tuple(event.participants)
         self.losses.append(self.loss)
         self._tokens.append((event.time, event.tokens))
+        if before is None or event.step > before:
+            return None
+        again = f"step {before} is" if event.step == before else f"steps {event.step} to {before} are"
+        return f"training went back to step {event.step - 1}: {again} made again"
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the start, up to the end where it is over."""
@@ -179,11 +177,35 @@ class RunStatus:
 
     def tokens_per_second(self, now: float) -> float | None:
         """Return the rate of the last steps; it falls when no step comes. None before the second step."""
+        recent, seconds = self._recent(now)
+        return sum(tokens for _, tokens in recent[1:]) / seconds if seconds else None
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return the time that the steps up to the target take at the rate of the last ones; None if unknown."""
+        recent, seconds = self._recent(now)
+        if self.target is None or self.step is None or not seconds or self.end:
+            return None
+        return max(0, self.target - self.step) * seconds / (len(recent) - 1)
+
+    def progress(self, now: float) -> str | None:
+        """Return one line on how far the run is, or None before its first step."""
+        if self.step is None:
+            return None
+        loss = f"{self.loss:.5f}" if self.loss is not None else "-"
+        parts = [f"step {self.step}", f"loss {loss}", f"groups {len(self.participants)}/{len(self.groups)}"]
+        parts += [f"restarts {self.restarts}"]
+        rate, left = self.tokens_per_second(now), self.seconds_left(now)
+        parts += [f"tokens/s {rate:,.0f}"] if rate is not None else []
+        parts += [f"ETA {clock(left)} (step {self.target})"] if left is not None else []
+        return "  ".join(parts)
+
+    def _recent(self, now: float) -> tuple[list[tuple[float, int]], float]:
+        """Return the last steps with their tokens, and the seconds from the first of them; 0 where that is no rate."""
         last = self._tokens[-1][0] if self._tokens else 0.0
         recent = [each for each in self._tokens if each[0] >= last - RATE_SECONDS]
         recent = max(recent, list(self._tokens)[-RATE_STEPS:], key=len)
         if len(recent) < 2 or last <= recent[0][0]:
-            return None
+            return recent, 0.0
         usual = (last - recent[0][0]) / (len(recent) - 1)
         until = now if not self.end and now > last + 2 * usual else last
-        return sum(tokens for _, tokens in recent[1:]) / (until - recent[0][0])
+        return recent, until - recent[0][0]

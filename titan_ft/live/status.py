@@ -16,7 +16,7 @@ WAITING, STARTING, JOINED, HEALING, TRAINING, DIED, DRAINING, DRAINED, FINISHED,
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """What is known of one replica group."""
+    """What is known of one replica group; of its step, None until its attempt has made one."""
 
     replica: int
     state: str = WAITING
@@ -30,7 +30,7 @@ class GroupStatus:
     own_loss: float | None = None
     """Mean loss of its own tokens in that step; None where it had none."""
     own_seconds: float | None = None
-    """What that step took it without the exchange; None until it commits again after its end."""
+    """What that step took it without the exchange."""
     donor: int | None = None
     """Group that it fetched its state from last, or is fetching from."""
     host: str = ""
@@ -75,14 +75,13 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
         case ev.WorkerExited() if group.state == FAILED or (group.state == DRAINED and event.stopped):
             return group
         case ev.WorkerExited() if event.code != 0:
-            return replace(group, state=DIED, own_seconds=None)
+            return replace(group, state=DIED, loss=None, own_loss=None, own_seconds=None)
         case ev.WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:
             return replace(group, state=FINISHED)
         case ev.SpareTookOver():  # its supervisor's event of the restart follows
-            return replace(group, state=STARTING, attempt=event.attempt, own_seconds=None)
+            return _starting(group, event.attempt)
         case ev.ReplicaRestarted():
-            restarts = group.restarts + 1
-            return replace(group, state=STARTING, attempt=event.attempt, restarts=restarts, own_seconds=None)
+            return replace(_starting(group, event.attempt), restarts=group.restarts + 1)
         case ev.ReplicaGaveUp():
             return replace(group, state=FAILED)
     if event.rank != 0 or group.state == FAILED:
@@ -94,17 +93,25 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
     return changed
 
 
+def _starting(group: GroupStatus, attempt: int) -> GroupStatus:
+    """Return a group of which a new attempt begins: it has made nothing yet, whatever the one before it had."""
+    kept = {name: getattr(group, name) for name in ("restarts", "host", "fault", "fault_time")}
+    return GroupStatus(group.replica, STARTING, attempt=attempt, **kept)
+
+
 def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
     match event:
         case ev.WorkerStarted():
-            return replace(group, state=STARTING, attempt=event.attempt, host=event.host, own_seconds=None)
+            return replace(_starting(group, event.attempt), host=event.host)
         case ev.Joined():
             state = JOINED if group.state in (WAITING, STARTING) else group.state
             return replace(group, state=state, participants=tuple(event.participants))
         case ev.HealStarted():
             return replace(group, state=HEALING, donor=event.donor)
         case ev.HealFinished():
-            return replace(group, state=JOINED)
+            return replace(group, state=JOINED, step=event.step)
+        case ev.CheckpointLoaded():
+            return replace(group, step=event.step)
         case ev.StepCommitted():
             return replace(
                 group,
@@ -149,6 +156,8 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.CatchUpWaiting: lambda e: f"cannot queue more updates: the others wait until it has step {e.step}",
     ev.Drained: lambda e: f"left after step {e.step}{_because(e.reason)}",
     ev.ForeignMember: lambda e: f"leaves {e.member} aside{_because(e.reason)}",
+    ev.StartedAnew: lambda e: "starts anew from step 0: no group holds the state of its earlier attempt",
+    ev.CheckpointLoaded: lambda e: f"goes on from the checkpoint of step {e.step}",
     ev.CheckpointSaved: lambda e: f"saved the checkpoint of step {e.step}",
     ev.DataReset: lambda e: f"starts its data anew{_because(e.reason)}",
     ev.TrainingFinished: lambda e: f"finished at step {e.step}",
@@ -229,17 +238,6 @@ def _first_line(text: str) -> str:
 
 def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
-
-
-def describe_progress(groups: Groups) -> str | None:
-    """Return one line on how far the run is, or None before its first step."""
-    running = [group for group in groups.values() if group.step is not None]
-    if not running:
-        return None
-    ahead = max(running, key=lambda group: (group.step, -group.replica))
-    loss = f"{ahead.loss:.5f}" if ahead.loss is not None else "-"
-    restarts = sum(group.restarts for group in groups.values())
-    return f"step {ahead.step}  loss {loss}  groups {len(ahead.participants)}/{len(groups)}  restarts {restarts}"
 
 
 def _listed(replicas: Iterable[int]) -> str:

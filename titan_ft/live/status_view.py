@@ -6,13 +6,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
-from titan_ft.live.group_table import group_table
-from titan_ft.live.status import DRAINED, FINISHED, Groups, describe_progress, initial
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from titan_ft.live.run_status import RunStatus
+from titan_ft.live.top_view import Screen, frame
 
 
 class PlainView:
@@ -22,54 +18,48 @@ class PlainView:
         self._progress_seconds = progress_seconds
         self._start = time.monotonic()
         self._next_progress = self._start
-        self._last = ""
+        self._shown = 0
+        """Committed steps when the progress was shown last."""
 
     def line(self, text: str) -> None:
         """Show one change."""
         print(f"[{time.monotonic() - self._start:7.1f} s] {text}", flush=True)
 
-    def update(self, groups: Groups) -> None:
+    def update(self, run: RunStatus) -> None:
         """Show how far the run is, if that is due; called often."""
         now = time.monotonic()
-        text = describe_progress(groups)
-        ended = all(group.state in (FINISHED, DRAINED) for group in groups.values())
-        if text is None or ended or text == self._last or now < self._next_progress:
+        if now < self._next_progress or run.step is None or run.all_left or run.steps.num_committed == self._shown:
             return
-        self._last, self._next_progress = text, now + self._progress_seconds
-        self.line(text)
+        self._shown, self._next_progress = run.steps.num_committed, now + self._progress_seconds
+        self.line(run.progress(time.time()) or "")
 
     def close(self) -> None:
         """Nothing is left to show."""
 
 
 class TableView:
-    """Keep a table of the groups at the bottom of the terminal; changes scroll by above it."""
+    """Keep what `titan-ft top` shows at the bottom of the terminal; changes scroll by above it."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, run: RunStatus) -> None:
         from rich.live import Live
 
         self._start = time.monotonic()
         self._live = Live(refresh_per_second=4)
-        self.update(initial(num_replicas))
+        self.update(run)
         self._live.start()
 
     def line(self, text: str) -> None:
         self._live.console.print(f"[{time.monotonic() - self._start:7.1f} s] {text}", markup=False, highlight=False)
 
-    def update(self, groups: Groups) -> None:
-        self._live.update(self._shown(groups))
+    def update(self, run: RunStatus) -> None:
+        width, height = self._live.console.size
+        screen = Screen(width, height, ascii_only=self._live.console.options.ascii_only)
+        self._live.update(frame(run, "", time.time(), screen, history=False))
 
     def close(self) -> None:
         self._live.stop()
 
-    def _shown(self, groups: Groups) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
 
-        title = f"{time.monotonic() - self._start:.0f} s  {describe_progress(groups) or 'starting'}"
-        return Group(Text(title, style="italic"), group_table(groups, time.time(), self._live.console.width))
-
-
-def make_view(num_replicas: int) -> TableView | PlainView:
+def make_view(run: RunStatus) -> TableView | PlainView:
     """Return where the launcher shows what happens, by what stdout is."""
-    return TableView(num_replicas) if sys.stdout.isatty() else PlainView()
+    return TableView(run) if sys.stdout.isatty() else PlainView()

@@ -39,28 +39,31 @@ class Screen:
     """Stands at the right end of the first line."""
 
 
-def frame(run: RunStatus, name: str, now: float, screen: Screen) -> Group:
+def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: bool = True) -> Group:
     """Return what shows a run: head, loss, a table of the groups, what happened last.
 
     Args:
         name: what the run is called, such as its folder.
         now: Unix seconds.
+        history: whether to show what happened; the launcher prints that above.
     """
     from rich.console import Group
 
-    head = [_title(name, screen), _state(run, now), *_figures(run, now, screen.width), *_losses(run, screen), _text("")]
+    head = [*([_title(name, screen)] if history else []), _state(run, now), *_figures(run, now, screen.width)]
+    head += [*_losses(run, screen), _text("")]
     if screen.height is None:
         rows, num_lines = len(run.groups), NUM_LINES
     else:
         room = max(0, screen.height - len(head) - 2)  # the table's head, and an empty line
-        rows = min(len(run.groups), max(room - NUM_LINES, room - room // 3))
+        rows = min(len(run.groups), max(room - NUM_LINES, room - room // 3) if history else room)
         num_lines = room - rows
     shown, hidden = _shown(run, rows)
     until = run.last if run.end else now
     table = group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
     tail = [_text(hidden, "dim")] if hidden else []
-    happened = list(run.lines)[-num_lines:] if num_lines > 0 else []
-    tail += [_text(""), *(_line(moment - (run.started or 0.0), text) for moment, text in happened)]
+    if history:
+        happened = list(run.lines)[-num_lines:] if num_lines > 0 else []
+        tail += [_text(""), *(_line(moment - (run.started or 0.0), text) for moment, text in happened)]
     for line in [*head, *tail]:
         line.overflow = "crop" if screen.ascii_only else "ellipsis"
     return Group(*head, table, *tail)
@@ -97,12 +100,13 @@ def _state(run: RunStatus, now: float) -> Text:
 
 def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     """Return the figures of the whole run, in as many lines as the width asks for."""
-    rate, steps = run.tokens_per_second(now), run.steps
+    rate, left, steps = run.tokens_per_second(now), run.seconds_left(now), run.steps
     share = f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)" if steps.num_attempted else ""
     figures = [
-        ("step", number(run.step)),
+        ("step", number(run.step) + ("" if run.target is None else f"/{run.target}")),
         ("loss", number(run.loss, ".5f")),
         ("tokens/s", number(rate, ",.0f")),
+        *([] if left is None else [("ETA", clock(left))]),
         ("contributing", f"{len(run.participants)}/{len(run.groups)}"),
         ("committed", f"{steps.num_committed}/{steps.num_attempted}{share}"),
         ("faults", str(run.faults.num_injected)),

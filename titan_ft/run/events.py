@@ -487,8 +487,8 @@ class ChaosStarted(ChaosEvent, kw_only=True):
 class ChaosFinished(ChaosEvent, kw_only=True):
     """Nothing more will be injected."""
 
-    injected: int  # shots that hit somebody
-    skipped: int  # shots that did not
+    injected: int  # faults that this plan has injected; a shot that kills a group to disturb its heal is two
+    skipped: int  # shots that hit nobody
 
 
 class FaultEvent(ChaosEvent, kw_only=True):

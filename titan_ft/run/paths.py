@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+JOB_CURVE = "job"
+"""Folder of the job's curves, beside those of its groups in TensorBoard's folder."""
+
 
 class RunPaths:
     """Name the files and folders of one run directory; create none of them.
@@ -30,8 +33,9 @@ class RunPaths:
         return self.root / self._events
 
     @property
-    def tensorboard(self) -> Path:
-        return self.root / "tb"
+    def job_curve(self) -> Path:
+        """Folder of the job's curves for TensorBoard, where its folder has the usual name."""
+        return self.root / "tb" / JOB_CURVE
 
     @property
     def checkpoint(self) -> Path:
@@ -61,6 +65,10 @@ class RunPaths:
     def logs(self, replica: int, attempt: int, rank: int) -> Path:
         """Output (stdout and stderr) of one worker process."""
         return self.root / "logs" / f"replica-{replica}" / f"attempt-{attempt}" / f"rank-{rank}.log"
+
+    def latest_logs(self, replica: int) -> Path:
+        """Link to the folder with the logs of a group's latest attempt."""
+        return self.root / "logs" / f"replica-{replica}" / "latest"
 
     def events_file(self, name: str) -> Path:
         """Event file of the process called `name`, such as "launcher-4711"."""

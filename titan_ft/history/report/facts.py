@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import Any
 from titan_ft.history.check import Verdicts, check
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import Incident, find_incidents
+from titan_ft.history.incidents import Incident, count_faults, find_incidents
 from titan_ft.history.notes import find_notes, name_groups
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.report.style import STATES, Look
@@ -47,17 +46,12 @@ def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[
     """Return the figures of a run for JSON: those of its summary, and more. `against` is `check`'s."""
     return summarize(record).to_dict() | {
         "chaos": plan_of(record),
-        "faults_by_kind": dict(count_kinds(record)),
+        "faults_by_kind": count_faults(record),
         "goodput": goodput(record).to_dict(),
         "stalls": [each.incident.to_dict() for each in find_recoveries(record)],
         "check": check(record, against).to_dict(),
         "notes": [asdict(note) for note in find_notes(record)],
     }
-
-
-def count_kinds(record: RunRecord) -> list[tuple[str, int]]:
-    """Return the kinds of faults that were injected and how many of each, the most frequent first."""
-    return Counter(sorted(each.fault for each in find_incidents(record) if each.injected)).most_common()
 
 
 @view
@@ -126,12 +120,12 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
         settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in names)
         path = _each(event.config_file for event in record.of(ev.LaunchStarted)[-1:] if event.config_file)
         found["config"] = f"{path}; {settings}" if path else settings
-    injected = count_kinds(record)
+    injected = count_faults(record)
     if injected:
-        number = sum(times for _, times in injected)
+        number = sum(injected.values())
         plans = ", ".join(str(plan[name]) for name in ("plan", "schedule") if plan.get(name))
         seed = f"seed {plan['seed']}" if plan.get("seed") is not None else ""
-        kinds = ", ".join(f"{kind} {times}" for kind, times in injected)
+        kinds = ", ".join(f"{kind} {times}" for kind, times in injected.items())
         found["faults"] = f"{number:,} injected ({'; '.join(filter(None, (plans, seed)))}): {kinds}"
     order = ("date", "model", "data", "groups", "machine", "versions", "config", "faults", "end")
     return [(name, found[name]) for name in order if found.get(name)]

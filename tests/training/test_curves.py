@@ -1,0 +1,172 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A group's curves are in one place, however often the group is started."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from titan_ft import device
+from titan_ft.config import FaultTolerance
+
+device.prepare()
+
+import torchtitan.components.metrics as titan_metrics  # noqa: E402  # after the seam
+
+from titan_ft.training.curves import GroupCurves, keep_curves, wandb_environment  # noqa: E402
+
+
+def config(folder: Path, replica: int = 1, *, wandb: bool = False, all_ranks: bool = False, job_id: str = "") -> Any:
+    metrics = SimpleNamespace(
+        enable_tensorboard=not wandb, enable_wandb=wandb, save_tb_folder="tb", save_for_all_ranks=all_ranks
+    )
+    return SimpleNamespace(
+        job=SimpleNamespace(dump_folder=str(folder)),
+        metrics=metrics,
+        fault_tolerance=FaultTolerance(enable=True, replica_id=replica, group_size=4, job_id=job_id),
+        to_dict=lambda: {"a": 1},
+    )
+
+
+def build_logger(monkeypatch: pytest.MonkeyPatch, job_config: Any, rank: int = 0) -> titan_metrics.BaseLogger:
+    """Return what torchtitan builds in a worker."""
+    for name in ("TensorBoardLogger", "WandBLogger"):
+        monkeypatch.setattr(titan_metrics, name, getattr(titan_metrics, name))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    keep_curves(job_config, rank)
+    return titan_metrics._build_metric_logger(job_config, SimpleNamespace(pp_enabled=False))  # type: ignore[arg-type]
+
+
+def read(folder: Path, tag: str = "loss") -> list[tuple[int, float]]:
+    shown = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    shown.Reload()
+    return [(point.step, point.value) for point in shown.Scalars(tag)]
+
+
+def attempt(folder: Path, *points: tuple[int, float]) -> None:
+    """Log points in a process that does not end in order."""
+    child = os.fork()
+    if child == 0:
+        try:
+            curves = GroupCurves(folder)
+            for step, loss in points:
+                curves.log({"loss": loss, "lr": 0.5}, step)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("all_ranks", "below"), [(False, ""), (True, "rank_0")])
+def test_folder_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_ranks: bool, below: str) -> None:
+    """Whenever torchtitan builds its logger, the folder is that of the group; with every rank's, of the rank."""
+    for step in (1, 2):
+        logger = build_logger(monkeypatch, config(tmp_path, all_ranks=all_ranks))
+        logger.log({"loss": 1.0 / step}, step)
+        logger.close()
+    assert [path.name for path in (tmp_path / "tb").iterdir()] == ["replica_1"]
+    assert read(tmp_path / "tb" / "replica_1" / below) == [(1, 1.0), (2, 0.5)]
+
+
+def test_attempt_that_is_killed_leaves_all_its_points(tmp_path: Path) -> None:
+    """And the next one goes on where it has healed to; what a lost state had logged is dropped."""
+    attempt(tmp_path, (1, 5.0), (10, 4.0), (20, 3.0))
+    assert read(tmp_path) == [(1, 5.0), (10, 4.0), (20, 3.0)]
+    attempt(tmp_path, (40, 2.0), (50, 1.0))
+    assert [step for step, _ in read(tmp_path)] == [1, 10, 20, 40, 50]
+    attempt(tmp_path, (20, 2.5), (30, 2.25))
+    assert read(tmp_path) == [(1, 5.0), (10, 4.0), (20, 2.5), (30, 2.25)]
+    assert read(tmp_path, "lr") == [(1, 0.5), (10, 0.5), (20, 0.5), (30, 0.5)]
+
+
+def test_step_that_is_made_again_by_one_process(tmp_path: Path) -> None:
+    """A group that healed back to a step shows what it made last; validation at a step does not drop its training."""
+    curves = GroupCurves(tmp_path)
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 9.0), (3, 1.0), (4, 0.5)):
+        curves.log({"loss": loss}, step)
+        curves.log({"validation_metrics/loss": loss}, step)
+    curves.close()
+    assert read(tmp_path) == [(1, 3.0), (2, 2.0), (3, 1.0), (4, 0.5)]
+    assert read(tmp_path, "validation_metrics/loss") == [(1, 3.0), (2, 2.0), (3, 1.0), (4, 0.5)]
+
+
+def test_nothing_is_made_before_the_first_point(tmp_path: Path) -> None:
+    """An attempt that dies while it heals leaves no file that would show as a restart."""
+    GroupCurves(tmp_path / "folder").close()
+    assert not (tmp_path / "folder").exists()
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group trains on, without curves: one line says so, whether the file cannot be made or not be written."""
+    said: list[str] = []
+    monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(info=str, error=said.append))
+    (tmp_path / "file").touch()
+    curves = GroupCurves(tmp_path / "file" / "replica_0")
+    for step in (1, 2):
+        curves.log({"loss": 1.0}, step)
+    curves.close()
+    assert [line.partition(" cannot")[2] for line in said] == [
+        " be written (Not a directory): this group's curves end at step 1"
+    ]
+    full = GroupCurves(tmp_path / "full")
+    full.log({"loss": 1.0}, 1)
+
+    def no_space(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "flush", no_space)
+    full.log({"loss": 1.0}, 2)
+    full.log({"loss": 1.0}, 3)
+    assert len(said) == 2
+    assert said[1].endswith("(No space left on device): this group's curves end at step 2")
+
+
+def test_wandb_run_is_the_same_for_every_attempt(tmp_path: Path) -> None:
+    """By the name that there is: the user's, the launcher's, the job's, else the folder's; groups differ, jobs too."""
+    first = wandb_environment({}, config(tmp_path / "a"), 0)
+    assert first == wandb_environment({}, config(tmp_path / "a"), 0)
+    assert first["WANDB_RESUME"] == "allow"
+    assert first["WANDB_RUN_ID"] == f"{first['WANDB_RUN_GROUP']}-replica-1"
+    other = wandb_environment({}, config(tmp_path / "b"), 0)
+    assert other["WANDB_RUN_GROUP"] != first["WANDB_RUN_GROUP"]
+    peer = wandb_environment({}, config(tmp_path / "a", replica=2), 0)
+    assert (peer["WANDB_RUN_GROUP"], peer["WANDB_RUN_ID"][-1]) == (first["WANDB_RUN_GROUP"], "2")
+    launched = {"WANDB_RUN_GROUP": "run-1a2b"}
+    named = config(tmp_path / "a", job_id="my.job")
+    assert wandb_environment(launched, named, 0)["WANDB_RUN_ID"] == "run-1a2b-replica-1"
+    assert wandb_environment({}, named, 0)["WANDB_RUN_ID"] == "my-job-replica-1"
+    users = wandb_environment({**launched, "WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, named, 0)
+    assert (users["WANDB_RUN_ID"], users["WANDB_RUN_GROUP"], users["WANDB_RESUME"]) == (
+        "mine-replica-1",
+        "run-1a2b",
+        "must",
+    )
+    ranks = [wandb_environment({}, config(tmp_path / "a", all_ranks=True), rank)["WANDB_RUN_ID"] for rank in (0, 1)]
+    assert ranks[0] != ranks[1]
+
+
+@pytest.mark.slow  # it starts a service of its own
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two attempts of a group are one run of W&B, in the job's group of runs."""
+    wandb = pytest.importorskip("wandb")
+    job_config = config(tmp_path, wandb=True)
+    environ = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_RUN_GROUP": "the-job"}
+    for name, text in {**environ, **wandb_environment(environ, job_config, 0)}.items():
+        monkeypatch.setenv(name, text)
+    for step in (1, 2):
+        logger = build_logger(monkeypatch, job_config)
+        assert (wandb.run.id, wandb.run.group) == ("the-job-replica-1", "the-job")
+        logger.log({"loss": 1.0}, step)
+        logger.close()
+        wandb.teardown()
+    runs = sorted(path.name for path in (tmp_path / "tb" / "replica_1" / "wandb").glob("offline-run-*"))
+    assert runs
+    assert all(name.endswith("-the-job-replica-1") for name in runs)
