@@ -231,6 +231,16 @@ def test_torch_privates() -> None:
     assert "device_ids" in parameters(dist.distributed_c10d.barrier)
 
 
+def test_torch_merges_files_of_hugging_faces_format_between_collectives() -> None:
+    """What is made to fail on all ranks or none is called by these names, before the others are waited for."""
+    from torch.distributed.checkpoint import _consolidate_hf_safetensors as merging
+
+    source = inspect.getsource(merging.consolidate_safetensors_files_on_every_rank)
+    calls = ("_consolidate_safetensors_files(", "dist.gather_object(", "_write_overall_metadata_file(", "dist.barrier(")
+    places = [source.index(call) for call in calls]
+    assert places == sorted(places)
+
+
 def test_launch_seams_of_torch_elastic() -> None:
     """Workers meet at the supervisor's store because of a variable that torchrun's agent sets."""
     assert "TORCHELASTIC_USE_AGENT_STORE" in inspect.getsource(dist.rendezvous.__globals__["_create_c10d_store"]) or (

@@ -53,12 +53,43 @@ def test_a_group_s_contribution_is_the_sum_over_its_ranks(cp: int) -> None:
         return facts
 
     this = trainer(
-        _nominal_tokens=100, _group=SimpleNamespace(gather_losses=gather), parallel_dims=SimpleNamespace(cp=cp)
+        _nominal_tokens=100,
+        _group=SimpleNamespace(gather_losses=gather),
+        parallel_dims=SimpleNamespace(cp=cp),
+        _tells_loss=lambda: True,
     )
     entries = (Entry(0, 0, 1, b""),)
     made = ReplicaTrainer._gather_contribution(this, 8, 10, 0.25, 0.5, entries)
     assert made == Contribution(16 // cp, 20 // cp, 0.75, 3.0, 0.5, entries)
     assert told == [[8, 10, 0.25, 0.25 * 100 / 8, 0.5]]
+
+
+class Mesh:
+    def __init__(self, local_rank: int) -> None:
+        self._local_rank = local_rank
+
+    def get_local_rank(self) -> int:
+        return self._local_rank
+
+
+def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
+    """Only the last stage has one, all of whose tensor-parallel ranks hold the same; its tokens count once."""
+    losses = {(0, 0): -2.0, (0, 1): -2.0, (1, 0): 0.25, (1, 1): 0.25}  # of (stage, tensor-parallel rank)
+    told: list[list[float]] = []
+
+    def make(stage: int, tensor_rank: int) -> Any:
+        dims = SimpleNamespace(cp=1, pp_enabled=True, get_optional_mesh=lambda name: Mesh(tensor_rank))
+        this = trainer(
+            _nominal_tokens=100,
+            _group=SimpleNamespace(gather_losses=lambda values: told.append(values) or torch.tensor(told)),
+            parallel_dims=dims,
+            pp_has_last_stage=stage == 1,
+        )
+        this._tells_loss = lambda: ReplicaTrainer._tells_loss(this)
+        return ReplicaTrainer._gather_contribution(this, 8, 10, losses[stage, tensor_rank], 0.1 * stage, ())
+
+    made = [make(*rank) for rank in losses][-1]  # the last one to gather sees all
+    assert made == Contribution(8, 10, 0.25, 0.25 * 100 / 8, pytest.approx(0.1), ())
 
 
 def test_the_exchange_is_armed_before_the_last_backward() -> None:

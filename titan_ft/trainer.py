@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -77,14 +78,12 @@ class ReplicaTrainer(Trainer):
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
         self._state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _Counters(self, self._ledger))
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
-        has_loss = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
-        self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id, has_loss=has_loss)
-        loss_mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
+        self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
         self._watchdog = Watchdog(
             config.hang_timeout_seconds, lambda: self._events.emit(Hung(step=self._num_committed))
         )
-        self._group = Group(self.device, None if loss_mesh is None else loss_mesh.get_group())
+        self._group = Group(self.device, self._find_loss_group())
         self._position = Position()
         self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
         self._behind = self._begun = False
@@ -160,6 +159,7 @@ class ReplicaTrainer(Trainer):
             self._events.emit(
                 TrainingFinished(step=self.step, tokens=self.ntokens_seen, digest=digest, lineage=lineage)
             )
+            self.checkpointer.raise_last_failure()
         return False
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
@@ -295,12 +295,32 @@ class ReplicaTrainer(Trainer):
             ep_enabled=self.parallel_dims.ep_enabled,
         )
 
+    def _find_loss_group(self) -> torch.distributed.ProcessGroup | None:
+        """Return the ranks that add up their losses; None if each rank knows the whole.
+
+        Only a pipeline's last stage computes a loss. All ranks of the group add up what it knows: rank 0, which speaks
+        for the group in most views, is of the first stage.
+        """
+        dims = self.parallel_dims
+        if dims.pp_enabled:
+            return torch.distributed.group.WORLD
+        mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
+        return None if mesh is None else mesh.get_group()
+
+    def _tells_loss(self) -> bool:
+        """Say whether this rank's tokens and loss count in the sum over `_find_loss_group`."""
+        if not self.parallel_dims.pp_enabled:
+            return True
+        tensor_parallel = self.parallel_dims.get_optional_mesh("tp")  # whose ranks all hold the same loss
+        return self.pp_has_last_stage and (tensor_parallel is None or tensor_parallel.get_local_rank() == 0)
+
     def _gather_contribution(
         self, valid_tokens: int, tokens: int, loss: float, seconds: float, entries: tuple[Entry, ...]
     ) -> Contribution:
         """Add up this group's facts, as torchtitan does for its logs, in one collective."""
         local_mean = loss * self._nominal_tokens / max(valid_tokens, 1)
-        facts = self._group.gather_losses([valid_tokens, tokens, loss, local_mean, seconds])
+        own = [valid_tokens, tokens, loss, local_mean] if self._tells_loss() else [0, 0, 0.0, -math.inf]
+        facts = self._group.gather_losses([*own, seconds])
         return Contribution(
             # Ranks of one context-parallel group hold the same tokens but different parts of the loss.
             valid_tokens=int(facts[:, 0].sum()) // self.parallel_dims.cp,

@@ -61,9 +61,10 @@ def test_format_and_json(good_run: Any) -> None:
     report = check(good_run.events)
     text = format_check(report)
     lines = [line for line in text.splitlines() if line and not line.startswith(" ")]
-    assert len(lines) == 8 + 2 + 1
-    assert len({line.index(word) for line, word in zip(lines[1:7], ["holds"] * 6, strict=True)}) == 1
-    assert lines[0].startswith("- 1 same arithmetic")
+    assert lines[0].endswith("verdict: does not hold")  # no need to scroll
+    assert len(lines) == 1 + 8 + 2 + 1
+    assert len({line.index(word) for line, word in zip(lines[2:8], ["holds"] * 6, strict=True)}) == 1
+    assert lines[1].startswith("- 1 same arithmetic")
     assert lines[-1].endswith("verdict: does not hold")
     assert "replica 0, rank 0: a worker ended without a reason" in text
     told = json.loads(json.dumps(report.to_dict()))
@@ -642,3 +643,16 @@ def test_group_whose_supervisor_was_killed(good_run: Any) -> None:
     report = check(good_run.events)
     assert report[8].verdict == "holds", format_check(report)
     assert "the launch says: 1 of 3 groups failed: 1" in report[8].notes[0]
+
+
+def test_a_state_that_could_not_be_saved_is_told_beside_the_verdict(good_run: Any) -> None:
+    """A run whose last checkpoint is missing keeps its promises, and is not plainly fine."""
+    good_run.of("checkpoint_failed", 0, step=8, error="No space left on device", latest=5)
+    good_run.events.sort(key=lambda event: event.time)
+    report = check(good_run.events)
+    text = "the checkpoint of step 8 could not be saved (No space left on device): there is none"
+    assert report.headline == f"holds, but {text}"
+    assert report[8].shown_verdict == "holds, but"
+    assert format_check(report).splitlines()[0] == f"! verdict: holds, but {text}"
+    good_run.tell("checkpoint_saved", 1001, replica=0, rank=0, attempt=0, step=8, seconds=1.0)
+    assert check(good_run.events)[8].reservation == ""

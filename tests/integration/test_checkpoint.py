@@ -4,16 +4,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from harness.client import ZygoteClient
+from harness.client import REPOSITORY, ZygoteClient
 from harness.events import Event
-from harness.job import Job
+from harness.job import CONFIG, Job
 from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
 
+from titan_ft.run.events import CheckpointFailed, ReplicaGaveUp, ReplicaRestarted, StepCommitted
+from titan_ft.run.log import read_events
 from titan_ft.training.checkpoint_folder import complete_steps
 
 STEPS, STOP = 20, 10
@@ -285,3 +290,41 @@ def test_a_foreign_folder_is_refused(make_job: Callable[..., Job], flags: Flags)
     for part in ("step-2", "llama3 debugmodel", "llama3 tiny", "checkpoint.folder"):
         assert part in lines[0]
     assert "Traceback" not in job.output(0)
+
+
+@pytest.mark.slow
+def test_a_last_save_that_cannot_be_made_as_asked(make_job: Callable[..., Job], tmp_path: Path, folder: Path) -> None:
+    """Without the module of its format the run ends once, with status 1 and a line; the state is saved in the other."""
+    (tmp_path / "stub" / "safetensors").mkdir(parents=True)
+    (tmp_path / "stub" / "safetensors" / "__init__.py").write_text(
+        "raise ImportError(\"No module named 'safetensors'\")"
+    )
+    run_dir = tmp_path / "run"
+    flags = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", f"--checkpoint.folder={folder}"]
+    flags += ["--checkpoint.interval=2", "--training.steps=5", "--training.seq_len=32", *SCHEDULE]
+    launch = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--replicas=2", "--ranks-per-replica=1"]
+    launch += ["--no-standby", f"--run-dir={run_dir}"]
+    paths = [str(tmp_path / "stub"), str(REPOSITORY)]
+    ended = subprocess.run(
+        [*launch, "--", *flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    (line,) = [line for line in ended.stdout.splitlines() if "could not be saved as asked" in line]
+    assert "No module named 'safetensors'" in line
+    assert str(folder / "step-5") in line
+    events = list(read_events(run_dir / "events"))
+    assert not [event for event in events if isinstance(event, ReplicaRestarted)]
+    assert [event.replica for event in events if isinstance(event, ReplicaGaveUp)] == [0]
+    assert [(event.replica, event.step) for event in events if isinstance(event, CheckpointFailed)] == [(0, 5)]
+    commits = [(event.replica, event.step) for event in events if isinstance(event, StepCommitted)]
+    assert sorted(commits) == [(replica, step) for replica in (0, 1) for step in range(1, 6)]
+    assert complete_steps(folder) == [2, 4, 5]
+    goes_on = [f"--checkpoint.folder={folder}", "--checkpoint.enable", "--training.seq_len=32", *SCHEDULE]
+    second = make_job(groups=2, steps=7, flags=goes_on, tiny=False)
+    second.run()
+    check_resumed(second, second.events(), 5)

@@ -141,6 +141,10 @@ def test_lines_of_single_events() -> None:
             event("checkpoint_failed", 2, step=8, error="full"),
             "replica 2 could not save the checkpoint of step 8: full",
         ),
+        (
+            event("checkpoint_failed", 2, step=8, error="full", latest=5),
+            "replica 2 could not save the checkpoint of step 8: full; the latest is that of step 5",
+        ),
         (event("gradient_excluded", 1, step=8, slots=[0, 2]), "step 8 goes without replica 0, 2: gradient not finite"),
         (
             build(LighthouseRestarted, reason="the lighthouse ended", seconds=0.25),

@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,13 @@ from titan_ft.run.events import Event
 
 device.prepare()
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # noqa: E402
+import safetensors.torch  # noqa: E402
+from torch.distributed.checkpoint import (  # noqa: E402
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageWriter,
+    _consolidate_hf_safetensors,
+)
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
@@ -39,6 +46,7 @@ from titan_ft.replica.position import Position  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
 from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
+from titan_ft.training.checkpoint_export import MERGING  # noqa: E402
 from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
 
 LINEAGE = 0xABCDEF
@@ -81,7 +89,15 @@ class Run:
     """A group of one rank: its state, its checkpoints and their host."""
 
     def __init__(
-        self, base: Path, *, slots: int = 2, slot: int = 0, flavor: str = "tiny", dataset: str = "austen", **more: Any
+        self,
+        base: Path,
+        *,
+        slots: int = 2,
+        slot: int = 0,
+        flavor: str = "tiny",
+        dataset: str = "austen",
+        adapter: Any = None,
+        **more: Any,
     ) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(4, 3)
@@ -106,7 +122,7 @@ class Run:
             lr_schedulers=schedulers,
             states={"train_state": self.progress},
             checkpoint_config=Checkpoint(**{"enable": True, "interval": 5, "last_save_model_only": False, **more}),
-            sd_adapter=None,
+            sd_adapter=adapter,
             base_folder=str(base),
         )
         self.folder = Path(self.checkpoints.folder) if more.get("enable", True) else base / "checkpoint"
@@ -442,7 +458,8 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
             run.settle()
         run.train(9)
     assert run.position.saved == 0
-    assert run.events.named("checkpoint_failed") == [{"step": 5, "error": "No space left on device"}]
+    failed = {"step": 5, "error": "No space left on device", "latest": 0}
+    assert run.events.named("checkpoint_failed") == [failed]
     assert complete_steps(run.folder) == []
     run.train(10)
     if mode == "async":
@@ -452,13 +469,203 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert [path.name for path in run.folder.iterdir()] == ["step-10"]  # what was left of step 5 is gone
 
 
-def test_the_last_save_must_not_fail(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the final checkpoint the run does not end as a success."""
+def test_each_save_that_fails_says_what_is_left(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, and each failure names the step that there is to go back to."""
     run = make_run()
-    run.train(3)
+    run.train(5)
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
-    with pytest.raises(SaveError, match=r"checkpoint\.folder"):
-        run.checkpoints.save(3, last_step=True)
+    run.train(15)
+    told = [(each["step"], each["error"], each["latest"]) for each in run.events.named("checkpoint_failed")]
+    assert told == [(step, "No space left on device", 5) for step in (10, 15)]
+    run.checkpoints.raise_last_failure()  # of the last step there is none
+
+
+def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes behind the rounds of the end, is not tried again there, and lets nobody start the group again."""
+    run = make_run()
+    run.train(5)
+    run.step()
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    run.checkpoints.save(6, last_step=True)
+    run.checkpoints.finish(6)
+    assert [told["step"] for told in run.events.named("checkpoint_failed")] == [6]
+    with pytest.raises(
+        SaveError, match=r"checkpoint\.folder .*No space left on device; .* step 5; make room"
+    ) as raised:
+        run.checkpoints.raise_last_failure()
+    assert not raised.value.restart
+
+
+class Exporter:
+    """An adapter to Hugging Face's format, for any model."""
+
+    fqn_to_index_mapping: dict[Any, int] | None = None
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses, self.calls = refuses, 0
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        self.calls += 1
+        if self.refuses:
+            raise KeyError("layers.7.router.weight")
+        return {f"model.{name}": value for name, value in state.items()}
+
+
+EXPORT: dict[str, Any] = {"last_save_in_hf": True, "last_save_model_only": True}
+
+
+def test_the_last_save_in_hugging_faces_format(make_run: Callable[..., Run]) -> None:
+    """What is written is the model, converted once, as one file of that format."""
+    run = make_run(adapter=Exporter(), **EXPORT)
+    run.train(6)
+    run.checkpoints.save(6, last_step=True)
+    run.checkpoints.finish(6)
+    run.checkpoints.raise_last_failure()
+    assert run.checkpoints.sd_adapter.calls == 1
+    assert complete_steps(run.folder) == [5, 6]
+    weights: dict[str, torch.Tensor] = {}
+    for path in (run.folder / "step-6").glob("*.safetensors"):
+        weights |= safetensors.torch.load_file(path)
+    assert_equal(weights["model.weight"], run.model.weight.detach())
+    manifest = Manifest.read(run.folder / "step-6")
+    assert manifest is not None
+    assert manifest.model_only
+
+
+def _no_module(run: Run, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sys.modules, "safetensors.torch", None)  # as if it were not installed
+
+
+def _no_export(run: Run, patch: pytest.MonkeyPatch) -> None:
+    run.checkpoints.sd_adapter.refuses = True
+
+
+def _no_merging(run: Run, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HuggingFaceStorageWriter, "finish", fail)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "reason"),
+    [(_no_module, "safetensors"), (_no_export, "router"), (_no_merging, "No space left")],
+)
+def test_a_last_save_that_fails_in_one_format_is_made_in_the_other(
+    make_run: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+    breaks: Callable[[Run, pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    """The whole training state is there, to go on from or to convert; told once, by an end that is no success."""
+    run = make_run(adapter=Exporter(), **EXPORT)
+    run.train(6)
+    with monkeypatch.context() as patch:
+        breaks(run, patch)
+        run.checkpoints.save(6, last_step=True)
+    run.checkpoints.finish(6)
+    (failed,) = run.events.named("checkpoint_failed")
+    assert (failed["step"], failed["latest"]) == (6, 5)
+    assert reason in failed["error"]
+    assert run.position.saved == 6  # so that the other groups save nothing
+    with pytest.raises(SaveError, match=rf"step 6 could not be saved as asked: .*{reason}.*training state.*step-6"):
+        run.checkpoints.raise_last_failure()
+    other = make_run()
+    assert other.checkpoints.load()
+    assert_equal(other.values(), run.values())
+
+
+def test_a_disk_that_stays_full_ends_both_formats(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be saved: what was saved before is named."""
+    run = make_run(adapter=Exporter(), **EXPORT)
+    run.train(6)
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
+    run.checkpoints.save(6, last_step=True)
+    run.checkpoints.finish(6)
+    assert len(run.events.named("checkpoint_failed")) == 1
+    with pytest.raises(SaveError, match=r"checkpoint\.folder .*No space left on device; .* step 5"):
+        run.checkpoints.raise_last_failure()
+    assert complete_steps(run.folder) == [5]
+
+
+@pytest.mark.parametrize("fails", [None, *MERGING])
+def test_a_rank_that_cannot_merge_its_files_still_meets_the_others(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, fails: str | None
+) -> None:
+    """A model in several files is merged by all ranks, which torch lets wait for one that has failed."""
+    exporter = Exporter()
+    exporter.fqn_to_index_mapping = {"model.weight": 1, "model.bias": 2}
+    run = make_run(adapter=exporter, **EXPORT)
+    run.train(6)
+    met: list[str] = []
+    barrier = dist.barrier
+    monkeypatch.setattr(
+        dist, "barrier", lambda **options: met.append("at the end of the merging") or barrier(**options)
+    )
+    if fails is not None:
+        monkeypatch.setattr(_consolidate_hf_safetensors, fails, fail)
+    run.checkpoints.save(6, last_step=True)
+    assert met == ["at the end of the merging"]
+    assert complete_steps(run.folder) == [5, 6]
+    if fails is None:
+        run.checkpoints.raise_last_failure()
+        assert len(list((run.folder / "step-6").glob("*.safetensors"))) == 2
+    else:
+        assert getattr(_consolidate_hf_safetensors, fails) is fail
+        with pytest.raises(SaveError, match=r"No space left on device.*training state"):
+            run.checkpoints.raise_last_failure()
+
+
+@pytest.mark.parametrize("asked", [EXPORT, {"last_save_model_only": False}])
+def test_a_disk_with_room_for_the_model_gets_that(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    """What can be saved of the last step is saved, if not to go on from then to begin with."""
+    run = make_run(adapter=Exporter(), **asked)
+    run.train(6)
+    write = FileSystemWriter.write_data
+
+    def write_what_fits(writer: FileSystemWriter, plan: Any, planner: Any) -> Any:
+        return fail() if len(plan.items) > 2 else write(writer, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_what_fits)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
+    run.checkpoints.save(6, last_step=True)
+    with pytest.raises(
+        SaveError, match=r"No space left on device\. Nothing is lost of the model, which is in .*step-6"
+    ):
+        run.checkpoints.raise_last_failure()
+    manifest = Manifest.read(run.folder / "step-6")
+    assert manifest is not None
+    assert manifest.model_only
+
+
+def test_what_cannot_be_exported_is_told_at_the_start(make_run: Callable[..., Run]) -> None:
+    """Not by an assertion of torchtitan, which would have the group started again and again, or at the last step."""
+    with pytest.raises(ConfigError, match=r"checkpoint\.last_save_in_hf must be false for this model"):
+        make_run(**EXPORT)
+    with pytest.raises(ConfigError, match=r"needs checkpoint\.last_save_model_only = true"):
+        make_run(adapter=Exporter(), last_save_in_hf=True)
+
+
+def test_an_export_that_fails_on_another_rank_fails_on_this_one(make_run: Callable[..., Run]) -> None:
+    """Else this rank would go into a collective in which the other one never comes."""
+    run = make_run(adapter=Exporter(), **EXPORT)
+    run.train(6)
+    flags = [1]  # the other rank's, at the first agreement of the save: it could not convert
+
+    def gather(value: int) -> list[int]:
+        return [value, flags.pop() if flags else value]
+
+    run.gather = gather  # type: ignore[method-assign]
+    run.checkpoints.save(6, last_step=True)
+    (failed,) = run.events.named("checkpoint_failed")
+    assert "another rank" in failed["error"]
+    assert complete_steps(run.folder) == [5, 6]
+    with pytest.raises(SaveError, match="another rank"):
+        run.checkpoints.raise_last_failure()
 
 
 def test_a_save_that_keeps_the_others_waiting_too_long_is_warned_of(

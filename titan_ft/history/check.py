@@ -52,13 +52,21 @@ class Verdicts:
         """Return the worst verdict of what was asked."""
         return merge(judgement.verdict for judgement in self.judgements if judgement.asked)
 
+    @property
+    def headline(self) -> str:
+        """The verdict in a line that tells what must not stand behind it unseen, as work that was done again."""
+        reservations = [each.reservation for each in self.judgements if each.reservation]
+        joint = ", but " if self.verdict == "holds" else "; "
+        return joint.join([self.verdict, "; ".join(reservations)]) if reservations else self.verdict
+
     def __getitem__(self, promise: int | str) -> Judgement:
         """Return the judgement of a promise by its number, or of anything by its name."""
         return next(each for each in self.judgements if promise in (each.promise, each.name))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdicts as plain dictionaries, lists and numbers, for JSON."""
-        return {"verdict": self.verdict, "start": self.start, "judgements": list(map(asdict, self.judgements))}
+        judgements = list(map(asdict, self.judgements))
+        return {"verdict": self.verdict, "headline": self.headline, "start": self.start, "judgements": judgements}
 
 
 def check(record: RunRecord, against: RunRecord | None = None) -> Verdicts:
@@ -144,16 +152,22 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
 )
 
 
+def _symbol(verdict: Verdict, shown: str) -> str:
+    return SYMBOLS[verdict] if shown == verdict or verdict != "holds" else "!"
+
+
 def check_table(verdicts: Verdicts) -> Group:
-    """Return the verdicts as a table for the terminal: a row for each promise, and below it what it rests on."""
+    """Return the verdicts for the terminal: the headline, a row for each promise with what it rests on, the verdict."""
     from rich.console import Group
+    from rich.text import Text
 
     rows = []
     for each in verdicts.judgements:
-        symbol, number = SYMBOLS[each.verdict] if each.asked else "-", each.promise or " "
+        symbol, number = _symbol(each.verdict, each.shown_verdict) if each.asked else "-", each.promise or " "
         rows.append((f"{symbol} {number} {each.name}", each.shown_verdict, each.statement))
         details = each.details(verdicts.start)
         rows += [("", "", text) for text in details[:MAX_SHOWN]]
         if len(details) > MAX_SHOWN:
             rows.append(("", "", f"... {len(details) - MAX_SHOWN} more (--json names them all)"))
-    return Group(grid(rows), "", f"{SYMBOLS[verdicts.verdict]} verdict: {verdicts.verdict}")
+    headline = f"{_symbol(verdicts.verdict, verdicts.headline)} verdict: {verdicts.headline}"
+    return Group(Text(headline), "", grid(rows), "", Text(headline))

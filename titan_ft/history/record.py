@@ -222,7 +222,7 @@ class RunRecord:
     def curve(self) -> list[Point]:
         """The loss curve, a point for each step of the trajectory, as far back as the history goes."""
         commits = [self.commits_of[state.lineage] for state in self.chain]
-        # With pipeline parallelism only the ranks of the last stage know the loss.
+        # In older histories only the ranks of a pipeline's last stage know the loss.
         losses = [next((event.loss for event in events if event.loss is not None), None) for events in commits]
         totals = accumulate(events[0].tokens for events in commits)
         return [

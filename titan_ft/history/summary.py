@@ -17,6 +17,7 @@ from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.goodput import count_exchanges
 from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
 from titan_ft.history.record import RunRecord, view
+from titan_ft.history.rework import Rework, find_rework
 from titan_ft.history.terminal import grid
 from titan_ft.run.events import (
     Drained,
@@ -68,6 +69,8 @@ class RunSummary:
     """See `titan_ft.history.goodput.count_exchanges`."""
     step_seconds: float | None = None
     """The usual step, see `RunRecord.usual_step_us`."""
+    rework: Rework = field(default_factory=Rework)
+    """Committed steps that were thrown away and made again."""
     recomputed_forward_passes: int = 0
     """Forward passes beyond one per batch, by the groups that contributed to the step."""
     num_restarts: int = 0
@@ -99,6 +102,7 @@ class RunSummary:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain dictionaries, lists and numbers, for JSON."""
         figures = asdict(self)
+        figures["rework"] = self.rework.to_dict()
         figures["losses"] = [{"step": step, "loss": loss} for step, loss in self.losses]
         return figures
 
@@ -125,6 +129,7 @@ def summarize(record: RunRecord) -> RunSummary:
         exchanges_committed=committed,
         exchanges_attempted=attempted,
         step_seconds=record.usual_step_seconds,
+        rework=find_rework(record),
         recomputed_forward_passes=sum(_recomputed(event) for event in commits),
         num_restarts=len(restarts),
         num_standby_restarts=sum(event.standby for event in restarts),
@@ -194,6 +199,7 @@ def summary_table(summary: RunSummary) -> Table:
         ("groups", f"{s.num_groups} x {count(s.ranks_per_group, 'rank')}"),
         ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a step (median)"),
         ("steps committed", str(s.steps_committed)),
+        *([("made again", s.rework.describe())] if s.rework.describe() else []),
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
         ("batches", f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown"),

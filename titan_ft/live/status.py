@@ -148,7 +148,9 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.HealFinished: lambda e: f"healed in {e.seconds:.2f} s",
     ev.HealFailed: lambda e: f"got no state from replica {e.donor}: {_first_line(e.error)}",
     ev.RolledBack: lambda e: f"goes on from step {e.step}: steps lost with their groups: {e.lost}",
-    ev.CheckpointFailed: lambda e: f"could not save the checkpoint of step {e.step}: {_first_line(e.error)}",
+    ev.CheckpointFailed: lambda e: (
+        f"could not save the checkpoint of step {e.step}: {_first_line(e.error)}{_latest_checkpoint(e.latest)}"
+    ),
     ev.DigestMismatch: lambda e: (
         f"sees different digests at step {e.step} (minority: {_listed(e.minority) or 'none, a tie'})"
     ),
@@ -234,6 +236,10 @@ def _params(event: ev.FaultInjected) -> str:
 
 def _first_line(text: str) -> str:
     return (text.splitlines() or [""])[0][:200]
+
+
+def _latest_checkpoint(step: int | None) -> str:
+    return "" if step is None else f"; the latest is that of step {step}" if step else "; there is none to go back to"
 
 
 def _because(reason: str) -> str:

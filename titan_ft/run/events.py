@@ -141,7 +141,7 @@ class StepCommitted(RankEvent, kw_only=True):
     parent: str  # lineage of the state that it changed; twelve zeros for the initial one
     participants: list[int]  # groups whose gradients are in it
     tokens: int  # tokens with a label of all participants
-    # mean loss over those; null on a rank that does not compute it (pipeline), or where it is not finite
+    # mean loss over those; null where it is not finite (in older histories also on a pipeline's earlier stages)
     loss: float | None
     own_tokens: int  # those of this group; 0 where it is no participant
     own_loss: float | None  # mean loss over those; null as above, and without any
@@ -366,10 +366,11 @@ class CheckpointSaved(RankEvent, kw_only=True):
 
 
 class CheckpointFailed(RankEvent, kw_only=True):
-    """A checkpoint could not be written; another group saves at its next commit."""
+    """A checkpoint could not be written; the next due step tries again."""
 
     step: int  # step after which it would be
     error: str  # why
+    latest: int | None = None  # step of the latest complete checkpoint, 0 without any
 
 
 class CheckpointWithdrawn(RankEvent, kw_only=True):

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib
 import os
 import shutil
+import textwrap
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,7 @@ from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode,
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError
-from titan_ft.replica.errors import ReplicaError
+from titan_ft.replica.errors import FinalError
 from titan_ft.replica.ledger import Ledger
 from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
 from titan_ft.training.checkpoint_choice import (
@@ -36,6 +39,7 @@ from titan_ft.training.checkpoint_choice import (
     check_still_there,
     together,
 )
+from titan_ft.training.checkpoint_export import Converted, check_export, merge_together
 from titan_ft.training.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
@@ -49,10 +53,22 @@ from titan_ft.training.checkpoint_folder import (
 from titan_ft.training.checkpoint_host import CheckpointHost
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
+T = TypeVar("T")
 
 
-class SaveError(ReplicaError):
-    """The checkpoint after the last step could not be written."""
+ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
+
+
+class SaveError(FinalError):
+    """The last step could not be saved as it was asked for.
+
+    Training is over. A group that was started again would make the steps since its last checkpoint once more, only to
+    fail at the same save.
+    """
+
+
+class _PartError(Exception):
+    """A part of a save failed on a rank of this group; raised on all of them."""
 
 
 class _State(IntEnum):
@@ -85,14 +101,20 @@ class ReplicaCheckpoints(CheckpointManager):
     """
 
     folder: str
+    sd_adapter: Any
+    last_save_in_hf: bool
+    last_save_model_only: bool
 
     def __init__(self, **kwargs: Any) -> None:
         self._host: CheckpointHost | None = None
         self._under_way: _Save | None = None
         self._published: set[int] = set()  # steps that this process saved
         self._failed = 0  # step of the latest save of this group that failed
+        self._failure = ""  # why it did
+        self._last_failure: SaveError | None = None
         self._num_shards = 0
         self._reset = ""  # why the data begins anew after the load under way
+        check_export(kwargs["checkpoint_config"], kwargs["sd_adapter"])
         try:
             # In place of the loaders' states the ledger's shards are saved.
             super().__init__(**{**kwargs, "dataloader": None})
@@ -149,8 +171,8 @@ class ReplicaCheckpoints(CheckpointManager):
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save the state after `curr_step` if it is this group's turn. Every group calls it after every step.
 
-        Raises:
-            SaveError: the last step's checkpoint could not be written.
+        A save that fails is told and ends nothing here: the next due step tries again, and what follows from a failure
+        of the last one is for when all groups have finished (see `raise_last_failure`).
         """
         if not self.enable or self.load_only:
             return
@@ -173,9 +195,19 @@ class ReplicaCheckpoints(CheckpointManager):
         if not self.enable or self.load_only:
             return
         self._settle(wait=True)
-        if self.host.position.saved < step:  # in all groups that are left: then at least one of them does
+        # In all groups that are left: then at least one of them saves. Not again in one that could not.
+        if self.host.position.saved < step and self._failed < step:
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
+
+    def raise_last_failure(self) -> None:
+        """End this group if it could not save the last step as asked; when there is nothing left to do for others.
+
+        Raises:
+            SaveError: says why, and what is saved instead.
+        """
+        if self._last_failure is not None:
+            raise self._last_failure
 
     def withdraw(self) -> None:
         """Take back what this group has saved since its bytes were last the others', if they are not any more.
@@ -236,13 +268,19 @@ class ReplicaCheckpoints(CheckpointManager):
             except BaseException as error:  # noqa: BLE001  # a thread's edge; DCP's are BaseExceptions. _settle reports it
                 save.done.set_exception(error)
 
-        result = super().dcp_save(state_dict, str(partial), async_mode, enable_garbage_collection, to_hf)
+        save_in = super().dcp_save
+        if to_hf:
+            with self._converted(state_dict):
+                self._on_all_ranks(
+                    lambda: merge_together(lambda: save_in(state_dict, str(partial), async_mode, to_hf=True))
+                )
+            conclude(None)
+            return None
+        result = save_in(state_dict, str(partial), async_mode, enable_garbage_collection)
         written = result.upload_completion if isinstance(result, AsyncSaveResponse) else result
         if isinstance(written, Future):
             written.add_done_callback(conclude)
         else:
-            if to_hf:
-                dist.barrier()  # each rank has merged files of its own after DCP's part
             conclude(None)
         return result
 
@@ -290,18 +328,92 @@ class ReplicaCheckpoints(CheckpointManager):
         finally:
             self.folder = folder
 
+    @contextlib.contextmanager
+    def _converted(self, state_dict: dict[str, Any]) -> Iterator[None]:
+        """Make what a save in Hugging Face's format needs of each rank; if it fails on one, it fails on all.
+
+        Else the others would go on into collectives of the save, in which that one never comes.
+        """
+        adapter = self.sd_adapter
+
+        def convert() -> Any:
+            importlib.import_module("safetensors.torch")  # torch would miss it in mid-save
+            return adapter.to_hf(state_dict)
+
+        self.sd_adapter = Converted(adapter.fqn_to_index_mapping, self._on_all_ranks(convert))
+        try:
+            yield
+        finally:
+            self.sd_adapter = adapter
+
+    def _on_all_ranks(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns; if it fails on one rank of this group, it fails on all. A collective.
+
+        Raises:
+            _PartError: it has failed, here or elsewhere.
+        """
+        reason = ""
+        try:
+            done = act()
+        except (OSError, ImportError, CheckpointException) as error:
+            reason = _one_line(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
+            reason = f"{type(error).__name__}: {error}"
+            # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
+            logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
+        if any(self.host.gather(int(bool(reason)))):
+            raise _PartError(reason or ELSEWHERE_IN_GROUP)
+        return done
+
     def _write(self, step: int, last_step: bool) -> None:
+        """Save the state after `step`; the last one in another way if it cannot be saved as asked."""
+        self._write_once(step, last_step)
+        if not last_step or self._failed < step:
+            return
+        reason, target = self._failure, self._create_checkpoint_id(step)
+        text = (
+            f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {reason}; "
+            f"{_latest(self.host.position.saved)}; make room there, or give another one, and start the run again"
+        )
+        # What keeps it from being saved as asked may be mended, and that save made up for: not the training.
+        for model_only, what in self._other_ways():
+            logger.warning("saving %s of step %d in torchtitan's own format instead", what, step)
+            with self._in_own_format(model_only):
+                self._write_once(step, last_step=True)
+            if step in self._published:
+                text = (
+                    f"checkpoint: step {step} could not be saved as asked: {reason}. Nothing is lost of {what}, which "
+                    f"is in {target}, in torchtitan's own format (DCP); for Hugging Face's, convert it with "
+                    "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
+                )
+                break
+        self._last_failure = SaveError(text)
+
+    def _other_ways(self) -> Iterator[tuple[bool, str]]:
+        """Yield how else the last step can be saved: whether the model only, and what that is. The best one first."""
+        if self.last_save_in_hf:
+            yield False, "the whole training state"
+        if self.last_save_in_hf or not self.last_save_model_only:
+            yield True, "the model"  # a third of the size: there may be room for that
+
+    def _write_once(self, step: int, last_step: bool) -> None:
         self._under_way = save = _Save(step)
         try:
             super().save(step, last_step)
-        except CheckpointException as error:  # on all ranks, or on none
+        except (CheckpointException, _PartError) as error:
+            # On all ranks, or on none. What one rank alone meets ends it: the others are in a collective of the save.
             save.done.set_exception(error)
         self._settle(wait=last_step)
-        if last_step and self._failed == step:
-            raise SaveError(
-                f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got an error (see "
-                "above); make room or give another one"
-            )
+
+    @contextlib.contextmanager
+    def _in_own_format(self, model_only: bool) -> Iterator[None]:
+        """Let torchtitan save the last step in its own format, whatever was asked for."""
+        asked = self.last_save_in_hf, self.last_save_model_only
+        self.last_save_in_hf, self.last_save_model_only = False, model_only
+        try:
+            yield
+        finally:
+            self.last_save_in_hf, self.last_save_model_only = asked
 
     def _settle(self, wait: bool = False) -> None:
         """Conclude the save under way if it has ended on all ranks of this group."""
@@ -315,11 +427,11 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self._under_way = None
         if _State.FAILED in states:
-            self._failed = save.step
-            error = save.done.exception()
-            reason = "it failed on another rank of this group" if error is None else _one_line(error)
-            logger.error("the checkpoint of step %d could not be written: %s", save.step, reason)
-            self.host.events.emit(CheckpointFailed(step=save.step, error=reason))
+            reason, latest = _reason_of_all(save.done.exception()), self.host.position.saved
+            logger.error("the checkpoint of step %d could not be written: %s; %s", save.step, reason, _latest(latest))
+            if self._failed < save.step:  # once, in however many ways the last step is tried
+                self._failed, self._failure = save.step, reason
+                self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
         self.host.position.note_saved(max(self.host.position.saved, save.step))
         self._published.add(save.step)
@@ -412,6 +524,23 @@ class _QuorumState(Stateful):
 def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
     """Return the latest step up to `step` whose state torchtitan would save; 0 = none."""
     return step if last else max(step // interval * interval, int(first and step >= 1))
+
+
+def _reason_of_all(error: BaseException | None) -> str:
+    """Return why a save failed on this rank, or else on the first that knows. A collective of the group.
+
+    Each rank may be the one whose line is shown for all.
+    """
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, "" if error is None else _one_line(error))
+    own = reasons[dist.get_rank()]
+    known = (f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason not in ("", ELSEWHERE_IN_GROUP))
+    return own if own not in ("", ELSEWHERE_IN_GROUP) else next(known, ELSEWHERE_IN_GROUP)
+
+
+def _latest(step: int) -> str:
+    """Say what there is to go back to, in words."""
+    return f"the latest complete one is that of step {step}" if step else "there is none to go back to"
 
 
 def _one_line(error: BaseException) -> str:

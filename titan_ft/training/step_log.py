@@ -37,15 +37,10 @@ class Work:
 
 
 class StepLog:
-    """Logs one rank's committed steps.
+    """Logs one rank's committed steps; `slot` is that of its group."""
 
-    Args:
-        slot: of this group.
-        has_loss: whether this rank computes it; of a pipeline only the last stage does.
-    """
-
-    def __init__(self, events: EventLog, metrics: MetricsProcessor, slot: int, *, has_loss: bool) -> None:
-        self._events, self._metrics, self._slot, self._has_loss = events, metrics, slot, has_loss
+    def __init__(self, events: EventLog, metrics: MetricsProcessor, slot: int) -> None:
+        self._events, self._metrics, self._slot = events, metrics, slot
 
     def emit(self, committed: Committed, work: Work, digest: str | None) -> None:
         """Emit the event; `digest` is that of the state behind the step, if it was taken."""
@@ -57,9 +52,9 @@ class StepLog:
             parent=f"{committed.parent:012x}",
             participants=committed.participants,
             tokens=committed.valid_tokens,
-            loss=committed.loss if self._has_loss else None,
+            loss=committed.loss,
             own_tokens=committed.own_tokens,
-            own_loss=committed.own_loss if self._has_loss else None,
+            own_loss=committed.own_loss,
             grad_norm=work.grad_norm,
             lr=work.lr,
             seconds=work.seconds,

@@ -218,7 +218,7 @@ def install_progress() -> None:
         WORKER.events, WORKER.watchdog = trainer._events, trainer._watchdog
         model = trainer.model_parts[0]
         model.register_forward_pre_hook(count_forward)
-        list(model.layers.values())[1].register_forward_pre_hook(lambda *_: WORKER.at("forward"))
+        list(model.layers.values())[:2][-1].register_forward_pre_hook(lambda *_: WORKER.at("forward"))
 
     def count_forward(*_: Any) -> None:
         WORKER.forwards += 1

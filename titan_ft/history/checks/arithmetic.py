@@ -21,7 +21,7 @@ def check_arithmetic(record: RunRecord, found: Judgement) -> None:
         num_states += len({event.replica for event in events}) > 1
         for event in events:
             for name in FIGURES:
-                value = getattr(event, name)  # a rank without the last pipeline stage knows no loss
+                value = getattr(event, name)  # null where it was not finite
                 if value is not None and first.setdefault(name, value) != value:
                     text = f"reports {name} {value!r} of the state {lineage}; another group reports {first[name]!r}"
                     found.object_to(text, event)

@@ -51,6 +51,8 @@ class Judgement:
     verdict: Verdict = "unknown"
     statement: str = ""
     """What was verified, in one line."""
+    reservation: str = ""
+    """What a reader of the verdict alone must know, in one line; once it is decided, the statement begins with it."""
     offences: list[Offence] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """Why there is no verdict."""
@@ -58,8 +60,10 @@ class Judgement:
 
     @property
     def shown_verdict(self) -> str:
-        """Its verdict in words: "not asked" where it does not count."""
-        return self.verdict if self.asked else "not asked"
+        """Its verdict in words: "not asked" where it does not count, and never plainly "holds" with a reservation."""
+        if not self.asked:
+            return "not asked"
+        return f"{self.verdict}, but" if self.reservation and self.verdict == "holds" else self.verdict
 
     def details(self, start: float) -> list[str]:
         """Return what stands below it: offences, what is unknown, notes; `start` is the run's, Unix seconds."""
@@ -78,6 +82,8 @@ class Judgement:
         self.offences.sort(key=lambda offence: offence.time or 0.0)
         self.verdict = "does not hold" if self.offences else "unknown" if self.unknown else "holds"
         self.asked = self.asked or bool(self.offences)
+        if not self.statement.startswith(self.reservation):
+            self.statement = "; ".join(text for text in (self.reservation, self.statement) if text)
         return self
 
 

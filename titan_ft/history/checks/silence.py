@@ -56,6 +56,7 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
         f"{count(exits, 'exit')} of workers explained, {count(faults, 'fault')} seen to have followed by their ends"
     )
     found.notes += [f"{name.replace('_', ' ')}: {count(times, 'time')}" for name, times in _noted(record).items()]
+    found.reservation = _unsaved(record)
     if jumped:
         found.unknown.append("the wall clock jumped: what followed what is unknown")
     if not record.processes:
@@ -70,6 +71,16 @@ def _noted(record: RunRecord) -> Counter[str]:
         if note.event in names:
             counts[note.event] += note.count
     return counts
+
+
+def _unsaved(record: RunRecord) -> str:
+    """Say which checkpoint is missing in the end because it could not be saved; empty if none is."""
+    failed = max(record.of(ev.CheckpointFailed), key=lambda event: event.step, default=None)
+    saved = max((event.step for event in record.of(ev.CheckpointSaved)), default=0)
+    if failed is None or failed.step <= saved:
+        return ""
+    left = f"the latest is that of step {saved}" if saved else "there is none"
+    return f"the checkpoint of step {failed.step} could not be saved ({failed.error}): {left}"
 
 
 def _check_ends(record: RunRecord, found: Judgement) -> None:

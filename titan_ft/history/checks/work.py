@@ -1,19 +1,26 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Promise 4: a failure makes no survivor compute a batch twice, or skip a step."""
+"""Promise 4: a failure makes no survivor compute a batch twice, or skip a step; nothing is made again and again."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from titan_ft.history.checks.judgement import Judgement, count
+from titan_ft.history.checks.judgement import Judgement, Offence, count
 from titan_ft.history.record import Healed, Process, RunRecord
+from titan_ft.history.rework import find_rework
 from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import FaultInjected, GradientExcluded, HealFinished, StepCommitted, WorkerStarted
 
 
 def check_work(record: RunRecord, found: Judgement) -> None:
-    """Check the commits of each process: each goes on from the one before, one forward pass for each batch."""
+    """Check the commits of each process: each goes on from the one before, one forward pass for each batch.
+
+    Steps that are made again because all groups were lost break nothing by themselves; again and again they do.
+    """
+    rework = find_rework(record)
+    found.reservation = rework.describe()
+    found.offences += [Offence(text, time=setback.time, step=setback.step) for setback, text in rework.offences]
     passes = 0
     wasted = Counter[str]()
     for process in record.processes:
