@@ -398,6 +398,18 @@ def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_pa
     assert "✗ Does not hold: every batch once." in page.text
 
 
+def test_a_reservation_stands_in_the_first_line(tmp_path: Path) -> None:
+    """A run whose promises hold is not plainly green where its reader must know more, as of a save that failed."""
+    job = Job(2)
+    job.train(BEGIN + 15)
+    job._log(job.time, "checkpoint_failed", 0, step=40, error="disk full")
+    page = read_page(job.finish(), tmp_path)
+    line = page.text.partition("date ")[0]
+    assert "! All 7 promises that were checked hold, but the checkpoint of step 40 could not be saved" in line
+    assert "! holds, but" in page.text
+    assert 'class="overall open"' in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
 def test_figures_are_a_superset_of_the_summary(short_campaign: list[Event]) -> None:
     """--json keeps every figure of the short report as it is, and adds goodput, stalls, verdicts, notes."""
     figures = report_figures(RunRecord(short_campaign))

@@ -85,15 +85,17 @@ def plan_of(record: RunRecord) -> dict[str, Any]:
 
 
 def overall(verdicts: Verdicts) -> str:
-    """Return the verdict on a run in one line."""
+    """Return the verdict on a run in one line, with what must not stand behind it unseen."""
     asked = [each for each in verdicts.judgements if each.asked]
     named = ", ".join(each.name for each in asked if each.verdict == verdicts.verdict)
     promises = sum(each.promise is not None for each in asked)
-    return {
-        "holds": f"All {promises} promises that were checked hold.",
-        "does not hold": f"Does not hold: {named}.",
-        "unknown": f"Cannot be told for sure: {named}.",
+    reservations = "; ".join(each.reservation for each in verdicts.judgements if each.reservation)
+    text = {
+        "holds": f"All {promises} promises that were checked hold{', but ' if reservations else ''}",
+        "does not hold": f"Does not hold: {named}{'; ' if reservations else ''}",
+        "unknown": f"Cannot be told for sure: {named}{'; ' if reservations else ''}",
     }[verdicts.verdict]
+    return f"{text}{reservations}."
 
 
 def describe_run(record: RunRecord) -> list[tuple[str, str]]:

@@ -32,6 +32,7 @@ from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
 
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}  # else it is open
+MARKS["holds, but"] = ("open", "!")
 MAX_DETAILS = 4
 MAX_ROWS = 200
 
