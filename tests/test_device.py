@@ -105,3 +105,16 @@ def test_side_stream_is_not_the_default_stream() -> None:
     with device.side_stream(where):
         assert torch.accelerator.current_stream() != before
     assert torch.accelerator.current_stream() == before
+
+
+@cpu_only
+def test_a_processor_has_a_name_and_a_process_its_memory() -> None:
+    """What a run's history tells of its machine: a name for people, and the bytes that this process holds."""
+    assert device.name().strip() not in ("", "cpu")
+    before = device.memory_bytes()
+    held = bytearray(b"x" * 2**26)
+    after = device.memory_bytes()
+    assert before is not None
+    assert after is not None
+    assert before + 2**25 < after < 2**45
+    del held

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,29 @@ from titan_ft.config import ConfigError
 def on_cpu() -> bool:
     """Say whether this machine has no accelerator that torch can use."""
     return not torch.accelerator.is_available()
+
+
+def name() -> str:
+    """Return the name of this machine's accelerator, else of its processor."""
+    if not on_cpu():
+        return str(torch.get_device_module().get_device_name(0))
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """Return the memory of this process: what the accelerator's allocator held at most, as torchtitan reports it, since
+    its last line of metrics; on a CPU, what the process holds. None where the machine does not tell."""
+    if not on_cpu():
+        return int(torch.accelerator.max_memory_reserved())
+    try:
+        with open("/proc/self/statm", encoding="utf-8") as pages:
+            return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
 
 
 def prepare() -> None:

@@ -43,7 +43,7 @@ def test_every_view_shows_the_same_stall(tmp_path: Path) -> None:
     text = text_of(summary_table(summarize(record)))
     assert "survivors stalled 2.00 s, contributing again after 6.50 s" in text
     page = write_report(record, tmp_path).read_text(encoding="utf-8")
-    assert '<div class="figure">2.00 s</div>' in page
+    assert '<div class="value">2.00 s</div>' in page
     assert '<td class="number">2.00</td><td class="number">6.50</td>' in page
     assert figures(record)["stall per failure (s), median (max)"] == "2.00 (2.00)"
 

@@ -123,6 +123,7 @@ class LocalRun:
                 ranks_per_replica=plan.num_ranks,
                 spares=plan.options.spares,
                 job_id=plan.job_id,
+                config_file=str(plan.options.config),
             )
         )
         self._lighthouse.poll()

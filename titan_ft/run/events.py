@@ -79,6 +79,20 @@ class WorkerConfig(msgspec.Struct, kw_only=True):
     checkpoint: bool  # `checkpoint.enable`
 
 
+class Setup(msgspec.Struct, kw_only=True):
+    """What a worker trains, on what, and with which software; for those who read the run's report later."""
+
+    model: str  # torchtitan's name of the model and its flavor
+    dataset: str  # `training.dataset`
+    seq_len: int  # tokens of a sequence
+    local_batch_size: int  # sequences of a microbatch of a data-parallel rank
+    global_batch_size: int  # sequences of a step of all groups, as configured; -1 makes it local x ranks x groups
+    parallelism: dict[str, int]  # torchtitan's degrees inside a group, by their fields' names; 1 is left out
+    device: str  # name of its accelerator, else of its processor
+    num_cpus: int  # processors that the worker may use
+    versions: dict[str, str]  # of Python and of the packages that training rests on
+
+
 class Batches(msgspec.Struct, kw_only=True):
     """Consecutive batches of a slot."""
 
@@ -106,6 +120,7 @@ class WorkerStarted(RankEvent, kw_only=True):
     host: str  # its host's name
     slurm: dict[str, str] | None  # Slurm's ids of the job and the step that it belongs to; null outside Slurm
     config: WorkerConfig | None = None  # fields of its config; left out by a trainer that is not this project's
+    setup: Setup | None = None  # what it trains, on what; left out likewise
 
 
 class Joined(RankEvent, kw_only=True):
@@ -142,6 +157,9 @@ class StepCommitted(RankEvent, kw_only=True):
     extra_data: list[Batches]  # batches that it read of the slots of absent groups
     batches: dict[int, tuple[int, int]]  # first batch and number of batches that the step trained, by slot
     digest: str | None = None  # hash of this rank's part of the state, hex; every `digest_every` steps
+    # memory of this rank in bytes: what the accelerator's allocator held at most since torchtitan's last line of
+    # metrics; on a CPU, what the process holds
+    memory_bytes: int | None = None
 
     @property
     def contributed(self) -> bool:
@@ -428,6 +446,7 @@ class LaunchStarted(LaunchEvent, kw_only=True):
     ranks_per_replica: int  # ranks of each
     spares: int  # spare groups
     job_id: str  # name of the job at the lighthouse
+    config_file: str | None = None  # path of the job's TOML, as it was given
 
 
 class LaunchStopping(LaunchEvent, kw_only=True):
@@ -566,7 +585,7 @@ def markdown() -> str:
             fields = [row for row in _rows(kind) if row[0] not in Event.__struct_fields__]
             parts.append(f"### `{_snake(kind.__name__)}`\n\n{_summary(kind)}\n")
             parts += [_table(*fields)] if fields else []
-    for part in (Batches, Target, WorkerConfig):
+    for part in (Batches, Setup, Target, WorkerConfig):
         parts.append(f"## {part.__name__}\n\n{_summary(part)}\n\n{_table(*_rows(part))}")
     return "\n".join(parts)
 

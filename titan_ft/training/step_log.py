@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torchtitan.components.metrics import MetricsProcessor
 
+from titan_ft import device
 from titan_ft.replica.feed import Reading
 from titan_ft.replica.step import Committed
 from titan_ft.run.events import StepCommitted
@@ -66,6 +67,7 @@ class StepLog:
             extra_data=list(read.values()),
             batches={entry.slot: (entry.first_batch, entry.num_batches) for entry in update.entries},
             digest=digest,
+            memory_bytes=device.memory_bytes(),
         )
         self._events.emit(event)
 

@@ -5,14 +5,29 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 
+import torch
 from torchtitan.config import JobConfig
 
-from titan_ft.run.events import WorkerConfig, WorkerStarted
+import titan_ft
+from titan_ft import device
+from titan_ft.run.events import Setup, WorkerConfig, WorkerStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
+
+DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "expert_parallel_degree",
+)
+"""Fields of torchtitan's `[parallelism]` that shape a group."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,36 @@ def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
         steps=job_config.training.steps,
         checkpoint=job_config.checkpoint.enable,
     )
-    host = socket.gethostname()
-    events.emit(WorkerStarted(config_digest=launch.config_digest, host=host, slurm=launch.slurm, config=settings))
+    events.emit(
+        WorkerStarted(
+            config_digest=launch.config_digest,
+            host=socket.gethostname(),
+            slurm=launch.slurm,
+            config=settings,
+            setup=describe(job_config),
+        )
+    )
     return events
+
+
+def describe(job_config: JobConfig) -> Setup:
+    """Return what this worker trains, on what and with which software."""
+    training, model, degrees = job_config.training, job_config.model, asdict(job_config.parallelism)
+    return Setup(
+        model=f"{model.name} {model.flavor}",
+        dataset=training.dataset,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        global_batch_size=training.global_batch_size,
+        # -1 is whatever is left of the group's ranks.
+        parallelism={name: degrees[name] for name in DEGREES if degrees[name] not in (1, -1)},
+        device=device.name(),
+        num_cpus=len(os.sched_getaffinity(0)),
+        versions={
+            "titan_ft": titan_ft.__version__,
+            "torchtitan": metadata.version("torchtitan"),
+            "torchft": metadata.version("torchft"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.crashes import find_crashes
+from titan_ft.history.notes import find_notes
 from titan_ft.history.record import Process, RunRecord
 from titan_ft.run import events as ev
 
@@ -56,13 +57,22 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
         f"{count(exits, 'exit')} of workers explained, {count(faults, 'fault')} seen to have followed by their ends"
     )
     found.notes += [f"ended by {crash.describe(record.begin)}" for crash in find_crashes(record)]
-    counts = Counter(event.name for event in record.of(*NOTED))
-    found.notes += [f"{name}: {count(times, 'event')}" for name, times in counts.items()]
+    found.notes += [f"{name.replace('_', ' ')}: {count(times, 'time')}" for name, times in _noted(record).items()]
     found.reservation = _unsaved(record)
     if jumped:
         found.unknown.append("the wall clock jumped: what followed what is unknown")
     if not record.processes:
         found.unknown.append("no worker wrote an event")
+
+
+def _noted(record: RunRecord) -> Counter[str]:
+    """Return how often what is worth knowing happened, each once however many groups told of it."""
+    names = {str(kind.__struct_config__.tag) for kind in NOTED}
+    counts = Counter[str]()
+    for note in find_notes(record):
+        if note.event in names:
+            counts[note.event] += note.count
+    return counts
 
 
 def _unsaved(record: RunRecord) -> str:

@@ -1,41 +1,27 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the report of a run shows beside its views: recoveries, notes, the plan of its chaos."""
+"""What the report of a run shows beside its charts: verdict, the run in words, headline, recoveries, goodput."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
-from titan_ft.history.check import check
+from titan_ft.history.check import Verdicts, check
+from titan_ft.history.checks.judgement import count
 from titan_ft.history.goodput import goodput
 from titan_ft.history.incidents import Incident, count_faults, find_incidents
+from titan_ft.history.notes import find_notes, name_groups
 from titan_ft.history.record import RunRecord, view
+from titan_ft.history.report.style import STATES, Look
 from titan_ft.history.summary import summarize
 from titan_ft.run import events as ev
 
-# Events that a reader should know of, and the fields that say why.
-NOTABLE: dict[type[ev.Event], tuple[str, ...]] = {
-    ev.FaultSkipped: ("fault", "reason"),
-    ev.HealFailed: ("donor", "error"),
-    ev.DigestMismatch: ("step", "minority"),
-    ev.GradientExcluded: ("step", "slots"),
-    ev.Straggler: ("slot", "factor"),
-    ev.Hung: ("step",),
-    ev.RankSilent: ("ranks", "hosts"),
-    ev.ForeignMember: (),
-    ev.RolledBack: ("step", "lost"),
-    ev.StartedAnew: (),
-    ev.DataReset: ("reason",),
-    ev.CheckpointFailed: ("step", "error"),
-    ev.ReplicaGaveUp: ("reason",),
-    ev.SpareTookOver: (),
-    ev.LighthouseRestarted: ("reason",),
-    ev.Waiting: ("reason",),
-    ev.LaunchStopping: ("reason",),
-}
+DASH = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
@@ -53,18 +39,7 @@ class Recovery:
         """Whom it hit, in words."""
         if not self.incident.replicas:
             return "lighthouse" if "lighthouse" in self.incident.fault else "none"
-        return _name_groups(self.incident.replicas, self.incident.rank)
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something that happened once or several times in a row."""
-
-    time: float
-    event: str
-    where: str
-    text: str
-    count: int = 1
+        return name_groups(self.incident.replicas, self.incident.rank)
 
 
 def report_figures(record: RunRecord, against: RunRecord | None = None) -> dict[str, Any]:
@@ -91,41 +66,6 @@ def find_recoveries(record: RunRecord) -> list[Recovery]:
     return found
 
 
-def _name_groups(replicas: Sequence[int | None], rank: int | None) -> str:
-    groups = ("group " if len(replicas) == 1 else "groups ") + ", ".join(map(str, replicas))
-    return groups if rank is None else f"{groups}, rank {rank}"
-
-
-def find_notes(record: RunRecord) -> list[Note]:
-    """Return what else a reader should know; equal notes in a row are counted."""
-    notes: list[Note] = []
-    for event in record.events:
-        fields = NOTABLE.get(type(event))
-        if fields is None or event.rank:  # rank 0's event stands for its group's
-            continue
-        details = [_say(name, getattr(event, name)) for name in fields]
-        where = "job" if event.replica is None else f"group {event.replica}"
-        if isinstance(event, ev.FaultSkipped) and event.target is not None:
-            target = event.target
-            where = "lighthouse" if target.lighthouse else _name_groups((target.replica,), target.rank)
-        note = Note(event.time - record.begin, event.name, where, ", ".join(details))
-        last = notes[-1] if notes else None
-        if last is not None and (last.event, last.where, last.text) == (note.event, note.where, note.text):
-            notes[-1] = Note(last.time, last.event, last.where, last.text, last.count + 1)
-        else:
-            notes.append(note)
-    return notes
-
-
-def _say(name: str, value: Any) -> str:
-    """Return a field in words: with its name, unless it is a text."""
-    if isinstance(value, list):
-        value = " ".join(map(str, value))
-    elif isinstance(value, float):
-        value = f"{value:.3g}"
-    return str(value) if name in ("reason", "error", "fault") else f"{name} {value}"
-
-
 def plan_of(record: RunRecord) -> dict[str, Any]:
     """Return seed, plan and schedule of a run's chaos, its job's id and why it ended; of each the latest."""
     found: dict[str, Any] = {}
@@ -142,6 +82,143 @@ def plan_of(record: RunRecord) -> dict[str, Any]:
             case ev.FaultInjected(seed=int(seed)) if "plan" not in found:
                 found["seed"] = seed
     return found
+
+
+def overall(verdicts: Verdicts) -> str:
+    """Return the verdict on a run in one line, with what must not stand behind it unseen."""
+    asked = [each for each in verdicts.judgements if each.asked]
+    named = ", ".join(each.name for each in asked if each.verdict == verdicts.verdict)
+    promises = sum(each.promise is not None for each in asked)
+    reservations = "; ".join(each.reservation for each in verdicts.judgements if each.reservation)
+    text = {
+        "holds": f"All {promises} promises that were checked hold{', but ' if reservations else ''}",
+        "does not hold": f"Does not hold: {named}{'; ' if reservations else ''}",
+        "unknown": f"Cannot be told for sure: {named}{'; ' if reservations else ''}",
+    }[verdicts.verdict]
+    return f"{text}{reservations}."
+
+
+def describe_run(record: RunRecord) -> list[tuple[str, str]]:
+    """Return what was run, when, where and how, as far as the history tells: what it is, and its value."""
+    plan, started, s = plan_of(record), record.of(ev.WorkerStarted), summarize(record)
+    setups = [event.setup for event in started if event.setup is not None]
+    configs = [event.config for event in started if event.config is not None]
+    begin = datetime.fromtimestamp(record.begin, UTC) if record.events else None
+    found = {
+        "date": f"{begin:%Y-%m-%d %H:%M:%S} UTC, {duration(goodput(record).wall_us / 1e6)}" if begin else "",
+        "end": plan.get("reason", "the history does not tell how it ended"),
+        "groups": f"{s.num_groups}, of {count(s.ranks_per_group, 'rank')} each",
+        "machine": _machine(setups, {event.host for event in started if event.host}),
+        "versions": _each(", ".join(f"{name} {number}" for name, number in one.versions.items()) for one in setups),
+    }
+    if setups:
+        one = setups[-1]
+        batch = f"{one.global_batch_size} a step" if one.global_batch_size > 0 else f"{one.local_batch_size} a rank"
+        degrees = ", ".join(f"{name.removesuffix('_degree')} {degree}" for name, degree in one.parallelism.items())
+        found["model"] = one.model + (f"; {degrees.replace('_', ' ')}" if degrees else "")
+        found["data"] = f"{one.dataset}; sequences of {one.seq_len:,} tokens, {batch}"
+    if configs:
+        names = ("min_replica_size", "batch_policy", "lr_policy", "catch_up", "digest_every", "hang_timeout_seconds")
+        settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in names)
+        path = _each(event.config_file for event in record.of(ev.LaunchStarted)[-1:] if event.config_file)
+        found["config"] = f"{path}; {settings}" if path else settings
+    injected = count_faults(record)
+    if injected:
+        number = sum(injected.values())
+        plans = ", ".join(str(plan[name]) for name in ("plan", "schedule") if plan.get(name))
+        seed = f"seed {plan['seed']}" if plan.get("seed") is not None else ""
+        kinds = ", ".join(f"{kind} {times}" for kind, times in injected.items())
+        found["faults"] = f"{number:,} injected ({'; '.join(filter(None, (plans, seed)))}): {kinds}"
+    order = ("date", "model", "data", "groups", "machine", "versions", "config", "faults", "end")
+    return [(name, found[name]) for name in order if found.get(name)]
+
+
+def _machine(setups: Sequence[ev.Setup], hosts: Collection[str]) -> str:
+    """Return the hosts of a run and what is in them, in words."""
+    devices = _each(f"{one.device} ({count(one.num_cpus, 'CPU')})" for one in setups)
+    where = ", ".join(sorted(hosts)) if len(hosts) <= 4 else f"{len(hosts)} hosts"
+    return ", ".join(filter(None, (devices, where and f"on {where}")))
+
+
+def _each(values: Iterable[str]) -> str:
+    """Return different values, each once."""
+    return " / ".join(dict.fromkeys(values))
+
+
+def headline(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Return the figures that a reader wants first: what it is, its value, and a detail."""
+    s, spent = summarize(record), goodput(record)
+    stalls = [each.incident.stall_seconds for each in find_recoveries(record)]
+    known = [stall for stall in stalls if stall is not None]
+    planned = [event.config.steps for event in record.of(ev.WorkerStarted) if event.config and event.config.steps]
+    tokens = max([s.tokens, *(point.tokens for point in record.curve[-1:])])
+    if not stalls:
+        stall = "nothing failed"
+    elif not known:
+        stall = f"{count(len(stalls), 'failure')}, none that others saw"
+    else:
+        stall = f"median of {count(len(known), 'failure')}; {duration(max(known))} at most"
+    rate = spent.tokens_per_second
+    return [
+        ("tokens per second", "unknown" if not rate else f"{rate:,.0f}", f"{tokens:,} tokens in the whole time"),
+        (
+            "steps committed",
+            f"{s.steps_committed:,}",
+            f"{f'of {planned[-1]:,}; ' if planned else ''}{duration(s.step_seconds)} a step",
+        ),
+        ("goodput", percent(spent.effective_training_time), "effective training time, start and end included"),
+        ("stall per failure", duration(median(known)) if known else DASH, stall),
+    ]
+
+
+def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Return the figures of a run's time and work: the term, its value, and what it means in a sentence."""
+    s, spent = summarize(record), goodput(record)
+    counted = spent.forward_passes - spent.num_wasted
+    share = percent(spent.effective_training_time_in_training)
+    waste = "; ".join(f"{number:,} {why}" for why, number in spent.wasted.items())
+    return [
+        (
+            "Effective training time",
+            percent(spent.effective_training_time),
+            "Committed steps, each with the usual step at most and the share of groups that took part in it, as a part "
+            f"of the whole time from launch to end. From the first step to the last it is {share}.",
+        ),
+        (
+            "Committed work",
+            percent(counted / spent.forward_passes if spent.forward_passes else None),
+            f"Forward passes that became a part of the job's last state: {counted:,} of {spent.forward_passes:,}"
+            f"{f'. In vain: {waste}' if waste else ''}.",
+        ),
+        (
+            "Exchanges at the first try",
+            percent(spent.exchanges_committed / spent.exchanges_attempted if spent.exchanges_attempted else None),
+            f"Exchanges of gradients that became a step: {spent.exchanges_committed:,} of {spent.exchanges_attempted:,}"
+            ". One that breaks is repeated from the same gradients.",
+        ),
+        (
+            "Usual step",
+            duration(spent.usual_step_seconds),
+            "Median time from a step to the next, where all groups made both at the first try.",
+        ),
+        (
+            "Every batch once",
+            {"holds": "yes", "does not hold": "no"}.get(s.every_batch_once, "unknown"),
+            f"{s.batches or 'The history does not tell'}; {s.recomputed_forward_passes:,} forward passes repeated.",
+        ),
+    ]
+
+
+def states_spent(record: RunRecord) -> list[tuple[Look, str, str]]:
+    """Return the states in which groups spent their time, with share and time of each, in the order of the chart."""
+    spent = goodput(record)
+    known = [state for state in STATES if spent.job_us.get(state)]
+    return [(STATES[s], percent(spent.job_us[s] / spent.group_us), duration(spent.job_us[s] / 1e6)) for s in known]
+
+
+def percent(share: float | None) -> str:
+    """Return a share in per cent."""
+    return "unknown" if share is None else f"{100 * share:.1f} %"
 
 
 def duration(seconds: float | None) -> str:

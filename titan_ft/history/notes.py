@@ -1,0 +1,104 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a reader of a run should know beside its faults, in plain words: each happening once, whoever told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ft.history.record import RunRecord, view
+from titan_ft.run import events as ev
+
+SAME_SECONDS = 10.0
+"""Groups that tell the same within this time tell of one happening."""
+
+
+@dataclass
+class Note:
+    """Something that happened, once or several times in a row."""
+
+    time: float
+    """Seconds since the beginning."""
+    event: str
+    where: str
+    """Who told of it, or whom it was about."""
+    text: str
+    count: int = 1
+
+
+# How an event is told. Groups tell of one happening in one and the same text, so it names nobody's own figures.
+TEXTS: dict[type[ev.Event], Callable[[Any], str]] = {
+    ev.FaultSkipped: lambda e: f"{e.fault} was not injected: {e.reason}",
+    ev.HealFailed: lambda e: f"could not fetch the state from group {e.donor}, another donor is asked: {e.error}",
+    ev.DigestMismatch: lambda e: (
+        f"after step {e.step:,} the state of {name_groups(e.minority)} was not that of the others"
+        if e.minority
+        else f"after step {e.step:,} the groups' states differed, and no majority told which one is right"
+    ),
+    ev.GradientExcluded: lambda e: (
+        f"left out of step {e.step:,}, as not finite: the gradient of {name_groups(e.slots)}"
+    ),
+    ev.Straggler: lambda e: f"group {e.slot} became slower than the others ({e.factor:.1f} times their step)",
+    ev.StragglerRecovered: lambda e: f"group {e.slot} is as fast as the others again",
+    ev.Hung: lambda e: f"made no progress after step {e.step:,}, and ended itself",
+    ev.RankSilent: lambda e: f"ranks {_list(e.ranks)} (on {_list(e.hosts)}) fell silent, and the group ended itself",
+    ev.ForeignMember: lambda e: f"the lighthouse named {e.member}, which was left aside: {e.reason}",
+    ev.RolledBack: lambda e: f"the latest state was lost with its groups: back to step {e.step:,}, by {e.lost:,} steps",
+    ev.StartedAnew: lambda _: "nobody held a state any more: training began again with step 1",
+    ev.DataReset: lambda e: f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}",
+    ev.CheckpointLoaded: lambda e: f"went on from the checkpoint of step {e.step:,}",
+    ev.CheckpointFailed: lambda e: f"the checkpoint of step {e.step:,} could not be written: {e.error}",
+    ev.CheckpointWithdrawn: lambda e: f"the checkpoint of step {e.step:,} was removed: its state was corrupt",
+    ev.ReplicaGaveUp: lambda e: f"was not started again: {e.reason}",
+    ev.SpareTookOver: lambda _: "a spare took its place",
+    ev.LighthouseRestarted: lambda e: f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}",
+    ev.Waiting: lambda e: f"step {e.step + 1:,} had to wait: {e.reason}",
+    ev.LaunchStopping: lambda e: f"all groups were asked to leave: {e.reason}",
+}
+
+
+@view
+def find_notes(record: RunRecord) -> list[Note]:
+    """Return what a reader should know, in order of time; equal notes in a row are counted."""
+    told: dict[tuple[str, str], tuple[Note, set[int | None]]] = {}  # event and text -> the last note of it, who told it
+    notes: list[Note] = []
+    for event in record.events:
+        tell = TEXTS.get(type(event))
+        if tell is None:
+            continue
+        time, key, about = event.time - record.begin, (event.name, tell(event)), None
+        if isinstance(event, ev.FaultSkipped) and event.target is not None:
+            about = name_target(event.target)
+        note, tellers = told.get(key, (None, set()))
+        if note is not None and about is None and time - note.time <= SAME_SECONDS and event.replica is not None:
+            # Another group, or another rank of a group, tells of the same.
+            tellers.add(event.replica)
+            note.where = name_groups(tellers)
+        elif note is not None and notes[-1] is note and note.where == (about or _where(event)):
+            note.count += 1
+        else:
+            notes.append(Note(time, *key[:1], about or _where(event), key[1]))
+            told[key] = notes[-1], {event.replica}
+    return notes
+
+
+def name_groups(replicas: Iterable[int | None], rank: int | None = None) -> str:
+    """Return groups, and the rank of them that it is about, in words."""
+    names = [str(replica) for replica in sorted(replica for replica in replicas if replica is not None)]
+    groups = ("group " if len(names) == 1 else "groups ") + ", ".join(names)
+    return groups if rank is None else f"{groups}, rank {rank}"
+
+
+def name_target(target: ev.Target) -> str:
+    """Return whom a fault hits, in words."""
+    return "lighthouse" if target.lighthouse else name_groups((target.replica,), target.rank)
+
+
+def _where(event: ev.Event) -> str:
+    return "job" if event.replica is None else f"group {event.replica}"
+
+
+def _list(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,111 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a chart is made of, whoever draws it: layers over two axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from titan_ft.history.report.style import FAULT
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve, with a gap where y is None."""
+
+    x: Sequence[float]
+    y: Sequence[float | None]
+    texts: Sequence[str]
+    """What each point says under the pointer."""
+    stairs: bool = False
+    """Whether a value holds until the next one; the area below it is filled then."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """The range that the points of a curve stand for."""
+
+    x: Sequence[float]
+    low: Sequence[float | None]
+    high: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Stretches of one state in rows, one above the other."""
+
+    state: str
+    rows: Sequence[float]
+    starts: Sequence[float]
+    widths: Sequence[float]
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """How many values lie between edges; there is one more edge than counts."""
+
+    edges: Sequence[float]
+    counts: Sequence[int]
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Points of one kind."""
+
+    name: str
+    symbol: str
+    """As matplotlib calls it."""
+    x: Sequence[float]
+    y: Sequence[float]
+    texts: Sequence[str]
+    colour: str = FAULT
+    beside: bool = False
+    """Whether y is a share of the chart's height instead of a value."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Lines from the bottom of a chart to its top."""
+
+    x: Sequence[float]
+    colour: str = FAULT
+
+
+def rule_opacity(rules: Rules) -> float:
+    """Return how opaque rules are: the more there are, the less, so that the curve behind them is seen."""
+    return max(0.08, min(0.4, 16 / (len(rules.x) or 1)))
+
+
+Layer = Line | Band | Boxes | Bars | Marks | Rules
+
+
+@dataclass(frozen=True)
+class Axis:
+    label: str = ""
+    kind: Literal["linear", "log", "clock"] = "linear"
+    """A clock counts seconds since the beginning."""
+    bounds: tuple[float, float] | None = None
+    """First the left or lower end; rows count downwards."""
+    ticks: Mapping[float, str] | None = None
+    """Where they are and what they say; None leaves it to whoever draws."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure of the report."""
+
+    name: str
+    title: str
+    caption: str
+    x: Axis
+    y: Axis
+    layers: Sequence[Layer] = field(repr=False)
+    height: float = 2.8
+    """In inches, of the plot with its axes."""
+    wide: bool = True
+    shared: Literal["", "steps", "time"] = ""
+    """Charts that share their x are zoomed together."""
