@@ -230,6 +230,17 @@ class Ranks:
         """Wait for a rank's word."""
         return json.loads(self._store.get(f"{self._name}/{rank}/{what}"))
 
+    def stop(self, rank: int) -> None:
+        """Stop a rank; returns when all its threads have stopped.
+
+        One that a busy machine stops late still reads what comes meanwhile.
+        """
+        os.kill(self.pids[rank], signal.SIGSTOP)
+        deadline = time.monotonic() + DEADLINE
+        while any(_state(task) != "T" for task in Path(f"/proc/{self.pids[rank]}/task").iterdir()):
+            assert time.monotonic() < deadline, "the rank does not stop"
+            time.sleep(0.01)
+
     def wait_unread(self, pid: int, octets: int = 1) -> None:
         """Wait until so much lies unread in each connection of a stopped process that has something to read.
 
@@ -254,6 +265,11 @@ class Ranks:
                 return
             assert time.monotonic() < deadline, f"queues of {pid}: {[line[4] for line in mine]}"
             time.sleep(0.01)
+
+
+def _state(task: Path) -> str:
+    """Return the state of a thread, as `ps` shows it; "T" is stopped."""
+    return (task / "stat").read_text().rpartition(") ")[2][0]
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +301,7 @@ def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, n
     """Abort ends it long before its timeout; the process goes on, and can be in another process group."""
     ranks.start(num_ranks)
     *live, stopped = range(num_ranks)
-    os.kill(ranks.pids[stopped], signal.SIGSTOP)
+    ranks.stop(stopped)
     for rank in live:
         ranks.tell(rank, "again")
     ranks.wait_unread(ranks.pids[stopped])
@@ -301,11 +317,11 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends_with_abor
     victim, sender, third = range(3)  # of a ring: the second sends to the first, and receives from the third
     ranks.start(3, elements=SEGMENTS_OF_1_MIB, sender=sender)
     for rank in (sender, third):
-        os.kill(ranks.pids[rank], signal.SIGSTOP)
+        ranks.stop(rank)
     ranks.tell(victim, "again")
     for rank in (sender, third):
         ranks.wait_unread(ranks.pids[rank], TWO_NOTICES)  # what the victim is ready to receive and to send
-    os.kill(ranks.pids[victim], signal.SIGSTOP)
+    ranks.stop(victim)
     for rank in (sender, third):
         os.kill(ranks.pids[rank], signal.SIGCONT)
         ranks.tell(rank, "again")
