@@ -114,7 +114,7 @@ class Lighthouse:
         self._asking: list[_Asking] = []
         self._previous: tuple[Requester, ...] | None = None
         self._quorum_id = 0
-        self.began = self._kernel.now
+        self._began = self._kernel.now
         self._look_at = math.inf  # when a tick looks next
 
     def die(self) -> None:
@@ -225,8 +225,8 @@ class Lighthouse:
 
     def _plan(self, moment: float) -> None:
         """Look at the first tick after `moment`, unless a look is planned for before."""
-        ticks = math.floor((moment - self.began) / self._tick) + 1
-        at = self.began + ticks * self._tick
+        ticks = math.floor((moment - self._began) / self._tick) + 1
+        at = self._began + ticks * self._tick
         if at >= self._look_at:
             return
         self._look_at = at

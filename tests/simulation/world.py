@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
-_AGAIN_SECONDS = 2.0  # that it may take longer with a lighthouse that was started again
+_AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
 _USUAL_STEPS = 3  # that may go by without a commit while a group heals: it replays, an exchange is made again
@@ -929,9 +929,9 @@ class World(standins.World):
         """Say whether nothing keeps a group from meeting others, and has not for a while."""
         came = max(group.met_from, self.thawed.get(group.slot, 0.0), self.disturbed)
         there = group.runs and not group.ended and self._reaches(group)
-        # A group that knew the lighthouse before it was started again learns so late who is silent there, and its next
-        # request fails first.
-        again = _AGAIN_SECONDS if self.lighthouse.began > group.met_from else 0.0
+        # A group that was there when something happened (a lighthouse started again, its link to it cut for a while) may
+        # first have a request to fail and to repeat, or a member to find silent.
+        again = _AGAIN_SECONDS if self.disturbed > group.met_from else 0.0
         return there and self.kernel.now - came > _MEETING_SECONDS + again
 
     def _clique(self, groups: Iterable[GroupRun]) -> list[GroupRun]:
