@@ -147,7 +147,7 @@ class MetricsServer:
         """Count an event."""
         new_fault, is_first_rank = self._injected.observe(event), not event.rank
         match event:
-            case ev.StepCommitted():
+            case ev.StepCommitted() if event.rank == 0:
                 self._count_step(event)
             case ev.WorkerStarted() if event.config is not None:
                 self._target.set(event.config.steps)
@@ -202,11 +202,6 @@ class MetricsServer:
             self._faults.labels(fault)
 
     def _count_step(self, event: ev.StepCommitted) -> None:
-        if event.rank != 0:
-            # With pipeline parallelism, only the ranks of the last stage know the loss.
-            if event.loss is not None and self._steps.is_last(event):
-                self._loss.set(event.loss)
-            return
         new, exchanges = self._steps.observe(event)
         self._exchanges.inc(exchanges)
         self._exchanges_failed.inc(exchanges - new)
