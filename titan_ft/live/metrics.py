@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-import titan_ft
+from titan_ft import versions
 from titan_ft.config import ConfigError
 from titan_ft.history.attempts import InjectedFaults
 from titan_ft.live import status
@@ -74,7 +72,8 @@ class MetricsServer:
         disable_created_metrics()  # a series of its own for each counter, which nobody asks for
         registry = CollectorRegistry()
         self._define_metrics(registry)
-        self._build.info(_versions())
+        own = versions()
+        self._build.info({"version": own.pop("titan_ft"), "python": platform.python_version(), **own})
         self._run.info(dict(run or {}))
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
         self._shown: Groups = {}
@@ -228,12 +227,3 @@ class MetricsServer:
 
 def _known(value: float | None) -> float:
     return float("nan") if value is None else value
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of what runs, as far as they are installed; nothing of it is loaded for that."""
-    found = {"version": titan_ft.__version__, "python": platform.python_version()}
-    for name in ("torchtitan", "torchft", "torch"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found

@@ -77,6 +77,11 @@ class GradientUse(enum.Enum):
     LEAVE_OUT = enum.auto()  # they are not finite
     FORCE = enum.auto()  # gives them although they are not finite, because nobody has others
 
+    @property
+    def gives(self) -> bool:
+        """Whether they go into the exchange."""
+        return self in (GradientUse.GIVE, GradientUse.FORCE)
+
 
 class Rounds:
     """Makes rounds for one rank. Training thread only; all ranks of a group call the same methods alike."""
@@ -141,11 +146,7 @@ class Rounds:
             started = time.monotonic()
             quorum = self._membership.wait()
             self._digest_for_joiners(quorum)
-            gives = (
-                use in (GradientUse.GIVE, GradientUse.FORCE)
-                and contribution != NOTHING
-                and not self._is_outdated(quorum)
-            )
+            gives = use.gives and contribution != NOTHING and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
             if not self._vote(made is not None):
                 error = error or "broke on another rank of this group"

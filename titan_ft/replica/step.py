@@ -179,7 +179,7 @@ class ReplicaDimension:
                     contribution, use, given = NOTHING, GradientUse.GIVE, GradientUse.GIVE
                 case decisions.Wait(reason):
                     self._wait(outcome, reason)
-                    use = GradientUse.REST if given in (GradientUse.GIVE, GradientUse.FORCE) else given
+                    use = GradientUse.REST if given.gives else given
                 case decisions.Heal():
                     return None
                 case other:
