@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
+CAUSE_SECONDS = 1.0
+"""What a rank that has told of an exception gets to end by itself."""
 STANDBY_AFTER_SECONDS = 30.0
 """A group that waits for others this long gets a standby, though it has not committed a step."""
 DEFAULT_MODULE = "titan_ft.train"
@@ -150,7 +152,10 @@ class Supervisor:
         first: WorkerExit | None = None
         announced: set[int] = set()
         try:
-            exits = self._with_errors(attempt, self._wait_for_end(group, came_back=restarted_because == SENT_AWAY))
+            exits = self._wait_for_end(group, came_back=restarted_because == SENT_AWAY)
+            if root_failure(exits):
+                exits = self._wait_for_cause(attempt, group)
+            exits = self._with_errors(attempt, exits)
             first = root_failure(exits)
             self._attempt_events.poll()
             # Before the others are ended, which may take the grace time: the event's time is that of the failure.
@@ -212,6 +217,21 @@ class Supervisor:
                 due = due or self._attempt_events.committed or now - started > STANDBY_AFTER_SECONDS
             # A group of which ranks have left needs no standby.
             self._keeper.keep(due and not exits and self.spec.standby and self._policy.restarts_left)
+            time.sleep(POLL_SECONDS)
+
+    def _wait_for_cause(self, attempt: int, group: WorkerGroup) -> list[WorkerExit]:
+        """Wait a moment for ranks that have told of an exception and have not ended yet; return all that have ended.
+
+        On a busy host a rank that lost its peer may be gone before that peer, whose exception is the cause, is.
+        """
+        logs = [self.spec.paths.logs(self.spec.replica, attempt, rank) for rank in range(group.num_ranks)]
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while True:
+            exits = group.exits()
+            ended = {exit.rank for exit in exits}
+            ending = [log for rank, log in enumerate(logs) if rank not in ended and error_file.beside(log).exists()]
+            if not ending or time.monotonic() > deadline:
+                return exits
             time.sleep(POLL_SECONDS)
 
     def _emit_exit(self, attempt: int, exit: WorkerExit, stopped_because: str = "") -> None:
