@@ -28,7 +28,7 @@ import tyro
 from titan_ft.config import FaultTolerance
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, AttemptEnd, AttemptEvents, RestartPolicy, exit_status
 from titan_ft.launch.standby import Standby, StandbyKeeper
-from titan_ft.run import error_file
+from titan_ft.run.error_file import beside, read_error
 from titan_ft.run.events import ReplicaGaveUp, ReplicaRestarted, TrainingFinished
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import exit_with_parent
@@ -181,7 +181,7 @@ class Supervisor:
         from titan_ft.launch.worker_group import WorkerGroup, attempt_env
 
         spec = self.spec
-        logs = {rank: spec.paths.logs(spec.replica, attempt, rank) for rank in range(spec.ranks)}
+        logs = {rank: self._log(attempt, rank) for rank in range(spec.ranks)}
         point_to(logs[0].parent, spec.paths.latest_logs(spec.replica))
         standby = self._keeper.take()
         if restarted_because:
@@ -224,27 +224,30 @@ class Supervisor:
 
         On a busy host a rank that lost its peer may be gone before that peer, whose exception is the cause, is.
         """
-        logs = [self.spec.paths.logs(self.spec.replica, attempt, rank) for rank in range(group.num_ranks)]
         deadline = time.monotonic() + CAUSE_SECONDS
         while True:
             exits = group.exits()
-            ended = {exit.rank for exit in exits}
-            ending = [log for rank, log in enumerate(logs) if rank not in ended and error_file.beside(log).exists()]
-            if not ending or time.monotonic() > deadline:
+            running = set(range(group.num_ranks)) - {exit.rank for exit in exits}
+            if not any(self._error_file(attempt, rank).exists() for rank in running) or time.monotonic() > deadline:
                 return exits
             time.sleep(POLL_SECONDS)
 
     def _emit_exit(self, attempt: int, exit: WorkerExit, stopped_because: str = "") -> None:
-        log = self.spec.paths.logs(self.spec.replica, attempt, exit.rank)
-        self._events.emit(exit.event(attempt, stopped_because, disturbed=self._attempt_events.disturbed, log=log))
+        disturbed, log = self._attempt_events.disturbed, self._log(attempt, exit.rank)
+        self._events.emit(exit.event(attempt, stopped_because, disturbed=disturbed, log=log))
 
     def _with_errors(self, attempt: int, exits: list[WorkerExit]) -> list[WorkerExit]:
         """Return the exits with the exceptions that ended the workers, as far as they have told."""
-        logs = {exit.rank: self.spec.paths.logs(self.spec.replica, attempt, exit.rank) for exit in exits}
         return [
-            replace(exit, error=error_file.read_error(error_file.beside(logs[exit.rank]))) if exit.code > 0 else exit
+            replace(exit, error=read_error(self._error_file(attempt, exit.rank))) if exit.code > 0 else exit
             for exit in exits
         ]
+
+    def _log(self, attempt: int, rank: int) -> Path:
+        return self.spec.paths.logs(self.spec.replica, attempt, rank)
+
+    def _error_file(self, attempt: int, rank: int) -> Path:
+        return beside(self._log(attempt, rank))
 
     def _follow(self, attempt: int) -> AttemptEvents:
         paths = self.spec.paths
@@ -264,7 +267,7 @@ class Supervisor:
         return self._finish_time is not None and self._finish_time <= time.time() - seconds
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: str) -> None:
-        log = self.spec.paths.logs(self.spec.replica, attempt, failure.rank)
+        log = self._log(attempt, failure.rank)
         line = last_error_line(log) if failure.error is None else failure.error.text
         reason = f"{failure.describe()}; {why}"
         self._events.emit(ReplicaGaveUp(attempt=attempt, rank=failure.rank, reason=reason, log=str(log), error=line))

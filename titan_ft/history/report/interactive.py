@@ -166,8 +166,14 @@ def _marks(x: Axis, layer: Marks, *, few: bool) -> dict[str, Any]:
     if layer.symbol in "x|":
         marker |= {"size": 14 if layer.symbol == "|" else 7, "line": {"width": 2.2, "color": layer.colour}}
     marker |= {"opacity": 0.65} if layer.symbol == "o" else {}
-    trace = {"type": "scatter", "mode": "markers", "x": _at(x, layer.x), "y": list(layer.y), "marker": marker}
-    trace |= {"name": _text(layer.name), "cliponaxis": False}
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": _at(x, layer.x),
+        "y": list(layer.y),
+        "marker": marker,
+    }
+    trace["name"], trace["cliponaxis"] = _text(layer.name), False
     trace |= {"yaxis": "y2"} if layer.beside else {}
     return trace | _hover(layer.texts)
 
