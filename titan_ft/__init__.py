@@ -3,3 +3,16 @@
 """Fault-tolerant data parallelism for torchtitan: replica groups that may die, hang, leave or join at any step."""
 
 __version__ = "0.1.0"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package and of what it builds on, as far as it is installed; none of it is loaded."""
+    from importlib import metadata  # not at import: every process of a run would pay for it
+
+    found = {"titan_ft": __version__}
+    for name in ("torchtitan", "torchft", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from titan_ft import __version__
-from titan_ft.config import ConfigError, closest
+from titan_ft import versions
+from titan_ft.config import ConfigError, check_folder, closest
 from titan_ft.options import ALIASES, COMMANDS, Audit, Chaos, Check, Curves, Launch, Lighthouse, Report, ShowConfig, Top
 from titan_ft.usage import example_of, find_mistake, read_options, refusing
 
@@ -115,13 +114,8 @@ def _help() -> str:
 
 
 def _version() -> str:
-    parts = []
-    for name in ("torchtitan", "torchft", "torch"):
-        try:
-            parts.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            parts.append(f"no {name}")
-    return f"titan-ft {__version__} ({', '.join(parts)})"
+    own, *others = (f"{name} {version}" for name, version in versions().items())
+    return f"{own.replace('_', '-')} ({', '.join(others)})"
 
 
 def _launch(command: Launch, worker_args: list[str]) -> int:
@@ -163,7 +157,9 @@ def _check(command: Check) -> int:
     from titan_ft.history.check import check, check_table, nothing_known
     from titan_ft.history.terminal import show
 
-    _require_folders(command.run_dir, command.against)
+    check_folder("RUN_DIR", command.run_dir)
+    if command.against is not None:
+        check_folder("--against", command.against)
     try:
         record = _read(command.run_dir)
         against = None if command.against is None else _read(command.against)
@@ -188,7 +184,9 @@ def _report(command: Report) -> int:
     from titan_ft.history.terminal import show
     from titan_ft.run.paths import RunPaths
 
-    _require_folders(command.run_dir, command.against)
+    check_folder("RUN_DIR", command.run_dir)
+    if command.against is not None:
+        check_folder("--against", command.against)
     try:
         record = _read(command.run_dir)
         against = None if command.against is None else _read(command.against)
@@ -208,7 +206,7 @@ def _audit(command: Audit) -> int:
     from titan_ft.history import audit
     from titan_ft.history.terminal import show
 
-    _require_folders(command.run_dir)
+    check_folder("RUN_DIR", command.run_dir)
     try:
         found = audit.audit(_read(command.run_dir))
     except ValueError as error:
@@ -218,14 +216,6 @@ def _audit(command: Audit) -> int:
     else:
         show(audit.audit_table(found))
     return 0 if found.verdict == "holds" else 1
-
-
-def _require_folders(run_dir: Path, against: Path | None = None) -> None:
-    """Raise ConfigError unless these are folders."""
-    for name, folder in (("RUN_DIR", run_dir), ("--against", against)):
-        if folder is not None and not folder.is_dir():
-            remedy = "it is a file" if folder.exists() else "there is no such folder"
-            raise ConfigError(f"{name} must be the folder of a run, got {folder}; {remedy}")
 
 
 def _read(run_dir: Path) -> RunRecord:

@@ -41,6 +41,17 @@ def closest(name: object, names: Iterable[str]) -> str:
     return f"did you mean {close[0]}? " if close else ""
 
 
+def check_folder(name: str, folder: Path, what: str = "a run") -> None:
+    """Check that a command was given a folder that is there.
+
+    Raises:
+        ConfigError: it was not.
+    """
+    if not folder.is_dir():
+        remedy = "it is a file" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"{name} must be the folder of {what}, got {folder}; {remedy}")
+
+
 @dataclass
 class FaultTolerance:
     # The fields of torchtitan.config.job_config.FaultTolerance: same names, defaults and meaning.

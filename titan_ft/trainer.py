@@ -73,6 +73,8 @@ class ReplicaTrainer(Trainer):
         if job_config.training.global_batch_size > 0:  # counts all groups; torchtitan's Trainer sees only this one
             job_config.training.global_batch_size //= config.group_size
         torchtitan.train.CheckpointManager = ReplicaCheckpoints  # what torchtitan's Trainer builds
+        # Its warning says that most ranks of a pipeline do not know the loss; here all do (`_find_loss_group`).
+        torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         keep_curves(job_config, self.launch.rank)
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from titan_ft.cli import main
 from titan_ft.history import check as check_module
-from titan_ft.history.check import Verdicts, check_folders, check_table
+from titan_ft.history.check import Verdicts, check_table
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import text_of
-from titan_ft.run.events import Event
+from titan_ft.run.events import Event, LaunchFinished
+from titan_ft.run.log import EventLog
 
 
 def check(events: list[Event], against: list[Event] | None = None) -> Verdicts:
@@ -142,8 +144,12 @@ def test_groups_that_tell_different_figures(synthetic_run: Any) -> None:
         assert report[1].asked
 
 
-def test_damaged_reference_is_unknown(synthetic_run: Any, tmp_path: Path) -> None:
+def test_damaged_reference_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A damaged file of the other run is named."""
-    (tmp_path / "bad.jsonl").write_text("{}\n{}\n")
-    assert check_folders(tmp_path / "none", tmp_path).verdict == "unknown"
-    assert "bad.jsonl:1" in format_check(check_folders(tmp_path / "none", tmp_path))
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for folder, text in ((good, '{"time": 1.0, "event": "of_a_newer_version"}\n'), (bad, "{}\n{}\n")):
+        (folder / "events").mkdir(parents=True)
+        (folder / "events" / "a.jsonl").write_text(text)
+    EventLog(good / "events" / "b.jsonl").emit(LaunchFinished(code=0, reason="all groups finished"))
+    assert main(["check", str(good), "--against", str(bad)]) == 1
+    assert "bad/events/a.jsonl:1 must be a JSON object" in capsys.readouterr().out

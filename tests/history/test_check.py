@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 
 from tests.event_builder import change, like, untyped
 from tests.event_builder import event as make
+from titan_ft.cli import main
 from titan_ft.history import check as check_module
-from titan_ft.history.check import Verdicts, check_folders, check_table
+from titan_ft.history.check import Verdicts, check_table
 from titan_ft.history.incidents import find_failures
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import text_of
@@ -25,6 +26,12 @@ from titan_ft.run.events import Event, RankEvent, Target
 
 def check(events: list[Event]) -> Verdicts:
     return check_module.check(RunRecord(events))
+
+
+def write_lines(run_dir: Path, lines: Iterable[str]) -> None:
+    """Write a file of events."""
+    (run_dir / "events").mkdir(exist_ok=True)
+    (run_dir / "events" / "all.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def format_check(report: Verdicts) -> str:
@@ -542,31 +549,35 @@ def test_checker_that_crashes_says_unknown(good_run: Any, monkeypatch: pytest.Mo
         {"own_tokens": [1]},
     ],
 )
-def test_nonsense_never_holds_nor_crashes(good_run: Any, nonsense: dict[str, Any], tmp_path: Path) -> None:
+def test_nonsense_never_holds_nor_crashes(
+    good_run: Any, nonsense: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An event with a field of another type than it should have leaves a report which names it, and does not hold."""
     lines = [untyped(event) for event in good_run.events]
     wrong = next(number for number, line in enumerate(lines) if line.get("step") == 9 and "lr" in line)
     lines[wrong] |= nonsense
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = check_folders(tmp_path)
-    assert len(report.judgements) == 9
-    assert report.verdict == "unknown"
+    write_lines(tmp_path, map(json.dumps, lines))
+    assert main(["check", str(tmp_path), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["judgements"]) == 9
+    assert report["verdict"] == "unknown"
     (name,) = nonsense
-    assert f"all.jsonl:{wrong + 1} must have the fields of step_committed" in report[2].unknown[0]
-    assert f"$.{name}" in report[2].unknown[0]
-    json.dumps(report.to_dict())
+    reason = report["judgements"][1]["unknown"][0]
+    assert f"all.jsonl:{wrong + 1} must have the fields of step_committed" in reason
+    assert f"$.{name}" in reason
 
 
-def test_damaged_file_is_unknown(good_run: Any, tmp_path: Path) -> None:
+def test_damaged_file_is_unknown(good_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file with a line that is no event makes everything unknown, and is named with the line."""
     lines = [json.dumps(untyped(event)) for event in good_run.events]
-    (tmp_path / "all.jsonl").write_text("\n".join(lines) + "\n")
-    assert check_folders(tmp_path).verdict == "holds"
-    (tmp_path / "all.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]) + "\n")
-    report = check_folders(tmp_path)
-    assert report.verdict == "unknown"
-    assert failed(report) == set()
-    assert "all.jsonl:4" in format_check(report)
+    write_lines(tmp_path, lines)
+    assert main(["check", str(tmp_path)]) == 0
+    capsys.readouterr()
+    write_lines(tmp_path, [*lines[:3], "{broken", *lines[3:]])
+    assert main(["check", str(tmp_path), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert {each["verdict"] for each in report["judgements"]} == {"unknown"}
+    assert "all.jsonl:4" in report["judgements"][0]["unknown"][0]
 
 
 def test_void_steps_of_a_job_that_went_back(synthetic_run: Any) -> None:

@@ -12,9 +12,12 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -250,10 +253,11 @@ class Reader(HTMLParser):
         return found
 
 
-def read_page(events: list[Event], folder: Path) -> Reader:
-    """Write the report of some events and read its page."""
+def read_page(events: list[Event], folder: Path, *, draws: bool = True) -> Reader:
+    """Write the report of some events and read its page; drawing its images takes most of the time."""
     record = RunRecord(events)
-    page = write_report(record, folder).read_text(encoding="utf-8")
+    with nullcontext() if draws else mock.patch("titan_ft.history.report.page.png", return_value=b""):
+        page = write_report(record, folder).read_text(encoding="utf-8")
     reader = Reader(page)
     names = list(draw_charts(record))
     assert sorted(path.name for path in folder.iterdir()) == sorted(["index.html", *(f"{name}.png" for name in names)])
@@ -392,7 +396,7 @@ def test_promise_that_does_not_hold_is_named(short_campaign: list[Event], tmp_pa
     for event in commits:
         if 0 in event.batches:
             event.batches[0] = (event.batches[0][0] - 1, 1)
-    page = read_page(broken, tmp_path)
+    page = read_page(broken, tmp_path, draws=False)
     assert "6 Every batch once ✗ does not hold" in page.text
     assert "Every batch once no " in page.text
     assert "✗ Does not hold: every batch once." in page.text
@@ -403,7 +407,7 @@ def test_a_reservation_stands_in_the_first_line(tmp_path: Path) -> None:
     job = Job(2)
     job.train(BEGIN + 15)
     job._log(job.time, "checkpoint_failed", 0, step=40, error="disk full")
-    page = read_page(job.finish(), tmp_path)
+    page = read_page(job.finish(), tmp_path, draws=False)
     line = page.text.partition("date ")[0]
     assert "! All 7 promises that were checked hold, but the checkpoint of step 40 could not be saved" in line
     assert "! holds, but" in page.text
@@ -434,7 +438,7 @@ def test_words_of_events_are_escaped(tmp_path: Path) -> None:
     job._log(job.time, "worker_exited", 1, signal=evil, reason=evil, stopped=False)
     job.train(BEGIN + 15)
     job._log(job.time, "launch_finished", reason=evil, code=1)
-    page = read_page(job.events, tmp_path)
+    page = read_page(job.events, tmp_path, draws=False)
     assert page.tags.count("script") == 3  # the figures, plotly.js and what calls it
     assert page.text.count("alert('&')") >= 6
     hovers = [text for each in page.figures.values() for trace in each["data"] for text in trace.get("hovertext", [])]
@@ -452,7 +456,7 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
         job._log(job.time, "state_served", 1, rank, joiner=2, step=7, bytes=2**20, **times)
     job.train(BEGIN + 15)
     events = job.finish()
-    page = read_page(events, tmp_path)
+    page = read_page(events, tmp_path, draws=False)
     assert "State served" in page.text
     assert "group 1 group 2 7 2.0 MiB 1.25 4.50" in page.text
     record = RunRecord(events)
@@ -472,6 +476,7 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
 QUICK = ("nothing", "one group without failures", "the end")  # the others are as quick, but there are many
 
 
+@cache
 def lacking() -> dict[str, list[Event]]:
     """Return histories that lack something, by what it is."""
     whole = campaign(minutes=1, num_groups=2)

@@ -211,7 +211,7 @@ def test_standby_dies_as_it_should_begin(run: Any) -> None:
     assert len(run.events("replica_restarted")) == 1
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_standby_ends_with_its_supervisor(run: Any, signum: signal.Signals) -> None:
     """Whether the supervisor is asked to end or killed, no standby is left."""
     supervisor = start(run, "--replica=0", ranks=2)

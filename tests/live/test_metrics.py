@@ -114,14 +114,6 @@ def test_loss_that_is_no_number(server: MetricsServer) -> None:
     assert value(found, "steps_committed_total") == 2
 
 
-def test_loss_that_only_another_rank_knows(server: MetricsServer) -> None:
-    """With pipeline parallelism rank 0 has no loss; that of the last stage counts."""
-    server.observe(step(1, loss=None))
-    server.observe(step(1, rank=1, loss=2.125))
-    server.observe(step(0, rank=1, loss=9.0))
-    assert value(scrape(server), "loss") == 2.125
-
-
 def test_failures_and_recoveries(server: MetricsServer) -> None:
     """A death counts once however many ranks die of it; restarts tell whether a standby took over; heals are timed."""
     server.observe(event("worker_exited", 1, rank=1, signal="SIGKILL", stopped=False))

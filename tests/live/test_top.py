@@ -323,12 +323,6 @@ def test_asked_to_leave() -> None:
     assert run.lines[-1][1] == "all groups are asked to leave: a signal"
 
 
-def test_loss_that_another_rank_knows() -> None:
-    """With pipeline parallelism rank 0 has no loss; that of the last stage stands for the step."""
-    run = fold(step(1, loss=None), step(1, rank=1, loss=2.5), step(1, rank=2, loss=3.5))
-    assert (run.loss, run.losses) == (2.5, [2.5])
-
-
 def write_run(folder: Path, *events: Event, name: str = "launcher-1") -> EventLog:
     log = EventLog(folder / "events" / f"{name}.jsonl")
     for each in events:

@@ -18,7 +18,7 @@ from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
 from titan_ft.replica.ledger import Entry, encode
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, Contribution, Rounds, Use
+from titan_ft.replica.round import NOTHING, Contribution, GradientUse, Rounds
 from titan_ft.replica.row import Row, Standing, fold48
 from titan_ft.run.log import EventLog
 
@@ -132,14 +132,18 @@ def test_contributions_add_up() -> None:
 @pytest.mark.parametrize(
     ("use", "sends", "facts"),
     [
-        (Use.GIVE, True, {}),
-        (Use.FORCE, True, {"forced": 1}),
-        (Use.REST, False, {"resting": 1}),
-        (Use.LEAVE_OUT, False, {"excluded": 1, "valid_tokens": 0, "tokens": 0, "loss": 0, "max_loss": 0, "seconds": 0}),
+        (GradientUse.GIVE, True, {}),
+        (GradientUse.FORCE, True, {"forced": 1}),
+        (GradientUse.REST, False, {"resting": 1}),
+        (
+            GradientUse.LEAVE_OUT,
+            False,
+            {"excluded": 1, "valid_tokens": 0, "tokens": 0, "loss": 0, "max_loss": 0, "seconds": 0},
+        ),
     ],
 )
 def test_the_row_says_what_is_done_with_the_gradients(
-    world: World, use: Use, sends: bool, facts: dict[str, Any]
+    world: World, use: GradientUse, sends: bool, facts: dict[str, Any]
 ) -> None:
     """A group that keeps its gradients back shows what they weigh; one that leaves them out weighs nothing."""
     made = world.rounds.make(GIVEN, use)
@@ -161,13 +165,13 @@ def test_the_row_says_what_is_done_with_the_gradients(
     assert world.row == dataclasses.replace(usual, **facts)
     assert isinstance(made, Round)
     assert made.rows == [world.row, OTHER]
-    assert {entry.slot for entry in made.entries} == ({1} if use is Use.LEAVE_OUT else {0, 1})
+    assert {entry.slot for entry in made.entries} == ({1} if use is GradientUse.LEAVE_OUT else {0, 1})
     assert world.votes == [True]
 
 
-@pytest.mark.parametrize("use", [Use.GIVE, Use.REST])
+@pytest.mark.parametrize("use", [GradientUse.GIVE, GradientUse.REST])
 @pytest.mark.parametrize("nothing", [NOTHING, NOTHING.plus(NOTHING)], ids=["none", "a share without batches"])
-def test_without_a_contribution_nothing_is_given(world: World, nothing: Contribution, use: Use) -> None:
+def test_without_a_contribution_nothing_is_given(world: World, nothing: Contribution, use: GradientUse) -> None:
     """A group that heals, waits or has an empty share gives no gradient and no entries, and keeps none back."""
     world.rounds.make(nothing, use)
     assert world.contributed is False

@@ -17,7 +17,7 @@ from titan_ft.chaos.plan_file import load_plan, number
 from titan_ft.chaos.processes import LocalProcesses, Worker
 from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.slurm import SlurmProcesses
-from titan_ft.config import ConfigError
+from titan_ft.config import ConfigError, check_folder
 from titan_ft.options import Chaos
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
@@ -96,8 +96,7 @@ class Follower:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        if not run_dir.is_dir():
-            raise ConfigError(f"RUN_DIR must be the folder of a running job, got {run_dir}; there is no such folder")
+        check_folder("RUN_DIR", run_dir, "a running job")
         self.paths = RunPaths(run_dir.absolute())
         self._local = LocalProcesses()
         self.processes = SlurmProcesses(self._local)

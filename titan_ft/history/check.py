@@ -88,18 +88,6 @@ def check(record: RunRecord, against: RunRecord | None = None) -> Verdicts:
     return Verdicts([*promises, whole, clock], min(times, default=0.0))
 
 
-def check_folders(folder: Path, against: Path | None = None) -> Verdicts:
-    """Judge the events in a folder, as `check` does. With a damaged file all is unknown.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    try:
-        return check(RunRecord.read(folder), None if against is None else RunRecord.read(against))
-    except ValueError as error:
-        return nothing_known(str(error))
-
-
 def nothing_known(reason: str) -> Verdicts:
     """Return the verdicts of a history that cannot be read."""
     names = [(1, "same arithmetic"), *((promise, name) for promise, name, _ in _CHECKERS), (None, "whole history")]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titan_ft.history.checks.judgement import count
+from titan_ft.history.notes import name_groups
 from titan_ft.history.record import RunRecord, view
 from titan_ft.run import events as ev
 from titan_ft.run.error_file import kind_of
@@ -35,9 +36,8 @@ class Crash:
         when = f"{self.first - start:.1f} s"
         if self.count > 1:
             when = f"from {when} to {self.last - start:.1f} s"
-        groups = ("group " if len(self.replicas) == 1 else "groups ") + ", ".join(map(str, self.replicas))
         log = f"; {self.log}" if self.log else ""
-        return f"{self.error} ({count(self.count, 'time')}, {groups}, {when}{log})"
+        return f"{self.error} ({count(self.count, 'time')}, {name_groups(self.replicas)}, {when}{log})"
 
 
 @view

@@ -30,7 +30,7 @@ STEADY_SECONDS = 0.1
 
 
 @dataclass
-class Process:
+class ProcessHistory:
     """One worker process: a rank in one attempt of its group. Its events are in the order in which it wrote them."""
 
     replica: int
@@ -132,13 +132,13 @@ class RunRecord:
     # Processes and groups
 
     @cached_property
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[ProcessHistory]:
         """The worker processes."""
-        found: dict[tuple[int, int, int, int], Process] = {}
+        found: dict[tuple[int, int, int, int], ProcessHistory] = {}
         for event in self.events:
             if is_of_worker(event):
                 key = (event.replica or 0, event.rank or 0, event.attempt or 0, event.pid)
-                found.setdefault(key, Process(*key)).events.append(event)
+                found.setdefault(key, ProcessHistory(*key)).events.append(event)
         for process in found.values():
             # The wall clock may have been set meanwhile; the other one cannot be.
             process.events.sort(key=lambda event: event.mono)

@@ -10,13 +10,19 @@ import os
 from importlib.machinery import PathFinder
 
 
+def listed_gpus() -> list[str] | None:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set, so that all are visible."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [name for name in listed.split(",") if name]
+
+
 def num_gpus() -> int | None:
     """Return how many NVIDIA GPUs the workers would see; None where torch uses none, or nobody can tell."""
     if not _torch_uses_cuda():
         return None
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = listed_gpus()
     if listed is not None:
-        return len([name for name in listed.split(",") if name])
+        return len(listed)
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver

@@ -148,13 +148,10 @@ class LaunchPlan:
             raise ConfigError(
                 f"torchtitan's flags must begin with --, got {self.worker_args[0]!r}; for example --training.steps=60"
             )
-        enabled = table.get("enable", True)
         for name, value in read_flags(self.worker_args):
             if name in OWN_FLAGS:
                 raise ConfigError(f"--{name} must be left to titan-ft launch, got {value!r}; {OWN_FLAGS[name]} says it")
-            if name in (f"{TABLE}.enable", f"{TABLE}.no_enable"):
-                enabled = name == f"{TABLE}.enable" and value.lower() != "false"
-        if not enabled:
+        if not _is_enabled(f"{TABLE}.enable", {TABLE: {"enable": True, **table}}, self.worker_args):
             raise ConfigError(
                 f"{TABLE}.enable must be true for titan-ft launch, got false; set it, or start plain training with "
                 "torchrun -m titan_ft.train"

@@ -8,9 +8,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from titan_ft.run.error_file import WorkerError, kind_of
-from titan_ft.run.events import ReplicaGaveUp, WorkerExited
+from titan_ft.run.events import Drained, FaultInjected, ReplicaGaveUp, StepCommitted, WorkerExited
+from titan_ft.run.tail import EventTail
 
 CONFIG_ERROR_CODE = 2
 """Exit status of a worker whose configuration is wrong: starting it again cannot help."""
@@ -47,6 +49,39 @@ class AttemptEnd:
     """The exception of that worker; None where a signal ended it, or it left none."""
     disturbed: bool = False
     """Whether a fault was injected into it, so that its end says nothing about the run."""
+
+
+class AttemptEvents:
+    """What the workers of one attempt of a group have announced.
+
+    Args:
+        pattern: of the names of their event files.
+    """
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self._tail = EventTail(folder, StepCommitted, Drained, FaultInjected, pattern=pattern, from_start=True)
+        self.committed = False
+        """Whether the group contributed to a step."""
+        self.drained = False
+        """Whether it was asked to leave, and did."""
+        self.disturbed = False
+        """Whether a fault was injected into it."""
+
+    def poll(self) -> None:
+        """Take in what is new; call it every now and then, so that it is never much."""
+        for event in self._tail.poll():
+            match event:
+                case StepCommitted():
+                    self.committed = self.committed or event.own_tokens > 0
+                case Drained():
+                    self.drained = True
+                case FaultInjected():
+                    self.disturbed = True
+
+
+def exit_status(code: int) -> int:
+    """Return the exit status of who gives a group up, by that of the worker that was the cause."""
+    return code if code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
 
 
 @dataclass

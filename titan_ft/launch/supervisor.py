@@ -26,17 +26,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from titan_ft.config import FaultTolerance
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, AttemptEnd, RestartPolicy
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, AttemptEnd, AttemptEvents, RestartPolicy, exit_status
 from titan_ft.launch.standby import Standby, StandbyKeeper
-from titan_ft.run import error_file
-from titan_ft.run.events import (
-    Drained,
-    FaultInjected,
-    ReplicaGaveUp,
-    ReplicaRestarted,
-    StepCommitted,
-    TrainingFinished,
-)
+from titan_ft.run.error_file import beside, read_error
+from titan_ft.run.events import ReplicaGaveUp, ReplicaRestarted, TrainingFinished
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.paths import RunPaths
@@ -48,6 +41,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
+CAUSE_SECONDS = 1.0
+"""What a rank that has told of an exception gets to end by itself."""
 STANDBY_AFTER_SECONDS = 30.0
 """A group that waits for others this long gets a standby, though it has not committed a step."""
 DEFAULT_MODULE = "titan_ft.train"
@@ -104,10 +99,7 @@ class Supervisor:
         self._finishes = EventTail(spec.paths.events, TrainingFinished, pattern=spec.paths.workers_pattern())
         self._finish_time: float | None = None
         """Unix seconds at which the first group finished."""
-        self._own_events = EventTail(spec.paths.events)
-        self._committed = self._drained = self._disturbed = False
-        """Of this attempt: whether the group contributed to a step; whether it was asked to leave, and did; whether a
-        fault was injected."""
+        self._attempt_events = self._follow(spec.attempt)
         self._too_late = False
         """Whether the others have finished while the group was coming back."""
 
@@ -129,7 +121,8 @@ class Supervisor:
             while not self._stop:
                 started = time.monotonic()
                 failure = self._run_attempt(attempt, restarted_because)
-                self._note_events()
+                told = self._attempt_events
+                told.poll()
                 if self._too_late:
                     return 0
                 if failure is None and (self._stop or not self._was_sent_away()):
@@ -138,12 +131,12 @@ class Supervisor:
                     break
                 code, error = (0, None) if failure is None else (failure.code, failure.error)
                 alive = time.monotonic() - started
-                delay = self._policy.decide(AttemptEnd(code, alive, self._committed, error, self._disturbed))
+                delay = self._policy.decide(AttemptEnd(code, alive, told.committed, error, told.disturbed))
                 if isinstance(delay, str):
                     if failure is None:
                         return 0
                     self._give_up(attempt, failure, delay)
-                    return code if code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
+                    return exit_status(code)
                 self._pause(delay)
                 attempt += 1
                 restarted_because = SENT_AWAY if failure is None else failure.describe()
@@ -154,17 +147,17 @@ class Supervisor:
 
     def _run_attempt(self, attempt: int, restarted_because: str) -> WorkerExit | None:
         """Run the group once; return the first worker that failed, None when all ended well."""
-        pattern = self.spec.paths.workers_pattern(self.spec.replica, attempt)
-        wanted = (StepCommitted, Drained, FaultInjected)
-        self._own_events = EventTail(self.spec.paths.events, *wanted, pattern=pattern, from_start=True)
-        self._committed = self._drained = self._disturbed = False
+        self._attempt_events = self._follow(attempt)
         group = self._group = self._start_group(attempt, restarted_because)
         first: WorkerExit | None = None
         announced: set[int] = set()
         try:
-            exits = self._with_errors(attempt, self._wait_for_end(group, came_back=restarted_because == SENT_AWAY))
+            exits = self._wait_for_end(group, came_back=restarted_because == SENT_AWAY)
+            if root_failure(exits):
+                exits = self._wait_for_cause(attempt, group)
+            exits = self._with_errors(attempt, exits)
             first = root_failure(exits)
-            self._note_events()
+            self._attempt_events.poll()
             # Before the others are ended, which may take the grace time: the event's time is that of the failure.
             for exit in sorted(exits, key=lambda exit: exit is not first):
                 self._emit_exit(attempt, exit)
@@ -188,7 +181,7 @@ class Supervisor:
         from titan_ft.launch.worker_group import WorkerGroup, attempt_env
 
         spec = self.spec
-        logs = {rank: spec.paths.logs(spec.replica, attempt, rank) for rank in range(spec.ranks)}
+        logs = {rank: self._log(attempt, rank) for rank in range(spec.ranks)}
         point_to(logs[0].parent, spec.paths.latest_logs(spec.replica))
         standby = self._keeper.take()
         if restarted_because:
@@ -215,42 +208,57 @@ class Supervisor:
             now = time.monotonic()
             if now - looked > 1.0:
                 looked = now
-                self._note_events()
-                came_back = came_back and not self._committed
+                self._attempt_events.poll()
+                came_back = came_back and not self._attempt_events.committed
                 if came_back and self._job_is_over(OVER_SECONDS):
                     self._too_late = True  # it would train everything anew, alone
                     self._stop.count = max(self._stop.count, 2)
                 # Imports must not slow the start of the group itself.
-                due = due or self._committed or now - started > STANDBY_AFTER_SECONDS
+                due = due or self._attempt_events.committed or now - started > STANDBY_AFTER_SECONDS
             # A group of which ranks have left needs no standby.
             self._keeper.keep(due and not exits and self.spec.standby and self._policy.restarts_left)
             time.sleep(POLL_SECONDS)
 
+    def _wait_for_cause(self, attempt: int, group: WorkerGroup) -> list[WorkerExit]:
+        """Wait a moment for ranks that have told of an exception and have not ended yet; return all that have ended.
+
+        On a busy host a rank that lost its peer may be gone before that peer, whose exception is the cause, is.
+        """
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while True:
+            exits = group.exits()
+            running = set(range(group.num_ranks)) - {exit.rank for exit in exits}
+            if not any(self._error_file(attempt, rank).exists() for rank in running) or time.monotonic() > deadline:
+                return exits
+            time.sleep(POLL_SECONDS)
+
     def _emit_exit(self, attempt: int, exit: WorkerExit, stopped_because: str = "") -> None:
-        log = self.spec.paths.logs(self.spec.replica, attempt, exit.rank)
-        self._events.emit(exit.event(attempt, stopped_because, disturbed=self._disturbed, log=log))
+        disturbed, log = self._attempt_events.disturbed, self._log(attempt, exit.rank)
+        self._events.emit(exit.event(attempt, stopped_because, disturbed=disturbed, log=log))
 
     def _with_errors(self, attempt: int, exits: list[WorkerExit]) -> list[WorkerExit]:
         """Return the exits with the exceptions that ended the workers, as far as they have told."""
-        logs = {exit.rank: self.spec.paths.logs(self.spec.replica, attempt, exit.rank) for exit in exits}
         return [
-            replace(exit, error=error_file.read_error(error_file.beside(logs[exit.rank]))) if exit.code > 0 else exit
+            replace(exit, error=read_error(self._error_file(attempt, exit.rank))) if exit.code > 0 else exit
             for exit in exits
         ]
 
-    def _note_events(self) -> None:
-        """Take in what the workers have announced since the last call; every now and then, so that it is never much."""
-        for event in self._own_events.poll():
-            self._committed = self._committed or (isinstance(event, StepCommitted) and event.own_tokens > 0)
-            self._drained = self._drained or isinstance(event, Drained)
-            self._disturbed = self._disturbed or isinstance(event, FaultInjected)
+    def _log(self, attempt: int, rank: int) -> Path:
+        return self.spec.paths.logs(self.spec.replica, attempt, rank)
+
+    def _error_file(self, attempt: int, rank: int) -> Path:
+        return beside(self._log(attempt, rank))
+
+    def _follow(self, attempt: int) -> AttemptEvents:
+        paths = self.spec.paths
+        return AttemptEvents(paths.events, paths.workers_pattern(self.spec.replica, attempt))
 
     def _was_sent_away(self) -> bool:
         """Tell whether somebody asked the workers to leave while others train on: then the group is to come back.
 
         Who asks this process too wants the group to be gone. And nobody comes back to a job that is over.
         """
-        return self._drained and not self._job_is_over()
+        return self._attempt_events.drained and not self._job_is_over()
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
         """Tell whether a group has finished since this process was started, at least so long ago."""
@@ -259,7 +267,7 @@ class Supervisor:
         return self._finish_time is not None and self._finish_time <= time.time() - seconds
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: str) -> None:
-        log = self.spec.paths.logs(self.spec.replica, attempt, failure.rank)
+        log = self._log(attempt, failure.rank)
         line = last_error_line(log) if failure.error is None else failure.error.text
         reason = f"{failure.describe()}; {why}"
         self._events.emit(ReplicaGaveUp(attempt=attempt, rank=failure.rank, reason=reason, log=str(log), error=line))

@@ -26,14 +26,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher import api
 
 from titan_ft.config import TABLE, FaultTolerance, load_toml, read_flags
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, AttemptEnd, RestartPolicy
+from titan_ft.launch.restart_policy import AttemptEnd, AttemptEvents, RestartPolicy, exit_status
 from titan_ft.launch.supervisor import root_failure
 from titan_ft.launch.worker_group import WorkerExit
 from titan_ft.run.error_file import read_error
-from titan_ft.run.events import FaultInjected, ReplicaGaveUp, ReplicaRestarted, StepCommitted
+from titan_ft.run.events import ReplicaGaveUp, ReplicaRestarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
-from titan_ft.run.tail import EventTail
 
 UNLIMITED = 1_000_000
 """Restarts that torchrun itself may make: the policy counts them."""
@@ -91,7 +90,8 @@ class GroupAgent(LocalElasticAgent):
         ]
         first = root_failure([exit for exit in exits if exit.pid in ended]) or root_failure(exits)
         assert first is not None, "torchrun says that a worker failed"
-        committed, disturbed = self._look_back(first.rank)
+        told = self._look_back(first.rank)
+        committed, disturbed = (told.committed, told.disturbed) if told else (False, False)
         for exit in sorted(exits, key=lambda exit: exit is not first):
             why = "" if exit.pid in {first.pid, *ended} else first.describe()
             self._events.emit(exit.event(self._attempt, why, disturbed=disturbed, log=None))
@@ -102,20 +102,19 @@ class GroupAgent(LocalElasticAgent):
             time.sleep(delay)
             return
         self._remaining_restarts, attempt = 0, self._attempt
-        GroupAgent.status = first.code if first.code in (CONFIG_ERROR_CODE, FINAL_CODE) else 1
+        GroupAgent.status = exit_status(first.code)
         text = "see its output" if first.error is None else first.error.text
         reason = f"{first.describe()}; {delay}"
         self._events.emit(ReplicaGaveUp(attempt=attempt, rank=first.rank, reason=reason, log=NO_LOG, error=text))
         print(f"titan_ft: replica {self._replica}: {reason}; {text}", file=sys.stderr, flush=True)
 
-    def _look_back(self, rank: int) -> tuple[bool, bool]:
-        """Tell whether the attempt contributed to a step, and whether a fault was injected into this rank of it."""
+    def _look_back(self, rank: int) -> AttemptEvents | None:
+        """Return what this rank has announced of the attempt; None where it writes no events."""
         if self._paths is None:
-            return False, False
-        pattern = f"replica-{self._replica}-rank-{rank}-attempt-{self._attempt}-*.jsonl"
-        events = EventTail(self._paths.events, StepCommitted, FaultInjected, pattern=pattern, from_start=True).poll()
-        committed = any(isinstance(event, StepCommitted) and event.own_tokens > 0 for event in events)
-        return committed, any(isinstance(event, FaultInjected) for event in events)
+            return None
+        told = AttemptEvents(self._paths.events, self._paths.workers_pattern(self._replica, self._attempt, rank))
+        told.poll()
+        return told
 
 
 def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:

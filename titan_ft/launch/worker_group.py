@@ -23,6 +23,7 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
+from titan_ft.launch.gpus import listed_gpus
 from titan_ft.launch.standby import SOCKET_ENV
 from titan_ft.run import error_file
 from titan_ft.run.error_file import WorkerError
@@ -224,8 +225,7 @@ def visible_devices(replica: int, num_ranks: int, devices: list[str]) -> list[st
 def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
     """Return what the environment of all workers of a group holds, whatever the attempt."""
     env = {"TORCHFT_LIGHTHOUSE": lighthouse, **usual_env()}
-    known = os.environ.get("CUDA_VISIBLE_DEVICES")
-    listed = [name for name in known.split(",") if name] if known is not None else None
+    listed = listed_gpus()
     devices = listed if listed is not None else [str(index) for index in range(torch.cuda.device_count())]
     chosen = visible_devices(replica, num_ranks, devices)
     if chosen is not None:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from titan_ft.config import ConfigError
+from titan_ft.config import ConfigError, check_folder
 from titan_ft.live.job_curve import FILE_PREFIX, JobCurve
 from titan_ft.live.run_status import RunStatus
 from titan_ft.run.paths import RunPaths
@@ -27,8 +27,7 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
     Raises:
         ConfigError: there is no such run, or its launcher writes them.
     """
-    if not run_dir.is_dir():
-        raise ConfigError(f"RUN_DIR must be the folder of a run, got {run_dir}; there is no such folder")
+    check_folder("RUN_DIR", run_dir)
     paths, status = RunPaths(run_dir), RunStatus()
     folder = folder or paths.job_curve
     tail = EventTail(paths.events, from_start=True)

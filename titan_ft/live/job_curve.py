@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-import msgspec
-
 from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import Drained, Event, StepCommitted, TrainingFinished
 
@@ -60,12 +58,7 @@ class JobSteps:
         return self._give(self._chain_to_latest(self._pending.values()))
 
     def _observe_commit(self, event: StepCommitted) -> list[StepCommitted]:
-        known = self._pending.get(event.lineage)
-        if known is not None:
-            if known.loss is None:  # with pipeline parallelism, only the ranks of the last stage know it
-                self._pending[event.lineage] = msgspec.structs.replace(known, loss=event.loss)
-            return []
-        if event.lineage in self._given:
+        if event.lineage in self._pending or event.lineage in self._given:
             return []
         self._pending[event.lineage] = event
         certain = self._chain(event.parent)

@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-import titan_ft
+from titan_ft import versions
 from titan_ft.config import ConfigError
 from titan_ft.history.attempts import InjectedFaults
 from titan_ft.live import status
@@ -74,7 +72,8 @@ class MetricsServer:
         disable_created_metrics()  # a series of its own for each counter, which nobody asks for
         registry = CollectorRegistry()
         self._define_metrics(registry)
-        self._build.info(_versions())
+        own = versions()
+        self._build.info({"version": own.pop("titan_ft"), "python": platform.python_version(), **own})
         self._run.info(dict(run or {}))
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
         self._shown: Groups = {}
@@ -147,7 +146,7 @@ class MetricsServer:
         """Count an event."""
         new_fault, is_first_rank = self._injected.observe(event), not event.rank
         match event:
-            case ev.StepCommitted():
+            case ev.StepCommitted() if event.rank == 0:
                 self._count_step(event)
             case ev.WorkerStarted() if event.config is not None:
                 self._target.set(event.config.steps)
@@ -202,11 +201,6 @@ class MetricsServer:
             self._faults.labels(fault)
 
     def _count_step(self, event: ev.StepCommitted) -> None:
-        if event.rank != 0:
-            # With pipeline parallelism, only the ranks of the last stage know the loss.
-            if event.loss is not None and self._steps.is_last(event):
-                self._loss.set(event.loss)
-            return
         new, exchanges = self._steps.observe(event)
         self._exchanges.inc(exchanges)
         self._exchanges_failed.inc(exchanges - new)
@@ -233,12 +227,3 @@ class MetricsServer:
 
 def _known(value: float | None) -> float:
     return float("nan") if value is None else value
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of what runs, as far as they are installed; nothing of it is loaded for that."""
-    found = {"version": titan_ft.__version__, "python": platform.python_version()}
-    for name in ("torchtitan", "torchft", "torch"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found

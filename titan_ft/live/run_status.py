@@ -37,7 +37,6 @@ class CommittedSteps:
         self.num_attempted = 0
         """Exchanges that the committed steps took; of the group with most of them."""
         self._exchanges: dict[tuple[int, str], int] = {}
-        self._last: tuple[int, str] | None = None
 
     def observe(self, event: ev.StepCommitted) -> tuple[bool, int]:
         """Take a commit; return whether it is a new step, and how many exchanges it adds to those known.
@@ -50,14 +49,9 @@ class CommittedSteps:
         self._exchanges[key] = max(exchanges, known or 0)
         if len(self._exchanges) > MAX_STEPS_REMEMBERED:
             del self._exchanges[next(iter(self._exchanges))]
-        self._last = key if known is None else self._last
         self.num_committed += known is None
         self.num_attempted += added
         return known is None, added
-
-    def is_last(self, event: ev.StepCommitted) -> bool:
-        """Tell whether a commit is of the step that was counted last."""
-        return self._last == (event.step, event.lineage)
 
 
 class RunStatus:
@@ -155,12 +149,7 @@ class RunStatus:
 
     def _take_step(self, event: ev.StepCommitted) -> str | None:
         """Take a commit; return the line that tells that the job went back to an earlier state, if it did."""
-        if event.rank != 0:
-            # With pipeline parallelism, only the ranks of the last stage know the loss.
-            if self.loss is None and event.loss is not None and self.steps.is_last(event):
-                self.loss = self.losses[-1] = event.loss
-            return None
-        if not self.steps.observe(event)[0]:
+        if event.rank != 0 or not self.steps.observe(event)[0]:
             return None
         before, self.step, self.loss = self.step, event.step, event.loss
         self.participants = tuple(event.participants)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from titan_ft.config import ConfigError
+from titan_ft.config import ConfigError, check_folder
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.top_view import Screen, frame
 from titan_ft.run.paths import RunPaths
@@ -36,8 +36,7 @@ class FollowedRun:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        if not run_dir.is_dir():
-            raise ConfigError(f"RUN_DIR must be the folder of a run, got {run_dir}; there is no such folder")
+        check_folder("RUN_DIR", run_dir)
         self.run_dir = run_dir
         self.status = RunStatus()
         self._tail = EventTail(RunPaths(run_dir).events, from_start=True)

@@ -19,6 +19,11 @@ class Leaving(Exception):  # noqa: N818  # no error, but an end in order
     """This group was told to leave, and all of its ranks have agreed."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message: torch appends stacks of C++ to it."""
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+
+
 class LighthouseError(ReplicaError):
     """The lighthouse cannot be reached."""
 

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
+from titan_ft.replica.errors import first_line
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
 
@@ -353,7 +354,7 @@ def _shard(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def _broken(error: Exception) -> ExchangeError:
     if isinstance(error, AssertionError):  # torchft's way to say that the process group was aborted
         return ExchangeError("aborted: another rank of this group lost a peer")
-    return ExchangeError(f"{type(error).__name__}: {error}".split("\n", 1)[0])
+    return ExchangeError(first_line(error))
 
 
 def _partition(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
-from titan_ft.replica.errors import RefusedError
+from titan_ft.replica.errors import RefusedError, first_line
 from titan_ft.replica.wire import Message, prove, read_line, write_line
 from titan_ft.run.address import split_address
 
@@ -96,7 +96,7 @@ class Probe:
         except (RefusedError, BusyError):
             return ""  # it is another run's, or its token is wrong, or it computes: but it can be reached
         except (OSError, ValueError, KeyError, RuntimeError) as error:  # what network and store do; no bug of ours
-            return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            return first_line(error)
         return ""
 
 

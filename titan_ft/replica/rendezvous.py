@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time
 
+from titan_ft.replica.errors import first_line
 from titan_ft.replica.member import Member
 from titan_ft.replica.reach import within
 from titan_ft.run.address import split_address
@@ -117,7 +118,7 @@ class Rendezvous:
                 return "broke on another rank of this group before it began here"
         except Exception as error:  # noqa: BLE001  # a member may die right here; the next quorum is without it
             self._peer_stores.pop(store, None)  # a new connection next time
-            return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            return first_line(error)
         finally:
             self.process_group.set_timeout(self.timeout)
         return None

@@ -69,13 +69,18 @@ class Contribution:
 NOTHING = Contribution()
 
 
-class Use(enum.Enum):
+class GradientUse(enum.Enum):
     """What a group does with the gradients that it has computed. Equal on all its ranks."""
 
     GIVE = enum.auto()
     REST = enum.auto()  # keeps them back: the step cannot be committed now
     LEAVE_OUT = enum.auto()  # they are not finite
     FORCE = enum.auto()  # gives them although they are not finite, because nobody has others
+
+    @property
+    def gives(self) -> bool:
+        """Whether they go into the exchange."""
+        return self in (GradientUse.GIVE, GradientUse.FORCE)
 
 
 class Rounds:
@@ -131,7 +136,7 @@ class Rounds:
             self.ask()
             self._exchange.launch_empty()
 
-    def make(self, contribution: Contribution = NOTHING, use: Use = Use.GIVE) -> Round | Broken:
+    def make(self, contribution: Contribution = NOTHING, use: GradientUse = GradientUse.GIVE) -> Round | Broken:
         """Make one round. The position then has taken it in, and a joiner that it sends here finds a copy of the state.
 
         Asks for a quorum unless one is asked for.
@@ -141,7 +146,7 @@ class Rounds:
             started = time.monotonic()
             quorum = self._membership.wait()
             self._digest_for_joiners(quorum)
-            gives = use in (Use.GIVE, Use.FORCE) and contribution != NOTHING and not self._is_outdated(quorum)
+            gives = use.gives and contribution != NOTHING and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
             if not self._vote(made is not None):
                 error = error or "broke on another rank of this group"
@@ -172,7 +177,7 @@ class Rounds:
         if joiners and self._position.standing.has_state:
             self.take_digest()
 
-    def _exchange_once(self, gives: bool, contribution: Contribution, use: Use) -> tuple[Round | None, str]:
+    def _exchange_once(self, gives: bool, contribution: Contribution, use: GradientUse) -> tuple[Round | None, str]:
         """Make the exchange; returns the round, or why its sums are not to be used."""
         self._nonfinite = False
         try:
@@ -209,11 +214,11 @@ class Rounds:
         """
         return quorum.max_step > self._position.step + (1 if self._position.training else 0)
 
-    def _describe(self, quorum: Quorum, contribution: Contribution, use: Use) -> OwnFacts:
+    def _describe(self, quorum: Quorum, contribution: Contribution, use: GradientUse) -> OwnFacts:
         position, given = self._position, self._exchange.contributed
         self._nonfinite = given and not self._exchange.finite
         claims = position.standing.has_state and not self._is_outdated(quorum)
-        resting = claims and use is Use.REST and contribution != NOTHING
+        resting = claims and use is GradientUse.REST and contribution != NOTHING
         facts = contribution if given or resting else NOTHING
         row = Row(
             slot=self._config.replica_id,
@@ -234,8 +239,8 @@ class Rounds:
             saved=position.saved,
             leaving=self._drain.requested,
             nonfinite=self._nonfinite,
-            forced=use is Use.FORCE,
-            excluded=use is Use.LEAVE_OUT,
+            forced=use is GradientUse.FORCE,
+            excluded=use is GradientUse.LEAVE_OUT,
             resting=resting,
             training=position.training and claims,
         )

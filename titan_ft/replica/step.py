@@ -22,7 +22,7 @@ from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Ledger, share_out
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, Rounds, Use
+from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds
 from titan_ft.replica.straggler import Stragglers
 from titan_ft.run.events import GradientExcluded, Straggler, StragglerRecovered, Waiting
 from titan_ft.run.log import EventLog
@@ -158,7 +158,7 @@ class ReplicaDimension:
             NonFiniteError: this group's gradients, and no others', were not finite in several steps in a row.
             Leaving: the group was told to leave, and the step could not be committed.
         """
-        use = given = Use.GIVE
+        use = given = GradientUse.GIVE
         exchanges = 0
         while True:
             outcome = self._rounds.make(contribution, use)
@@ -169,17 +169,17 @@ class ReplicaDimension:
                 case decisions.Repeat():
                     use = given
                 case decisions.LeaveOut():
-                    use = given = Use.LEAVE_OUT
+                    use = given = GradientUse.LEAVE_OUT
                 case decisions.Force():
-                    use = given = Use.FORCE
+                    use = given = GradientUse.FORCE
                 case decisions.TakeOver(slots):
                     contribution = contribution.plus(train(slots))
                 case decisions.Discard():
                     discard()
-                    contribution, use, given = NOTHING, Use.GIVE, Use.GIVE
+                    contribution, use, given = NOTHING, GradientUse.GIVE, GradientUse.GIVE
                 case decisions.Wait(reason):
                     self._wait(outcome, reason)
-                    use = Use.REST if given in (Use.GIVE, Use.FORCE) else given
+                    use = GradientUse.REST if given.gives else given
                 case decisions.Heal():
                     return None
                 case other:

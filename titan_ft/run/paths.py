@@ -84,11 +84,15 @@ class RunPaths:
         return self.events_file(f"launcher-{pid}")
 
     @staticmethod
-    def workers_pattern(replica: int | None = None, attempt: int | None = None) -> str:
-        """Return a pattern for the names of the workers' event files: of all, or of one attempt of a group."""
+    def workers_pattern(replica: int | None = None, attempt: int | None = None, rank: int | None = None) -> str:
+        """Return a pattern for the names of the workers' event files: of all, or of one attempt of a group.
+
+        Args:
+            rank: of the group; None stands for all of them.
+        """
         if replica is None:
             return "replica-*.jsonl"
-        return f"replica-{replica}-rank-*-attempt-{attempt}-*.jsonl"
+        return f"replica-{replica}-rank-{'*' if rank is None else rank}-attempt-{attempt}-*.jsonl"
 
     def has_events(self) -> bool:
         """Tell whether some process wrote an event; a launch that is refused leaves an empty file at most."""

@@ -9,15 +9,13 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from importlib import metadata
 
 import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torchtitan.distributed import ParallelDims
 
-import titan_ft
-from titan_ft import device
+from titan_ft import device, versions
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange, local
@@ -154,17 +152,13 @@ class Links:
 def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Group) -> str:
     """Return the shape of this group, the same on all of its ranks. A collective of the group."""
     degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
-    versions = {
-        "torch": torch.__version__,
-        "torchtitan": metadata.version("torchtitan"),
-        "titan_ft": titan_ft.__version__,
-    }
+    installed = versions()
     # Every rank's part: stages of a pipeline have other parameters, and the last ranks of a shard fewer.
     layouts = group.gather(fold48(_layout(model_parts)))
     return describe_shape(
         torch.distributed.get_world_size(),
         {name: getattr(dims, name) for name in degrees},
-        versions,
+        {name: installed[name] for name in ("torch", "torchtitan", "titan_ft")},
         fold48(str(layouts)),
     )
 

@@ -8,13 +8,10 @@ import os
 import platform
 import socket
 from dataclasses import asdict, dataclass
-from importlib import metadata
 
-import torch
 from torchtitan.config import JobConfig
 
-import titan_ft
-from titan_ft import device
+from titan_ft import device, versions
 from titan_ft.run.events import Setup, WorkerConfig, WorkerStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
@@ -98,11 +95,5 @@ def describe(job_config: JobConfig) -> Setup:
         parallelism={name: degrees[name] for name in DEGREES if degrees[name] not in (1, -1)},
         device=device.name(),
         num_cpus=len(os.sched_getaffinity(0)),
-        versions={
-            "titan_ft": titan_ft.__version__,
-            "torchtitan": metadata.version("torchtitan"),
-            "torchft": metadata.version("torchft"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        versions={**versions(), "python": platform.python_version()},
     )

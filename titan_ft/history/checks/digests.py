@@ -9,7 +9,7 @@ from itertools import dropwhile
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.digests import compare_digests
-from titan_ft.history.record import Process, RunRecord
+from titan_ft.history.record import ProcessHistory, RunRecord
 from titan_ft.run.events import (
     DigestMismatch,
     Drained,
@@ -20,7 +20,7 @@ from titan_ft.run.events import (
     TrainingFinished,
 )
 
-Word = tuple[Process, Event, str]
+Word = tuple[ProcessHistory, Event, str]
 """A process, the event in which it wrote a digest, and the digest."""
 
 
@@ -83,7 +83,7 @@ def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Ju
         found.notes.append(f"step {step}: the digest of group {who} differed; it was named, and healed or ended")
 
 
-def _after(process: Process, event: Event) -> list[StepCommitted | HealFinished | TrainingFinished]:
+def _after(process: ProcessHistory, event: Event) -> list[StepCommitted | HealFinished | TrainingFinished]:
     """Return what the process did after an event, other than with the differing state itself."""
     rest = list(dropwhile(lambda each: each is not event, process.events))[1:]
     return [each for each in rest if isinstance(each, StepCommitted | HealFinished | TrainingFinished)]

@@ -13,7 +13,7 @@ from statistics import median
 from titan_ft.history.attempts import seconds_of
 from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import Process, RunRecord
+from titan_ft.history.record import ProcessHistory, RunRecord
 from titan_ft.run import events as ev
 
 LONG_STEPS = 4
@@ -125,7 +125,7 @@ def _find_heals(record: RunRecord) -> Iterator[_Heal]:
                 yield _Heal(event, start, end, max(lived, key=len), clean)
 
 
-def _spans(process: Process) -> Iterator[tuple[ev.HealStarted, float, float]]:
+def _spans(process: ProcessHistory) -> Iterator[tuple[ev.HealStarted, float, float]]:
     """Yield each heal of a process, and from when to when the others may have waited for it."""
     begun: ev.HealStarted | None = None
     joined: float | None = None  # until its first commit the others may wait for it since then

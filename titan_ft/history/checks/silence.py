@@ -11,7 +11,7 @@ from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.crashes import find_crashes
 from titan_ft.history.notes import find_notes
-from titan_ft.history.record import Process, RunRecord
+from titan_ft.history.record import ProcessHistory, RunRecord
 from titan_ft.run import events as ev
 
 NOTED: tuple[type[ev.Event], ...] = (
@@ -134,7 +134,7 @@ def _follows(exit: ev.WorkerExited, later: ev.GroupEvent) -> bool:
     return later.attempt >= least or later.time >= exit.time
 
 
-def _check_heals(process: Process, record: RunRecord, found: Judgement) -> None:
+def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -> None:
     """Object to a heal that neither ended nor failed in a process that trained on."""
     begun: ev.HealStarted | None = None
     for event in process.events:

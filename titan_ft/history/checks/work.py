@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 
 from titan_ft.history.checks.judgement import Judgement, Offence, count
-from titan_ft.history.record import Healed, Process, RunRecord
+from titan_ft.history.record import Healed, ProcessHistory, RunRecord
 from titan_ft.history.rework import find_rework
 from titan_ft.history.trajectory import ROOT
 from titan_ft.run.events import FaultInjected, GradientExcluded, HealFinished, StepCommitted, WorkerStarted
@@ -37,7 +37,7 @@ def check_work(record: RunRecord, found: Judgement) -> None:
         found.unknown.append("no event tells of a committed step")
 
 
-def _check_passes(process: Process, found: Judgement) -> int:
+def _check_passes(process: ProcessHistory, found: Judgement) -> int:
     """Object to commits with other than one forward pass for each batch that was read; return the passes."""
     total = 0
     for event in process.commits():
@@ -49,7 +49,7 @@ def _check_passes(process: Process, found: Judgement) -> int:
     return total
 
 
-def _check_order(process: Process, record: RunRecord, found: Judgement) -> None:
+def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -> None:
     """Object to a commit that does not go on from the state that the process held.
 
     A state without any event is missing from the history: who made it is unknown.
@@ -76,7 +76,7 @@ def _check_order(process: Process, record: RunRecord, found: Judgement) -> None:
             held, free = event, False
 
 
-def _fell_behind(process: Process) -> int:
+def _fell_behind(process: ProcessHistory) -> int:
     """Return how often a process that had committed healed: its gradients of the step under way were thrown away."""
     committed, times = False, 0
     for event in process.events:
@@ -85,7 +85,7 @@ def _fell_behind(process: Process) -> int:
     return times
 
 
-def _count_wasted(process: Process, record: RunRecord, found: Judgement) -> Counter[str]:
+def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) -> Counter[str]:
     """Return the forward passes of a process that are not in the trajectory, by reason; object to those without one.
 
     A batch whose first computation counted, and which was computed again, is left to the audit.

@@ -52,7 +52,7 @@ def figure(chart: Chart) -> dict[str, Any]:
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
     }
     few = sum(len(layer.x) for layer in chart.layers if isinstance(layer, Marks)) <= FEW
-    traces = [trace for layer in chart.layers for trace in _traces(chart.x, layer, few=few)]
+    traces = [_trace(chart.x, layer, few=few) for layer in chart.layers]
     return {"data": traces, "layout": layout, "shared": chart.shared}
 
 
@@ -99,59 +99,90 @@ def _lengths(axis: Axis, widths: Iterable[float]) -> list[float]:
     return [int(1000 * width) + 0.5 if axis.kind == "clock" else width for width in widths]
 
 
-def _traces(x: Axis, layer: object, *, few: bool) -> list[dict[str, Any]]:
+def _trace(x: Axis, layer: object, *, few: bool) -> dict[str, Any]:
     """Return what draws a layer; where there are not few marks, they are small."""
     match layer:
         case Line():
-            mode = "lines+markers" if len(layer.x) <= FEW and not layer.stairs else "lines"
-            trace: dict[str, Any] = {"type": "scatter", "mode": mode, "y": _values(layer.y)}
-            trace["line"] = {"color": ACCENT, "width": 1.6} | ({"shape": "hv"} if layer.stairs else {})
-            trace |= {"marker": {"size": 4}} if mode != "lines" else {}
-            trace |= {"fill": "tozeroy", "fillcolor": _faint(ACCENT)} if layer.stairs else {}
-            return [trace | {"x": _at(x, layer.x)} | _hover(layer.texts)]
+            return _line(x, layer)
         case Band():
-            outline: list[tuple[float | None, float | None]] = []  # once around each stretch without a gap
-            whole = zip(_at(x, layer.x), _values(layer.low), _values(layer.high), strict=True)
-            for known, stretch in groupby(whole, lambda point: point[1] is not None):
-                points = list(stretch) if known else []
-                outline += [(at, low) for at, low, _ in points] + [(at, high) for at, _, high in reversed(points)]
-                outline.append((None, None))
-            around = {"x": [at for at, _ in outline], "y": [value for _, value in outline], "fill": "toself"}
-            look: dict[str, Any] = {
-                "fillcolor": _faint(ACCENT),
-                "line": {"width": 0.8, "color": _faint(ACCENT)},
-                "hoverinfo": "skip",
-            }
-            return [{"type": "scatter", "mode": "lines"} | around | look]
+            return _band(x, layer)
         case Boxes():
-            state = STATES[layer.state]
-            trace = {"type": "bar", "orientation": "h", "y": list(layer.rows), "width": 0.56, "name": state.label}
-            trace |= {"base": _at(x, layer.starts), "x": _lengths(x, layer.widths), "marker": {"color": state.colour}}
-            trace["marker"]["line"] = {"width": 0}
-            return [trace | _hover(layer.texts)]
+            return _boxes(x, layer)
         case Bars():
-            edges = _at(x, layer.edges)
-            middles = [(left + right) / 2 for left, right in pairwise(edges)]
-            widths = [right - left for left, right in pairwise(edges)]
-            trace = {"type": "bar", "x": middles, "width": widths, "y": list(layer.counts)}
-            return [trace | {"marker": {"color": ACCENT, "line": {"width": 0}}} | _hover(layer.texts)]
+            return _bars(x, layer)
         case Marks():
-            colour = layer.colour
-            size, symbol = 9 if few else 5, SYMBOLS[layer.symbol]
-            marker: dict[str, Any] = {"symbol": symbol, "size": size, "color": colour}
-            if layer.symbol in "x|":
-                marker |= {"size": 14 if layer.symbol == "|" else 7, "line": {"width": 2.2, "color": colour}}
-            marker |= {"opacity": 0.65} if layer.symbol == "o" else {}
-            trace = {"type": "scatter", "mode": "markers", "x": _at(x, layer.x), "y": list(layer.y), "marker": marker}
-            trace |= {"name": _text(layer.name), "cliponaxis": False}
-            trace |= {"yaxis": "y2"} if layer.beside else {}
-            return [trace | _hover(layer.texts)]
+            return _marks(x, layer, few=few)
         case Rules():
-            places = [place for at in _at(x, layer.x) for place in (at, at, None)]
-            trace = {"type": "scatter", "mode": "lines", "x": places, "y": [0, 1, None] * len(layer.x), "yaxis": "y2"}
-            look = {"line": {"color": layer.colour, "width": 1}, "opacity": rule_opacity(layer), "hoverinfo": "skip"}
-            return [trace | look]
+            return _rules(x, layer)
     raise AssertionError(layer)
+
+
+def _line(x: Axis, layer: Line) -> dict[str, Any]:
+    mode = "lines+markers" if len(layer.x) <= FEW and not layer.stairs else "lines"
+    trace: dict[str, Any] = {"type": "scatter", "mode": mode, "y": _values(layer.y)}
+    trace["line"] = {"color": ACCENT, "width": 1.6} | ({"shape": "hv"} if layer.stairs else {})
+    trace |= {"marker": {"size": 4}} if mode != "lines" else {}
+    trace |= {"fill": "tozeroy", "fillcolor": _faint(ACCENT)} if layer.stairs else {}
+    return trace | {"x": _at(x, layer.x)} | _hover(layer.texts)
+
+
+def _band(x: Axis, layer: Band) -> dict[str, Any]:
+    outline: list[tuple[float | None, float | None]] = []  # once around each stretch without a gap
+    whole = zip(_at(x, layer.x), _values(layer.low), _values(layer.high), strict=True)
+    for known, stretch in groupby(whole, lambda point: point[1] is not None):
+        points = list(stretch) if known else []
+        outline += [(at, low) for at, low, _ in points] + [(at, high) for at, _, high in reversed(points)]
+        outline.append((None, None))
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [at for at, _ in outline],
+        "y": [value for _, value in outline],
+        "fill": "toself",
+        "fillcolor": _faint(ACCENT),
+        "line": {"width": 0.8, "color": _faint(ACCENT)},
+        "hoverinfo": "skip",
+    }
+
+
+def _boxes(x: Axis, layer: Boxes) -> dict[str, Any]:
+    state = STATES[layer.state]
+    trace = {"type": "bar", "orientation": "h", "y": list(layer.rows), "width": 0.56, "name": state.label}
+    trace |= {"base": _at(x, layer.starts), "x": _lengths(x, layer.widths)}
+    trace |= {"marker": {"color": state.colour, "line": {"width": 0}}}
+    return trace | _hover(layer.texts)
+
+
+def _bars(x: Axis, layer: Bars) -> dict[str, Any]:
+    edges = _at(x, layer.edges)
+    middles = [(left + right) / 2 for left, right in pairwise(edges)]
+    widths = [right - left for left, right in pairwise(edges)]
+    trace = {"type": "bar", "x": middles, "width": widths, "y": list(layer.counts)}
+    return trace | {"marker": {"color": ACCENT, "line": {"width": 0}}} | _hover(layer.texts)
+
+
+def _marks(x: Axis, layer: Marks, *, few: bool) -> dict[str, Any]:
+    marker: dict[str, Any] = {"symbol": SYMBOLS[layer.symbol], "size": 9 if few else 5, "color": layer.colour}
+    if layer.symbol in "x|":
+        marker |= {"size": 14 if layer.symbol == "|" else 7, "line": {"width": 2.2, "color": layer.colour}}
+    marker |= {"opacity": 0.65} if layer.symbol == "o" else {}
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": _at(x, layer.x),
+        "y": list(layer.y),
+        "marker": marker,
+    }
+    trace["name"], trace["cliponaxis"] = _text(layer.name), False
+    trace |= {"yaxis": "y2"} if layer.beside else {}
+    return trace | _hover(layer.texts)
+
+
+def _rules(x: Axis, layer: Rules) -> dict[str, Any]:
+    places = [place for at in _at(x, layer.x) for place in (at, at, None)]
+    trace = {"type": "scatter", "mode": "lines", "x": places, "y": [0, 1, None] * len(layer.x), "yaxis": "y2"}
+    look = {"line": {"color": layer.colour, "width": 1}, "opacity": rule_opacity(layer), "hoverinfo": "skip"}
+    return trace | look
 
 
 def _hover(texts: Sequence[str]) -> dict[str, Any]:
