@@ -291,7 +291,7 @@ def test_two_launches_at_once(config: Path, resume: bool) -> None:
     with first.occupied():
         first.write()
         held = paths.config.read_text()
-        with pytest.raises(ConfigError, match="must not be in use by another launch, got .*run, where one"):
+        with pytest.raises(ConfigError, match=r"must not be in use by another launch, got .*run, where one"):
             launch(second)
         assert paths.config.read_text() == held
     with second.occupied():

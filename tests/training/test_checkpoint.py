@@ -262,6 +262,7 @@ def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[...
         "seq_len": 32,
         "num_shards": 2,
         "model_only": False,
+        "writer": "group-0",
         "version": "",
     }
     keys = FileSystemReader(run.folder / "step-5").read_metadata().state_dict_metadata
