@@ -14,6 +14,7 @@ from tests.event_builder import event
 from titan_ft.cli import main
 from titan_ft.config import ConfigError
 from titan_ft.launch.launch_plan import LaunchPlan
+from titan_ft.launch.local import launch
 from titan_ft.options import Launch
 from titan_ft.run.events import LaunchStarted
 from titan_ft.run.log import EventLog
@@ -274,6 +275,28 @@ def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFix
         assert "--attempt=0" in plan(config).supervisor_command(0)
         assert not paths.has_events()
         assert RunPaths(paths.root / f"failed-start-{number}").has_events()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_launches_at_once(config: Path, resume: bool) -> None:
+    """The second one is refused and changes nothing, also where its plan was made before the first one began."""
+    config.write_text(config.read_text() + "[checkpoint]\nenable = true\n")
+    made = plan(config)
+    made.write()
+    paths = made.paths
+    began(paths, "launch_finished")
+    if resume:
+        (paths.checkpoint / "step-10").mkdir(parents=True)
+    first, second = plan(config, resume=resume), plan(config, resume=resume)
+    with first.occupied():
+        first.write()
+        held = paths.config.read_text()
+        with pytest.raises(ConfigError, match=r"must not be in use by another launch, got .*run, where one"):
+            launch(second)
+        assert paths.config.read_text() == held
+    with second.occupied():
+        second.write()
+    assert paths.config.read_text() != held
 
 
 @pytest.mark.parametrize(

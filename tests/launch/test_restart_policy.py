@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from tests.event_builder import build
-from titan_ft.launch.restart_policy import WINDOW_SECONDS, AttemptEnd, CommonEnd, RestartPolicy, backoff_seconds
+from titan_ft.launch.restart_policy import (
+    FINAL_CODE,
+    WINDOW_SECONDS,
+    AttemptEnd,
+    CommonEnd,
+    RestartPolicy,
+    backoff_seconds,
+)
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import ReplicaGaveUp, WorkerExited
 
@@ -58,11 +65,21 @@ def test_restarts_long_ago_do_not_count() -> None:
     for day in range(30):
         for hour in (0, 12):
             now = day * WINDOW_SECONDS + hour * 3600.0
-            assert isinstance(policy.decide(KILLED), float), (day, hour)
+            assert isinstance(policy.decide(replace(KILLED, committed=True)), float), (day, hour)
     now += 1.0
-    assert not policy.restarts_left
-    now += WINDOW_SECONDS / 2
-    assert policy.restarts_left
+    assert isinstance(policy.decide(replace(KILLED, committed=True)), str)
+
+
+def test_restarts_without_a_commit_come_to_an_end() -> None:
+    """Also where each attempt waits so long for what never comes that there are few restarts a day."""
+    now = 0.0
+    waits = replace(FAILED, alive_seconds=WINDOW_SECONDS, error=WorkerError("Timeout: away", transient=True, time=0.0))
+    policy = RestartPolicy(max_restarts=3, clock=lambda: now)
+    for _ in range(3):
+        now += WINDOW_SECONDS
+        assert isinstance(policy.decide(waits), float)
+    now += WINDOW_SECONDS
+    assert policy.decide(waits) == "no restart left (--max-restarts 3 within 24 hours)"
 
 
 def test_bad_config_is_never_restarted() -> None:
@@ -141,8 +158,9 @@ def test_groups_that_are_gone_do_not_count() -> None:
         [(exited(replica, None, attempt), 80) for attempt in range(9) for replica in (0, 1)],
         [(exited(replica, attempt=attempt, transient=True), 80) for attempt in range(9) for replica in (0, 1)],
         [(exited(replica, attempt=attempt, stopped=True), 80) for attempt in range(9) for replica in (0, 1)],
+        [(exited(replica, attempt=attempt, code=FINAL_CODE), 80) for attempt in range(9) for replica in (0, 1)],
     ],
-    ids=["one group", "other steps", "other exceptions", "no exception", "may go by itself", "stopped"],
+    ids=["one group", "other steps", "other exceptions", "no exception", "may go by itself", "stopped", "final"],
 )
 def test_no_common_end(ends: list[tuple[WorkerExited, int]]) -> None:
     """What is not the same for all groups twice says nothing about the run."""

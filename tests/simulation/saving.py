@@ -80,10 +80,11 @@ class Saves:
         if not self._every or not position.saved_corrupt:
             return
         self._settle(wait=True)
+        self._failed = 0
         position.withdraw_saved()
         for step in sorted(step for step in self._published if step > position.agreed):
             self._published.remove(step)
-            if self._rank.number == 0 and folder is not None:
+            if self._rank.number == 0 and folder is not None and folder.writer(step) == self._rank.slot:
                 self._rank.world.withdraws(self._rank, step)
                 folder.remove(step)
 
@@ -112,6 +113,9 @@ class Saves:
             save.state = _State.FAILED
             return
         if rank.number == 0:
+            if rank.position.saved_corrupt:  # another group may have saved this step in the meantime
+                save.state = _State.FAILED
+                return
             rank.world.publishes(rank, save.step)
             folder.publish_saved(rank.slot, parts)
         save.state = _State.COMPLETE

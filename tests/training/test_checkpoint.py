@@ -47,7 +47,14 @@ from titan_ft.training import checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
 from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
 from titan_ft.training.checkpoint_export import MERGING  # noqa: E402
-from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete, publish  # noqa: E402
+from titan_ft.training.checkpoint_folder import (  # noqa: E402
+    MANIFEST,
+    Manifest,
+    complete_steps,
+    is_complete,
+    publish,
+    writer_of,
+)
 
 LINEAGE = 0xABCDEF
 
@@ -255,6 +262,7 @@ def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[...
         "seq_len": 32,
         "num_shards": 2,
         "model_only": False,
+        "writer": "group-0",
         "version": "",
     }
     keys = FileSystemReader(run.folder / "step-5").read_metadata().state_dict_metadata
@@ -734,14 +742,15 @@ def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., Run], mode: str) -> None:
-    """Only what was saved behind the last digest that all had alike goes, a save under way included."""
+    """Only what was saved behind the last digest that all had alike goes, a save that is not settled yet included."""
     run = make_run(async_mode=mode)
     run.train(5)
     run.checkpoints._settle(wait=True)
     run.position.agreed = 5
     run.train(10)
+    run.settle()
     run.checkpoints.withdraw()
-    assert complete_steps(run.folder) == [5, 10] or run.checkpoints._under_way is not None  # nothing is wrong yet
+    assert complete_steps(run.folder) == [5, 10]  # nothing is wrong yet
     run.position.saved_corrupt = True
     run.checkpoints.withdraw()
     assert complete_steps(run.folder) == [5]
@@ -750,6 +759,39 @@ def test_what_was_saved_of_a_corrupt_state_is_withdrawn(make_run: Callable[..., 
     assert not run.position.saved_corrupt
     run.checkpoints.withdraw()
     assert len(run.events.named("checkpoint_withdrawn")) == 1
+
+
+def test_a_withdrawal_spares_what_another_group_has_saved(make_run: Callable[..., Run]) -> None:
+    """Another group has saved its own state of the step in place of the one that is withdrawn."""
+    run, other = make_run(), make_run(slot=1)
+    run.train(5)
+    run.position.saved_corrupt = True
+    other.checkpoints.save(5)
+    run.checkpoints.withdraw()
+    assert complete_steps(run.folder) == [5]
+    assert writer_of(run.folder / "step-5") == "group-1"
+    assert not run.events.named("checkpoint_withdrawn")
+
+
+def test_a_slow_save_of_a_corrupt_state_replaces_nothing(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another group has saved the step when the save ends; this one may save it again when it has healed."""
+    run, other = make_run(async_mode="async"), make_run(slot=1)
+    with monkeypatch.context() as patch:
+        gate = Gate(patch)
+        run.train(5)
+    run.position.saved_corrupt = True
+    other.checkpoints.save(5)
+    gate.open.set()
+    run.checkpoints.withdraw()
+    assert writer_of(run.folder / "step-5") == "group-1"
+    assert run.position.saved == 0
+    (told,) = run.events.named("checkpoint_failed")
+    assert "not the job's state" in told["error"]
+    run.checkpoints.save(6)
+    run.settle()
+    assert complete_steps(run.folder) == [5, 6]
 
 
 def test_two_groups_publish_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import re
 import secrets
 import shlex
@@ -244,8 +246,37 @@ class LaunchPlan:
             lines = [f"{HEADER}{shlex.join(self._arguments())}\n", *earlier, *dropwhile(_is_header, given)]
             self.paths.config.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
-            got = f"{self.options.run_dir} ({error.strerror})"
-            raise ConfigError(f"--run-dir must be a folder that can be written, got {got}; give another") from error
+            raise self._unwritable(error) from error
+
+    @contextlib.contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Keep other launches out of the directory meanwhile; also an end by SIGKILL lets them in again.
+
+        Two of them would be two jobs that take each other's checkpoints and events for their own.
+
+        Raises:
+            ConfigError: another launch is going on in it, or it cannot be written.
+        """
+        try:
+            self.paths.root.mkdir(parents=True, exist_ok=True)
+            held = self.paths.config.open("a", encoding="utf-8")  # `write` keeps the file, and so the lock on it
+        except OSError as error:
+            raise self._unwritable(error) from error
+        with held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"--run-dir must not be in use by another launch, got {self.options.run_dir}, where one is going "
+                    "on; wait for its end, or give another folder"
+                ) from error
+            except OSError:  # a file system without locks
+                pass
+            yield
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        got = f"{self.options.run_dir} ({error.strerror})"
+        return ConfigError(f"--run-dir must be a folder that can be written, got {got}; give another")
 
     def _arguments(self) -> list[str]:
         options = self.options

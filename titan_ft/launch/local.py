@@ -310,9 +310,10 @@ def launch(plan: LaunchPlan) -> int:
     """Carry out a plan; Ctrl-C, SIGTERM and a closed terminal end everything that it started.
 
     Raises:
-        ConfigError: the run directory or the lighthouse's port cannot be used.
+        ConfigError: the run directory or a port cannot be used.
     """
-    plan.write()
-    # nohup has SIGHUP ignored
-    others = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
-    return LocalRun(plan, StopRequests(signal.SIGINT, *others)).run()
+    with plan.occupied():
+        plan.write()
+        # nohup has SIGHUP ignored
+        others = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
+        return LocalRun(plan, StopRequests(signal.SIGINT, *others)).run()

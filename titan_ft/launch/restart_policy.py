@@ -19,7 +19,7 @@ CONFIG_ERROR_CODE = 2
 FINAL_CODE = 3
 """Exit status of a worker whose group must not come back by itself: its state diverged, or another took its place."""
 WINDOW_SECONDS = 24 * 3600.0
-"""Restarts are counted over so long: a run of weeks does not end of what has happened in all of them."""
+"""Restarts before it are forgotten when the group commits: a run of weeks does not end of what has happened in all."""
 MAX_SAME_ENDS = 3
 """Ends of a group in a row with the same exception, no step committed between, after which it is not started again."""
 MAX_SAME_ROUNDS = 2
@@ -89,7 +89,7 @@ class RestartPolicy:
     """Count the restarts of one group. A group that got going (see `decide`) is restarted without delay again."""
 
     max_restarts: int
-    """Restarts within `WINDOW_SECONDS`."""
+    """Restarts within `WINDOW_SECONDS`, or since the last attempt that contributed to a step if that is longer."""
     healthy_seconds: float = 60.0
     """An attempt that lived this long had got going."""
     clock: Callable[[], float] = time.monotonic
@@ -102,8 +102,6 @@ class RestartPolicy:
 
     @property
     def restarts_left(self) -> bool:
-        while self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS:
-            self._restarts.popleft()
         return len(self._restarts) < self.max_restarts
 
     def decide(self, end: AttemptEnd) -> float | str:
@@ -117,6 +115,9 @@ class RestartPolicy:
             return "the group must not come back by itself (exit status 3); see its log"
         if self._count_same(end) >= MAX_SAME_ENDS:
             return f"{CRASH_LOOP} {self._num_same} times in a row, and no step committed between"
+        # Not without a commit: attempts that each wait long for what never comes (a file server) would go on for ever.
+        while end.committed and self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS:
+            self._restarts.popleft()
         if not self.restarts_left:
             return f"no restart left (--max-restarts {self.max_restarts} within {WINDOW_SECONDS / 3600:g} hours)"
         if end.committed or end.alive_seconds >= self.healthy_seconds:
@@ -163,7 +164,8 @@ class CommonEnd:
         if event.stopped or self._attempts.get(event.replica) == event.attempt:
             return ""
         self._attempts[event.replica] = event.attempt
-        if event.error is None or event.transient:
+        # Who is not started again anyway says nothing of starts: others may yet save the last step that it could not.
+        if event.error is None or event.transient or event.code in (CONFIG_ERROR_CODE, FINAL_CODE):
             return ""
         self._latest[event.replica] = end = (step, kind_of(event.error))
         if {self._latest.get(replica) for replica in groups} != {end}:

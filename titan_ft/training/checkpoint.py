@@ -49,6 +49,7 @@ from titan_ft.training.checkpoint_folder import (
     discard,
     partial_folder,
     publish,
+    writer_of,
 )
 from titan_ft.training.checkpoint_host import CheckpointHost
 
@@ -141,6 +142,11 @@ class ReplicaCheckpoints(CheckpointManager):
         assert self._host is not None, "attach() comes first"
         return self._host
 
+    @property
+    def _name(self) -> str:
+        """Return what this group is called as a writer of checkpoints."""
+        return f"group-{self.host.config.fault_tolerance.replica_id}"
+
     def load(self, step: int = -1) -> bool:
         """Load the latest complete checkpoint (or that of `step`), unless the job goes on in other groups.
 
@@ -218,10 +224,14 @@ class ReplicaCheckpoints(CheckpointManager):
         if not (self.enable and host.position.saved_corrupt):
             return
         self._settle(wait=True)
+        self._failed = 0  # this group may save these steps again, from the state that it gets
         host.position.withdraw_saved()
         for step in sorted(step for step in self._published if step > host.position.agreed):
             self._published.remove(step)
-            doomed = discard(Path(self._create_checkpoint_id(step)), step) if dist.get_rank() == 0 else None
+            target = Path(self._create_checkpoint_id(step))
+            # Another group may have saved its own state of this step in its place.
+            is_own = dist.get_rank() == 0 and writer_of(target) == self._name
+            doomed = discard(target, step) if is_own else None
             if doomed is not None:
                 shutil.rmtree(doomed, ignore_errors=True)
                 logger.error("the checkpoint of step %d is withdrawn: this group's state was corrupt", step)
@@ -251,7 +261,7 @@ class ReplicaCheckpoints(CheckpointManager):
         assert self._under_way is not None
         save, target = self._under_way, Path(checkpoint_id)
         manifest = self._describe(save.step, model_only=TRAIN_STATE not in state_dict)
-        partial = partial_folder(target, save.step, f"group-{self.host.config.fault_tolerance.replica_id}")
+        partial = partial_folder(target, save.step, self._name)
         coordinates = dist.get_rank() == 0  # in DCP: its part ends when all ranks have written theirs
         if coordinates:
             # What an earlier attempt left. The other ranks write nothing before this one has planned.
@@ -262,6 +272,9 @@ class ReplicaCheckpoints(CheckpointManager):
                 if written is not None:
                     written.result()
                 if coordinates:
+                    # Another group may have saved this step in the meantime, and that is not to be replaced.
+                    if self.host.position.saved_corrupt:
+                        raise OSError("what this group saves is not the job's state any more")
                     publish(partial, target, manifest)
                 save.seconds = time.monotonic() - save.started
                 save.done.set_result(None)
@@ -468,6 +481,7 @@ class ReplicaCheckpoints(CheckpointManager):
             seq_len=config.training.seq_len,
             num_shards=self._num_shards,
             model_only=model_only,
+            writer=self._name,
         )
 
     def _prepare(self, state_dict: dict[str, Any], folder: str) -> None:

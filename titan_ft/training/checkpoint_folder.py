@@ -39,6 +39,7 @@ class Manifest:
     num_shards: int  # that the data was cut into: group_size x the data-parallel degree of a group
     model_only: bool
     version: str = titan_ft.__version__
+    writer: str = ""  # the group, as in "group-0"
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
@@ -50,7 +51,7 @@ class Manifest:
         path = folder / MANIFEST
         try:
             values = json.loads(path.read_text())
-            return Manifest(**{f.name: values[f.name] for f in dataclasses.fields(Manifest)})
+            return Manifest(**{f.name: values[f.name] for f in dataclasses.fields(Manifest) if f.name in values})
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -133,6 +134,15 @@ def publish(partial: Path, target: Path, manifest: Manifest) -> None:
         match = _PARTIAL.fullmatch(path.name)
         if match and int(match[1]) < manifest.step:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def writer_of(target: Path) -> str:
+    """Return the writer of the checkpoint `target`; empty if it is gone, or does not say it."""
+    try:
+        manifest = Manifest.read(target)
+    except (ConfigError, OSError):
+        return ""
+    return "" if manifest is None else manifest.writer
 
 
 def discard(target: Path, step: int) -> Path | None:
