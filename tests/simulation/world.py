@@ -929,8 +929,8 @@ class World(standins.World):
         """Say whether nothing keeps a group from meeting others, and has not for a while."""
         came = max(group.met_from, self.thawed.get(group.slot, 0.0), self.disturbed)
         there = group.runs and not group.ended and self._reaches(group)
-        # A group that was there when something happened (a lighthouse started again, its link to it cut for a while) may
-        # first have a request to fail and to repeat, or a member to find silent.
+        # A group that was there when something happened (a lighthouse started again, its link to it cut for a while)
+        # may first have a request to fail and to repeat, or a member to find silent.
         again = _AGAIN_SECONDS if self.disturbed > group.met_from else 0.0
         return there and self.kernel.now - came > _MEETING_SECONDS + again
 
