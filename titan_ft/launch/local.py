@@ -23,6 +23,7 @@ from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status_view import make_view
 from titan_ft.run.events import (
+    STOPPED_BY_SIGNAL,
     CheckpointSaved,
     Drained,
     Event,
@@ -272,7 +273,7 @@ class LocalRun:
 
     def _interrupted(self) -> tuple[int, str]:
         self._begin_to_drain("a signal", "stopping all groups", "again")
-        return 1, "stopped by a signal"
+        return 1, STOPPED_BY_SIGNAL
 
     def _end_in_time(self) -> tuple[int, str]:
         """End the run that has had its time; whether that is a success shows when its groups have left."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from titan_ft.history.attempts import InjectedFaults
@@ -18,6 +19,8 @@ RATE_SECONDS = 60.0
 RATE_STEPS = 8
 """But of this many steps at least, as far as there are."""
 MAX_STEPS_REMEMBERED = 4096
+MAX_POINTS = 1024
+"""Of the loss's course: more than a terminal has columns."""
 MAX_LINES = 200
 
 
@@ -60,6 +63,34 @@ class CommittedSteps:
         return self._last == (event.step, event.lineage)
 
 
+class LossCourse:
+    """The course of the loss over a run, however long, in a bounded number of points."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self._points: list[float] = []
+        """Means of as many values each."""
+        self._size = 1
+        """Of how many."""
+        self._rest: list[float] = []
+        """The values that make no point yet."""
+
+    @property
+    def points(self) -> list[float]:
+        return self._points + ([fmean(self._rest)] if self._rest else [])
+
+    def add(self, loss: float) -> None:
+        self.first, self.last = loss if self.first is None else self.first, loss
+        self._rest.append(loss)
+        if len(self._rest) == self._size:
+            self._points.append(fmean(self._rest))
+            self._rest.clear()
+        if len(self._points) == MAX_POINTS:
+            halves = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points, self._size = [fmean(pair) for pair in halves], 2 * self._size
+
+
 class RunStatus:
     """What is known of a run. A second launch in the same folder starts it anew, except for the losses.
 
@@ -68,8 +99,8 @@ class RunStatus:
     """
 
     def __init__(self, num_replicas: int = 0) -> None:
-        self.losses: list[float | None] = []
-        """One for each committed step; None where it is not known or was not finite."""
+        self.losses = LossCourse()
+        """Of the committed steps, as far as it is known and finite."""
         self._begin(num_replicas)
 
     def _begin(self, num_replicas: int) -> None:
@@ -158,13 +189,15 @@ class RunStatus:
         if event.rank != 0:
             # With pipeline parallelism, only the ranks of the last stage know the loss.
             if self.loss is None and event.loss is not None and self.steps.is_last(event):
-                self.loss = self.losses[-1] = event.loss
+                self.loss = event.loss
+                self.losses.add(event.loss)
             return None
         if not self.steps.observe(event)[0]:
             return None
         before, self.step, self.loss = self.step, event.step, event.loss
         self.participants = tuple(event.participants)
-        self.losses.append(self.loss)
+        if self.loss is not None:
+            self.losses.add(self.loss)
         self._tokens.append((event.time, event.tokens))
         if before is None or event.step > before:
             return None

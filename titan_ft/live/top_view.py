@@ -123,10 +123,10 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
 
 def _losses(run: RunStatus, screen: Screen) -> list[Text]:
     """Return the course of the loss, with its first and last value, on one line or three."""
-    known = [loss for loss in run.losses if loss is not None]
+    known = run.losses.points
     if len(known) < 2:
         return []
-    first, last = f"loss {known[0]:.3f} ", f" {known[-1]:.3f}"
+    first, last = f"loss {run.losses.first:.3f} ", f" {run.losses.last:.3f}"
     tall = not screen.ascii_only and screen.height is not None and screen.height >= 32
     rows = sparkline(known, screen.width - len(first) - len(last), 3 if tall else 1, ascii_only=screen.ascii_only)
     lines = [_text(" " * len(first)).append(row, "cyan") for row in rows]
