@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from titan_ft.history.attempts import InjectedFaults
+from titan_ft.history.checks.judgement import count
 from titan_ft.history.terminal import clock
 from titan_ft.live import status
 from titan_ft.run import events as ev
@@ -24,9 +25,14 @@ MAX_POINTS = 1024
 MAX_LINES = 200
 
 
+def shape(groups: int, ranks: int = 0) -> str:
+    """Return how many groups a run has, and of how many ranks each, as far as that is known, in words."""
+    return count(groups, "group") + (f" x {count(ranks, 'rank')}" if ranks else "")
+
+
 # What the launcher prints by itself, so that `status.describe` leaves it out.
 _OF_LAUNCH: dict[type[ev.Event], Callable[[Any], str]] = {
-    ev.LaunchStarted: lambda e: f"launched: {e.replicas} groups x {e.ranks_per_replica} ranks",
+    ev.LaunchStarted: lambda e: f"launched: {shape(e.replicas, e.ranks_per_replica)}",
     ev.LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
     ev.LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
 }

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, pairwise
 from statistics import fmean, median
-from textwrap import shorten
 from typing import Literal
 
 from titan_ft.history.goodput import goodput
@@ -254,7 +253,8 @@ def stalls(recoveries: Sequence[Recovery]) -> Chart | None:
     caption = "Time beyond a usual step. A dot for each failure, a bar at the median; in brackets how many."
     if len(dots) < sum(map(len, found.values())):
         caption += f" Thinned: {MAX_MARKS // 5} of each kind, the least and the most among them."
-    rows = _rows([f"{shorten(kind, MAX_NAME, placeholder='…')} ({len(found[kind])})" for kind in kinds])
+    names = [kind if len(kind) <= MAX_NAME else f"{kind[:MAX_NAME]}…" for kind in kinds]
+    rows = _rows([f"{name} ({len(found[kind])})" for name, kind in zip(names, kinds, strict=True)])
     height = 0.6 + max(0.26 * len(kinds), 1.0)
     return Chart("stalls", "Stall per failure", caption, across, rows, layers, height, wide=False)
 
