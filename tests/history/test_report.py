@@ -447,6 +447,31 @@ def test_words_of_events_are_escaped(tmp_path: Path) -> None:
     assert all("&lt;script&gt;" in text and "<" not in text for text in told)
 
 
+def test_fault_of_any_name_is_drawn(tmp_path: Path) -> None:
+    """A script may call its faults as it likes: a long name leaves room for the plot, and no name is a formula."""
+    job = Job(2)
+    job.train(BEGIN + 10)
+    job._log(job.time, "fault_injected", fault="$\\frac$ " + 30 * "long ", target={"replica": 1}, seed=1, shot=0)
+    job.train(BEGIN + 15)
+    page = read_page(job.finish(), tmp_path)
+    labels = page.figures["stalls"]["layout"]["yaxis"]["ticktext"]
+    assert [label for label in labels if len(label) <= 40 and label.startswith("$\\frac$ long ")] == labels
+    assert (tmp_path / "stalls.png").stat().st_size > 0
+
+
+def test_failed_launch_is_never_plainly_green(tmp_path: Path) -> None:
+    """The promises may hold in a run that came to nothing; who is stopped by a signal has only ended early."""
+    job = Job(2)
+    job.train(BEGIN + 15)
+    events = job.finish()
+    for reason, told in (("2 of 2 groups failed: 0, 1", True), ("stopped by a signal", False)):
+        ended: list[Any] = copy.deepcopy(events)
+        change(ended[-1], code=1, reason=reason)
+        page = read_page(ended, tmp_path)
+        assert (f"hold, but the launch ended with exit status 1: {reason}." in page.text) is told
+        assert ('class="overall holds"' not in (tmp_path / "index.html").read_text(encoding="utf-8")) is told
+
+
 def test_state_served_is_shown(tmp_path: Path) -> None:
     """Who served whom: the ranks of one transfer together, on the page, in the JSON and on the terminal."""
     job = Job(3)
@@ -507,7 +532,11 @@ def test_history_that_lacks_something(what: str, tmp_path: Path) -> None:
     if what in ("nothing", "a launch", "no step"):
         assert "Every batch once unknown" in page.text
         assert "? Cannot be told for sure: " in page.text
+        assert "Curves of training" not in page.headings
         assert "✓ holds" not in page.text.partition("What was verified")[2].partition("Clocks")[0]
+    if what == "the end":  # as of a run that goes on
+        assert "? Cannot be told for sure: the history is cut: the launch did not end" in page.text
+        assert "one trajectory" not in page.text.partition("date ")[0]
     if what == "one group without failures":
         assert "stall per failure \N{EN DASH} nothing failed" in page.text
         assert [each for each in page.headings if each in SECTIONS] == [

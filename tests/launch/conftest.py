@@ -36,6 +36,7 @@ class FakeRun:
         roots = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         self.env["PYTHONPATH"] = os.pathsep.join(root for root in roots if root)
         self.processes: list[subprocess.Popen[str]] = []
+        self.stdout: int = subprocess.PIPE
 
     @staticmethod
     def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
@@ -61,7 +62,7 @@ class FakeRun:
         process = subprocess.Popen(
             [sys.executable, *command],
             env=self.env,
-            stdout=subprocess.PIPE,
+            stdout=self.stdout,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import signal
 import socket
 from pathlib import Path
@@ -60,6 +62,22 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
     assert not any("replica 0 died" in line for line in lines)
     assert run.events("launch_finished")[0]["code"] == 0
     assert run.all_gone()
+
+
+def test_terminal_is_left_with_the_end(run: Any) -> None:
+    """What stays on the terminal says how the run ended, and not that it is running."""
+    terminal, run.stdout = pty.openpty()
+    run.order(0, "any", "any", "exit 0")
+    launcher = run.launch(replicas=1)
+    os.close(run.stdout)
+    shown = ""
+    with contextlib.suppress(OSError):  # its end is closed
+        while block := os.read(terminal, 65536):
+            shown += block.decode(errors="replace")
+    os.close(terminal)
+    assert launcher.wait(timeout=20) == 0
+    assert "over after" in shown.rpartition("running for")[2]
+    assert "1 group x 1 rank" in shown
 
 
 def test_signal_stops_everything_it_started(run: Any) -> None:

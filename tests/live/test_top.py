@@ -17,6 +17,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.event_builder import build, like, named
 from titan_ft.config import ConfigError
 from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.terminal import clock
-from titan_ft.live.run_status import CommittedSteps, RunStatus
+from titan_ft.live.run_status import MAX_POINTS, CommittedSteps, LossCourse, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
 from titan_ft.run.events import Event, Target
@@ -313,7 +314,7 @@ def test_second_launch_in_the_folder() -> None:
     assert not run.end
     assert (run.restarts, run.faults.num_injected, run.steps.num_committed, run.elapsed(105.0)) == (0, 0, 1, 5.0)
     assert (run.groups[1].state, run.groups[1].attempt) == ("training", 2)
-    assert len(run.losses) == 31
+    assert run.losses.points == [9.0 - number for number in range(1, 32)]
 
 
 def test_asked_to_leave() -> None:
@@ -321,6 +322,17 @@ def test_asked_to_leave() -> None:
     run = fold(launched(2), step(1, 0), step(1, 1), event("launch_stopping", None, None, reason="a signal"))
     assert [group.state for group in run.groups.values()] == ["draining", "draining"]
     assert run.lines[-1][1] == "all groups are asked to leave: a signal"
+
+
+def test_course_of_the_loss_over_a_long_run() -> None:
+    """However long the run, a frame costs what it does of a short one; the first and the last value are exact."""
+    course = LossCourse()
+    for number in range(10 * MAX_POINTS):
+        course.add(float(number))
+    assert len(course.points) <= MAX_POINTS
+    assert (course.first, course.last) == (0.0, 10.0 * MAX_POINTS - 1)
+    assert all(before < after for before, after in pairwise(course.points))
+    assert sparkline(course.points, 4) == ["▁▃▆█"]
 
 
 def write_run(folder: Path, *events: Event, name: str = "launcher-1") -> EventLog:

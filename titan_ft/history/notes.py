@@ -30,7 +30,7 @@ class Note:
 
 # How an event is told. Groups tell of one happening in one and the same text, so it names nobody's own figures.
 TEXTS: dict[type[ev.Event], Callable[[Any], str]] = {
-    ev.FaultSkipped: lambda e: f"{e.fault} was not injected: {e.reason}",
+    ev.FaultSkipped: lambda e: f"fault skipped: {e.fault} ({e.reason})",
     ev.HealFailed: lambda e: f"could not fetch the state from group {e.donor}, another donor is asked: {e.error}",
     ev.DigestMismatch: lambda e: (
         f"after step {e.step:,} the state of {name_groups(e.minority)} was not that of the others"

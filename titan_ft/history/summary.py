@@ -64,7 +64,7 @@ class RunSummary:
     seconds: float = 0.0
     """Time between the first and the last event."""
     tokens: int = 0
-    """Tokens that all groups have trained on at the end; 0 unless a group finished."""
+    """Tokens with a label that the steps up to the last one trained on."""
     steps_committed: int = 0
     """The highest step that a group committed."""
     exchanges_committed: int = 0
@@ -130,7 +130,7 @@ def summarize(record: RunRecord) -> RunSummary:
         num_groups=len(ranks),
         ranks_per_group=max(ranks.values(), default=0),
         seconds=events[-1].time - events[0].time if events else 0.0,
-        tokens=max((event.tokens for event in finished), default=0),
+        tokens=max([*(event.tokens for event in finished), *(point.tokens for point in record.curve[-1:])], default=0),
         steps_committed=max((event.step for event in commits), default=0),
         exchanges_committed=committed,
         exchanges_attempted=attempted,
@@ -225,8 +225,9 @@ def summary_table(summary: RunSummary) -> Table:
     if s.drains:
         who = ", ".join(_name(drain) for drain in s.drains[:MAX_FAILURES_SHOWN])
         more = ", ..." if len(s.drains) > MAX_FAILURES_SHOWN else ""
-        stall = _spread([drain.stall_seconds for drain in s.drains])
-        rows.append(("drained", f"{len(s.drains)} ({who}{more}), survivors stalled {stall}"))
+        known = any(drain.stall_seconds is not None for drain in s.drains)  # else nobody was left to stall
+        stall = f", survivors stalled {_spread([drain.stall_seconds for drain in s.drains])}" if known else ""
+        rows.append(("drained", f"{len(s.drains)} ({who}{more}){stall}"))
     if s.transfers:
         size = sum(each.num_bytes for each in s.transfers) / 2**20
         rows.append(("state served", f"{count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}"))

@@ -20,9 +20,10 @@ from titan_ft.launch.supervisor import GRACE_SECONDS
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
-from titan_ft.live.run_status import RunStatus
+from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status_view import make_view
 from titan_ft.run.events import (
+    STOPPED_BY_SIGNAL,
     CheckpointSaved,
     Drained,
     Event,
@@ -106,6 +107,7 @@ class LocalRun:
             if self._time_is_up and code == 0:
                 code, reason = self._judge_leaving()
             self._events.emit(LaunchFinished(code=code, reason=reason))
+            self._refresh()  # a terminal's last picture would be of a run that goes on
             self._events.close()
             self._lighthouse.close()
             if self._curve:
@@ -140,9 +142,7 @@ class LocalRun:
             time.sleep(TICK_SECONDS / 4)
             self._lighthouse.poll()
         address = self._lighthouse.address
-        self.view.line(
-            f"lighthouse at {address}; {plan.num_replicas} groups x {plan.num_ranks} ranks; {plan.paths.root}"
-        )
+        self.view.line(f"lighthouse at {address}; {shape(plan.num_replicas, plan.num_ranks)}; {plan.paths.root}")
         self.view.line(f"watch it: titan-ft top {plan.paths.root}; logs: {plan.paths.root}/logs/replica-*/latest/")
         if self._curve:
             self.view.line(f"curves: tensorboard --logdir {self._curve.folder.parent}")
@@ -272,7 +272,7 @@ class LocalRun:
 
     def _interrupted(self) -> tuple[int, str]:
         self._begin_to_drain("a signal", "stopping all groups", "again")
-        return 1, "stopped by a signal"
+        return 1, STOPPED_BY_SIGNAL
 
     def _end_in_time(self) -> tuple[int, str]:
         """End the run that has had its time; whether that is a success shows when its groups have left."""

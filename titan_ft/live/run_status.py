@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from titan_ft.history.attempts import InjectedFaults
+from titan_ft.history.checks.judgement import count
 from titan_ft.history.terminal import clock
 from titan_ft.live import status
 from titan_ft.run import events as ev
@@ -18,12 +20,19 @@ RATE_SECONDS = 60.0
 RATE_STEPS = 8
 """But of this many steps at least, as far as there are."""
 MAX_STEPS_REMEMBERED = 4096
+MAX_POINTS = 1024
+"""Of the loss's course: more than a terminal has columns."""
 MAX_LINES = 200
+
+
+def shape(groups: int, ranks: int = 0) -> str:
+    """Return how many groups a run has, and of how many ranks each, as far as that is known, in words."""
+    return count(groups, "group") + (f" x {count(ranks, 'rank')}" if ranks else "")
 
 
 # What the launcher prints by itself, so that `status.describe` leaves it out.
 _OF_LAUNCH: dict[type[ev.Event], Callable[[Any], str]] = {
-    ev.LaunchStarted: lambda e: f"launched: {e.replicas} groups x {e.ranks_per_replica} ranks",
+    ev.LaunchStarted: lambda e: f"launched: {shape(e.replicas, e.ranks_per_replica)}",
     ev.LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
     ev.LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
 }
@@ -54,6 +63,34 @@ class CommittedSteps:
         return known is None, added
 
 
+class LossCourse:
+    """The course of the loss over a run, however long, in a bounded number of points."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self._points: list[float] = []
+        """Means of as many values each."""
+        self._size = 1
+        """Of how many."""
+        self._rest: list[float] = []
+        """The values that make no point yet."""
+
+    @property
+    def points(self) -> list[float]:
+        return self._points + ([fmean(self._rest)] if self._rest else [])
+
+    def add(self, loss: float) -> None:
+        self.first, self.last = loss if self.first is None else self.first, loss
+        self._rest.append(loss)
+        if len(self._rest) == self._size:
+            self._points.append(fmean(self._rest))
+            self._rest.clear()
+        if len(self._points) == MAX_POINTS:
+            halves = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points, self._size = [fmean(pair) for pair in halves], 2 * self._size
+
+
 class RunStatus:
     """What is known of a run. A second launch in the same folder starts it anew, except for the losses.
 
@@ -62,8 +99,8 @@ class RunStatus:
     """
 
     def __init__(self, num_replicas: int = 0) -> None:
-        self.losses: list[float | None] = []
-        """One for each committed step; None where it is not known or was not finite."""
+        self.losses = LossCourse()
+        """Of the committed steps, as far as it is known and finite."""
         self._begin(num_replicas)
 
     def _begin(self, num_replicas: int) -> None:
@@ -153,7 +190,8 @@ class RunStatus:
             return None
         before, self.step, self.loss = self.step, event.step, event.loss
         self.participants = tuple(event.participants)
-        self.losses.append(self.loss)
+        if self.loss is not None:
+            self.losses.add(self.loss)
         self._tokens.append((event.time, event.tokens))
         if before is None or event.step > before:
             return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from titan_ft.history.terminal import clock
 from titan_ft.live.group_table import GAP, group_table, number
-from titan_ft.live.run_status import RunStatus
+from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status import TRAINING, GroupStatus
 
 if TYPE_CHECKING:
@@ -87,12 +87,11 @@ def _title(name: str, screen: Screen) -> Text:
 def _state(run: RunStatus, now: float) -> Text:
     if run.started is None:
         return _text("no event yet", "yellow")
-    shape = f"{len(run.groups)} groups" + (f" x {run.num_ranks} ranks" if run.num_ranks else "")
-    elapsed = clock(run.elapsed(now))
+    what, elapsed = shape(len(run.groups), run.num_ranks), clock(run.elapsed(now))
     if run.end:
         code = "" if run.code is None else f" (exit status {run.code})"
-        return _text(f"over after {elapsed}: {run.end}{code}; {shape}", "red" if run.code else "green")
-    line = _text(f"running for {elapsed}; {shape}")
+        return _text(f"over after {elapsed}: {run.end}{code}; {what}", "red" if run.code else "green")
+    line = _text(f"running for {elapsed}; {what}")
     if now - run.last > SILENT_SECONDS:
         line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
     return line
@@ -123,10 +122,10 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
 
 def _losses(run: RunStatus, screen: Screen) -> list[Text]:
     """Return the course of the loss, with its first and last value, on one line or three."""
-    known = [loss for loss in run.losses if loss is not None]
+    known = run.losses.points
     if len(known) < 2:
         return []
-    first, last = f"loss {known[0]:.3f} ", f" {known[-1]:.3f}"
+    first, last = f"loss {run.losses.first:.3f} ", f" {run.losses.last:.3f}"
     tall = not screen.ascii_only and screen.height is not None and screen.height >= 32
     rows = sparkline(known, screen.width - len(first) - len(last), 3 if tall else 1, ascii_only=screen.ascii_only)
     lines = [_text(" " * len(first)).append(row, "cyan") for row in rows]

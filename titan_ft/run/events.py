@@ -456,6 +456,10 @@ class LaunchStopping(LaunchEvent, kw_only=True):
     drain_seconds: float  # how long they may take
 
 
+STOPPED_BY_SIGNAL = "stopped by a signal"
+"""Why a launch ends that somebody has ended, with Ctrl-C say: its exit status is 1, and nothing has failed."""
+
+
 class LaunchFinished(LaunchEvent, kw_only=True):
     """The launcher ends, as its last event."""
 

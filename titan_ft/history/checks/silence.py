@@ -58,7 +58,7 @@ def check_silence(record: RunRecord, found: Judgement) -> None:
     )
     found.notes += [f"ended by {crash.describe(record.begin)}" for crash in find_crashes(record)]
     found.notes += [f"{name.replace('_', ' ')}: {count(times, 'time')}" for name, times in _noted(record).items()]
-    found.reservation = _unsaved(record)
+    found.reservation = "; ".join(text for text in (_unsaved(record), _failed(record)) if text)
     if jumped:
         found.unknown.append("the wall clock jumped: what followed what is unknown")
     if not record.processes:
@@ -83,6 +83,15 @@ def _unsaved(record: RunRecord) -> str:
         return ""
     left = f"the latest is that of step {saved}" if saved else "there is none"
     return f"the checkpoint of step {failed.step} could not be saved ({failed.error}): {left}"
+
+
+def _failed(record: RunRecord) -> str:
+    """Say why the launch failed: the promises may hold in a run that came to nothing. Empty if it did not."""
+    end = max(record.of(ev.LaunchFinished), key=lambda event: event.time, default=None)
+    begun = max((event.time for event in record.of(ev.LaunchStarted)), default=0.0)
+    if end is None or not end.code or end.time < begun:  # a later launch goes on
+        return ""
+    return "" if end.reason == ev.STOPPED_BY_SIGNAL else f"the launch ended with exit status {end.code}: {end.reason}"
 
 
 def _check_ends(record: RunRecord, found: Judgement) -> None:

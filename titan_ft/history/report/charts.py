@@ -28,6 +28,7 @@ from titan_ft.run.events import StepCommitted
 MAX_POINTS = 2000  # of a curve: more than the page has pixels for
 MAX_MARKS = 1000  # of faults in a chart
 MARK_COLUMNS = 200  # of which faults are one mark, where there are more
+MAX_NAME = 30  # letters of a fault's name beside its row: a script may call its faults as it likes
 FLOOR = 0.01  # s; what is below it was no stall
 
 
@@ -208,7 +209,7 @@ def participants(record: RunRecord) -> Chart | None:
     changes.append((seconds, points[-1][1], points[-1][2]))
     texts = [f"from {clock(time)}, step {step:,}: {number} groups" for time, number, step in changes]
     most = max(record.group_size, *(number for _, number, _ in points))
-    stride = -(-most // 8)
+    stride = -(-most // 5)
     line = Line([time for time, _, _ in changes], [number for _, number, _ in changes], texts, stairs=True)
     up = Axis(bounds=(0.0, most * 1.08), ticks={float(n): str(n) for n in range(0, most + 1, stride)})
     caption = "Groups whose gradients are in the step that was committed last. One that catches up does not count yet."
@@ -252,7 +253,8 @@ def stalls(recoveries: Sequence[Recovery]) -> Chart | None:
     caption = "Time beyond a usual step. A dot for each failure, a bar at the median; in brackets how many."
     if len(dots) < sum(map(len, found.values())):
         caption += f" Thinned: {MAX_MARKS // 5} of each kind, the least and the most among them."
-    rows = _rows([f"{kind} ({len(found[kind])})" for kind in kinds])
+    names = [kind if len(kind) <= MAX_NAME else f"{kind[:MAX_NAME]}…" for kind in kinds]
+    rows = _rows([f"{name} ({len(found[kind])})" for name, kind in zip(names, kinds, strict=True)])
     height = 0.6 + max(0.26 * len(kinds), 1.0)
     return Chart("stalls", "Stall per failure", caption, across, rows, layers, height, wide=False)
 

@@ -88,6 +88,8 @@ def overall(verdicts: Verdicts) -> str:
     """Return the verdict on a run in one line, with what must not stand behind it unseen."""
     asked = [each for each in verdicts.judgements if each.asked]
     named = ", ".join(each.name for each in asked if each.verdict == verdicts.verdict)
+    if verdicts.verdict == "unknown" and (why := verdicts["whole history"].unknown):
+        named = f"{why[0]}; what there is breaks no promise"  # all the others are unknown for that alone
     promises = sum(each.promise is not None for each in asked)
     reservations = "; ".join(each.reservation for each in verdicts.judgements if each.reservation)
     text = {
@@ -151,7 +153,6 @@ def headline(record: RunRecord) -> list[tuple[str, str, str]]:
     stalls = [each.incident.stall_seconds for each in find_recoveries(record)]
     known = [stall for stall in stalls if stall is not None]
     planned = [event.config.steps for event in record.of(ev.WorkerStarted) if event.config and event.config.steps]
-    tokens = max([s.tokens, *(point.tokens for point in record.curve[-1:])])
     if not stalls:
         stall = "nothing failed"
     elif not known:
@@ -160,7 +161,7 @@ def headline(record: RunRecord) -> list[tuple[str, str, str]]:
         stall = f"median of {count(len(known), 'failure')}; {duration(max(known))} at most"
     rate = spent.tokens_per_second
     return [
-        ("tokens per second", "unknown" if not rate else f"{rate:,.0f}", f"{tokens:,} tokens in the whole time"),
+        ("tokens per second", "unknown" if not rate else f"{rate:,.0f}", f"{s.tokens:,} tokens in the whole time"),
         (
             "steps committed",
             f"{s.steps_committed:,}",

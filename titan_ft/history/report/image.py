@@ -23,6 +23,7 @@ LEGEND_COLUMNS = 8
 MARK_SCALE = {"*": 1.6, "D": 0.85, "s": 0.95, "P": 1.15, "X": 1.15, "|": 2.0, "o": 0.8}  # by their weight to the eye
 SETTINGS: dict[Any, Any] = {
     "font.size": 8.2,
+    "text.parse_math": False,  # a name from an event is no formula
     "text.color": INK,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": MUTED,
