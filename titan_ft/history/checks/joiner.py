@@ -81,8 +81,8 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
     long = [heal for heal in heals if heal.seconds >= LONG_STEPS * scale]
     if not long:
         found.statement = (
-            f"{count(len(heals), 'heal')} beside a group that trained on throughout, none longer than {LONG_STEPS} steps: "
-            "nobody could wait for long"
+            f"{count(len(heals), 'heal')} beside a group that trained on throughout, none longer than {LONG_STEPS} "
+            "steps: nobody could wait for long"
         )
         return
     clean = [heal for heal in long if heal.clean]
