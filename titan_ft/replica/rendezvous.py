@@ -66,7 +66,7 @@ class Rendezvous:
         self.addresses: dict[str, str] = {}
         self.step = 0
         self._builds: Counter[str] = Counter()  # how often a process group was built for each key
-        self._peer_stores: dict[str, TCPStore] = {}
+        self._kept: tuple[Member, TCPStore] | None = None  # whose store the members met at last, and the connection
         self._lock = threading.Condition()
         self._closed = False
         if group_world_size > 1:
@@ -98,7 +98,8 @@ class Rendezvous:
         try:
             self.step = step
             if len(members) > 1:
-                facts = [text.split(" ") for text in self._exchange_addresses(store, prefix, rank, len(members), step)]
+                texts = self._exchange_addresses(members[0], prefix, rank, len(members), step)
+                facts = [text.split(" ") for text in texts]
                 self.peers = {peer: address for peer, (address, _) in enumerate(facts)}
                 self.addresses = {members[peer].unique: address for peer, address in self.peers.items()}
                 self.step = max(int(number) for _, number in facts)
@@ -117,7 +118,7 @@ class Rendezvous:
             if self._group_world_size > 1 and self._store.check([self._broken_key(self.prefix)]):
                 return "broke on another rank of this group before it began here"
         except Exception as error:  # noqa: BLE001  # a member may die right here; the next quorum is without it
-            self._peer_stores.pop(store, None)  # a new connection next time
+            self._kept = None  # a new connection next time
             return first_line(error)
         finally:
             self.process_group.set_timeout(self.timeout)
@@ -140,24 +141,28 @@ class Rendezvous:
             self.process_group.abort(errored=False)
             self._lock.notify_all()
 
-    def _exchange_addresses(self, address: str, prefix: str, rank: int, world_size: int, step: int) -> list[str]:
+    def _exchange_addresses(self, host: Member, prefix: str, rank: int, world_size: int, step: int) -> list[str]:
         """Tell the members this rank's state server and step, learn theirs; shows at once when one is gone already.
 
         Args:
-            address: host:port of the store where they meet.
+            host: the member at whose store they meet.
         """
         timeout = timedelta(seconds=_RENDEZVOUS_SECONDS)
 
         def exchange() -> list[str]:
-            # Kept: every new connection costs a reverse DNS lookup on both sides, even of numeric addresses.
-            kept = self._peer_stores.pop(address, None) or TCPStore(
-                *split_address(address), is_master=False, wait_for_workers=False, timeout=timeout
-            )
+            # Kept: every new connection costs a reverse DNS lookup on both sides, even of numeric addresses. Not for
+            # another process at the same address, though: the connection is to the one that died, and would break.
+            before, self._kept = self._kept, None
+            if before is not None and before[0].unique == host.unique:
+                kept = before[1]
+            else:
+                address = split_address(host.store)
+                kept = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
             store = PrefixStore(prefix, kept)
             store.set(str(rank), f"{self._address} {step}")
             store.wait([str(rank) for rank in range(world_size)], timeout)
             found = [store.get(str(rank)).decode() for rank in range(world_size)]
-            self._peer_stores[address] = kept
+            self._kept = host, kept
             return found
 
         # The way there may be dead. Longer than what the store's own timeout ends, which says more.

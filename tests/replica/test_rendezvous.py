@@ -1,0 +1,50 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How the members of a quorum meet, beside what `test_membership.py` tests with a lighthouse."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from unittest.mock import MagicMock
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+
+from titan_ft.replica.member import Member
+from titan_ft.replica.rendezvous import Rendezvous
+
+
+def serve(port: int = 0) -> TCPStore:
+    """Open a group's store at a port of this host."""
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def meet(key: str, members: tuple[Member, Member], ends: tuple[Rendezvous, Rendezvous]) -> list[str | None]:
+    """Let two groups build the process group of a quorum; returns what went wrong in each."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda end, own: end.configure(key, 1, members, own, 0), ends, members))
+
+
+def rendezvous(store: TCPStore, slot: int) -> Rendezvous:
+    return Rendezvous(
+        MagicMock(), timedelta(seconds=10), connect=lambda: store, store=store, process=f"process-{slot}",
+        group_rank=0, group_world_size=1, address=f"127.0.0.1:{slot}",
+    )  # fmt: skip
+
+
+def test_another_process_serves_its_store_at_the_same_port() -> None:
+    """The lowest group is started again where the port is fixed (torchrun's --master-port): the others meet it at once.
+
+    A connection to the store of the process that died is of no use, and to find that out by an exchange that breaks
+    would keep all the others for the rendezvous's whole timeout.
+    """
+    store, other = serve(), serve()
+    lower, upper = (Member(slot, 1.0, f"unique-{slot}", "c", "j", f"127.0.0.1:{store.port}") for slot in range(2))
+    survivor = rendezvous(other, 1)
+    assert meet("first", (lower, upper), (rendezvous(store, 0), survivor)) == [None, None]
+
+    port = store.port
+    del store
+    reborn = Member(0, 2.0, "unique-0-again", "c", "j", f"127.0.0.1:{port}")
+    store = serve(port)
+    assert meet("second", (reborn, upper), (rendezvous(store, 0), survivor)) == [None, None]
