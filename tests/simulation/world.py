@@ -695,6 +695,7 @@ class World(standins.World):
     def save_failed(self, rank: Rank, step: int) -> None:
         """Take note that a group could not save a step."""
         self.say(rank.process.name, f"could not save step {step}")
+        self.due.pop(step, None)  # its writer tries again when the next one is due
         self.disturb()
 
     def publishes(self, rank: Rank, step: int) -> None:
