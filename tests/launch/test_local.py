@@ -329,7 +329,8 @@ def test_all_groups_crash_alike(run: Any) -> None:
     log = run.paths.logs(0, 0, 0)
     assert f"replica 0 died: KeyError: 'nope'; rank 0 ended with exit status 1; see {log}" in printed
     assert "all groups end with KeyError: 'nope' (before any step, 2 times; see " in errors
-    assert len(run.events("replica_restarted")) <= 3
+    # Each group twice at most: a supervisor may have started again what the launcher is about to stop.
+    assert len(run.events("replica_restarted")) <= 4
     (finished,) = run.events("launch_finished")
     assert finished["code"] == 1
     assert "KeyError: 'nope'" in finished["reason"]
