@@ -363,7 +363,14 @@ class ReplicaTrainer(Trainer):
     def _build_replica(self) -> ReplicaDimension:
         config = self.job_config.fault_tolerance
         links = self._links = Links(
-            config, self.launch, self._events, self.model_parts, self.parallel_dims, self._group, self._drain
+            config,
+            self.launch,
+            self._events,
+            self.model_parts,
+            self.parallel_dims,
+            self._group,
+            self._drain,
+            nominal_tokens=self._nominal_tokens,
         )
         shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}
         rounds = Rounds(
