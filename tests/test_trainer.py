@@ -15,6 +15,7 @@ from titan_ft import device
 device.prepare()  # before anything imports torchtitan, which reads the device at import
 
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
+from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
 from titan_ft.replica.errors import Leaving  # noqa: E402
@@ -115,6 +116,34 @@ def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
 
     made = [make(*rank) for rank in losses][-1]  # the last one to gather sees all
     assert made == Contribution(8, 10, 0.25, 0.25 * 100 / 8, pytest.approx(0.1), ())
+
+
+def test_a_pipeline_s_validation_loss_is_known_to_all_its_ranks() -> None:
+    """torchtitan calls -1 / tokens the loss on ranks without the last stage."""
+    logged: list[tuple[float, int]] = []
+    told: list[list[float]] = []
+
+    def make(own: Any, last_stage: bool) -> Any:
+        metrics = SimpleNamespace(log_validation=lambda loss, step: logged.append((loss, step)))
+        this = trainer(
+            validator=own,
+            metrics_processor=metrics,
+            _group=SimpleNamespace(gather_losses=lambda values: told.append(values) or torch.tensor(told)),
+            _tells_loss=lambda: last_stage,
+        )
+        ReplicaTrainer._share_validation_loss(this)
+        return metrics
+
+    class Own(Validator):
+        def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+            """Log on the ranks that it likes."""
+
+    for last_stage, loss in ((True, 7.5), (False, -0.01)):
+        make(Validator.__new__(Validator), last_stage).log_validation(loss=loss, step=3)
+    assert logged == [(7.5, 3), (7.5, 3)]
+    make(Own.__new__(Own), False).log_validation(loss=-0.01, step=4)
+    assert logged[-1] == (-0.01, 4)
+    assert len(told) == 2  # nobody is waited for
 
 
 def test_the_exchange_is_armed_before_the_last_backward() -> None:
