@@ -1,0 +1,88 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is inside a group survives what happens to it: each of torchtitan's parallelisms, killed, healed, resumed.
+
+That they compute the right thing while nothing fails is in `test_arithmetic.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness.events import Event
+from harness.job import Job
+from harness.trajectory import check_finished, check_killed, check_one_trajectory, named
+
+from titan_ft.training.checkpoint_folder import complete_steps
+
+INTERVAL, LOST = 5, 13  # a checkpoint each; the step in which all groups are killed
+STEPS = 16
+
+
+def degrees(schedule: str = "", **values: int) -> list[str]:
+    """Return the flags of a group's parallelism; what is not named has the degree 1."""
+    names = {"shard": "data_parallel_shard", "tensor": "tensor_parallel", "pipeline": "pipeline_parallel"}
+    flags = [f"--parallelism.{name}_degree={values.get(short, 1)}" for short, name in names.items()]
+    if schedule:
+        flags += [f"--parallelism.pipeline_parallel_schedule={schedule}", "--training.local_batch_size=4"]
+    return flags
+
+
+LAYOUTS = {
+    "fsdp": (2, degrees(shard=2)),
+    "tp": (2, degrees(tensor=2)),
+    "pp": (2, degrees("1F1B", pipeline=2)),
+    "pp-interleaved": (2, degrees("Interleaved1F1B", pipeline=2)),
+    "pp-zbv": (2, degrees("ZBVZeroBubble", pipeline=2)),
+    "fsdp-tp": (4, degrees(shard=2, tensor=2)),
+    "pp-fsdp": (4, degrees("1F1B", pipeline=2, shard=2)),
+    "pp-interleaved-fsdp": (4, degrees("Interleaved1F1B", pipeline=2, shard=2)),
+    "pp-tp": (4, degrees("1F1B", pipeline=2, tensor=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_healed_and_resumed(make_job: Callable[..., Job], tmp_path: Path, layout: str) -> None:
+    """One rank of one group dies and its group heals; then all die and go on from a checkpoint, to the same bytes."""
+    ranks, flags = LAYOUTS[layout]
+    faults = [
+        {"replica": 1, "rank": ranks - 1, "point": "forward", "step": 4},
+        {"replica": 0, "rank": 0, "point": "forward", "step": LOST},
+        {"replica": 1, "rank": 0, "attempt": 1, "point": "forward", "step": LOST},
+    ]
+    saving = ["--checkpoint.enable", f"--checkpoint.folder={tmp_path / 'checkpoints'}"]
+    saving += [f"--checkpoint.interval={INTERVAL}", "--checkpoint.no-last-save-model-only"]
+    job = make_job(groups=2, ranks=ranks, steps=STEPS, flags=[*flags, *saving], hooks={"faults": faults, "hold": 2})
+    job.run(150)
+    events = job.events()
+    kind = "sigkill:forward"
+    check_killed(job, events, [(1, 0, kind), (0, 0, kind), (1, 1, kind)])
+    # Of all attempts: the steps that were made twice came out the same, in each rank's bytes.
+    check_one_trajectory(named(events, "step_committed"))
+    check_finished(job, events, STEPS)
+    healed = named(events, "heal_finished")
+    assert sorted((event["replica"], event["attempt"], event["rank"]) for event in healed) == [
+        (1, 1, rank) for rank in range(ranks)
+    ]
+    loaded = named(events, "checkpoint_loaded")
+    assert [event["step"] for event in loaded] == [LOST // INTERVAL * INTERVAL] * 2 * ranks
+    made = [event["step"] for event in named(events, "step_committed") if (event["replica"], event["rank"]) == (0, 0)]
+    assert made == [*range(1, LOST), *range(loaded[0]["step"] + 1, STEPS + 1)]
+    assert complete_steps(tmp_path / "checkpoints")[-1] == STEPS
+    assert not named(events, "started_anew", "data_reset", "digest_mismatch")
+    check_losses(events)
+
+
+def check_losses(events: list[Event]) -> None:
+    """Every rank of every group tells one and the same loss of a step, that of a model that has hardly learnt."""
+    told: dict[int, set[float]] = {}
+    for event in named(events, "step_committed"):
+        told.setdefault(event["step"], set()).add(event["loss"])
+        assert event["own_loss"] is None or event["own_loss"] == pytest.approx(event["loss"], rel=0.2)
+    for losses in told.values():
+        (loss,) = losses
+        assert 0.8 * math.log(2048) < loss < 1.2 * math.log(2048)
