@@ -331,7 +331,7 @@ class ReplicaTrainer(Trainer):
             known = self._group.gather_losses([loss if self._tells_loss() else -math.inf])
             log(loss=float(known.max()), step=step)
 
-        self.metrics_processor.log_validation = log_everywhere  # type: ignore[method-assign]
+        self.metrics_processor.log_validation = log_everywhere
 
     def _gather_contribution(
         self, valid_tokens: int, tokens: int, loss: float, seconds: float, entries: tuple[Entry, ...]

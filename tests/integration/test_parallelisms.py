@@ -8,18 +8,21 @@ That they compute the right thing while nothing fails is in `test_arithmetic.py`
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.events import Event
 from harness.job import Job
-from harness.trajectory import check_finished, check_killed, check_one_trajectory, named
+from harness.trajectory import check, check_finished, check_killed, check_one_trajectory, named
+from safetensors.torch import load_file
 
 from titan_ft.training.checkpoint_folder import complete_steps
 
 INTERVAL, LOST = 5, 13  # a checkpoint each; the step in which all groups are killed
 STEPS = 16
+VALIDATED = re.compile(r"validate step: *(\d+).*?loss: *([-\d.]+)")
 
 
 def degrees(schedule: str = "", **values: int) -> list[str]:
@@ -86,3 +89,29 @@ def check_losses(events: list[Event]) -> None:
     for losses in told.values():
         (loss,) = losses
         assert 0.8 * math.log(2048) < loss < 1.2 * math.log(2048)
+
+
+@pytest.mark.slow
+def test_a_pipeline_validates_and_exports(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    """All ranks log the validation's loss; Hugging Face's format has the layers of all stages."""
+    folder = tmp_path / "checkpoints"
+    pipeline = degrees("Interleaved1F1B", pipeline=2)
+    flags = ["--checkpoint.enable", f"--checkpoint.folder={folder}", "--checkpoint.last_save_in_hf"]
+    flags += ["--validation.enable", "--validation.freq=2", "--validation.steps=2", "--validation.seq_len=32"]
+    flags += [
+        "--validation.dataset=austen_validation",
+        "--validation.local_batch_size=4",
+        "--metrics.disable_color_printing",
+    ]
+    job = make_job(groups=2, ranks=2, steps=4, flags=[*pipeline, *flags])
+    job.run()
+    check(job, survivors=[0, 1])
+    printed = [VALIDATED.findall(job.output(replica, rank)) for replica in range(2) for rank in range(2)]
+    assert printed == [printed[0]] * 4
+    assert [int(step) for step, _ in printed[0]] == [2, 4]
+    for _, loss in printed[0]:
+        assert 0.8 * math.log(2048) < float(loss) < 1.2 * math.log(2048)
+
+    names = {name for path in (folder / "step-4").glob("*.safetensors") for name in load_file(path)}
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "1", "2"}
+    assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= names
