@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,3 +116,27 @@ def test_a_pipeline_validates_and_exports(make_job: Callable[..., Job], tmp_path
     names = {name for path in (folder / "step-4").glob("*.safetensors") for name in load_file(path)}
     assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "1", "2"}
     assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("pp-interleaved", "tp"), ("tp", "pp")])
+def test_another_layout_goes_on(make_job: Callable[..., Job], tmp_path: Path, before: str, after: str) -> None:
+    """A checkpoint has no trace of the stages: the same steps, with the same data and to rounding the same norms."""
+    flags = ["--checkpoint.enable", f"--checkpoint.folder={tmp_path / 'checkpoints'}", "--checkpoint.interval=4"]
+    flags += ["--checkpoint.no-last-save-model-only", "--training.local_batch_size=4", "--lr_scheduler.total_steps=8"]
+    first = make_job(groups=2, ranks=2, steps=8, flags=[*LAYOUTS[before][1], *flags])
+    first.run()
+    straight = {event["step"]: event for event in named(check(first, survivors=[0, 1]), "step_committed")}
+    shutil.rmtree(tmp_path / "checkpoints" / "step-8")
+    second = make_job(groups=2, ranks=2, steps=8, flags=[*LAYOUTS[after][1], *flags])
+    second.run()
+    events = second.events()
+    check_finished(second, events, 8)
+    assert {event["step"] for event in named(events, "checkpoint_loaded")} == {4}
+    made = named(events, "step_committed")
+    assert {event["step"] for event in made} == {5, 6, 7, 8}
+    for event in made:
+        other = straight[event["step"]]
+        assert event["data"]["checksum"] == other["data"]["checksum"]
+        for name in ("loss", "grad_norm"):
+            assert event[name] == pytest.approx(other[name], rel=1e-3, abs=0), name
