@@ -205,8 +205,11 @@ NOT_QUICK = {"marks": pytest.mark.slow}
         pytest.param("GPipe", 2, 1, [], **NOT_QUICK),
         pytest.param("Interleaved1F1B", 2, 2, [], **NOT_QUICK),  # two stages on each rank
         pytest.param("ZBVZeroBubble", 2, 2, [], **NOT_QUICK),  # the last stage is on rank 0
+        pytest.param("InterleavedZeroBubble", 2, 1, [], **NOT_QUICK),
+        pytest.param("LoopedBFS", 2, 1, [], **NOT_QUICK),
         pytest.param("1F1B", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
         pytest.param("Interleaved1F1B", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
+        pytest.param("ZBVZeroBubble", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
         pytest.param("1F1B", 4, 1, ["--parallelism.tensor_parallel_degree=2"], **NOT_QUICK),
     ],
 )

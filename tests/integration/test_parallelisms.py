@@ -126,7 +126,9 @@ def test_another_layout_goes_on(make_job: Callable[..., Job], tmp_path: Path, be
     flags += ["--checkpoint.no-last-save-model-only", "--training.local_batch_size=4", "--lr_scheduler.total_steps=8"]
     first = make_job(groups=2, ranks=2, steps=8, flags=[*LAYOUTS[before][1], *flags])
     first.run()
-    straight = {event["step"]: event for event in named(check(first, survivors=[0, 1]), "step_committed")}
+    straight = {
+        (event["step"], event["replica"]): event for event in named(check(first, survivors=[0, 1]), "step_committed")
+    }
     shutil.rmtree(tmp_path / "checkpoints" / "step-8")
     second = make_job(groups=2, ranks=2, steps=8, flags=[*LAYOUTS[after][1], *flags])
     second.run()
@@ -136,7 +138,7 @@ def test_another_layout_goes_on(make_job: Callable[..., Job], tmp_path: Path, be
     made = named(events, "step_committed")
     assert {event["step"] for event in made} == {5, 6, 7, 8}
     for event in made:
-        other = straight[event["step"]]
+        other = straight[event["step"], event["replica"]]
         assert event["data"]["checksum"] == other["data"]["checksum"]
         for name in ("loss", "grad_norm"):
             assert event[name] == pytest.approx(other[name], rel=1e-3, abs=0), name
