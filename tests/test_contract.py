@@ -88,6 +88,20 @@ def test_torchtitan_uses_global_valid_tokens_only_as_a_divisor() -> None:
     assert all("/ global_valid_tokens" in line or line.startswith("global_valid_tokens:") for line in uses), uses
 
 
+def test_torchtitan_s_pipelines_go_backward_from_the_sum() -> None:
+    """They divide by the tokens only what they tell: `Links` has the exchange make up for it."""
+    from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule
+    from torchtitan.train import Trainer
+
+    assert "scale_grads=False" in inspect.getsource(build_pipeline_schedule)
+    source = inspect.getsource(Trainer.forward_backward_step)
+    pipeline = source[source.index("if parallel_dims.pp_enabled") : source.index("# Non-PP forward / backward")]
+    backward, told = pipeline.split("# accumulate losses across pipeline microbatches")
+    assert "self.pp_schedule.step(" in backward
+    assert "global_valid_tokens" not in backward
+    assert "/ global_valid_tokens" in told
+
+
 def test_torchtitan_train_specs() -> None:
     """A TrainSpec is a dataclass, and the private table of registered ones wins over the built-in models."""
     import torchtitan.protocols.train_spec as train_spec

@@ -113,7 +113,7 @@ COMMAND_LINE = [
     Mistake(
         f"{LAUNCH} --chaos every_30s",
         "titan-ft: chaos plan must be the path of a TOML file or one of campaign, ci, every_15s, every_60s, poisson, "
-        "script, trace, got every_30s; did you mean every_60s? there is no such file",
+        "ranks, script, trace, got every_30s; did you mean every_60s? there is no such file",
     ),
     Mistake(
         "lighthouse --bind nowhere",

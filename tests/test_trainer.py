@@ -15,6 +15,7 @@ from titan_ft import device
 device.prepare()  # before anything imports torchtitan, which reads the device at import
 
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
+from torchtitan.components.validate import BaseValidator, Validator  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
 from titan_ft.replica.errors import Leaving  # noqa: E402
@@ -117,6 +118,34 @@ def test_a_pipeline_s_loss_is_known_to_all_its_ranks() -> None:
     assert made == Contribution(8, 10, 0.25, 0.25 * 100 / 8, pytest.approx(0.1), ())
 
 
+def test_a_pipeline_s_validation_loss_is_known_to_all_its_ranks() -> None:
+    """torchtitan calls -1 / tokens the loss on ranks without the last stage."""
+    logged: list[tuple[float, int]] = []
+    told: list[list[float]] = []
+
+    def make(own: Any, last_stage: bool) -> Any:
+        metrics = SimpleNamespace(log_validation=lambda loss, step: logged.append((loss, step)))
+        this = trainer(
+            validator=own,
+            metrics_processor=metrics,
+            _group=SimpleNamespace(gather_losses=lambda values: told.append(values) or torch.tensor(told)),
+            _tells_loss=lambda: last_stage,
+        )
+        ReplicaTrainer._share_validation_loss(this)
+        return metrics
+
+    class Own(Validator):
+        def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+            """Log on the ranks that it likes."""
+
+    for last_stage, loss in ((True, 7.5), (False, -0.01)):
+        make(Validator.__new__(Validator), last_stage).log_validation(loss=loss, step=3)
+    assert logged == [(7.5, 3), (7.5, 3)]
+    make(Own.__new__(Own), False).log_validation(loss=-0.01, step=4)
+    assert logged[-1] == (-0.01, 4)
+    assert len(told) == 2  # nobody is waited for
+
+
 def test_the_exchange_is_armed_before_the_last_backward() -> None:
     """Not before an earlier one, whose gradients are not final; and what is read counts when it is committed."""
     order: list[str] = []
@@ -154,12 +183,14 @@ def test_the_exchange_is_armed_before_the_last_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "saves", "pauses"), [(3, False, False), (4, False, True), (5, True, True), (10, False, True)]
+    ("step", "saves", "pauses"),
+    [(1, False, True), (3, False, False), (4, False, True), (5, True, True), (10, False, True)],
 )
 def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: bool) -> None:
     """torchtitan validates, saves or ends after the step: the others would wait in the exchange."""
-    config = SimpleNamespace(validation=SimpleNamespace(enable=True, freq=4), training=SimpleNamespace(steps=10))
-    this = trainer(job_config=config, checkpointer=SimpleNamespace(pauses_after=lambda step: saves))
+    config: Any = SimpleNamespace(validation=SimpleNamespace(enable=True, freq=4), training=SimpleNamespace(steps=10))
+    validator, saver = BaseValidator(config), SimpleNamespace(pauses_after=lambda step: saves)
+    this = trainer(job_config=config, checkpointer=saver, validator=validator)
     assert ReplicaTrainer._pauses_after(this, step) is pauses
 
 

@@ -16,6 +16,7 @@ import torch
 import torchtitan.train
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -87,6 +88,8 @@ class ReplicaTrainer(Trainer):
             config.hang_timeout_seconds, lambda: self._events.emit(Hung(step=self._num_committed))
         )
         self._group = Group(self.device, self._find_loss_group())
+        if job_config.validation.enable and self.parallel_dims.pp_enabled:
+            self._share_validation_loss()
         self._position = Position()
         self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
         self._behind = self._begun = False
@@ -318,6 +321,18 @@ class ReplicaTrainer(Trainer):
         tensor_parallel = self.parallel_dims.get_optional_mesh("tp")  # whose ranks all hold the same loss
         return self.pp_has_last_stage and (tensor_parallel is None or tensor_parallel.get_local_rank() == 0)
 
+    def _share_validation_loss(self) -> None:
+        """Log a validation's loss on all ranks; torchtitan logs -1 / tokens where a pipeline's last stage is not."""
+        if type(self.validator).validate is not Validator.validate:
+            return  # a user's own, of which nobody knows which ranks log
+        log = self.metrics_processor.log_validation
+
+        def log_everywhere(loss: float, step: int) -> None:
+            known = self._group.gather_losses([loss if self._tells_loss() else -math.inf])
+            log(loss=float(known.max()), step=step)
+
+        self.metrics_processor.log_validation = log_everywhere
+
     def _gather_contribution(
         self, valid_tokens: int, tokens: int, loss: float, seconds: float, entries: tuple[Entry, ...]
     ) -> Contribution:
@@ -363,7 +378,14 @@ class ReplicaTrainer(Trainer):
     def _build_replica(self) -> ReplicaDimension:
         config = self.job_config.fault_tolerance
         links = self._links = Links(
-            config, self.launch, self._events, self.model_parts, self.parallel_dims, self._group, self._drain
+            config,
+            self.launch,
+            self._events,
+            self.model_parts,
+            self.parallel_dims,
+            self._group,
+            self._drain,
+            nominal_tokens=self._nominal_tokens,
         )
         shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}
         rounds = Rounds(
@@ -418,7 +440,7 @@ class ReplicaTrainer(Trainer):
         """
         config = self.job_config
         saves = self.checkpointer.pauses_after(step)
-        validates = config.validation.enable and step % config.validation.freq == 0
+        validates = config.validation.enable and self.validator.should_validate(step)
         return step >= config.training.steps or saves or validates
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.client import ZygoteClient
 from harness.job import Job
 from harness.trajectory import check, named
@@ -58,18 +59,30 @@ class Runs:
         return [records for _, records in sorted(self._read("stock", job).items())]
 
     def parameters(self, moment: str) -> Path:
-        """Return the file with a group's parameters before or after training, if it ran with `dump`."""
-        return self._folder / "groups" / f"{moment}-0-0.pt"
+        """Return a file with all of a group's parameters before or after training, if it ran with `dump`."""
+        merged = self._folder / f"{moment}.pt"
+        if not merged.exists():  # the stages of a pipeline have different ones
+            values: dict[str, torch.Tensor] = {}
+            for path in sorted((self._folder / "groups").glob(f"{moment}-0-*.pt")):
+                values.update(torch.load(path))
+            torch.save(values, merged)
+        return merged
 
-    def oracle(self, microbatches: int, mask: bool) -> dict[str, Any]:
-        """Compute in one process what the groups (trained before, with `dump`) must have computed."""
+    def oracle(self, microbatches: int, mask: bool, *, shards: int = 1, same_begin: bool = False) -> dict[str, Any]:
+        """Compute in one process what the groups (trained before, with `dump`) must have computed.
+
+        Args:
+            shards: data shards of each group.
+            same_begin: begin with the groups' parameters, not with those of `debug.seed`.
+        """
         assert self.job is not None
         output = self._folder / "oracle.json"
         task = {
             "flags": [*self.job.flags, "--fault_tolerance.no-enable"],
-            "shards": len(self.job.groups),
+            "shards": shards * len(self.job.groups),
             "microbatches": microbatches,
             "mask": mask,
+            "begin": str(self.parameters("begin")) if same_begin else None,
             "parameters": str(self.parameters("end")),
             "output": str(output),
         }
@@ -179,3 +192,41 @@ def test_token_weighted_mean(runs: Runs, microbatches: int, mask: bool) -> None:
     # One exchange a step: each bucket and the row of facts travel once, whatever the number of microbatches.
     (reductions,) = {event["reductions"] for event in named(events, "computed") if event["step"] > 1}
     assert 4 <= reductions <= 5
+
+
+PIPELINE = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4")
+NOT_QUICK = {"marks": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "microbatches", "flags"),
+    [
+        ("1F1B", 2, 2, []),
+        pytest.param("GPipe", 2, 1, [], **NOT_QUICK),
+        pytest.param("Interleaved1F1B", 2, 2, [], **NOT_QUICK),  # two stages on each rank
+        pytest.param("ZBVZeroBubble", 2, 2, [], **NOT_QUICK),  # the last stage is on rank 0
+        pytest.param("InterleavedZeroBubble", 2, 1, [], **NOT_QUICK),
+        pytest.param("LoopedBFS", 2, 1, [], **NOT_QUICK),
+        pytest.param("1F1B", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
+        pytest.param("Interleaved1F1B", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
+        pytest.param("ZBVZeroBubble", 4, 2, ["--parallelism.data_parallel_shard_degree=2"], **NOT_QUICK),
+        pytest.param("1F1B", 4, 1, ["--parallelism.tensor_parallel_degree=2"], **NOT_QUICK),
+    ],
+)
+def test_a_pipeline_s_update_is_the_token_weighted_mean(
+    runs: Runs, schedule: str, ranks: int, microbatches: int, flags: list[str]
+) -> None:
+    """Though torchtitan's pipelines go backward from the sum of the losses: clipping and Adam see the mean's gradient.
+
+    The loss is the mean, too, and known to all ranks.
+    """
+    shards = ranks // 2 if any("shard_degree" in flag for flag in flags) else 1
+    batch = f"--training.global_batch_size={2 * 4 * shards * microbatches}"
+    flags = [*PIPELINE, f"--parallelism.pipeline_parallel_schedule={schedule}", batch, *flags]
+    records = runs.groups(2, ranks, flags=flags, mask=True, dump=True)
+    oracle = runs.oracle(microbatches, mask=True, shards=shards, same_begin=True)
+    for ours in records.values():
+        for name in ("loss", "grad_norm", "lr"):
+            expected = [step[name] for step in oracle["steps"]]
+            assert column(ours, name) == pytest.approx(expected, rel=NORM_ROUNDING, abs=0), name
+    assert oracle["difference"] < 0.01 * oracle["change"]

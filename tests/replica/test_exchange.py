@@ -73,7 +73,9 @@ MESSAGE = bytes([0, 255, 0])
 class Rank:
     """One rank: model, exchange and seat."""
 
-    def __init__(self, seed: int, bucket_bytes: int, overlap: bool, timeout_seconds: float) -> None:
+    def __init__(
+        self, seed: int, bucket_bytes: int, overlap: bool, timeout_seconds: float, gradient_scale: float = 1.0
+    ) -> None:
         self.model = Model(seed)
         self.seat = Seat(timeout_seconds)
         self.exchange = GradientExchange(
@@ -82,6 +84,7 @@ class Rank:
             bucket_bytes=bucket_bytes,
             where=CPU,
             overlap=overlap,
+            gradient_scale=gradient_scale,
         )
 
     def backward(self, seed: int, sometimes: bool = False) -> None:
@@ -346,6 +349,20 @@ def test_scaling_and_keeping(ring: Ring) -> None:
     rank.exchange.write_gradients(kept, 2.0)
     rank.exchange.write_gradients(kept, 2.0)
     check_gradients(rank, [None if gradient is None else gradient * 2.0 for gradient in before])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_of_another_loss_are_scaled_once(ring: Ring, kept: bool) -> None:
+    """Live or replayed, also when a broken exchange is repeated: what travels, and what is kept, are the raw sums."""
+    rank = Rank(0, 60, overlap=False, timeout_seconds=DEADLINE, gradient_scale=0.25)
+    ring.meet(rank)
+    rank.backward(seed=1)
+    before = rank.gradients()
+    rank.finish()
+    ring.meet(rank)
+    rank.finish()  # once more, from the same gradients
+    rank.exchange.write_gradients(rank.exchange.reduced() if kept else None, 2.0)
+    check_gradients(rank, [None if gradient is None else gradient * 0.5 for gradient in before])
 
 
 def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:

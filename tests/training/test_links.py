@@ -88,6 +88,19 @@ def test_every_rank_counts() -> None:
     assert shape(model, group=TwoRanks(1)) == shape(model, group=TwoRanks(1)) != shape(model, group=TwoRanks(2))
 
 
+@pytest.mark.parametrize(("pp", "scale", "overlap"), [(1, 1.0, True), (2, 1 / 80, False)])
+def test_a_pipeline_s_gradients_are_divided_by_the_tokens(
+    monkeypatch: pytest.MonkeyPatch, pp: int, scale: float, overlap: bool
+) -> None:
+    """torchtitan does that before backward, but for pipelines, which call autograd's hooks for parts of a batch."""
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(links, "GradientExchange", lambda *_, **settings: built.update(settings))
+    this: Any = SimpleNamespace(_config=FaultTolerance(enable=True), membership=None)
+    dims = SimpleNamespace(pp_enabled=pp > 1, fsdp_enabled=True, dp_replicate_enabled=False)
+    links.Links._build_exchange(this, [nn.Linear(2, 3)], dims, 80)  # type: ignore[arg-type]
+    assert (built["gradient_scale"], built["overlap"]) == (scale, overlap)
+
+
 def test_all_links_are_closed_although_one_cannot_be() -> None:
     """Else the heartbeats would go on, or the port stay open, in a process that takes long to end."""
     closed: list[str] = []

@@ -83,6 +83,8 @@ class GradientExchange:
         where: device of the buckets (`device.exchange_device`).
         overlap: launch buckets during backward. Needs gradients that are final when autograd's hook runs, so not with
             pipeline schedules or DDP inside a group.
+        gradient_scale: what the local gradients are yet to be multiplied with to be those of the losses that are told;
+            not 1 where backward starts from another loss, as a pipeline's does.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class GradientExchange:
         bucket_bytes: int,
         where: torch.device,
         overlap: bool,
+        gradient_scale: float = 1.0,
     ) -> None:
         self._membership = membership
         self._where = where
+        self._gradient_scale = gradient_scale
         # Autograd finishes the last layers first.
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad][::-1]
         self._buckets = [_Bucket(group, where) for group in _partition(self.parameters, bucket_bytes)]
@@ -176,6 +180,7 @@ class GradientExchange:
     @torch.no_grad()
     def write_gradients(self, reduced: list[torch.Tensor] | None, scale: float) -> None:
         """Make `reduced` (a result of `reduced()`; None = the buckets) times `scale` the parameters' gradients."""
+        scale *= self._gradient_scale  # here, where the sums are multiplied anyway: no further pass over them
         for index, bucket in enumerate(self._buckets):
             # A replay leaves the buckets alone: an exchange may be under way in them.
             views, used = bucket.split(bucket.flat if reduced is None else reduced[index])

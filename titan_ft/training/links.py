@@ -38,6 +38,9 @@ from titan_ft.training.worker import Launch
 class Links:
     """What this rank has open to the other groups. From then on they wait for it: build it when training can begin.
 
+    Args:
+        nominal_tokens: what the trainer divides local losses by.
+
     Attributes:
         host: numeric address that other groups reach this rank at.
         server: serves this rank's state to joiners.
@@ -54,6 +57,8 @@ class Links:
         parallel_dims: ParallelDims,
         group: Group,
         drain: Drain,
+        *,
+        nominal_tokens: int,
     ) -> None:
         self._config, self._launch, self._events, self._drain = config, launch, events, drain
         shape = _group_shape(parallel_dims, model_parts, group)
@@ -66,7 +71,7 @@ class Links:
             config.transfer_max_mbps,
         )
         self.membership = self._join(self.host, shape)
-        self.exchange = self._build_exchange(model_parts, parallel_dims)
+        self.exchange = self._build_exchange(model_parts, parallel_dims, nominal_tokens)
         self._rank_watch = self._watch_ranks(self.host)
 
     def close(self) -> None:
@@ -125,7 +130,9 @@ class Links:
             self.membership.fall_silent,
         )
 
-    def _build_exchange(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> GradientExchange:
+    def _build_exchange(
+        self, model_parts: Sequence[nn.Module], dims: ParallelDims, nominal_tokens: int
+    ) -> GradientExchange:
         config = self._config
         return GradientExchange(
             (parameter for part in model_parts for parameter in part.parameters()),
@@ -135,6 +142,9 @@ class Links:
             # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch, and
             # DDP inside the group reduces after it.
             overlap=not dims.pp_enabled and (dims.fsdp_enabled or not dims.dp_replicate_enabled),
+            # torchtitan's pipelines go backward from the sum of the losses, and divide only the loss that they tell:
+            # every step would be a clipped one.
+            gradient_scale=1 / nominal_tokens if dims.pp_enabled else 1.0,
         )
 
     def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:

@@ -217,7 +217,17 @@ def install_progress() -> None:
     def build(trainer: ReplicaTrainer) -> None:
         WORKER.events, WORKER.watchdog = trainer._events, trainer._watchdog
         model = trainer.model_parts[0]
-        model.register_forward_pre_hook(count_forward)
+        if trainer.parallel_dims.pp_enabled:  # which calls each of its models for every part of a batch
+            schedule: Any = trainer.pp_schedule
+            step = schedule.step
+
+            def count_step(*args: Any, **kwargs: Any) -> Any:
+                count_forward()
+                return step(*args, **kwargs)
+
+            schedule.step = count_step
+        else:
+            model.register_forward_pre_hook(count_forward)
         list(model.layers.values())[:2][-1].register_forward_pre_hook(lambda *_: WORKER.at("forward"))
 
     def count_forward(*_: Any) -> None:
@@ -376,7 +386,9 @@ def install_mask() -> None:
     def batch_generator(original: Any, trainer: Any, data_iterable: Any) -> Iterator[Any]:
         dims = trainer.parallel_dims
         degree = dims.dp_replicate * dims.dp_shard
-        shard = SETTINGS["replica"] * degree + SETTINGS["rank"]
+        shard = SETTINGS["replica"] * degree
+        if dims.dp_enabled:
+            shard += dims.get_mesh("batch").get_local_rank()
         for number, (inputs, labels) in enumerate(original(trainer, data_iterable)):
             yield inputs, mask_labels(labels, shard, number)
 
@@ -402,8 +414,13 @@ def install_records(folder: Path) -> None:
 
     def dump(trainer: Any, moment: str) -> None:
         if SETTINGS.get("dump"):
-            parameters = {key: local(value.detach()) for key, value in trainer.model_parts[0].named_parameters()}
-            torch.save(parameters, folder / f"{moment}-{name}.pt")
+            parameters = {
+                key: value.full_tensor() if isinstance(value, DTensor) else value
+                for part in trainer.model_parts
+                for key, value in part.named_parameters()
+            }
+            detached = {key: value.detach() for key, value in parameters.items()}
+            torch.save(detached, folder / f"{moment}-{name}.pt")
 
     before(MetricsProcessor, "log", log)
     before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))
@@ -424,7 +441,8 @@ def install_begin(path: Path) -> None:
 
     def load(trainer: Any) -> None:
         values = torch.load(path)
-        for name, parameter in trainer.model_parts[0].named_parameters():
+        parameters = [named for part in trainer.model_parts for named in part.named_parameters()]
+        for name, parameter in parameters:
             value = values[name]
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()

@@ -4,9 +4,11 @@
 
 Called as `main` in a process of its own, with one JSON argument:
     flags          of the run, as the workers get them
-    shards         number of data shards, one per group
+    shards         number of data shards of all groups together
     microbatches   of each shard in a step
     mask           whether labels are masked (harness.mask)
+    begin          file with the parameters to begin with; null = those that torchtitan draws for `debug.seed`, but for
+                   the stages of a pipeline, each of which has a seed of its own
     parameters     file with a group's final parameters, to compare with
     output         JSON file to write: {"steps": [{"loss", "grad_norm", "lr", "valid_tokens"}], "difference",
                    "change"}: the largest difference to `parameters`, and the largest change of a parameter in training
@@ -37,6 +39,8 @@ def main() -> None:
     config = _read_config(task["flags"])
     spec = train_spec.get_train_spec(config.model.name)
     model = _build_model(spec, config)
+    if task["begin"] is not None:
+        model.load_state_dict(torch.load(task["begin"]))
     begin = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tokenizer = spec.build_tokenizer_fn(config)
     shards = [
