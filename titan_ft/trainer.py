@@ -418,7 +418,7 @@ class ReplicaTrainer(Trainer):
         """
         config = self.job_config
         saves = self.checkpointer.pauses_after(step)
-        validates = config.validation.enable and step % config.validation.freq == 0
+        validates = config.validation.enable and self.validator.should_validate(step)
         return step >= config.training.steps or saves or validates
 
 

@@ -402,8 +402,11 @@ def install_records(folder: Path) -> None:
 
     def dump(trainer: Any, moment: str) -> None:
         if SETTINGS.get("dump"):
-            parameters = {key: local(value.detach()) for key, value in trainer.model_parts[0].named_parameters()}
+            parameters = {key: whole(value.detach()) for key, value in trainer.model_parts[0].named_parameters()}
             torch.save(parameters, folder / f"{moment}-{name}.pt")
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
     before(MetricsProcessor, "log", log)
     before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))

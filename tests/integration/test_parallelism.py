@@ -1,0 +1,155 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What users train with inside a group: parity with stock torchtitan, a kill and a heal, a resume, for each.
+
+A row is a `Case` of `CASES`. To add one: what the groups get as flags, how many ranks a group needs, and against what
+its arithmetic is compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from harness.job import Job
+from harness.runs import COLOUR, FLOAT32_ULP, SECONDS, Runs, column
+from harness.trajectory import check, check_finished, check_killed, check_one_trajectory, named
+
+BFLOAT16_ULP = 2.0**-8
+VALIDATION = (
+    "--validation.enable",
+    "--validation.freq=5",
+    "--validation.steps=2",
+    "--validation.local_batch_size=2",
+    "--validation.seq_len=64",
+)
+VALIDATED = re.compile(r"validate step: *(\d+) .*?loss: *([\d.]+)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train inside a group.
+
+    Attributes:
+        flags: of torchtitan, for the groups and for stock alike.
+        ranks: of a group.
+        replicate, shard: degrees of the stock run on all ranks of both groups that this is compared with.
+        rounding: how far the logged figures may be from stock's, relative; 0 compares all bytes.
+        counted: how often stock counts each token.
+        quick: which of the tests are part of the default run.
+    """
+
+    flags: tuple[str, ...] = ()
+    ranks: int = 2
+    replicate: int = 2
+    shard: int = 2
+    rounding: float = 0.0
+    counted: int = 1
+    quick: frozenset[str] = frozenset()
+
+
+def parallel(**degrees: Any) -> tuple[str, ...]:
+    return tuple(f"--parallelism.{name}={value}" for name, value in degrees.items())
+
+
+TENSOR = parallel(tensor_parallel_degree=2)
+CONTEXT = parallel(context_parallel_degree=2)
+CASES = {
+    "fsdp": Case(quick=frozenset({"resume"})),
+    "tp": Case(TENSOR, replicate=1, rounding=1e-4, quick=frozenset({"heal"})),
+    "cp": Case(CONTEXT, shard=1, counted=2, quick=frozenset({"parity"})),
+    "cp_unbalanced": Case(
+        (*CONTEXT, "--parallelism.context_parallel_load_balancer=None"), shard=1, counted=2
+    ),
+    "fsdp_tp": Case((*TENSOR, *parallel(data_parallel_shard_degree=2)), ranks=4),
+    "replicate": Case(
+        parallel(data_parallel_replicate_degree=2, data_parallel_shard_degree=2), ranks=4, replicate=4, rounding=1e-4
+    ),
+    "ac_full": Case(("--activation_checkpoint.mode=full",)),
+    "ac_selective": Case(("--activation_checkpoint.mode=selective",)),
+    "bf16_mixed": Case(("--training.mixed_precision_param=bfloat16",)),
+    "bf16": Case(("--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"), rounding=2 * BFLOAT16_ULP),
+    "fused": Case(("--optimizer.implementation=fused",)),
+    "for_loop": Case(("--optimizer.implementation=for-loop",)),
+    "compile": Case(("--compile.enable",)),
+}
+
+
+def rows(test: str) -> list[Any]:
+    """Return the rows of a test; what is not quick is `slow`."""
+    return [
+        pytest.param(case, id=name, marks=() if test in case.quick else pytest.mark.slow)
+        for name, case in CASES.items()
+    ]
+
+
+@pytest.mark.parametrize("case", rows("parity"))
+def test_parity(runs: Runs, case: Case) -> None:
+    """Two groups train what stock torchtitan trains on the same seed and data, validation in between."""
+    flags = [*case.flags, *VALIDATION]
+    groups = runs.groups(2, case.ranks, flags, dump=case.rounding > 0)
+    assert runs.job is not None
+    check_validated(runs.job)
+    begin = {"begin": str(runs.parameters("begin"))} if case.rounding else {}
+    stock = runs.stock(2 * case.ranks, case.replicate, case.shard, flags, **begin)
+    for replica in range(2):
+        for rank in range(case.ranks):
+            ours, theirs = groups[f"{replica}-{rank}"], stock[case.ranks * replica + rank]
+            for record in theirs:
+                if "tokens" in record:
+                    record["tokens"] //= case.counted
+            compare(ours, theirs, case.rounding)
+
+
+def compare(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], rounding: float) -> None:
+    """Compare the records of one rank; the mean loss is the same sum, which stock makes in float32."""
+    loss = pytest.approx(column(theirs, "loss"), rel=rounding or 2 * FLOAT32_ULP, abs=0)
+    assert column(ours, "loss") == loss
+    if rounding:
+        for name in ("grad_norm", "lr", "tokens"):
+            assert column(ours, name) == pytest.approx(column(theirs, name), rel=10 * rounding, abs=0), name
+        return
+    for record in (*ours, *theirs):
+        record.pop("loss", None)
+    assert list(ours) == list(theirs)
+
+
+def check_validated(job: Job) -> None:
+    """Each group has validated after the same steps, with the same result."""
+    printed = [VALIDATED.findall(COLOUR.sub("", job.output(group.replica))) for group in job.groups]
+    assert printed[0] == printed[1]
+    assert [int(step) for step, _ in printed[0]] == [1, 5, 10]
+
+
+@pytest.mark.parametrize("case", rows("heal"))
+def test_heal(make_job: Callable[..., Job], case: Case) -> None:
+    """A rank is killed: its group comes back with the bytes of the other, which has made each step once."""
+    kill = {"replica": 1, "rank": case.ranks - 1, "point": "backward", "step": 4}
+    job = make_job(groups=2, ranks=case.ranks, flags=case.flags, hooks={"faults": [kill], "hold": 2})
+    job.run(SECONDS)
+    events = check(job, survivors=[0], longest_gap=SECONDS)
+    check_killed(job, events, [(1, 0, "sigkill:backward")])
+    healed = named(events, "heal_finished")
+    assert [(event["replica"], event["rank"]) for event in healed] == [(1, rank) for rank in range(case.ranks)]
+    assert named(events, "step_committed")[-1]["participants"] == [0, 1]
+
+
+@pytest.mark.parametrize("case", rows("resume"))
+def test_resume(make_job: Callable[..., Job], case: Case) -> None:
+    """All are killed: from the checkpoint the same steps come to the same bytes, and go on to the end."""
+    faults = [{"replica": replica, "point": "forward", "step": 7} for replica in (0, 1)]
+    flags = [*case.flags, "--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
+    job = make_job(groups=2, ranks=case.ranks, steps=10, flags=flags, hooks={"faults": faults})
+    job.run(SECONDS)
+    events = job.events()
+    check_killed(job, events, [(replica, 0, "sigkill:forward") for replica in (0, 1)])
+    assert {event["step"] for event in named(events, "checkpoint_loaded")} == {4}
+    committed = named(events, "step_committed")
+    made = [event["step"] for event in committed if event["replica"] == event["rank"] == 0]
+    assert made == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9, 10]
+    check_one_trajectory(committed)  # the second 5 and 6 have the bytes of the first
+    check_finished(job, events, job.steps)
+    assert not named(events, "heal_started", "started_anew", "data_reset")
