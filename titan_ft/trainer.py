@@ -24,6 +24,7 @@ from torchtitan.protocols.model_converter import ModelConvertersContainer, build
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
+from titan_ft.config import check_replicate
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -113,6 +114,7 @@ class ReplicaTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
         """Set up the group as torchtitan does; from then on SIGTERM lets the group leave in order."""
         dims = super().init_distributed()
+        check_replicate(dims.dp_replicate, dims.dp_shard, dims.cp)
         num_ranks = torch.distributed.get_world_size()
         host, port = self.launch.store
         self._drain = Drain(

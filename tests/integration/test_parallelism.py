@@ -161,3 +161,21 @@ def test_resume(make_job: Callable[..., Job], case: Case) -> None:
     check_one_trajectory(committed)  # the second 5 and 6 have the bytes of the first
     check_finished(job, events, job.steps)
     assert not named(events, "heal_started", "started_anew", "data_reset")
+
+
+def test_copies_that_nothing_shards_are_refused(make_job: Callable[..., Job]) -> None:
+    """Two ranks, two copies: the shard degree of -1 comes out as 1, which only a worker can tell."""
+    job = make_job(groups=1, ranks=2, flags=parallel(data_parallel_replicate_degree=2))
+    job.run()
+    assert [worker.code for worker in job.groups[0].workers] == [2, 2]
+    (line,) = [line for line in job.output(0).splitlines() if line.startswith("titan_ft: ")]
+    assert line.startswith("titan_ft: parallelism.data_parallel_replicate_degree must be 1 in a group that does not ")
+
+
+@pytest.mark.slow
+def test_context_parallelism_attends_to_the_whole_sequence(runs: Runs) -> None:
+    """Stock with the sequence dealt out to two ranks trains what groups with whole sequences train, to rounding."""
+    ours = runs.groups(2, dump=True)["0-0"]
+    stock = runs.stock(4, replicate=2, shard=1, flags=CONTEXT, begin=str(runs.parameters("begin")))[0]
+    for name in ("loss", "grad_norm"):
+        assert column(stock, name) == pytest.approx(column(ours, name), rel=3e-4, abs=0), name

@@ -132,9 +132,8 @@ class Links:
             self.membership,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
             where=device.exchange_device(config.process_group),
-            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch, and
-            # DDP inside the group reduces after it.
-            overlap=not dims.pp_enabled and (dims.fsdp_enabled or not dims.dp_replicate_enabled),
+            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch.
+            overlap=not dims.pp_enabled,
         )
 
     def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
