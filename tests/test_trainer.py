@@ -15,6 +15,7 @@ from titan_ft import device
 device.prepare()  # before anything imports torchtitan, which reads the device at import
 
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
+from torchtitan.components.validate import BaseValidator  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
 from titan_ft.replica.errors import Leaving  # noqa: E402
@@ -154,12 +155,17 @@ def test_the_exchange_is_armed_before_the_last_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "saves", "pauses"), [(3, False, False), (4, False, True), (5, True, True), (10, False, True)]
+    ("step", "saves", "pauses"),
+    [(1, False, True), (3, False, False), (4, False, True), (5, True, True), (10, False, True)],
 )
 def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: bool) -> None:
-    """torchtitan validates, saves or ends after the step: the others would wait in the exchange."""
+    """torchtitan validates (after the first step, too), saves or ends: the others would wait in the exchange."""
     config = SimpleNamespace(validation=SimpleNamespace(enable=True, freq=4), training=SimpleNamespace(steps=10))
-    this = trainer(job_config=config, checkpointer=SimpleNamespace(pauses_after=lambda step: saves))
+    this = trainer(
+        job_config=config,
+        checkpointer=SimpleNamespace(pauses_after=lambda step: saves),
+        validator=BaseValidator(config),
+    )
     assert ReplicaTrainer._pauses_after(this, step) is pauses
 
 

@@ -139,9 +139,7 @@ def _attend_gathered(
         pieces = positions.chunk(2 * size)
         positions = torch.cat([piece for i in range(size) for piece in (pieces[i], pieces[2 * size - 1 - i])])
     mask = positions.chunk(size)[rank][:, None] >= positions if is_causal else None
-    out = F.scaled_dot_product_attention(
-        q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-    )
+    out = F.scaled_dot_product_attention(q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     return DTensor.from_local(out, mesh, q.placements, run_check=False)
 
 
