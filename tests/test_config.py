@@ -23,7 +23,9 @@ def make_config(changes: dict[str, Any] | None = None) -> Any:
     config = SimpleNamespace(
         fault_tolerance=FaultTolerance(enable=True, group_size=2),
         training=SimpleNamespace(local_batch_size=8, global_batch_size=-1),
-        parallelism=SimpleNamespace(data_parallel_replicate_degree=1, data_parallel_shard_degree=-1),
+        parallelism=SimpleNamespace(
+            data_parallel_replicate_degree=1, data_parallel_shard_degree=-1, context_parallel_degree=1
+        ),
         optimizer=SimpleNamespace(early_step_in_backward=False),
         checkpoint=SimpleNamespace(enable=False, create_seed_checkpoint=False),
         comm=SimpleNamespace(mode="default"),
@@ -47,6 +49,17 @@ def error_of(changes: dict[str, Any]) -> str:
 def test_defaults_with_a_group_size_are_valid() -> None:
     """Two groups need nothing but `enable` and `group_size`."""
     validate(make_config())
+
+
+@pytest.mark.parametrize(("replicate", "shard", "context"), [(1, 1, 1), (2, -1, 1), (2, 2, 1), (2, 1, 2)])
+def test_copies_inside_a_group_that_shards_are_valid(replicate: int, shard: int, context: int) -> None:
+    """torchtitan trains these with FSDP; a shard degree of -1 is known to the worker alone."""
+    parallelism = {
+        "data_parallel_replicate_degree": replicate,
+        "data_parallel_shard_degree": shard,
+        "context_parallel_degree": context,
+    }
+    validate(make_config({f"parallelism.{name}": degree for name, degree in parallelism.items()}))
 
 
 def test_nothing_is_checked_when_disabled() -> None:
@@ -73,6 +86,12 @@ def test_nothing_is_checked_when_disabled() -> None:
             {"optimizer.early_step_in_backward": True},
             "optimizer.early_step_in_backward is not supported yet (an update must wait for the vote) and must be "
             "false, got True; set optimizer.early_step_in_backward = false",
+        ),
+        (
+            {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1},
+            "parallelism.data_parallel_replicate_degree must be 1 in a group that does not shard the model "
+            "(data_parallel_shard_degree and context_parallel_degree are 1), got 2; set it to 1 and start 2 times as "
+            "many groups (fault_tolerance.group_size), or shard: data_parallel_shard_degree >= 2",
         ),
         (
             {"semi_sync_method": "diloco"},

@@ -118,3 +118,13 @@ def test_a_processor_has_a_name_and_a_process_its_memory() -> None:
     assert after is not None
     assert before + 2**25 < after < 2**45
     del held
+
+
+@cpu_only
+def test_context_parallelism_on_cpu_needs_an_attention_that_it_knows() -> None:
+    """Any other would end with an error about a missing sharding strategy in the first step."""
+    from torchtitan.models.attention import FlexAttentionWrapper, ScaledDotProductAttentionWrapper
+
+    device.adapt_attention(torch.nn.Sequential(ScaledDotProductAttentionWrapper()), "headtail")
+    with pytest.raises(ConfigError, match=r"context_parallel_degree must be 1 on CPU .* got Sequential; use a flavor"):
+        device.adapt_attention(torch.nn.Sequential(FlexAttentionWrapper()), "headtail")

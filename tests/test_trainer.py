@@ -187,7 +187,7 @@ def test_the_exchange_is_armed_before_the_last_backward() -> None:
     [(1, False, True), (3, False, False), (4, False, True), (5, True, True), (10, False, True)],
 )
 def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: bool) -> None:
-    """torchtitan validates, saves or ends after the step: the others would wait in the exchange."""
+    """torchtitan validates (after the first step, too), saves or ends: the others would wait in the exchange."""
     config: Any = SimpleNamespace(validation=SimpleNamespace(enable=True, freq=4), training=SimpleNamespace(steps=10))
     validator, saver = BaseValidator(config), SimpleNamespace(pauses_after=lambda step: saves)
     this = trainer(job_config=config, checkpointer=saver, validator=validator)

@@ -352,10 +352,31 @@ def validate(config: Any) -> None:
         for holds, field_name, rule, value, remedy in rules:
             if not holds:
                 raise ConfigError(f"{field_name} {rule}, got {value!r}; {remedy}")
+    parallel = config.parallelism
+    check_replicate(
+        parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree, parallel.context_parallel_degree
+    )
     if ft.lighthouse:
         _check_lighthouse(f"{TABLE}.lighthouse", ft.lighthouse)
     if ft.advertise_address:
         _check_advertised(ft.advertise_address)
+
+
+def check_replicate(replicate: int, shard: int, context: int) -> None:
+    """Refuse DDP inside a group: torchtitan 0.2.2's averages gradients that its loss has averaged already.
+
+    Args:
+        replicate, shard, context: degrees of a group; a shard degree of -1 is checked by the worker, which knows it.
+
+    Raises:
+        ConfigError: the group holds copies of the model, and shards none of them.
+    """
+    if replicate > 1 and shard == 1 and context == 1:
+        raise ConfigError(
+            "parallelism.data_parallel_replicate_degree must be 1 in a group that does not shard the model "
+            f"(data_parallel_shard_degree and context_parallel_degree are 1), got {replicate}; set it to 1 and start "
+            f"{replicate} times as many groups ({TABLE}.group_size), or shard: data_parallel_shard_degree >= 2"
+        )
 
 
 # One rule: whether it holds, then field, rule, value and remedy of the error's line. Rules come from generators, so

@@ -9,6 +9,7 @@ called before the first import of a torchtitan module, because `torchtitan.tools
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch._utils
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan_ft.config import ConfigError
 
@@ -86,6 +89,58 @@ def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def adapt_attention(model: torch.nn.Module, load_balancer: str | None) -> None:
+    """Let context parallelism work on CPU, whose attention kernel torch's ring attention does not know.
+
+    Each rank gathers the keys and values of the whole sequence. Nothing to do where there is an accelerator.
+
+    Args:
+        load_balancer: `parallelism.context_parallel_load_balancer`, by which torchtitan deals out the sequence.
+
+    Raises:
+        ConfigError: the model does not use torchtitan's SDPA module.
+    """
+    if not on_cpu():
+        return
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+    modules = [module for module in model.modules() if isinstance(module, ScaledDotProductAttentionWrapper)]
+    if not modules:
+        raise ConfigError(
+            "parallelism.context_parallel_degree must be 1 on CPU for a model whose attention is not torchtitan's "
+            f"ScaledDotProductAttentionWrapper, got {type(model).__name__}; use a flavor with SDPA, or GPUs"
+        )
+    for module in modules:
+        module.forward = functools.partial(_attend_gathered, balanced=load_balancer == "headtail")
+
+
+def _attend_gathered(
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    *,
+    balanced: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    is_causal: bool = True,
+) -> DTensor:
+    """Attend as ScaledDotProductAttentionWrapper does, with sequences sharded over the ranks; [batch, head, seq, dim].
+
+    `balanced` says that rank i of n has the pieces i and 2n-1-i of 2n, else it has the i-th of n.
+    """
+    mesh = q.device_mesh
+    # Each rank's loss depends on all keys and values: the gradients are partial sums.
+    keys, values = (x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()]) for x in (k, v))
+    size, rank = mesh.size(), mesh.get_local_rank()
+    positions = torch.arange(keys.shape[2])
+    if balanced:
+        pieces = positions.chunk(2 * size)
+        positions = torch.cat([piece for i in range(size) for piece in (pieces[i], pieces[2 * size - 1 - i])])
+    mask = positions.chunk(size)[rank][:, None] >= positions if is_causal else None
+    out = F.scaled_dot_product_attention(q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return DTensor.from_local(out, mesh, q.placements, run_check=False)
 
 
 def exchange_device(process_group: str) -> torch.device:

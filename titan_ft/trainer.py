@@ -21,9 +21,11 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+from torchtitan.protocols.model_converter import ModelConvertersContainer, build_model_converters
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
+from titan_ft.config import check_replicate
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -76,11 +78,18 @@ class ReplicaTrainer(Trainer):
         torchtitan.train.CheckpointManager = ReplicaCheckpoints  # what torchtitan's Trainer builds
         # Its warning says that most ranks of a pipeline do not know the loss; here all do (`_find_loss_group`).
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
+        torchtitan.train.build_model_converters = self._build_model_converters
         keep_curves(job_config, self.launch.rank)
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
-        self._state = TrainState(self.model_parts, self.optimizers, self.lr_schedulers, _Counters(self, self._ledger))
+        self._state = TrainState(
+            self.model_parts,
+            self.optimizers,
+            self.lr_schedulers,
+            _Counters(self, self._ledger),
+            on_load=self._refresh_converters,
+        )
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
@@ -95,13 +104,20 @@ class ReplicaTrainer(Trainer):
         self._behind = self._begun = False
         self._chaos: ChaosAgent | None = None
         self._checkpoint_host = CheckpointHost(
-            job_config, self._ledger, self._position, self._events, self._group.gather, self._heals_instead
+            job_config,
+            self._ledger,
+            self._position,
+            self._events,
+            self._group.gather,
+            self._heals_instead,
+            self._refresh_converters,
         )
         self.checkpointer.attach(self._checkpoint_host)
 
     def init_distributed(self) -> ParallelDims:
         """Set up the group as torchtitan does; from then on SIGTERM lets the group leave in order."""
         dims = super().init_distributed()
+        check_replicate(dims.dp_replicate, dims.dp_shard, dims.cp)
         num_ranks = torch.distributed.get_world_size()
         host, port = self.launch.store
         self._drain = Drain(
@@ -116,6 +132,18 @@ class ReplicaTrainer(Trainer):
         )
         self._drain.install()
         return dims
+
+    def _build_model_converters(self, *args: Any) -> ModelConvertersContainer:
+        self._converters = build_model_converters(*args)
+        return self._converters
+
+    def _refresh_converters(self) -> None:
+        """Let converters compute anew what they keep of the weights; else a forward would use that of other weights.
+
+        torchtitan calls this hook after each optimizer step: float8 computes the scales of all weights in it. All ranks
+        of a group.
+        """
+        self._converters.post_optimizer_hook(self.model_parts)
 
     @property
     def _num_committed(self) -> int:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the package `harness`, whi
 
 from harness.client import ZygoteClient
 from harness.job import Job
+from harness.runs import Runs
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +64,9 @@ def make_job(zygote: ZygoteClient, tmp_path: Path, request: pytest.FixtureReques
     yield make
     for job in jobs:
         job.close()
+
+
+@pytest.fixture
+def runs(make_job: Callable[..., Job], zygote: ZygoteClient, tmp_path: Path) -> Runs:
+    """Run replica groups, stock torchtitan and the oracle on the same data."""
+    return Runs(make_job, zygote, tmp_path)

@@ -4,130 +4,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from harness.client import ZygoteClient
-from harness.job import Job
-from harness.trajectory import check, named
+from harness.runs import FLOAT32_ULP, Runs, column
+from harness.trajectory import named
 
-STEPS = 10
-SIZE = (
-    "--model.flavor=tiny",
-    "--training.seq_len=64",
-    "--training.local_batch_size=2",
-    "--fault_tolerance.bucket_size_mb=1",  # two buckets
-    "--fault_tolerance.digest_every=1",
-)
-FLOAT32_ULP = 2.0**-23
 ROUNDING = 1e-5
 # torch adds up the squares of a large tensor in float32, with an error near 1e-4 for this model's embeddings; sharded
 # tensors are smaller, and so is their error.
 NORM_ROUNDING = 3e-4
 EMPTY_BATCH = 3  # of group 1, see harness.mask
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-PRINTED = re.compile(r"step: *(\d+) .*?loss: *([\d.]+) .*?grad_norm: *([\d.]+)")
-
-
-class Runs:
-    """Runs replica groups, stock torchtitan and the oracle on the same data, and reads what they logged."""
-
-    def __init__(self, make_job: Callable[..., Job], zygote: ZygoteClient, folder: Path) -> None:
-        self._make_job, self._zygote, self._folder = make_job, zygote, folder
-        self.job: Job | None = None
-
-    def groups(
-        self, groups: int, ranks: int = 1, flags: Sequence[str] = (), **hooks: Any
-    ) -> dict[str, list[dict[str, Any]]]:
-        """Train in replica groups; returns the records of each rank, by "replica-rank"."""
-        job = self.job = self._start("groups", groups, ranks, flags, hooks)
-        check(job, survivors=range(groups))
-        return self._read("groups", job)
-
-    def stock(self, ranks: int, replicate: int, shard: int, **hooks: Any) -> list[list[dict[str, Any]]]:
-        """Train with `enable = false`; returns the records of each rank."""
-        degrees = {"replicate": replicate, "shard": shard}
-        mesh = [f"--parallelism.data_parallel_{name}_degree={degree}" for name, degree in degrees.items()]
-        job = self._start("stock", 1, ranks, ["--fault_tolerance.no-enable", *mesh], hooks)
-        assert job.groups[0].finished, job.output(0)
-        assert not job.events()
-        return [records for _, records in sorted(self._read("stock", job).items())]
-
-    def parameters(self, moment: str) -> Path:
-        """Return a file with all of a group's parameters before or after training, if it ran with `dump`."""
-        merged = self._folder / f"{moment}.pt"
-        if not merged.exists():  # the stages of a pipeline have different ones
-            values: dict[str, torch.Tensor] = {}
-            for path in sorted((self._folder / "groups").glob(f"{moment}-0-*.pt")):
-                values.update(torch.load(path))
-            torch.save(values, merged)
-        return merged
-
-    def oracle(self, microbatches: int, mask: bool, *, shards: int = 1, same_begin: bool = False) -> dict[str, Any]:
-        """Compute in one process what the groups (trained before, with `dump`) must have computed.
-
-        Args:
-            shards: data shards of each group.
-            same_begin: begin with the groups' parameters, not with those of `debug.seed`.
-        """
-        assert self.job is not None
-        output = self._folder / "oracle.json"
-        task = {
-            "flags": [*self.job.flags, "--fault_tolerance.no-enable"],
-            "shards": shards * len(self.job.groups),
-            "microbatches": microbatches,
-            "mask": mask,
-            "begin": str(self.parameters("begin")) if same_begin else None,
-            "parameters": str(self.parameters("end")),
-            "output": str(output),
-        }
-        process = self._zygote.call("harness.oracle:main", self._folder / "oracle.log", [json.dumps(task)])
-        assert process.code == 0, process.output()
-        result: dict[str, Any] = json.loads(output.read_text())
-        return result
-
-    def _start(self, name: str, groups: int, ranks: int, flags: Sequence[str], hooks: dict[str, Any]) -> Job:
-        (self._folder / name).mkdir()
-        job = self._make_job(
-            groups=groups,
-            ranks=ranks,
-            steps=STEPS,
-            tiny=False,
-            flags=[*SIZE, *flags],
-            hooks={"record": str(self._folder / name), **hooks},
-            max_restarts=0,
-        )
-        job.run()
-        return job
-
-    def _read(self, name: str, job: Job) -> dict[str, list[dict[str, Any]]]:
-        """Read the records of each rank: of each step, then the digest of the final state."""
-        records = {}
-        for path in sorted((self._folder / name).glob("*.jsonl")):
-            records[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]
-            replica, rank = map(int, path.stem.split("-"))
-            printed = PRINTED.findall(COLOUR.sub("", job.output(replica, rank)))
-            *steps, digest = records[path.stem]
-            assert [int(step) for step, _, _ in printed] == list(range(1, STEPS + 1))
-            assert list(digest) == ["digest"]
-            for record, (step, loss, grad_norm) in zip(steps, printed, strict=True):
-                assert (record["step"], f"{record['loss']:.5f}") == (int(step), loss)  # what is logged is printed
-                assert f"{record['grad_norm']:.4f}" == grad_norm
-        return records
-
-
-@pytest.fixture
-def runs(make_job: Callable[..., Job], zygote: ZygoteClient, tmp_path: Path) -> Runs:
-    return Runs(make_job, zygote, tmp_path)
-
-
-def column(records: Iterable[dict[str, Any]], name: str) -> list[float]:
-    return [record[name] for record in records if "step" in record]
 
 
 def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:

@@ -87,6 +87,22 @@ def test_a_group_that_has_trained_becomes_the_donor(tiny: Tiny) -> None:
     assert bytes_of(joiner) == bytes_of(donor)
 
 
+def test_what_depends_on_the_weights_is_made_again_from_those_that_were_loaded(tiny: Tiny) -> None:
+    """`on_load` comes when all of the state is there, once for each load; float8's scales would be stale without it."""
+    donor, joiner = tiny(seed=1), tiny(seed=2)
+    donor.train(2)
+    seen: list[str] = []
+    state = TrainState(
+        [joiner.model],
+        joiner.optimizers,
+        joiner.lr_schedulers,
+        joiner.counters,
+        on_load=lambda: seen.append(joiner.state.digest()),
+    )
+    state.load(donor.state.copy(2, 0))
+    assert seen == [donor.state.digest()]
+
+
 def test_a_state_before_the_first_update_can_be_loaded(tiny: Tiny) -> None:
     """Without any optimizer state on the donor's side, the joiner drops its own."""
     donor, joiner = tiny(seed=1), tiny(seed=2)

@@ -117,6 +117,7 @@ class Run:
         self.is_writer, self.heals = True, False
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
+        self.loaded: list[int] = []  # steps, as the state is when `on_load` is called
         self.config = SimpleNamespace(
             model=SimpleNamespace(name="llama3", flavor=flavor),
             training=SimpleNamespace(dataset=dataset, seq_len=32),
@@ -140,6 +141,9 @@ class Run:
     def heals_instead(self, step: int) -> bool:
         self.claimed = step
         return self.heals
+
+    def on_load(self) -> None:
+        self.loaded.append(self.progress.step)
 
     def gather(self, value: int) -> list[int]:
         self.gathered.append(value)
@@ -245,6 +249,7 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
     other = make_run(slot=1, async_mode=mode)
     assert other.checkpoints.load()
     assert_equal(other.values(), expected)
+    assert other.loaded == [5]
     assert other.position.saved == 5
     assert other.events.told == [("checkpoint_loaded", {"step": 5, "lineage": f"{LINEAGE + 5:012x}"})]
 

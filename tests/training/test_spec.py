@@ -65,10 +65,11 @@ def test_expert_load_balancing_is_refused_by_name() -> None:
     model = torch.nn.ModuleDict({"moe": torch.nn.Identity()})
     model["moe"].load_balance_coeff = 1e-3  # type: ignore[assignment]
     wrapped = spec.wrap(llama3(parallelize_fn=lambda model, *_: model), FOUR_GROUPS)
+    dims = SimpleNamespace(cp_enabled=False)
     with pytest.raises(ConfigError, match=r"moe\.load_balance_coeff must be 0 .* got 0\.001; .*None"):
-        wrapped.parallelize_fn(model, None, None)
+        wrapped.parallelize_fn(model, dims, None)
     model["moe"].load_balance_coeff = None  # type: ignore[assignment]
-    assert wrapped.parallelize_fn(model, None, None) is model
+    assert wrapped.parallelize_fn(model, dims, None) is model
 
 
 def test_a_metrics_processor_of_the_users_own_is_kept() -> None:

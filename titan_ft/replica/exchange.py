@@ -82,7 +82,7 @@ class GradientExchange:
         bucket_bytes: size of a bucket; a larger parameter gets a bucket of its own.
         where: device of the buckets (`device.exchange_device`).
         overlap: launch buckets during backward. Needs gradients that are final when autograd's hook runs, so not with
-            pipeline schedules or DDP inside a group.
+            pipeline schedules.
         gradient_scale: what the local gradients are yet to be multiplied with to be those of the losses that are told;
             not 1 where backward starts from another loss, as a pipeline's does.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,15 +57,22 @@ class TrainState:
         optimizers: torchtitan's OptimizersContainer.
         lr_schedulers: torchtitan's LRSchedulersContainer.
         counters: the trainer's progress.
+        on_load: called after each load, on all ranks of a group; what was computed from the weights is that of others.
     """
 
     def __init__(
-        self, model_parts: list[torch.nn.Module], optimizers: Any, lr_schedulers: Any, counters: Counters
+        self,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        counters: Counters,
+        on_load: Callable[[], None] = lambda: None,
     ) -> None:
         self._model_parts = model_parts
         self._optimizers = optimizers
         self._lr_schedulers = lr_schedulers
         self._counters = counters
+        self._on_load = on_load
         self._spare: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -116,6 +123,7 @@ class TrainState:
         self._load_optimizers(entries, snapshot.payload)
         self._load_scalars(header["scalars"])
         device.synchronize()
+        self._on_load()
 
     @torch.no_grad()
     def digest(self) -> str:

@@ -171,6 +171,7 @@ class ReplicaCheckpoints(CheckpointManager):
             raise ConfigError(f"checkpoint: {_one_line(error)}") from error
         if loaded:
             check_same_state(self.folder, found, self.host.position.lineage, self.host.gather)
+            self.host.on_load()
             self._emit_loaded()
         return loaded
 

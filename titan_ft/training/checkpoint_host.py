@@ -23,6 +23,7 @@ class CheckpointHost:
         gather: gathers an integer of every rank of this group.
         heals_instead: joins the job as a group that can load so many steps, if that was not done yet; says whether
             other groups are further.
+        on_load: to be called after each load of a checkpoint, on all ranks of a group, as that of `TrainState`.
         participants: slots that contributed to the last step; the trainer sets them.
     """
 
@@ -32,6 +33,7 @@ class CheckpointHost:
     events: EventLog
     gather: Callable[[int], list[int]]
     heals_instead: Callable[[int], bool]
+    on_load: Callable[[], None]
     participants: list[int] = field(default_factory=list)
 
     @property

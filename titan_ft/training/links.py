@@ -139,9 +139,8 @@ class Links:
             self.membership,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
             where=device.exchange_device(config.process_group),
-            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch, and
-            # DDP inside the group reduces after it.
-            overlap=not dims.pp_enabled and (dims.fsdp_enabled or not dims.dp_replicate_enabled),
+            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch.
+            overlap=not dims.pp_enabled,
             # torchtitan's pipelines go backward from the sum of the losses, and divide only the loss that they tell:
             # every step would be a clipped one.
             gradient_scale=1 / nominal_tokens if dims.pp_enabled else 1.0,

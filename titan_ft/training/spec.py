@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torchtitan.protocols.train_spec as train_spec
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_ft import device
@@ -35,8 +36,10 @@ def wrap(
     """Return `spec` with what a replica group (and a CPU) needs; nothing of the groups if they are not enabled."""
     loaders = loaders or SlotLoaders(fault_tolerance)
 
-    def parallelize(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        model = device.adapt_model(spec.parallelize_fn(*args, **kwargs))
+    def parallelize(model: torch.nn.Module, parallel_dims: ParallelDims, job_config: Any) -> torch.nn.Module:
+        model = device.adapt_model(spec.parallelize_fn(model, parallel_dims, job_config))
+        if parallel_dims.cp_enabled:
+            device.adapt_attention(model, job_config.parallelism.context_parallel_load_balancer)
         if fault_tolerance.enable:
             _refuse_load_balancing(model)
         return model

@@ -3,7 +3,7 @@
 """What tests put into a worker, through torchtitan's `--experimental.custom_import=harness.hooks`.
 
 The product has no code for tests: on import, this module wraps methods of the engine, steered by the JSON in the
-environment variable TITAN_FT_TEST_HOOKS:
+environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter `--model.converters=scales`.
 
     replica, rank, attempt, markers   who this worker is, and a folder where workers leave marks for each other
     faults   [{"replica", "rank", "attempt", "point", "step", "forwards", "after", "unless"}]: at the first passage of
@@ -54,6 +54,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.protocols.model_converter import register_model_converter
 
 from harness import flavor
 from harness.events import Computed
@@ -94,6 +95,7 @@ class Worker:
         self.held_seconds = 0.0  # spent waiting for other groups since the last commit, by order of a test
         self.samples = 0  # texts that this process has tokenized
         self.rate: float | None = None  # LR of the last update
+        self.scales: list[float] | None = None  # see Scales
         self.handed_over = 0  # buckets of this exchange
         self.reductions = 0  # all-reduces of this exchange
         self.all_reductions = 0  # all-reduces since the last commit
@@ -415,12 +417,12 @@ def install_records(folder: Path) -> None:
     def dump(trainer: Any, moment: str) -> None:
         if SETTINGS.get("dump"):
             parameters = {
-                key: value.full_tensor() if isinstance(value, DTensor) else value
-                for part in trainer.model_parts
-                for key, value in part.named_parameters()
+                key: whole(value.detach()) for part in trainer.model_parts for key, value in part.named_parameters()
             }
-            detached = {key: value.detach() for key, value in parameters.items()}
-            torch.save(detached, folder / f"{moment}-{name}.pt")
+            torch.save(parameters, folder / f"{moment}-{name}.pt")
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
     before(MetricsProcessor, "log", log)
     before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))
@@ -451,6 +453,33 @@ def install_begin(path: Path) -> None:
     before(torchtitan.train.Trainer, "train", load)
 
 
+class Scales:
+    """A model converter like torchtitan's float8: it computes something from the weights after each optimizer step."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def convert(self, model: torch.nn.Module) -> None: ...
+
+    def post_optimizer_hook(self, parts: list[torch.nn.Module]) -> None:
+        WORKER.scales = self.of(parts)
+
+    @staticmethod
+    @torch.no_grad()
+    def of(parts: list[torch.nn.Module]) -> list[float]:
+        return [local(parameter).float().abs().sum().item() for part in parts for parameter in part.parameters()]
+
+    @classmethod
+    def compare(cls, trainer: ReplicaTrainer, *_: Any) -> None:
+        """Fail before a forward with scales of other weights; in the first step of a job there may be none yet."""
+        if WORKER.scales is not None or (trainer.step > 1 and "scales" in trainer.job_config.model.converters):
+            assert cls.of(trainer.model_parts) == WORKER.scales, f"step {trainer.step}: scales of other weights"
+
+
+def install_scales() -> None:
+    register_model_converter(Scales, "scales")
+    before(ReplicaTrainer, "_forward_backward", Scales.compare)
+
+
 def pin() -> None:
     """Give this group a core: its steps then take as long whatever other groups do."""
     cores = sorted(os.sched_getaffinity(0))
@@ -462,6 +491,7 @@ def install() -> None:
         pin()
     install_progress()
     install_faults()
+    install_scales()
     if SETTINGS.get("breaks"):
         install_breaks()
     if SETTINGS.get("chaos"):
