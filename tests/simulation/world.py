@@ -976,12 +976,7 @@ class World(standins.World):
         ]
 
     def _reaches_lighthouse(self, group: GroupRun) -> bool:
-        now, thawed = self.kernel.now, self.thawed.get(group.slot, -math.inf)
-        settled = now - self.disturbed > self.config["start_timeout_seconds"] + 3.0
-        if self.options.silent:
-            # Nobody tells a group that thaws in an exchange that its peers have left it: the count of givers and the
-            # rows each sit their timeout out.
-            settled = settled and now - thawed > 2 * self.config["process_group_timeout_ms"] / 1000 + 1.0
+        settled = self.kernel.now - self.disturbed > self.config["start_timeout_seconds"] + 3.0
         return settled and self.network.usable((group.slot, 0), LIGHTHOUSE)
 
     def _judge_loss(self, rank: Rank, step: int, what: str) -> None:
