@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from titan_ft.replica.member import Member
-from titan_ft.replica.pulse import Pulse, Status, Watch, find_successors
+from titan_ft.replica.pulse import Pulse, Status, StatusPage, Watch, find_outsiders, find_successors
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 SILENCE_SECONDS = 0.3  # of listening for what must not come: many looks
@@ -105,8 +105,8 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
 
     def make(members: list[str], address: str = "") -> tuple[Pulse, queue.SimpleQueue[Any]]:
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        address = address or lighthouse.address
-        made.append(Pulse(address, 0.02, 1.0, lambda: OWN, lambda: members, told.put, told.put))
+        page = StatusPage(address or lighthouse.address)
+        made.append(Pulse(page, 0.02, 1.0, lambda: OWN, lambda: members, told.put, told.put))
         return made[-1], told
 
     yield make
@@ -139,6 +139,21 @@ def test_who_has_gone_on_without_this_group(quorum: list[Member], slots: list[in
     names = [member.replica_id for member in quorum]
     assert find_successors(OWN, names) == slots
     assert find_successors(OWN, [*names, "a stranger"]) == slots
+
+
+def test_who_lives_outside_of_a_quorum() -> None:
+    """Groups of the job whose heartbeat is fresh; not those of the quorum, whatever their names were before."""
+    beats = {
+        OWN.replica_id: 0.1,
+        replace(OWN, edition=1).replica_id: 0.1,
+        OTHER.replica_id: 0.4,
+        replace(OTHER, slot=2).replica_id: 0.6,
+        replace(OTHER, slot=4, job="another").replica_id: 0.1,
+        "a stranger": 0.1,
+    }
+    assert find_outsiders(OWN, [OWN], Status(beats), 0.5) == [1]
+    assert find_outsiders(OWN, [OWN], Status(beats), 1.0) == [1, 2]
+    assert find_outsiders(OWN, [OWN, replace(OTHER, unique="another process")], Status(beats), 0.5) == []
 
 
 def test_an_exchange_that_the_others_have_left_is_broken_off(

@@ -71,6 +71,25 @@ def _one(module: str, old: str, new: str) -> tuple[Change, ...]:
 
 MUTATIONS = [
     Mutation(
+        "a group that thaws is not told that the others have left its exchange",
+        _one("pulse", "if slots := find_successors(own, status.quorum):", "if slots := []:"),
+        ("freeze",),
+        ("liveness",),
+    ),
+    Mutation(
+        "a group that holds nothing goes on while another one lives outside of the quorum",
+        (
+            Change("pulse", "if slots := find_successors(own, status.quorum):", "if slots := []:"),
+            Change(
+                "heal",
+                "if self._alone_since is None or any(self._group.gather(self._count_outsiders(made))):",
+                "if self._alone_since is None:",
+            ),
+        ),
+        ("freeze", "groups_die"),
+        ("no state given up",),
+    ),
+    Mutation(
         "the wait for the first step is judged by each rank's own clock",
         (
             Change("step", "        began = self._group.clock()\n", "        began = time.monotonic()\n"),

@@ -31,7 +31,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.member import Admission, Member, Quorum, admit
 from titan_ft.replica.partition import Partition
-from titan_ft.replica.pulse import SILENT_BEATS, Pulse, Watch
+from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_outsiders
 from titan_ft.replica.reach import Peer
 from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.seat import Seat
@@ -108,6 +108,7 @@ class Membership:
         self._reported: set[str] = set()  # strangers
         self._failures = 0  # votes in a row that failed
         self._closed = False
+        self._page = StatusPage(lighthouse)
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
         process = self.member.unique  # of the first name
         self._rendezvous = Rendezvous(
@@ -137,7 +138,7 @@ class Membership:
             events=events,
         )
         # Of the group rank 0 alone reads the lighthouse's page: its abort reaches the other ranks.
-        self._watches: list[Watch] = [self._watch_pulse(lighthouse)] if group_rank == 0 else []
+        self._watches: list[Watch] = [self._watch_pulse()] if group_rank == 0 else []
         self._watches.append(self._partition.watch(self._find_others))
 
     @property
@@ -202,6 +203,12 @@ class Membership:
             for watch in self._watches:
                 watches.enter_context(watch.watching())
             yield
+
+    def find_outsiders(self, quorum: Quorum) -> list[int]:
+        """Return the slots of groups that live and are not in `quorum`, as rank 0 sees it; none on other ranks."""
+        beat = self._config.heartbeat_timeout_ms / 1000
+        status = self._page.read(beat) if self._group_rank == 0 else None
+        return [] if status is None else find_outsiders(self.member, quorum.members, status, beat)
 
     def abort(self) -> None:
         """Break off the exchange under way, here and, by closed connections, at the others."""
@@ -299,10 +306,10 @@ class Membership:
 
     # Members that fall silent, or go on without this group
 
-    def _watch_pulse(self, lighthouse: str) -> Pulse:
+    def _watch_pulse(self) -> Pulse:
         beat = self._config.heartbeat_timeout_ms / 1000
         return Pulse(
-            lighthouse,
+            self._page,
             # A page has a line for each group, and every group looks for itself: in large jobs more seldom.
             interval=beat * (1 + (self._config.replica_id // _OFTEN).bit_length()),
             patience=SILENT_BEATS * beat,

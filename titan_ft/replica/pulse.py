@@ -160,7 +160,7 @@ class Pulse(Watch):
     """Watches whether the members of an exchange heartbeat, and whether they are still in it.
 
     Args:
-        lighthouse: its address, http://host:port.
+        page: the lighthouse's.
         interval: seconds until the first look and between two.
         patience: seconds of silence after which a member counts as gone.
         own: returns the name of this group.
@@ -171,7 +171,7 @@ class Pulse(Watch):
 
     def __init__(
         self,
-        lighthouse: str,
+        page: StatusPage,
         interval: float,
         patience: float,
         own: Callable[[], Member],
@@ -179,7 +179,7 @@ class Pulse(Watch):
         on_silence: Callable[[dict[str, float]], None],
         on_left_out: Callable[[list[int]], None],
     ) -> None:
-        self._page, self._patience, self._own, self._members = StatusPage(lighthouse), patience, own, members
+        self._page, self._patience, self._own, self._members = page, patience, own, members
         self._on_silence, self._on_left_out = on_silence, on_left_out
         super().__init__("titan_ft_pulse", lambda: interval, 1.0, self._look_at_page)
 
@@ -210,6 +210,18 @@ def find_successors(own: Member, quorum: Collection[str]) -> list[int]:
     The lighthouse's last quorum is then a later one than that of the exchange that `own` is in, whatever their ids (a
     lighthouse that was started again counts anew), and makes the job's next update. A quorum of strangers says nothing.
     """
-    if own.replica_id in quorum:
-        return []
-    return sorted({member.slot for member in known_members(quorum) if member.job == own.job})
+    return [] if own.replica_id in quorum else _slots_of_job(own, quorum)
+
+
+def find_outsiders(own: Member, members: Collection[Member], status: Status, beat: float) -> list[int]:
+    """Return the slots of the job's groups that have been heard of for the last `beat` seconds, and are no `members`.
+
+    A group asks for a quorum between two steps only: until then those who ask may be given one without it.
+    """
+    inside = {member.slot for member in members}
+    living = [name for name, seconds in status.heartbeats.items() if seconds < beat]
+    return [slot for slot in _slots_of_job(own, living) if slot not in inside]
+
+
+def _slots_of_job(own: Member, names: Collection[str]) -> list[int]:
+    return sorted({member.slot for member in known_members(names) if member.job == own.job})
