@@ -77,19 +77,6 @@ MUTATIONS = [
         ("liveness",),
     ),
     Mutation(
-        "a group that holds nothing goes on while another one lives outside of the quorum",
-        (
-            Change("pulse", "if slots := find_successors(own, status.quorum):", "if slots := []:"),
-            Change(
-                "heal",
-                "if self._alone_since is None or any(self._group.gather(self._count_outsiders(made))):",
-                "if self._alone_since is None:",
-            ),
-        ),
-        ("freeze", "groups_die"),
-        ("no state given up",),
-    ),
-    Mutation(
         "the wait for the first step is judged by each rank's own clock",
         (
             Change("step", "        began = self._group.clock()\n", "        began = time.monotonic()\n"),
