@@ -66,6 +66,7 @@ class World:
         self.lineages = {5: 55}  # by step
         self.holders = (0, 1)
         self.idle = False  # the holders make no update
+        self.outsiders: list[int] = []
         self.broken: set[int] = set()  # numbers of rounds that break
         self.made = 0
         self.on_round: Callable[[int], None] = lambda number: None
@@ -109,6 +110,9 @@ class World:
 
     def peer_address(self, rank: int) -> str:
         return str(rank)
+
+    def find_outsiders(self, made: Round) -> list[int]:
+        return self.outsiders
 
     def take_digest(self) -> str:
         self.position.take_digest(self._digest(self.value))
@@ -309,6 +313,40 @@ def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
     (event,) = world.named("rolled_back")
     assert (event.step, event.lost) == (4, 1)  # type: ignore[attr-defined]  # a RolledBack
     assert world.ledger.readers == (0, 1, 2)
+
+
+def test_a_group_that_lives_outside_of_the_quorum_is_waited_for(make: Callable[..., World]) -> None:
+    """It may hold the job's state: an older one counts only some time after it was seen last."""
+    world = make()
+    world.fail = {1}
+    world.release.set()
+    world.position.step, world.position.lineage, world.value = 4, 44, value_after(4)
+
+    def go(number: int) -> None:
+        world.holders = () if number > 1 else world.holders
+        world.outsiders = [0] if number < 20 else []
+        world.seconds += ALONE_SECONDS / 4
+
+    world.on_round = go
+    world.heal.run()
+    assert world.made == 19 + 4
+    assert len(world.named("rolled_back")) == 1
+
+
+def test_a_holder_that_comes_back_from_outside_is_the_donor(make: Callable[..., World]) -> None:
+    """However long it was away."""
+    world = make()
+    world.release.set()
+
+    def go(number: int) -> None:
+        world.holders = () if number < 20 else (0,)
+        world.outsiders = [0] if number < 20 else []
+        world.seconds += ALONE_SECONDS / 4
+
+    world.on_round = go
+    world.heal.run()
+    assert healed(world)
+    assert world.named("rolled_back") == []
 
 
 def test_without_any_state_the_job_is_lost(make: Callable[..., World]) -> None:

@@ -563,6 +563,32 @@ def test_an_abort_of_a_former_quorum_does_nothing(seats: Any) -> None:
     assert group.aborted.is_set()
 
 
+def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
+    """A group that was frozen in the midst of it breaks it off by itself when it thaws: nobody tells it."""
+    group = FakeProcessGroup()
+    frozen, other = seats.take(0, process_group=group), seats.take(1, process_group=FakeProcessGroup())
+    seats.meet(frozen, other)
+    frozen._seat.leave()
+    group.aborted.clear()
+    assert other.vote(0, False) is False
+    seats.meet(other)
+    assert not group.aborted.is_set()
+    with frozen.waiting():
+        assert group.aborted.wait(DEADLINE)
+    assert [event["members"] for event in frozen._events.named("left_out")] == [[1]]
+    assert frozen._events.named("peer_silent") == []
+
+
+def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., None]) -> None:
+    """A group that has come, or come back, and has yet to ask; rank 0 alone looks."""
+    ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
+    quorums = seats.meet(*ranks)
+    assert ranks[0].find_outsiders(quorums[0]) == []
+    seats.take(1)
+    wait_until(lambda: ranks[0].find_outsiders(quorums[0]) == [1], "group 1 is heard of")
+    assert ranks[1].find_outsiders(quorums[1]) == []
+
+
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_process_group_that_cannot_be_aborted(seats: Any, stuck: int, caplog: pytest.LogCaptureFixture) -> None:
     """The other ranks of the group are told all the same, the log says why, and the next quorum is watched as well."""

@@ -1,22 +1,55 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An exchange is broken off when the lighthouse has not heard of one of its members for too long."""
+"""An exchange is broken off when one of its members is silent, and when the others have gone on without this group."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
-from titan_ft.replica.pulse import Pulse, Watch, read_heartbeats
+from titan_ft.replica.member import Member
+from titan_ft.replica.pulse import Pulse, Status, StatusPage, Watch, find_outsiders, find_successors
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 SILENCE_SECONDS = 0.3  # of listening for what must not come: many looks
 
+OWN = Member(3, 1.5, "own", "digest", job="job")
+
 PAGE = """
+Current quorum_id: 7 <br>
+Next quorum status: New quorum not ready, only have 0 participants <br>
+
+<h3>Previous Quorum</h3>
+
+Previous quorum id: 7 <br>
+Num participants: 2 <br>
+
+<div class="member
+ recovering
+">
+  <b>0:a&#x2F;b</b> <br/>
+  Step: 0 <br/>
+
+  <button hx-post="/replica/0:a&#x2F;b/kill"
+          hx-trigger="click">
+    Kill
+  </button>
+</div>
+
+<div class="member
+
+">
+  <b>3:&lt;own&gt;</b> <br/>
+  Step: 1 <br/>
+</div>
+
 <h2>Heartbeats</h2>
 <ul>
   <li class="heartbeat ">
@@ -67,23 +100,81 @@ def lighthouse() -> Iterator[Lighthouse]:
 
 
 @pytest.fixture
-def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.SimpleQueue[dict[str, float]]]]]:
+def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.SimpleQueue[Any]]]]:
     made: list[Pulse] = []
 
-    def make(members: list[str], address: str = "") -> tuple[Pulse, queue.SimpleQueue[dict[str, float]]]:
-        silences: queue.SimpleQueue[dict[str, float]] = queue.SimpleQueue()
-        made.append(Pulse(address or lighthouse.address, 0.02, 1.0, lambda: "3:own", lambda: members, silences.put))
-        return made[-1], silences
+    def make(members: list[str], address: str = "") -> tuple[Pulse, queue.SimpleQueue[Any]]:
+        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        page = StatusPage(address or lighthouse.address)
+        made.append(Pulse(page, 0.02, 1.0, lambda: OWN, lambda: members, told.put, told.put))
+        return made[-1], told
 
     yield make
     for pulse in made:
         pulse.close()
 
 
-def test_heartbeats_are_read_from_the_status_page() -> None:
-    """Each line of the page gives a replica id, unescaped, and the seconds since it was heard of."""
-    assert read_heartbeats(PAGE) == {"0:a/b": 0.021028435, "1:c": 3.5}
-    assert read_heartbeats("") == {}
+def test_the_status_page_is_read() -> None:
+    """It gives replica ids, unescaped: the seconds since each was heard of, and the members of the last quorum."""
+    assert Status.parse(PAGE) == Status({"0:a/b": 0.021028435, "1:c": 3.5}, ("0:a/b", "3:<own>"))
+    assert Status.parse("") == Status({}, ())
+
+
+OTHER = Member(1, 2.5, "other", "digest", job="job")
+
+
+@pytest.mark.parametrize(
+    ("quorum", "slots"),
+    [
+        ([OTHER], [1]),
+        ([OTHER, replace(OTHER, slot=0)], [0, 1]),
+        ([OTHER, OWN], []),
+        ([OTHER, replace(OWN, unique="another process")], [1, 3]),
+        ([replace(OTHER, job="another")], []),
+        ([], []),
+    ],
+)
+def test_who_has_gone_on_without_this_group(quorum: list[Member], slots: list[int]) -> None:
+    """Groups of its job that make a quorum without it have; strangers have not, nor has who has it in the quorum."""
+    names = [member.replica_id for member in quorum]
+    assert find_successors(OWN, names) == slots
+    assert find_successors(OWN, [*names, "a stranger"]) == slots
+
+
+def test_who_lives_outside_of_a_quorum() -> None:
+    """Groups of the job whose heartbeat is fresh; not those of the quorum, whatever their names were before."""
+    beats = {
+        OWN.replica_id: 0.1,
+        replace(OWN, edition=1).replica_id: 0.1,
+        OTHER.replica_id: 0.4,
+        replace(OTHER, slot=2).replica_id: 0.6,
+        replace(OTHER, slot=4, job="another").replica_id: 0.1,
+        "a stranger": 0.1,
+    }
+    assert find_outsiders(OWN, [OWN], Status(beats), 0.5) == [1]
+    assert find_outsiders(OWN, [OWN], Status(beats), 1.0) == [1, 2]
+    assert find_outsiders(OWN, [OWN, replace(OTHER, unique="another process")], Status(beats), 0.5) == []
+
+
+def test_an_exchange_that_the_others_have_left_is_broken_off(
+    lighthouse: Lighthouse, watch: Callable[..., tuple]
+) -> None:
+    """A quorum of the others alone is told, once; not the one that this group is in, nor that there is none."""
+    lighthouse.page = ""
+    pulse, told = watch([OTHER.replica_id])
+
+    def show(*members: Member) -> None:
+        for _ in range(3):  # the page as it was is looked at before
+            lighthouse.asked.get(timeout=DEADLINE)
+        assert told.empty()
+        lighthouse.page = "".join(f"  <b>{member.replica_id}</b> <br/>\n" for member in members)
+
+    with pulse.watching():
+        show(OTHER, OWN)
+        show(OTHER)
+        assert told.get(timeout=DEADLINE) == [1]
+        with pytest.raises(queue.Empty):
+            told.get(timeout=SILENCE_SECONDS)
 
 
 def test_a_silent_member_is_told_once(lighthouse: Lighthouse, watch: Callable[..., tuple]) -> None:
@@ -154,7 +245,7 @@ def test_a_lighthouse_that_hears_late_breaks_nothing_off(
     lighthouse: Lighthouse, watch: Callable[..., tuple], own: float, silent: bool
 ) -> None:
     """By a page on which this group's own heartbeat is older than half of the patience, nobody is gone."""
-    lighthouse.page = f"  1:c: seen 3.5s ago\n  3:own: seen {own}s ago\n"
+    lighthouse.page = f"  1:c: seen 3.5s ago\n  {OWN.replica_id}: seen {own}s ago\n"
     pulse, silences = watch(["1:c"])
     with pulse.watching():
         for _ in range(1 if silent else 3):
@@ -169,11 +260,11 @@ def test_an_exchange_that_ends_meanwhile_is_the_one_that_is_broken_off() -> None
     found, over = threading.Event(), threading.Event()
     went_on: list[bool] = []
 
-    def act(wrong: dict[str, str]) -> None:
+    def act() -> None:
         found.set()
         went_on.append(over.wait(SILENCE_SECONDS))
 
-    watch = Watch("test_watch", lambda: 0.0, 1.0, lambda: {"1:c": "silent"}, act)
+    watch = Watch("test_watch", lambda: 0.0, 1.0, lambda: act)
 
     def exchange() -> None:
         with watch.watching():
@@ -192,16 +283,16 @@ def test_an_error_ends_no_watching() -> None:
     acted: queue.SimpleQueue[str] = queue.SimpleQueue()
     errors = [OSError("disk full"), RuntimeError("store gone")]
 
-    def fails() -> dict[str, str]:
+    def look() -> Callable[[], None]:
         if errors:
             raise errors.pop()
-        return {"1:c": "silent"}
+        return partial(act, "silent")
 
-    def act(wrong: dict[str, str]) -> None:
-        acted.put(wrong["1:c"])
+    def act(wrong: str) -> None:
+        acted.put(wrong)
         raise OSError("disk full")
 
-    watch = Watch("test_watch", lambda: 0.0, 1.0, fails, act)
+    watch = Watch("test_watch", lambda: 0.0, 1.0, look)
     for _ in range(2):
         with watch.watching():
             assert acted.get(timeout=DEADLINE) == "silent"

@@ -16,7 +16,7 @@ import torchft.coordination
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import rank_watch
 from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.pulse import StatusPage
+from titan_ft.replica.pulse import Status, StatusPage
 from titan_ft.replica.rank_watch import RankWatch, describe_silence
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -36,8 +36,10 @@ class Ranks:
         self.change: Callable[[dict[str, float]], dict[str, float]] = dict
         read = StatusPage.read
 
-        def look(page: StatusPage, timeout: float) -> dict[str, float]:
-            beats = self.change(read(page, timeout))
+        def look(page: StatusPage, timeout: float) -> Status:
+            status = read(page, timeout)
+            assert status is not None
+            beats = Status(self.change(status.heartbeats))
             with self._looked:
                 self._looks += 1
                 self._looked.notify_all()

@@ -132,10 +132,9 @@ class Freeze(Fault):
 
             def thaw() -> None:
                 world.say("fault", f"thaws g{self.slot}r{self.rank}")
-                world.thawed[self.slot] = world.kernel.now
-                world.disturb()
                 for process in processes:
                     process.thaw()
+                world.thaws(group)
 
             world.kernel.after(self.seconds, thaw)
 

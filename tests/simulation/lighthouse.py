@@ -167,9 +167,11 @@ class Lighthouse:
         self._look()
 
     def status(self) -> str:
-        """Return what the status page says of heartbeats."""
+        """Return what the status page says of heartbeats and of the last quorum."""
         now = self._kernel.now
-        return "".join(f"    {name}: seen {heart.age(now):.6f}s ago\n" for name, heart in self._hearts.items())
+        members = "".join(f"  <b>{member.replica_id}</b> <br/>\n" for member in self._previous or ())
+        beats = "".join(f"    {name}: seen {heart.age(now):.6f}s ago\n" for name, heart in self._hearts.items())
+        return members + beats
 
     @property
     def quorum(self) -> tuple[int, list[str]]:

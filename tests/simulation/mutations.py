@@ -71,6 +71,12 @@ def _one(module: str, old: str, new: str) -> tuple[Change, ...]:
 
 MUTATIONS = [
     Mutation(
+        "a group that thaws is not told that the others have left its exchange",
+        _one("pulse", "if slots := find_successors(own, status.quorum):", "if slots := []:"),
+        ("freeze",),
+        ("liveness",),
+    ),
+    Mutation(
         "the wait for the first step is judged by each rank's own clock",
         (
             Change("step", "        began = self._group.clock()\n", "        began = time.monotonic()\n"),

@@ -11,6 +11,7 @@ os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded
 import dataclasses
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ import pytest
 from tests.simulation import lighthouse as model
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network
+from titan_ft.replica.pulse import Status
 
 _TICK, _HEARTBEAT_TIMEOUT, _JOIN_TIMEOUT, _INTERVAL = 0.02, 0.6, 1.2, 0.05
 _SECONDS = timedelta(seconds=10)
@@ -61,6 +63,9 @@ class Lighthouses(Protocol):
 
     def vote(self, name: str, votes: list[bool]) -> list[bool]:
         """Let all ranks of a group vote, one after the other; returns what each is told."""
+
+    def page(self) -> str:
+        """Return the lighthouse's status page."""
 
     def sleep(self, seconds: float) -> None:
         """Let time go by."""
@@ -163,6 +168,10 @@ class RealWorld:
             thread.join()
         return [told[rank] for rank in range(len(votes))]
 
+    def page(self) -> str:
+        with urllib.request.urlopen(f"{self._address}/status", timeout=_SECONDS.total_seconds()) as answer:
+            return str(answer.read().decode())
+
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
@@ -241,6 +250,9 @@ class ModelWorld:
         while not all(task.done for task in tasks):
             self._kernel.sleep(0.01)
         return [told[rank] for rank in range(len(votes))]
+
+    def page(self) -> str:
+        return self._lighthouse.status()
 
     def sleep(self, seconds: float) -> None:
         self._kernel.sleep(seconds)
@@ -356,7 +368,30 @@ def ranks(world: Lighthouses) -> Iterator[Any]:
     yield world.vote("a", [True, True])
 
 
-SCRIPTS = [all_ask, newcomer, gone, half, join_timeout, seat_renewed, ranks]
+def status_page(world: Lighthouses) -> Iterator[Any]:
+    """The page has everybody that was ever heard of, and the members of the last quorum, whoever asks meanwhile."""
+
+    def look() -> tuple[list[str], tuple[str, ...]]:
+        status = Status.parse(world.page())
+        assert all(0 <= seconds < 2 * _HEARTBEAT_TIMEOUT for seconds in status.heartbeats.values())
+        return sorted(status.heartbeats), status.quorum
+
+    yield look()
+    for name in "ab":
+        world.join(name)
+    world.sleep(0.2)
+    yield look()
+    yield _rounds(world, "ba", [1, 1]), look()
+    world.join("c")
+    world.sleep(0.2)
+    world.ask("c", 0)
+    yield look()
+    world.leave("a")
+    world.ask("b", 2)
+    yield world.answer("b"), world.answer("c"), look()
+
+
+SCRIPTS = [all_ask, newcomer, gone, half, join_timeout, seat_renewed, ranks, status_page]
 
 
 def _play_model(script: Script, min_replicas: int) -> list[Any]:

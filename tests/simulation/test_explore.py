@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import standins
+from tests.simulation.faults import Freeze, KillGroups, Slow
 from tests.simulation.schedule import Schedule, draw
+from tests.simulation.world import Options
+from titan_ft.replica.heal import Heal
 
 SCHEDULES = 2000
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,30 @@ def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
     assert first.trace
     assert first.trace == again.trace
     assert first.kernel.now == again.kernel.now
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Its joiner goes on without it meanwhile, and takes the state for lost unless it sees that the holder lives."""
+    if not waits:
+        monkeypatch.setattr(Heal, "_count_outsiders", lambda heal, made: 0)
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 30_000,
+        "transfer_timeout_seconds": 20.0,
+    }
+    options = Options(2, 1, 14, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(18.0, 18.0))
+    killed, slow, frozen = KillGroups(0.3, (0,)), Slow(1.9, 1, 0, 15.0, 20.0), Freeze(3.6, 1, 0, 1.6)
+    with standins.installed():
+        world = Schedule(1, options, (killed, slow, frozen)).run()
+    if waits:
+        assert not world.problems
+    else:
+        assert "every group that held the state" in world.problems[0].text
 
 
 def test_the_real_world_is_back_afterwards() -> None:

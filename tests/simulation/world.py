@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
 _AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
+_LEFT_OUT_SECONDS = 1.5  # that a group which thaws may take to see that the others have left its exchange
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
 _USUAL_STEPS = 3  # that may go by without a commit while a group heals: it replays, an exchange is made again
@@ -819,6 +820,25 @@ class World(standins.World):
         # It is seen when it is silent for the whole patience, at the next look, after two pages that came late.
         self.kernel.after(3 * patience + 0.5, look)
 
+    def thaws(self, group: GroupRun) -> None:
+        """Look in a while whether a group that thaws, and holds a state, is with the others again."""
+        since = self.thawed[group.slot] = self.kernel.now
+        self.disturb()
+
+        def look() -> None:
+            quiet = self.disturbed == since and self.network.calm and self.lighthouse.listens and not self._job_over()
+            at_work = quiet and not any(rank.slowness for other in self.groups.values() for rank in other.ranks)
+            met = group.runs and not group.ended and not group.told and group.met_from < since
+            names = self.lighthouse.quorum[1]
+            if at_work and met and names and not any(int(name.split("/")[1]) == group.slot for name in names):
+                text = (
+                    f"g{group.slot} is left out of the others' quorum {self.kernel.now - since:.0f} s after it thawed"
+                )
+                self.report("liveness", text)
+
+        if group.ready and group.heals_since is None:
+            self.kernel.after(_LEFT_OUT_SECONDS + self._patience, look)
+
     def _is_tainted(self, slot: int) -> bool:
         return any(rank.state.tainted for rank in self.groups[slot].ranks)
 
@@ -976,12 +996,7 @@ class World(standins.World):
         ]
 
     def _reaches_lighthouse(self, group: GroupRun) -> bool:
-        now, thawed = self.kernel.now, self.thawed.get(group.slot, -math.inf)
-        settled = now - self.disturbed > self.config["start_timeout_seconds"] + 3.0
-        if self.options.silent:
-            # Nobody tells a group that thaws in an exchange that its peers have left it: the count of givers and the
-            # rows each sit their timeout out.
-            settled = settled and now - thawed > 2 * self.config["process_group_timeout_ms"] / 1000 + 1.0
+        settled = self.kernel.now - self.disturbed > self.config["start_timeout_seconds"] + 3.0
         return settled and self.network.usable((group.slot, 0), LIGHTHOUSE)
 
     def _judge_loss(self, rank: Rank, step: int, what: str) -> None:

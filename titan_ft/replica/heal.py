@@ -65,7 +65,8 @@ class Heal:
         self._rest = 0  # rounds until the next donor is asked
         self._round_seconds = 0.0  # of the last round
         self._replay_seconds = math.inf  # of the last replayed update
-        self._alone_since: float | None = None  # by the group's clock: when the last holder was seen to have gone
+        self._alone_since: float | None = None  # by the group's clock: when who may be a holder was seen last
+        self._outsiders: list[int] = []  # slots of groups that lived outside of the last round
 
     def run(self) -> float:
         """Heal; this group is READY afterwards and the quorum of its next round is asked for.
@@ -81,7 +82,7 @@ class Heal:
         started = time.monotonic()
         self._position.fall_behind()
         self._position.be_alone(0.0)
-        self._alone_since, self._rest = None, 0
+        self._alone_since, self._outsiders, self._rest = None, [], 0
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
             self._rounds.launch_empty()
@@ -248,14 +249,24 @@ class Heal:
         return isinstance(outcome, Round) and gives_next(outcome, self._config)
 
     def _look_for_holders(self, made: Round) -> None:
-        """Count the time without a holder of the job's state in the quorum, by the group's clock."""
+        """Count the time without a holder of the job's state in sight, by the group's clock."""
         if made.verdict.holders:
             self._alone_since = None
             self._position.be_alone(0.0)
-        else:
-            now = self._group.clock()
-            self._alone_since = now if self._alone_since is None else self._alone_since
-            self._position.be_alone(now - self._alone_since)
+            return
+        now = self._group.clock()
+        # A holder that was silent for a moment, in the midst of a long step, is in no quorum until it has made that.
+        if self._alone_since is None or any(self._group.gather(self._count_outsiders(made))):
+            self._alone_since = now
+        self._position.be_alone(now - self._alone_since)
+
+    def _count_outsiders(self, made: Round) -> int:
+        """Return how many groups live and are not in the quorum, on rank 0."""
+        slots = self._rounds.find_outsiders(made)
+        if slots and slots != self._outsiders:
+            logger.warning("nobody in the quorum holds the job's state; waiting for groups %s, which live", slots)
+        self._outsiders = slots
+        return len(slots)
 
     def _roll_back(self) -> None:
         """Go on from this group's own state."""

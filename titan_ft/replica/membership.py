@@ -31,12 +31,12 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.member import Admission, Member, Quorum, admit
 from titan_ft.replica.partition import Partition
-from titan_ft.replica.pulse import SILENT_BEATS, Pulse, Watch
+from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_outsiders
 from titan_ft.replica.reach import Peer
 from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.seat import Seat
 from titan_ft.run.address import join_address
-from titan_ft.run.events import ForeignMember, Joined, PeerSilent
+from titan_ft.run.events import ForeignMember, Joined, LeftOut, PeerSilent
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class Membership:
         self._reported: set[str] = set()  # strangers
         self._failures = 0  # votes in a row that failed
         self._closed = False
+        self._page = StatusPage(lighthouse)
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
         process = self.member.unique  # of the first name
         self._rendezvous = Rendezvous(
@@ -137,7 +138,7 @@ class Membership:
             events=events,
         )
         # Of the group rank 0 alone reads the lighthouse's page: its abort reaches the other ranks.
-        self._watches: list[Watch] = [self._watch_pulse(lighthouse)] if group_rank == 0 else []
+        self._watches: list[Watch] = [self._watch_pulse()] if group_rank == 0 else []
         self._watches.append(self._partition.watch(self._find_others))
 
     @property
@@ -197,11 +198,17 @@ class Membership:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for an exchange: it is broken off when a member falls silent (see `Pulse`) or cannot be reached."""
+        """Wait for an exchange: broken off when members are silent, have left it (`Pulse`) or cannot be reached."""
         with contextlib.ExitStack() as watches:
             for watch in self._watches:
                 watches.enter_context(watch.watching())
             yield
+
+    def find_outsiders(self, quorum: Quorum) -> list[int]:
+        """Return the slots of groups that live and are not in `quorum`, as rank 0 sees it; none on other ranks."""
+        beat = self._config.heartbeat_timeout_ms / 1000
+        status = self._page.read(beat) if self._group_rank == 0 else None
+        return [] if status is None else find_outsiders(self.member, quorum.members, status, beat)
 
     def abort(self) -> None:
         """Break off the exchange under way, here and, by closed connections, at the others."""
@@ -297,18 +304,19 @@ class Membership:
             logger.warning("left aside at the lighthouse: member %r, because %s", name, reason)
             self._events.emit(ForeignMember(member=name, reason=reason))
 
-    # Members that fall silent
+    # Members that fall silent, or go on without this group
 
-    def _watch_pulse(self, lighthouse: str) -> Pulse:
+    def _watch_pulse(self) -> Pulse:
         beat = self._config.heartbeat_timeout_ms / 1000
         return Pulse(
-            lighthouse,
+            self._page,
             # A page has a line for each group, and every group looks for itself: in large jobs more seldom.
             interval=beat * (1 + (self._config.replica_id // _OFTEN).bit_length()),
             patience=SILENT_BEATS * beat,
-            own=lambda: self.member.replica_id,
+            own=lambda: self.member,
             members=self._find_exchanging,
-            on_silence=self._break_off,
+            on_silence=self._leave_silent,
+            on_left_out=self._leave_abandoned,
         )
 
     def _find_others(self) -> list[Member]:
@@ -323,7 +331,7 @@ class Membership:
         self._looked_at = self._rendezvous.prefix
         return [member.replica_id for member in self._find_others()]
 
-    def _break_off(self, silent: dict[str, float]) -> None:
+    def _leave_silent(self, silent: dict[str, float]) -> None:
         """Break off the exchange under way because members of it are silent."""
         self._rendezvous.abort(self._looked_at)  # first: the event's disk may be full
         slots = sorted(Member.parse(name).slot for name in silent)
@@ -331,6 +339,12 @@ class Membership:
             "no heartbeat from groups %s for %.1f s: the exchange is broken off", slots, max(silent.values())
         )
         self._events.emit(PeerSilent(slots=slots, seconds=max(silent.values())))
+
+    def _leave_abandoned(self, slots: list[int]) -> None:
+        """Break off the exchange under way because the others have left it."""
+        self._rendezvous.abort(self._looked_at)
+        logger.warning("groups %s have gone on without this one: the exchange is broken off", slots)
+        self._events.emit(LeftOut(members=slots))
 
 
 def _connect(store: tuple[str, int]) -> TCPStore:

@@ -104,14 +104,14 @@ class Partition:
         """
         # Peers that are slow are asked too: seldom, for they pay for it.
         look = partial(self._find_lost, others)
-        return Watch("titan_ft_link_watch", self._look_after, 2.0, look, self._break_off)
+        return Watch("titan_ft_link_watch", self._look_after, 2.0, look)
 
     def _look_after(self) -> float:
         """Return the seconds that an exchange may wait before this rank looks at its links."""
         return SILENT_BEATS * self._beat * (1 + len(self._members) // _MANY)
 
-    def _find_lost(self, others: Callable[[], list[Member]]) -> dict[str, str]:
-        """Return which members of the exchange under way this rank cannot reach, and why.
+    def _find_lost(self, others: Callable[[], list[Member]]) -> Callable[[], None] | None:
+        """Look which members of the exchange under way this rank cannot reach; returns what to do if there are some.
 
         A peer that is slow answers, and one that is busy does at the second time; only the network loses everything.
         """
@@ -119,12 +119,12 @@ class Partition:
         for _ in range(2):
             lost = self._find_dead(members)
             members = [member for member in members if member.unique in lost]
-        return {member.unique: f"group {member.slot}" for member in members}
+        return partial(self._break_off, members) if members else None
 
-    def _break_off(self, lost: dict[str, str]) -> None:
+    def _break_off(self, lost: Sequence[Member]) -> None:
         """Break off the exchange under way because of links that are dead; the group reports them after the vote."""
-        logger.warning("no way to %s: breaking off the exchange", ", ".join(sorted(lost.values())))
-        self._lost = self._probed, sorted(lost)
+        logger.warning("no way to groups %s: breaking off the exchange", sorted(member.slot for member in lost))
+        self._lost = self._probed, sorted(member.unique for member in lost)
         self._rendezvous.abort(self._probed)
 
     # 2. After a vote that failed
@@ -297,7 +297,7 @@ class Partition:
                 return dead
             # A process that has just changed its name is there twice.
             youngest: dict[str, float] = {}
-            for name, seconds in page.items():
+            for name, seconds in page.heartbeats.items():
                 for member in known_members([name]):
                     youngest[member.unique] = min(seconds, youngest.get(member.unique, seconds))
             living |= {unique for unique in open_ if youngest.get(unique, now) < now - began}

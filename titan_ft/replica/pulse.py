@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Look, while an exchange waits, whether all of its members still send heartbeats.
+"""Look, while an exchange waits, whether all of its members still send heartbeats, and have not gone on without it.
 
 A process that dies closes its connections, and the others see it at once. A host that is frozen or has lost its network
 closes nothing: an exchange with it waits for the process group's whole timeout, which must be longer than the slowest
-step. The lighthouse knows more: its status page has the time since each member's last heartbeat.
+step. And when it is back it may not be told (NCCL) that the others have left that exchange. The lighthouse knows more:
+its status page has the time since each member's last heartbeat, and the members of the last quorum.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from titan_ft.replica.member import Member, known_members
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +34,32 @@ SILENT_BEATS = 2
 _HEARTBEAT = re.compile(r"^\s*(\S+): seen ([0-9.eE+-]+)s ago\s*$", re.MULTILINE)
 
 
-def read_heartbeats(page: str) -> dict[str, float]:
-    """Return the seconds since each member's last heartbeat, by replica id, from the lighthouse's status page."""
-    return {html.unescape(name): float(seconds) for name, seconds in _HEARTBEAT.findall(page)}
+_MEMBER = re.compile(r"^\s*<b>(\S+)</b> <br/>\s*$", re.MULTILINE)  # of the last quorum
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the lighthouse's status page says.
+
+    Attributes:
+        heartbeats: seconds since each member's last heartbeat, by replica id.
+        quorum: replica ids of the members of the last quorum; none = the lighthouse has yet to form one.
+    """
+
+    heartbeats: dict[str, float]
+    quorum: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, page: str) -> Status:
+        """Read the page."""
+        return cls(
+            {html.unescape(name): float(seconds) for name, seconds in _HEARTBEAT.findall(page)},
+            tuple(html.unescape(name) for name in _MEMBER.findall(page)),
+        )
 
 
 class StatusPage:
-    """The lighthouse's status page, with the time since each member's last heartbeat.
+    """The lighthouse's status page.
 
     Args:
         lighthouse: its address, http://host:port.
@@ -46,11 +70,11 @@ class StatusPage:
         # A proxy that the environment names could not reach the lighthouse.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def read(self, timeout: float) -> dict[str, float] | None:
-        """Return the seconds since each member's last heartbeat, by replica id; None if there is no answer."""
+    def read(self, timeout: float) -> Status | None:
+        """Return what it says now; None if there is no answer."""
         try:
             with self._opener.open(self._url, timeout=timeout) as answer:
-                return read_heartbeats(answer.read().decode(errors="replace"))
+                return Status.parse(answer.read().decode(errors="replace"))
         except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
             return None
 
@@ -62,8 +86,8 @@ class Watch:
         name: of its thread.
         interval: returns the seconds until the first look.
         growth: how many times longer each pause between two looks at the same exchange is.
-        look: returns what is wrong, if anything is.
-        act: called with it, once in an exchange, which does not end before it returns: it must not wait for that.
+        look: returns what is to be done because something is wrong; None = nothing is. It is done once in an exchange,
+            which does not end before it is: it must not wait for that.
     """
 
     def __init__(
@@ -71,11 +95,9 @@ class Watch:
         name: str,
         interval: Callable[[], float],
         growth: float,
-        look: Callable[[], dict[str, Any]],
-        act: Callable[[dict[str, Any]], None],
+        look: Callable[[], Callable[[], None] | None],
     ) -> None:
-        self._name, self._interval, self._growth = name, interval, growth
-        self._look, self._act = look, act
+        self._name, self._interval, self._growth, self._look = name, interval, growth, look
         self._changed = threading.Condition()
         self._exchange: object | None = None  # the one under way
         self._pause = 0.0  # before the next look at it
@@ -116,56 +138,90 @@ class Watch:
                 if self._closed:
                     return
                 exchange = self._exchange
-            wrong = self._try(self._look)
+            act = self._try(self._look)
             # The lock keeps this exchange from ending before it is acted on: the next one would be broken off.
             with self._changed:
                 if self._exchange is exchange:
                     self._pause *= self._growth
-                    self._due = math.inf if wrong else time.monotonic() + self._pause  # it is broken off once
-                    if wrong:
-                        self._try(self._act, wrong)
+                    self._due = math.inf if act else time.monotonic() + self._pause  # it is broken off once
+                    if act:
+                        self._try(act)
 
-    def _try(self, do: Callable[..., Any], *args: Any) -> Any:
+    def _try(self, do: Callable[[], Any]) -> Any:
         """Call it; a store that is gone or a full disk is not the end of all watching."""
         try:
-            return do(*args)
+            return do()
         except (OSError, RuntimeError):
             logger.exception("%s could not do all that it should", self._name)
             return None
 
 
 class Pulse(Watch):
-    """Watches the heartbeats of an exchange's members.
+    """Watches whether the members of an exchange heartbeat, and whether they are still in it.
 
     Args:
-        lighthouse: its address, http://host:port.
+        page: the lighthouse's.
         interval: seconds until the first look and between two.
         patience: seconds of silence after which a member counts as gone.
-        own: returns the replica id of this group.
+        own: returns the name of this group.
         members: returns the replica ids of the others in the exchange under way; none as long as they are not known.
         on_silence: called with the silent ones and their seconds, to break the exchange off.
+        on_left_out: called with the slots of the groups that have gone on without this one, to break it off.
     """
 
     def __init__(
         self,
-        lighthouse: str,
+        page: StatusPage,
         interval: float,
         patience: float,
-        own: Callable[[], str],
+        own: Callable[[], Member],
         members: Callable[[], Collection[str]],
         on_silence: Callable[[dict[str, float]], None],
+        on_left_out: Callable[[list[int]], None],
     ) -> None:
-        self._page, self._patience, self._own, self._members = StatusPage(lighthouse), patience, own, members
-        super().__init__("titan_ft_pulse", lambda: interval, 1.0, self._find_silent, on_silence)
+        self._page, self._patience, self._own, self._members = page, patience, own, members
+        self._on_silence, self._on_left_out = on_silence, on_left_out
+        super().__init__("titan_ft_pulse", lambda: interval, 1.0, self._look_at_page)
 
-    def _find_silent(self) -> dict[str, float]:
+    def _look_at_page(self) -> Callable[[], None] | None:
         members = self._members()
         if not members:
-            return {}
-        heartbeats = self._page.read(self._patience)
-        if heartbeats is None:
-            return {}  # nothing is known, the exchange has its timeout
-        if heartbeats.get(self._own(), 0.0) > self._patience / 2:
+            return None
+        status = self._page.read(self._patience)
+        if status is None:
+            return None  # nothing is known, the exchange has its timeout
+        own = self._own()
+        if slots := find_successors(own, status.quorum):
+            return partial(self._on_left_out, slots)
+        if silent := self._find_silent(own, members, status.heartbeats):
+            return partial(self._on_silence, silent)
+        return None
+
+    def _find_silent(self, own: Member, members: Collection[str], heartbeats: dict[str, float]) -> dict[str, float]:
+        if heartbeats.get(own.replica_id, 0.0) > self._patience / 2:
             return {}  # this group is alive, so it is the lighthouse, or the network to it, that is late
         # A member that is not listed may not have reached a lighthouse that was just started again: it gets time.
         return {name: heartbeats[name] for name in members if heartbeats.get(name, 0.0) > self._patience}
+
+
+def find_successors(own: Member, quorum: Collection[str]) -> list[int]:
+    """Return the slots of the job's groups that have gone on without `own`, which has been in a quorum; none if not.
+
+    The lighthouse's last quorum is then a later one than that of the exchange that `own` is in, whatever their ids (a
+    lighthouse that was started again counts anew), and makes the job's next update. A quorum of strangers says nothing.
+    """
+    return [] if own.replica_id in quorum else _slots_of_job(own, quorum)
+
+
+def find_outsiders(own: Member, members: Collection[Member], status: Status, beat: float) -> list[int]:
+    """Return the slots of the job's groups that have been heard of for the last `beat` seconds, and are no `members`.
+
+    A group asks for a quorum between two steps only: until then those who ask may be given one without it.
+    """
+    inside = {member.slot for member in members}
+    living = [name for name, seconds in status.heartbeats.items() if seconds < beat]
+    return [slot for slot in _slots_of_job(own, living) if slot not in inside]
+
+
+def _slots_of_job(own: Member, names: Collection[str]) -> list[int]:
+    return sorted({member.slot for member in known_members(names) if member.job == own.job})

@@ -115,7 +115,8 @@ class RankWatch:
             due = time.monotonic() + interval
             if self._closed.wait(interval):
                 return
-            beats = page.read(self._patience) or {}
+            status = page.read(self._patience)
+            beats = status.heartbeats if status is not None else {}
             now = time.monotonic()
             own = beats.get(_name(0))
             if own is None or max(own, now - due) > self._patience / 2:

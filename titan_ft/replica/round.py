@@ -122,6 +122,10 @@ class Rounds:
         """Return the state server's address (host:port) of the same group rank in member `rank`."""
         return self._membership.peer_address(rank)
 
+    def find_outsiders(self, made: Round) -> list[int]:
+        """Return the slots of groups that live and were not in a round, as rank 0 sees it; none on other ranks."""
+        return self._membership.find_outsiders(made.quorum)
+
     def launch(self) -> None:
         """Let the next backward launch the exchange of the next round; call it before the step's last backward."""
         self.ask()

@@ -268,6 +268,12 @@ class PeerSilent(RankEvent, kw_only=True):
     seconds: float  # of silence, at most
 
 
+class LeftOut(RankEvent, kw_only=True):
+    """Groups have gone on without this one, which was silent for a while; its exchange is broken off, it comes back."""
+
+    members: list[int]  # groups that have gone on
+
+
 class LinkDead(RankEvent, kw_only=True):
     """Groups live and cannot be reached from this one."""
 
