@@ -124,6 +124,12 @@ class State:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def forget_hooks(self) -> None:
+        """Drop the parameters' hooks, which nobody calls any more: a collector does not see the cycle that they make."""
+        for parameter in self.parameters:
+            if parameter._post_accumulate_grad_hooks is not None:
+                parameter._post_accumulate_grad_hooks.clear()
+
     def add_gradient(self, values: np.ndarray, between: Callable[[], None] = lambda: None) -> None:
         """Add to the gradients, as a backward does: the last parameters first, and each one's hooks are called.
 
