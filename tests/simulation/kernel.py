@@ -95,9 +95,9 @@ class Task:
 
     __slots__ = ("done", "fn", "green", "joiners", "name", "process", "queued", "ticket", "timed_out")
 
-    def __init__(self, kernel: Kernel, fn: Callable[[], object], name: str, process: Process) -> None:
+    def __init__(self, fn: Callable[[], object], name: str, process: Process) -> None:
         self.fn, self.name, self.process = fn, name, process
-        self.green = greenlet.greenlet(kernel._run_task, kernel.hub)
+        self.green: greenlet.greenlet | None = None  # it has not begun
         self.done = self.queued = self.timed_out = False
         self.ticket = 0  # of the wait under way: timers of earlier ones are void
         self.joiners: list[Task] = []
@@ -134,6 +134,7 @@ class Kernel:
         self._timers: list[tuple[float, int, Callable[[], None] | Task, int]] = []
         self._order = 0
         self._tasks: list[Task] = []
+        self._idle: list[greenlet.greenlet] = []  # of tasks that are done: a new one costs a page of memory
 
     # What tasks call
 
@@ -152,7 +153,7 @@ class Kernel:
 
     def spawn(self, fn: Callable[[], object], name: str, process: Process | None = None) -> Task:
         """Make a task that runs `fn`; of the process of the caller unless another is given."""
-        task = Task(self, fn, name, process or self.process)
+        task = Task(fn, name, process or self.process)
         self._tasks.append(task)
         self.wake(task)
         return task
@@ -210,6 +211,8 @@ class Kernel:
         """Run tasks until the clock says `until` or `stop` is called; False if nothing can ever happen any more."""
         self._until, self._left, self._went_on = until, max_switches, None
         while (task := self.task or self._next()) is not None:
+            if task.green is None:
+                task.green = self._idle.pop() if self._idle else greenlet.greenlet(self._run_tasks, self.hub)
             task.green.switch()
             if self._error is not None:
                 raise self._error
@@ -219,7 +222,7 @@ class Kernel:
         """Return what each task of a live process waits for: its name, and where in the engine it is."""
         found = []
         for task in self._tasks:
-            frame = None if task.done or task.process.dead else task.green.gr_frame
+            frame = None if task.done or task.process.dead or task.green is None else task.green.gr_frame
             places = []
             while frame is not None:
                 file = frame.f_code.co_filename
@@ -234,22 +237,30 @@ class Kernel:
         """Unwind what is left, so that nothing of it runs when it is collected."""
         self.closed = True
         for task in self._tasks:
-            if not task.done and task.green:
+            if not task.done and task.green is not None:
                 self.task = task
                 task.green.throw(Killed)
             self.task = None
+        for green in self._idle:
+            green.throw()
         self._tasks.clear()
+        self._idle.clear()
 
     def _give_way(self) -> None:
-        """Let the next task run; returns when it is the caller's turn again."""
+        """Let the next task run; returns when it is the caller's turn again, or has a new task."""
         me = self.task
         try:
             task = self._next()
         except BaseException as error:  # noqa: BLE001  # the world's, which is no concern of the task that gives way
             self._error, task = error, None
-        # One that begins is left to `run`: it would stand on the stack of whoever started it.
-        if task is not me:
-            (task.green if task is not None and task.green else self.hub).switch()
+        if task is not None and task.green is None and self._idle:
+            task.green = self._idle.pop()
+        if (
+            task is None or task.green is None
+        ):  # a new greenlet is made by `run`: here it would stand on the caller's stack
+            self.hub.switch()
+        elif task is not me:
+            task.green.switch()
 
     def _next(self) -> Task | None:
         """Let time go by until a task can run, which is `self.task` then; None if `run` is to end."""
@@ -296,6 +307,13 @@ class Kernel:
     def _push(self, seconds: float, what: Callable[[], None] | Task, ticket: int) -> None:
         self._order += 1
         heapq.heappush(self._timers, (self.now + seconds, self._order, what, ticket))
+
+    def _run_tasks(self) -> None:
+        while not self.closed:
+            self._run_task()
+            if not self.closed:
+                self._idle.append(greenlet.getcurrent())
+                self._give_way()
 
     def _run_task(self) -> None:
         task = self.current
