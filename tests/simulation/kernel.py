@@ -255,9 +255,8 @@ class Kernel:
             self._error, task = error, None
         if task is not None and task.green is None and self._idle:
             task.green = self._idle.pop()
-        if (
-            task is None or task.green is None
-        ):  # a new greenlet is made by `run`: here it would stand on the caller's stack
+        # A new greenlet is made by `run`: made here it would stand on the caller's stack.
+        if task is None or task.green is None:
             self.hub.switch()
         elif task is not me:
             task.green.switch()

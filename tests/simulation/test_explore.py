@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,16 @@ def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
     assert first.trace
     assert first.trace == again.trace
     assert first.kernel.now == again.kernel.now
+
+
+def test_a_world_goes_when_it_is_dropped() -> None:
+    """Nothing of a schedule stays in memory: thousands are run in a process."""
+    with standins.installed():
+        schedule = draw(7, ("kill", "freeze"))
+        overlapping = dataclasses.replace(schedule, options=dataclasses.replace(schedule.options, overlap=True))
+        world = weakref.ref(overlapping.run())
+    gc.collect()
+    assert world() is None
 
 
 def test_the_real_world_is_back_afterwards() -> None:

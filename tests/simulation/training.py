@@ -125,7 +125,7 @@ class State:
             parameter.grad = None
 
     def forget_hooks(self) -> None:
-        """Drop the parameters' hooks, which nobody calls any more: a collector does not see the cycle that they make."""
+        """Drop the parameters' hooks: no collector sees the cycle that they make, and the world would stay."""
         for parameter in self.parameters:
             if parameter._post_accumulate_grad_hooks is not None:
                 parameter._post_accumulate_grad_hooks.clear()
