@@ -95,9 +95,9 @@ class Task:
 
     __slots__ = ("done", "fn", "green", "joiners", "name", "process", "queued", "ticket", "timed_out")
 
-    def __init__(self, kernel: Kernel, fn: Callable[[], object], name: str, process: Process) -> None:
+    def __init__(self, fn: Callable[[], object], name: str, process: Process) -> None:
         self.fn, self.name, self.process = fn, name, process
-        self.green = greenlet.greenlet(kernel._run_task, kernel.hub)
+        self.green: greenlet.greenlet | None = None  # it has not begun
         self.done = self.queued = self.timed_out = False
         self.ticket = 0  # of the wait under way: timers of earlier ones are void
         self.joiners: list[Task] = []
@@ -127,9 +127,14 @@ class Kernel:
         self.switches = 0
         self.closed = False
         self.stopped = False
+        self._random = self.rng.random
+        self._until, self._left = 0.0, 0  # of `run`: when it ends, and how many switches it may make yet
+        self._went_on: bool | None = None  # what it returns; None = it goes on
+        self._error: BaseException | None = None  # of the world's code, for `run` to raise
         self._timers: list[tuple[float, int, Callable[[], None] | Task, int]] = []
         self._order = 0
         self._tasks: list[Task] = []
+        self._idle: list[greenlet.greenlet] = []  # of tasks that are done: a new one costs a page of memory
 
     # What tasks call
 
@@ -148,7 +153,7 @@ class Kernel:
 
     def spawn(self, fn: Callable[[], object], name: str, process: Process | None = None) -> Task:
         """Make a task that runs `fn`; of the process of the caller unless another is given."""
-        task = Task(self, fn, name, process or self.process)
+        task = Task(fn, name, process or self.process)
         self._tasks.append(task)
         self.wake(task)
         return task
@@ -169,7 +174,7 @@ class Kernel:
         task.timed_out = False
         if timeout is not None:
             self._push(timeout if timeout > 0 else 0.0, task, task.ticket)
-        self.hub.switch()
+        self._give_way()
         return not task.timed_out
 
     def sleep(self, seconds: float) -> None:
@@ -185,12 +190,12 @@ class Kernel:
         task = self.task
         if task is None:
             return
-        draw = self.rng.random()
+        draw = self._random()
         if draw < 0.02 and task.process.lag:
             self.block(draw * 50 * task.process.lag)
         elif draw < self.switch and self.ready:
             self.wake(task)
-            self.hub.switch()
+            self._give_way()
 
     # What the world calls
 
@@ -204,49 +209,20 @@ class Kernel:
 
     def run(self, until: float, max_switches: int = 3_000_000) -> bool:
         """Run tasks until the clock says `until` or `stop` is called; False if nothing can ever happen any more."""
-        ready, timers, rng = self.ready, self._timers, self.rng
-        while not self.stopped:
-            if timers and (not ready or timers[0][0] <= self.now):
-                at, _, what, ticket = heapq.heappop(timers)
-                if at > until:
-                    self.now = until
-                    return True
-                if type(what) is Task:
-                    if what.ticket != ticket or what.done:
-                        continue
-                    self.now = max(self.now, at)
-                    self.wake(what)
-                    what.timed_out = True
-                else:
-                    self.now = max(self.now, at)
-                    what()  # type: ignore[operator]  # it is no task
-                continue
-            if not ready:
-                return False
-            place = int(rng.random() * len(ready))
-            task, ready[place] = ready[place], ready[-1]
-            ready.pop()
-            process = task.process
-            if process.dead:
-                continue
-            if process.frozen:
-                process.held.append(task)
-                continue
-            task.queued = False
-            self.now += STEP_SECONDS
-            self.switches += 1
-            if self.switches > max_switches:
-                raise RuntimeError(f"no end after {max_switches} switches at {self.now:.3f} s: {task} runs in circles")
-            self.task = task
+        self._until, self._left, self._went_on = until, max_switches, None
+        while (task := self.task or self._next()) is not None:
+            if task.green is None:
+                task.green = self._idle.pop() if self._idle else greenlet.greenlet(self._run_tasks, self.hub)
             task.green.switch()
-            self.task = None
-        return True
+            if self._error is not None:
+                raise self._error
+        return self._went_on is not False
 
     def waits(self) -> list[tuple[str, str]]:
         """Return what each task of a live process waits for: its name, and where in the engine it is."""
         found = []
         for task in self._tasks:
-            frame = None if task.done or task.process.dead else task.green.gr_frame
+            frame = None if task.done or task.process.dead or task.green is None else task.green.gr_frame
             places = []
             while frame is not None:
                 file = frame.f_code.co_filename
@@ -261,15 +237,82 @@ class Kernel:
         """Unwind what is left, so that nothing of it runs when it is collected."""
         self.closed = True
         for task in self._tasks:
-            if not task.done and task.green:
+            if not task.done and task.green is not None:
                 self.task = task
                 task.green.throw(Killed)
             self.task = None
+        for green in self._idle:
+            green.throw()
         self._tasks.clear()
+        self._idle.clear()
+
+    def _give_way(self) -> None:
+        """Let the next task run; returns when it is the caller's turn again, or has a new task."""
+        me = self.task
+        try:
+            task = self._next()
+        except BaseException as error:  # noqa: BLE001  # the world's, which is no concern of the task that gives way
+            self._error, task = error, None
+        if task is not None and task.green is None and self._idle:
+            task.green = self._idle.pop()
+        # A new greenlet is made by `run`: made here it would stand on the caller's stack.
+        if task is None or task.green is None:
+            self.hub.switch()
+        elif task is not me:
+            task.green.switch()
+
+    def _next(self) -> Task | None:
+        """Let time go by until a task can run, which is `self.task` then; None if `run` is to end."""
+        self.task = None
+        ready, timers = self.ready, self._timers
+        while not self.stopped and self._went_on is None:
+            if timers and (not ready or timers[0][0] <= self.now):
+                at, _, what, ticket = heapq.heappop(timers)
+                if at > self._until:
+                    self.now, self._went_on = self._until, True
+                    break
+                if type(what) is Task:
+                    if what.ticket != ticket or what.done:
+                        continue
+                    self.now = max(self.now, at)
+                    self.wake(what)
+                    what.timed_out = True
+                else:
+                    self.now = max(self.now, at)
+                    what()  # type: ignore[operator]  # it is no task
+                continue
+            if not ready:
+                self._went_on = False
+                break
+            place = int(self._random() * len(ready))
+            task, ready[place] = ready[place], ready[-1]
+            ready.pop()
+            process = task.process
+            if process.dead:
+                continue
+            if process.frozen:
+                process.held.append(task)
+                continue
+            task.queued = False
+            self.now += STEP_SECONDS
+            self.switches += 1
+            self._left -= 1
+            if self._left < 0:
+                raise RuntimeError(f"no end at {self.now:.3f} s: {task} runs in circles")
+            self.task = task
+            return task
+        return None
 
     def _push(self, seconds: float, what: Callable[[], None] | Task, ticket: int) -> None:
         self._order += 1
         heapq.heappush(self._timers, (self.now + seconds, self._order, what, ticket))
+
+    def _run_tasks(self) -> None:
+        while not self.closed:
+            self._run_task()
+            if not self.closed:
+                self._idle.append(greenlet.getcurrent())
+                self._give_way()
 
     def _run_task(self) -> None:
         task = self.current
@@ -285,6 +328,7 @@ class Kernel:
         task.done = True
         for joiner in task.joiners:
             self.wake(joiner)
+        self.task = None  # `run` picks the next one
 
 
 _kernel: Kernel | None = None

@@ -108,6 +108,10 @@ class _Draw:
         for kind in sorted(self.kinds, key=lambda kind: kind not in _SIZES):  # those that say how many there are first
             _KINDS[kind](self)
         flips = any(isinstance(fault, Flip) for fault in self.faults)
+        lost = any(isinstance(fault, KillGroups) and fault.for_good for fault in self.faults)
+        if lost or self.changes.get("absent") or self.changes.get("odd"):
+            # The others end by this timeout: to wait longer for a group that cannot come shows nothing.
+            self.config["finish_timeout_seconds"] = 0.6
         drawn: dict[str, Any] = {
             "groups": self.groups,
             "ranks": self.ranks,

@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,16 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
         assert not world.problems
     else:
         assert "every group that held the state" in world.problems[0].text
+
+
+def test_a_world_goes_when_it_is_dropped() -> None:
+    """Nothing of a schedule stays in memory: thousands are run in a process."""
+    with standins.installed():
+        schedule = draw(7, ("kill", "freeze"))
+        overlapping = dataclasses.replace(schedule, options=dataclasses.replace(schedule.options, overlap=True))
+        world = weakref.ref(overlapping.run())
+    gc.collect()
+    assert world() is None
 
 
 def test_the_real_world_is_back_afterwards() -> None:

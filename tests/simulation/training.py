@@ -124,6 +124,12 @@ class State:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def forget_hooks(self) -> None:
+        """Drop the parameters' hooks: no collector sees the cycle that they make, and the world would stay."""
+        for parameter in self.parameters:
+            if parameter._post_accumulate_grad_hooks is not None:
+                parameter._post_accumulate_grad_hooks.clear()
+
     def add_gradient(self, values: np.ndarray, between: Callable[[], None] = lambda: None) -> None:
         """Add to the gradients, as a backward does: the last parameters first, and each one's hooks are called.
 

@@ -306,6 +306,8 @@ class World(standins.World):
         finally:
             kernel.close()
             standins.enter(None, None)
+            for rank in self.ranks.values():
+                rank.state.forget_hooks()
         return self.problems
 
     @property

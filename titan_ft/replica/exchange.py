@@ -183,7 +183,7 @@ class GradientExchange:
         scale *= self._gradient_scale  # here, where the sums are multiplied anyway: no further pass over them
         for index, bucket in enumerate(self._buckets):
             # A replay leaves the buckets alone: an exchange may be under way in them.
-            views, used = bucket.split(bucket.flat if reduced is None else reduced[index])
+            views, used = (bucket.views, bucket.used) if reduced is None else bucket.split(reduced[index])
             for parameter, view, in_use in zip(bucket.parameters, views, used.tolist(), strict=True):
                 if not in_use:  # in no group: an optimizer skips it, a gradient of zeros would make it decay
                     parameter.grad = None
@@ -233,6 +233,9 @@ class _Flight:
         self._membership, self._buckets, self._where = membership, buckets, where
         self._contributes = contributes
         self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
+        self._options = AllreduceOptions()
+        self._options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
+        self._options.timeout = membership.timeout
         self._works: list[Any] = []
         self.contributed = False  # whether this rank's gradients are in it
         self.finite = True  # whether those are finite; both known when the thread has ended
@@ -257,7 +260,7 @@ class _Flight:
             messages = [b""] * len(sizes)
             if any(sizes):  # a second collective, for they vary in length
                 padded = self._gather(torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8))
-                messages = [octets[:size].numpy().tobytes() for octets, size in zip(padded, sizes, strict=True)]
+                messages = [octets[:size].tobytes() for octets, size in zip(padded.numpy(), sizes, strict=True)]
             return Reduced(self._quorum, rows[:, :-1], messages)
         except Exception as error:  # every backend raises its own kinds for a lost peer
             raise _broken(error) from error
@@ -333,10 +336,7 @@ class _Flight:
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         assert self._quorum is not None
         if len(self._quorum.members) > 1:
-            options = AllreduceOptions()
-            options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
-            options.timeout = self._membership.timeout
-            work = self._membership.process_group.allreduce([tensor], options)
+            work = self._membership.process_group.allreduce([tensor], self._options)
             if self._where.type == "cpu":
                 # One at a time: when a peer dies, Gloo cannot break off others that wait for peers which live, and
                 # closes no connection before they have timed out.

@@ -30,8 +30,10 @@ class Group:
 
     def gather(self, value: int) -> list[int]:
         """Gather an integer of every rank of the group, in rank order."""
+        if dist.get_world_size() == 1:
+            return [int(value)]
         own = torch.tensor([value], dtype=torch.int64)
-        return [int(v) for v in (own if dist.get_world_size() == 1 else self._gather(own, dist.group.WORLD))]
+        return [int(v) for v in self._gather(own, dist.group.WORLD).tolist()]
 
     def clock(self) -> float:
         """Return the group's time in seconds: that of rank 0's clock, the same on all ranks.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -86,14 +87,12 @@ class Row:
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""
-        return [float(getattr(self, name)) for name in _NAMES]
+        return [float(value) for value in _read_fields(self)]
 
     @staticmethod
     def decode(values: Sequence[float]) -> Row:
         """Rebuild a row from `encode`'s floats."""
-        facts: list[Any] = [
-            value if name in _FLOATS else int(value) for name, value in zip(_NAMES, values, strict=True)
-        ]
+        facts: list[Any] = [kind(value) for kind, value in zip(_KINDS, values, strict=True)]
         slot, standing, *rest = facts
         return Row(slot, Standing(standing), *rest)
 
@@ -104,6 +103,8 @@ class Row:
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Row))
+_KINDS: tuple[type, ...] = tuple(float if name in _FLOATS else int for name in _NAMES)
+_read_fields = operator.attrgetter(*_NAMES)
 
 
 def descend(lineage: int, quorum_key: str, step: int) -> int:
