@@ -32,6 +32,7 @@ from titan_ft.replica.watchdog import end_process
 from titan_ft.run.address import join_address, split_address
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.log import EventLog
+from titan_ft.training import spec
 from titan_ft.training.worker import Launch
 
 
@@ -135,6 +136,7 @@ class Links:
             # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch, and
             # DDP inside the group reduces after it.
             overlap=not dims.pp_enabled and (dims.fsdp_enabled or not dims.dp_replicate_enabled),
+            counts=spec.token_counts(model_parts),
         )
 
     def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
@@ -165,11 +167,12 @@ def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Gr
 
 def _layout(model_parts: Sequence[nn.Module]) -> str:
     """Return what decides the exchange's buffers on this rank, beside the config: its parameters, in their order."""
-    return "\n".join(
+    parameters = [
         f"{name} {tuple(local(parameter).shape)} {parameter.dtype} {parameter.requires_grad}"
         for part in model_parts
         for name, parameter in part.named_parameters()
-    )
+    ]
+    return "\n".join([*parameters, *(f"count {tuple(local(count).shape)}" for count in spec.token_counts(model_parts))])
 
 
 def _resolve_address(lighthouse: str) -> str:

@@ -26,6 +26,7 @@ environment variable TITAN_FT_TEST_HOOKS:
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
     dump     whether parameters are written there, too, before and after training: begin-... and end-...
+    experts  whether models with experts are known (see `harness.experts`); each rank leaves its experts' biases at the end
     stream   .jsonl files, which `--training.dataset=stream` streams
     begin    file of parameters to begin with: torchtitan draws others for another number of shards
 """
@@ -410,6 +411,20 @@ def install_records(folder: Path) -> None:
     before(torchtitan.train.Trainer, "close", end)
 
 
+def install_experts() -> None:
+    """Make mixtures of experts known, and write the biases of their experts at the end."""
+    from harness import experts  # here: few tests need it, and what it imports takes a while
+
+    experts.register()
+
+    def end(trainer: Any) -> None:
+        named = [item for part in trainer.model_parts for item in part.named_buffers()]
+        biases = {name: buffer.tolist() for name, buffer in named if name.endswith("expert_bias")}
+        (WORKER.markers / "biases-{replica}-{rank}.json".format(**SETTINGS)).write_text(json.dumps(biases))
+
+    before(torchtitan.train.Trainer, "close", end)
+
+
 def install_stream(files: list[str]) -> None:
     """Register a streaming Hugging Face dataset, as torchtitan's own "c4" is."""
 
@@ -452,6 +467,8 @@ def install() -> None:
         install_mask()
     if SETTINGS.get("record"):
         install_records(Path(SETTINGS["record"]))
+    if SETTINGS.get("experts"):
+        install_experts()
     if SETTINGS.get("stream"):
         install_stream(SETTINGS["stream"])
     if SETTINGS.get("begin"):
