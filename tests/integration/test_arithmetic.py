@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.biases import check_biases
 from harness.client import ZygoteClient
 from harness.job import Job
 from harness.trajectory import check, named
@@ -33,6 +34,10 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PRINTED = re.compile(r"step: *(\d+) .*?loss: *([\d.]+) .*?grad_norm: *([\d.]+)")
 
 
+def experts(model: str, degree: int) -> list[str]:
+    return [f"--model.name={model}", f"--parallelism.expert_parallel_degree={degree}"]
+
+
 class Runs:
     """Runs replica groups, stock torchtitan and the oracle on the same data, and reads what they logged."""
 
@@ -48,11 +53,13 @@ class Runs:
         check(job, survivors=range(groups))
         return self._read("groups", job)
 
-    def stock(self, ranks: int, replicate: int, shard: int, **hooks: Any) -> list[list[dict[str, Any]]]:
+    def stock(
+        self, ranks: int, replicate: int, shard: int, flags: Sequence[str] = (), **hooks: Any
+    ) -> list[list[dict[str, Any]]]:
         """Train with `enable = false`; returns the records of each rank."""
         degrees = {"replicate": replicate, "shard": shard}
         mesh = [f"--parallelism.data_parallel_{name}_degree={degree}" for name, degree in degrees.items()]
-        job = self._start("stock", 1, ranks, ["--fault_tolerance.no-enable", *mesh], hooks)
+        job = self._start("stock", 1, ranks, ["--fault_tolerance.no-enable", *mesh, *flags], hooks)
         assert job.groups[0].finished, job.output(0)
         assert not job.events()
         return [records for _, records in sorted(self._read("stock", job).items())]
@@ -113,6 +120,17 @@ def runs(make_job: Callable[..., Job], zygote: ZygoteClient, tmp_path: Path) -> 
     return Runs(make_job, zygote, tmp_path)
 
 
+def check_equal(groups: dict[str, list[dict[str, Any]]], stock: list[list[dict[str, Any]]]) -> None:
+    """Compare 2 groups x 2 ranks with stock HSDP 2 x 2."""
+    for replica in range(2):
+        for rank in range(2):
+            ours, theirs = groups[f"{replica}-{rank}"], stock[2 * replica + rank]
+            assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=2 * FLOAT32_ULP, abs=0)
+            for record in (*ours, *theirs):
+                record.pop("loss", None)
+            assert ours == theirs
+
+
 def column(records: Iterable[dict[str, Any]], name: str) -> list[float]:
     return [record[name] for record in records if "step" in record]
 
@@ -122,14 +140,24 @@ def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:
 
     The logged mean loss is the same sum of the same float32 losses; stock adds them in float32, replica groups exactly.
     """
-    groups, stock = runs.groups(2, 2), runs.stock(4, replicate=2, shard=2)
-    for replica in range(2):
-        for rank in range(2):
-            ours, theirs = groups[f"{replica}-{rank}"], stock[2 * replica + rank]
-            assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=2 * FLOAT32_ULP, abs=0)
-            for record in (*ours, *theirs):
-                record.pop("loss", None)
-            assert ours == theirs
+    check_equal(runs.groups(2, 2), runs.stock(4, replicate=2, shard=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_balanced"])
+def test_experts_equal_stock_hsdp(runs: Runs, model: str, degree: int, checkpointing: str) -> None:
+    """Load balancing, experts in parallel and recomputation (which counts tokens twice) are stock's, bit for bit.
+
+    The biases are part of the state whose digest is compared.
+    """
+    flags = [*experts(model, degree), f"--activation_checkpoint.mode={checkpointing}"]
+    check_equal(
+        runs.groups(2, 2, flags, experts=True), runs.stock(4, replicate=2, shard=2, flags=flags, experts=True)
+    )
+    assert runs.job is not None
+    check_biases(runs.job)
 
 
 @pytest.mark.slow
