@@ -26,7 +26,8 @@ environment variable TITAN_FT_TEST_HOOKS:
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
     dump     whether parameters are written there, too, before and after training: begin-... and end-...
-    experts  whether models with experts are known (see `harness.experts`); each rank leaves its experts' biases at the end
+    experts  whether models with experts are known (see `harness.experts`); each rank leaves its experts' biases at the end,
+             and what each update was told of the tokens that they had
     stream   .jsonl files, which `--training.dataset=stream` streams
     begin    file of parameters to begin with: torchtitan draws others for another number of shards
 """
@@ -67,7 +68,7 @@ from titan_ft.chaos.orders import Order
 from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.exchange import _Flight, local
+from titan_ft.replica.exchange import GradientExchange, _Count, _Flight, local
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.pace import Pace
 from titan_ft.replica.rendezvous import Rendezvous
@@ -412,16 +413,23 @@ def install_records(folder: Path) -> None:
 
 
 def install_experts() -> None:
-    """Make mixtures of experts known, and write the biases of their experts at the end."""
-    from harness import experts  # here: few tests need it, and what it imports takes a while
+    """Make mixtures of experts known, and write what `harness.biases` reads."""
+    from harness import experts  # here, for few tests need it
 
     experts.register()
+    name = "{replica}-{rank}".format(**SETTINGS)
+
+    def count(exchange: GradientExchange, *_: Any) -> None:
+        parts = [part for bucket in exchange._buckets for part in bucket.parts if isinstance(part, _Count)]
+        with (WORKER.markers / f"counts-{name}.jsonl").open("a") as file:
+            file.write(json.dumps([part.buffer.sum().item() for part in parts]) + "\n")
 
     def end(trainer: Any) -> None:
         named = [item for part in trainer.model_parts for item in part.named_buffers()]
         biases = {name: buffer.tolist() for name, buffer in named if name.endswith("expert_bias")}
-        (WORKER.markers / "biases-{replica}-{rank}.json".format(**SETTINGS)).write_text(json.dumps(biases))
+        (WORKER.markers / f"biases-{name}.json").write_text(json.dumps(biases))
 
+    after(GradientExchange, "write_gradients", count)
     before(torchtitan.train.Trainer, "close", end)
 
 
