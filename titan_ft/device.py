@@ -101,7 +101,7 @@ def _replace_expert_kernels() -> None:
 
     kernels.fill_indices_wrapper = kernels.fill_indices_cpu  # a Triton kernel otherwise
     if not hasattr(torch.histc, "counts_integers"):
-        torch.histc = _histc_of_integers(torch.histc)  # type: ignore[assignment]
+        torch.histc = _histc_of_integers(torch.histc)
 
 
 def _histc_of_integers(histc: Any) -> Any:

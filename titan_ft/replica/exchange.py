@@ -142,8 +142,8 @@ class GradientExchange:
         self._membership = membership
         self._where = where
         # Autograd finishes the last layers first; counts are complete only behind all of it (recomputation counts too).
-        parts: list[_Part] = [_Gradient(parameter) for parameter in parameters if parameter.requires_grad][::-1]
-        parts += [_Count(buffer) for buffer in counts]
+        gradients = [_Gradient(parameter) for parameter in parameters if parameter.requires_grad]
+        parts: list[_Part] = [*gradients[::-1], *map(_Count, counts)]
         self._buckets = [_Bucket(run, where) for run in _partition(parts, bucket_bytes)]
         self._armed = False
         self._flight: _Flight | None = None

@@ -47,9 +47,7 @@ def register() -> None:
             qk_rope_head_dim=8,
             v_head_dim=16,
             mscale=0.70,
-            moe_args=dataclasses.replace(
-                deepseek_v3.deepseekv3_args["debugmodel"].moe_args, load_balance_coeff=coeff
-            ),
+            moe_args=dataclasses.replace(deepseek_v3.deepseekv3_args["debugmodel"].moe_args, load_balance_coeff=coeff),
         )
     register_train_spec(
         "qwen3_balanced",

@@ -26,8 +26,8 @@ environment variable TITAN_FT_TEST_HOOKS:
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
     dump     whether parameters are written there, too, before and after training: begin-... and end-...
-    experts  whether models with experts are known (see `harness.experts`); each rank leaves its experts' biases at the end,
-             and what each update was told of the tokens that they had
+    experts  whether models with experts are known (see `harness.experts`); each rank then leaves its experts' biases at
+             the end, and the number of their tokens in each update
     stream   .jsonl files, which `--training.dataset=stream` streams
     begin    file of parameters to begin with: torchtitan draws others for another number of shards
 """
