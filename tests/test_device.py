@@ -37,6 +37,26 @@ def test_torchtitan_finds_a_cpu_and_its_memory_monitor_works() -> None:
 
 
 @cpu_only
+def test_experts_train() -> None:
+    """torchtitan's mixture of experts routes, computes and counts without its kernels."""
+    device.prepare()
+    from torchtitan.models.moe import MoE, MoEArgs
+    from torchtitan.models.moe.kernels import generate_permute_indices
+
+    layer = MoE(MoEArgs(num_experts=4, top_k=2, load_balance_coeff=1e-3), dim=8, hidden_dim=8)
+    with torch.no_grad():
+        layer.init_weights(0.02, torch.device("cpu"))
+    for _ in range(2):  # a model of several parts is adapted part by part
+        device.adapt_model(layer)
+    out = layer(torch.randn(3, 5, 8))
+    out.sum().backward()
+    assert layer.tokens_per_expert.sum() == 3 * 5 * 2
+    assert layer.experts.w1.grad is not None
+    indices, sizes, _ = generate_permute_indices(torch.tensor([3, 2]), 2, 1, 16, 8)
+    assert [sizes.tolist(), indices.tolist()] == [[8, 8], [0, 1, 2, *[-1] * 5, 3, 4, *[-1] * 6]]
+
+
+@cpu_only
 def test_barrier_takes_device_ids() -> None:
     """Gloo refuses device_ids; the wrapped barrier drops them."""
     device.prepare()

@@ -288,6 +288,11 @@ CONFIGS = [
         toml='custom_config_module = "titan_ft.config" -> custom_config_module = "mine.config"',
     ),
     Mistake(
+        "config llama3_debug -- --model.name=deepseek_v3 --validation.enable",
+        "titan-ft: validation.enable must be false with model.name deepseek_v3, got true: torchtitan cannot validate "
+        "that model; set it to false",
+    ),
+    Mistake(
         "config llama3_debug -- --training.step=60",
         "titan-ft: --training.step is no flag of torchtitan; did you mean --training.steps? correct or remove it",
     ),

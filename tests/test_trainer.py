@@ -55,6 +55,23 @@ def test_the_links_are_closed_although_the_watchdog_cannot_be(monkeypatch: pytes
     assert closed == ["watchdog", "chaos", "links"]
 
 
+def test_a_gradient_begins_without_counts_of_other_batches() -> None:
+    """What validation, the warm-up or a void step has counted must not move the experts' biases."""
+    layer = torch.nn.Module()
+    layer.load_balance_coeff = 1e-3
+    layer.register_buffer("tokens_per_expert", torch.ones(4), persistent=False)
+    zeroed: list[str] = []
+    readings = ["a batch"]
+    this = trainer(
+        model_parts=[torch.nn.Sequential(layer)],
+        optimizers=SimpleNamespace(zero_grad=lambda: zeroed.append("gradients")),
+        _work=SimpleNamespace(readings=readings),
+    )
+    this._zero_gradients = lambda: ReplicaTrainer._zero_gradients(this)
+    ReplicaTrainer._discard(this)
+    assert (layer.tokens_per_expert.tolist(), zeroed, readings) == ([0.0] * 4, ["gradients"], [])
+
+
 def test_nominal_tokens_are_those_of_all_groups() -> None:
     """Local losses are divided by them, so that the sum over all groups is the mean."""
     config = SimpleNamespace(
@@ -213,7 +230,7 @@ class Step:
             _begun=True,
             _chaos=None,
             step=4,
-            optimizers=SimpleNamespace(zero_grad=lambda: None),
+            _zero_gradients=lambda: None,
             lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
             _train=lambda slots, arm: NOTHING,
             _discard=None,

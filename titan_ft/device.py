@@ -81,13 +81,20 @@ def _barrier_without_device_ids(barrier: Any) -> Any:
 
 
 def adapt_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Let FSDP reduce by a plain sum on Gloo, which has no pre-multiplied sum for the divide factor torchtitan sets."""
+    """Let a parallelized model train on this machine's device.
+
+    On a CPU, FSDP reduces by a plain sum: Gloo has no pre-multiplied sum for the divide factor that torchtitan sets.
+    Mixtures of experts go the ways that torchtitan has beside its kernels.
+    """
     if on_cpu():
         from torch.distributed.fsdp import FSDPModule
 
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "use_grouped_mm"):
+                module.use_grouped_mm = False  # type: ignore[assignment]  # a bool, no module
+                _replace_expert_kernels()
     return model
 
 
@@ -141,6 +148,27 @@ def _attend_gathered(
     mask = positions.chunk(size)[rank][:, None] >= positions if is_causal else None
     out = F.scaled_dot_product_attention(q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     return DTensor.from_local(out, mesh, q.placements, run_check=False)
+
+
+def _replace_expert_kernels() -> None:
+    """Route tokens to experts without CUDA."""
+    from torchtitan.models.moe import kernels
+
+    kernels.fill_indices_wrapper = kernels.fill_indices_cpu  # a Triton kernel otherwise
+    if not hasattr(torch.histc, "counts_integers"):
+        torch.histc = _histc_of_integers(torch.histc)
+
+
+def _histc_of_integers(histc: Any) -> Any:
+    """Count integers too: routers count the tokens of each expert so, which torch does on GPUs only."""
+
+    def wrapped(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if values.is_floating_point():
+            return histc(values, *args, **kwargs)
+        return histc(values.double(), *args, **kwargs).to(values.dtype)
+
+    wrapped.counts_integers = True  # type: ignore[attr-defined]  # marks the wrapper, so that there is only one
+    return wrapped
 
 
 def exchange_device(process_group: str) -> torch.device:

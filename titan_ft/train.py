@@ -124,7 +124,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             os.environ.update(wandb_environment(environ, job_config, launch.rank))
         trainer_class = type("Trainer", (ReplicaTrainer,), {"launch": launch})
     else:
-        spec.register(job_config.model.name, job_config.fault_tolerance)
+        spec.register(job_config.model.name, job_config.fault_tolerance, job_config.experimental.custom_import)
 
     class ParsedConfig:
         """Hands the config that was read and validated here to torchtitan's main()."""

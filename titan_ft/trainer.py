@@ -68,7 +68,7 @@ class ReplicaTrainer(Trainer):
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
         self._events = begin_events(job_config, self.launch)
-        loaders = spec.register(job_config.model.name, config)
+        loaders = spec.register(job_config.model.name, config, job_config.experimental.custom_import)
         if job_config.debug.seed is None:
             # All groups must begin with the same weights, whenever they come; torchtitan would draw a seed in each.
             job_config.debug.seed = int(self.launch.config_digest[:8], 16)
@@ -206,7 +206,7 @@ class ReplicaTrainer(Trainer):
             return
         if self._chaos is not None:
             self._chaos.at_step(self.step)
-        self.optimizers.zero_grad()
+        self._zero_gradients()
         work = self._work = Work(lr=self.lr_schedulers.schedulers[0].get_last_lr()[0])
         committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train, self._discard)
         if committed is None:
@@ -308,8 +308,14 @@ class ReplicaTrainer(Trainer):
 
     def _discard(self) -> None:
         """Drop the gradients of the step under way; the batches stay in the feed."""
-        self.optimizers.zero_grad()
+        self._zero_gradients()
         self._work.readings.clear()
+
+    def _zero_gradients(self) -> None:
+        """Begin a gradient anew, and with it what the model counts of its batches."""
+        self.optimizers.zero_grad()
+        for count in spec.token_counts(self.model_parts):
+            count.zero_()  # validation and the warm-up have counted too, and no update may be made of theirs
 
     def _forward_backward(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         inputs = {

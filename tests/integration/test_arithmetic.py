@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from harness.biases import check_biases
 from harness.runs import FLOAT32_ULP, Runs, column
 from harness.trajectory import named
 
@@ -15,12 +18,12 @@ NORM_ROUNDING = 3e-4
 EMPTY_BATCH = 3  # of group 1, see harness.mask
 
 
-def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:
-    """2 groups x 2 ranks are HSDP 2 x 2, bit for bit: gradient norm, largest loss, LR, tokens, and the final state.
+def experts(model: str, degree: int) -> list[str]:
+    return [f"--model.name={model}", f"--parallelism.expert_parallel_degree={degree}"]
 
-    The logged mean loss is the same sum of the same float32 losses; stock adds them in float32, replica groups exactly.
-    """
-    groups, stock = runs.groups(2, 2), runs.stock(4, replicate=2, shard=2)
+
+def check_equal(groups: dict[str, list[dict[str, Any]]], stock: list[list[dict[str, Any]]]) -> None:
+    """Compare 2 groups x 2 ranks with stock HSDP 2 x 2."""
     for replica in range(2):
         for rank in range(2):
             ours, theirs = groups[f"{replica}-{rank}"], stock[2 * replica + rank]
@@ -30,12 +33,47 @@ def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:
             assert ours == theirs
 
 
+def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:
+    """2 groups x 2 ranks are HSDP 2 x 2, bit for bit: gradient norm, largest loss, LR, tokens, and the final state.
+
+    The logged mean loss is the same sum of the same float32 losses; stock adds them in float32, replica groups exactly.
+    """
+    check_equal(runs.groups(2, 2), runs.stock(4, replicate=2, shard=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_balanced"])
+def test_experts_equal_stock_hsdp(runs: Runs, model: str, degree: int, checkpointing: str) -> None:
+    """Load balancing, experts in parallel and recomputation (which counts tokens twice) are stock's, bit for bit.
+
+    The biases are part of the state whose digest is compared.
+    """
+    flags = [*experts(model, degree), f"--activation_checkpoint.mode={checkpointing}"]
+    check_equal(runs.groups(2, 2, flags, experts=True), runs.stock(4, replicate=2, shard=2, flags=flags, experts=True))
+    assert runs.job is not None
+    check_biases(runs.job)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [2, 3])
 def test_groups_of_one_rank_against_stock_fsdp(runs: Runs, groups: int) -> None:
     """N groups x 1 rank are stock FSDP over N ranks, to rounding: another order of sums, norms of shards."""
     ours = runs.groups(groups, dump=True)["0-0"]
     stock = runs.stock(groups, replicate=1, shard=groups, begin=str(runs.parameters("begin")))[0]
+    for name in ("loss", "max_loss", "lr", "tokens"):
+        assert column(ours, name) == pytest.approx(column(stock, name), rel=ROUNDING, abs=0), name
+    assert column(ours, "grad_norm") == pytest.approx(column(stock, "grad_norm"), rel=NORM_ROUNDING, abs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_balanced"])
+def test_experts_of_one_rank_against_stock_fsdp(runs: Runs, model: str) -> None:
+    """2 groups x 1 rank are stock FSDP over 2 ranks, to rounding, as long as rounding sends no token elsewhere."""
+    ours = runs.groups(2, flags=experts(model, 1), dump=True, experts=True)["0-0"]
+    begin = str(runs.parameters("begin"))
+    stock = runs.stock(2, replicate=1, shard=2, flags=experts(model, 1), begin=begin, experts=True)[0]
     for name in ("loss", "max_loss", "lr", "tokens"):
         assert column(ours, name) == pytest.approx(column(stock, name), rel=ROUNDING, abs=0), name
     assert column(ours, "grad_norm") == pytest.approx(column(stock, "grad_norm"), rel=NORM_ROUNDING, abs=0)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchft.process_group import ProcessGroupGloo
 
 from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, _partition, local
+from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, _Gradient, _partition, local
 from titan_ft.replica.member import Member, Quorum
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -74,9 +74,16 @@ class Rank:
     """One rank: model, exchange and seat."""
 
     def __init__(
-        self, seed: int, bucket_bytes: int, overlap: bool, timeout_seconds: float, gradient_scale: float = 1.0
+        self,
+        seed: int,
+        bucket_bytes: int,
+        overlap: bool,
+        timeout_seconds: float,
+        counts: bool = False,
+        gradient_scale: float = 1.0,
     ) -> None:
         self.model = Model(seed)
+        self.count = torch.zeros(2)
         self.seat = Seat(timeout_seconds)
         self.exchange = GradientExchange(
             self.model.parameters(),
@@ -85,15 +92,21 @@ class Rank:
             where=CPU,
             overlap=overlap,
             gradient_scale=gradient_scale,
+            counts=[self.count] if counts else (),
         )
 
     def backward(self, seed: int, sometimes: bool = False) -> None:
         """Add the gradients of a batch."""
         self.model(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)), sometimes).backward()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return those that learn, in the order of the model."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     def gradients(self) -> list[torch.Tensor | None]:
         """Copy the local gradients, in the order of the model."""
-        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters() if p.requires_grad]
+        return [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
     def finish(self, gives: bool = True) -> Reduced:
         """Complete the exchange; the row tells rank and a number, the message is one byte longer for each rank."""
@@ -108,10 +121,15 @@ class Ring:
         self._num_quorums = 0
 
     def rank(
-        self, seed: int = 0, bucket_bytes: int = 60, overlap: bool = True, timeout_seconds: float = DEADLINE
+        self,
+        seed: int = 0,
+        bucket_bytes: int = 60,
+        overlap: bool = True,
+        timeout_seconds: float = DEADLINE,
+        counts: bool = False,
     ) -> Rank:
         """Make a rank without a quorum yet."""
-        return Rank(seed, bucket_bytes, overlap, timeout_seconds)
+        return Rank(seed, bucket_bytes, overlap, timeout_seconds, counts)
 
     def meet(self, *ranks: Rank) -> None:
         """Give `ranks` a quorum and a process group of their own."""
@@ -325,7 +343,7 @@ def test_low_precision_gradients_are_added_in_float32(ring: Ring) -> None:
     ring.meet(*ranks)
     for number, rank in enumerate(ranks):
         rank.model.to(torch.bfloat16)
-        for parameter in rank.exchange.parameters:
+        for parameter in rank.parameters:
             parameter.grad = torch.full_like(parameter, 256.0 if number == 0 else 1.0)
     ring.together(*[rank.finish for rank in ranks])
     for rank in ranks:
@@ -395,10 +413,10 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
 
 def test_parameters_are_cut_into_buckets_in_order() -> None:
     """Runs of at most the given size; a larger parameter has a bucket of its own; nothing is lost or reordered."""
-    parameters = [nn.Parameter(torch.empty(numel)) for numel in (2, 2, 1, 30, 3, 0, 1, 1)]
-    runs = _partition(parameters, 16)
-    assert [[parameter.numel() for parameter in run] for run in runs] == [[2, 2], [1], [30], [3, 0, 1], [1]]
-    assert [id(parameter) for run in runs for parameter in run] == [id(parameter) for parameter in parameters]
+    parts = [_Gradient(nn.Parameter(torch.empty(numel))) for numel in (2, 2, 1, 30, 3, 0, 1, 1)]
+    runs = _partition(parts, 16)
+    assert [[part.shape.numel() for part in run] for run in runs] == [[2, 2], [1], [30], [3, 0, 1], [1]]
+    assert [part for run in runs for part in run] == parts
 
 
 def test_the_last_layers_come_first(ring: Ring) -> None:
@@ -407,8 +425,8 @@ def test_the_last_layers_come_first(ring: Ring) -> None:
     model = rank.model
     expected = [model.last.bias, model.last.weight, model.sometimes.bias, model.sometimes.weight]
     expected += [model.first.bias, model.first.weight]
-    assert [id(parameter) for parameter in rank.exchange.parameters] == [id(parameter) for parameter in expected]
-    assert [len(bucket.parameters) for bucket in rank.exchange._buckets] == [1] * 6
+    assert [len(bucket.parts) for bucket in rank.exchange._buckets] == [1] * 6
+    assert [id(bucket.parts[0].parameter) for bucket in rank.exchange._buckets] == [id(part) for part in expected]  # type: ignore[union-attr]  # no counts
 
 
 def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +443,7 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
 
         monkeypatch.setattr(rank.seat.process_group, "allreduce", noted)
         rank.exchange.arm(lambda _: True)
-        for parameter in rank.exchange.parameters:
+        for parameter in rank.parameters:
             parameter.grad = torch.full_like(parameter, 1.0 + number)
     for number, rank in enumerate(ranks):
         order = rank.exchange._buckets if number else rank.exchange._buckets[::-1]
@@ -436,7 +454,65 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
     # the messages' sizes, and the messages come last.
     assert launched[0] == launched[1] == [1, 41, 121, 4, 10, 4, 13, 6, 2]
     ranks[0].exchange.write_gradients(None, 1.0)
-    assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].exchange.parameters)
+    assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
+
+
+# Counts
+
+
+@pytest.mark.parametrize("bucket_bytes", [4, 1 << 20], ids=["a bucket each", "one"])
+def test_counts_are_summed_exactly_and_as_they_are(ring: Ring, bucket_bytes: int) -> None:
+    """What the model counted in all of its passes is summed with the gradients, up to 2**24, and not scaled."""
+    ranks = [ring.rank(bucket_bytes=bucket_bytes, counts=True) for _ in range(3)]
+    ring.meet(*ranks)
+    for number, rank in enumerate(ranks):
+        rank.count.add_(torch.tensor([2.0**23 + 1, 1.0 + number]) if number < 2 else torch.tensor([0.0, 5.0]))
+        rank.backward(seed=number)
+        rank.exchange.arm(lambda _: True)
+        # The last backward recomputes a layer, which counts once more, and finishes the gradients before that.
+        rank.backward(seed=number)
+        rank.count.add_(torch.tensor([-1.0, 0.0]))
+    own = [rank.count.clone() for rank in ranks]
+    ring.together(*[rank.finish for rank in ranks])
+    assert [rank.count.tolist() for rank in ranks] == [count.tolist() for count in own], "untouched until the commit"
+    kept = ranks[2].exchange.reduced()
+    for rank in ranks:
+        rank.exchange.write_gradients(None, 0.7)
+        assert rank.count.tolist() == [2.0**24 - 1, 8.0]
+    ranks[2].count.zero_()
+    ranks[2].exchange.write_gradients(kept, 0.7)  # a joiner's replay
+    assert ranks[2].count.tolist() == [2.0**24 - 1, 8.0]
+
+
+def test_counts_of_a_broken_exchange_are_summed_once(ring: Ring) -> None:
+    """The repeated exchange begins with what each rank has counted itself, not with a sum."""
+    ranks = [ring.rank(counts=True) for _ in range(3)]
+    ring.meet(*ranks)
+    for number, rank in enumerate(ranks):
+        rank.count.fill_(10.0**number)
+        rank.backward(seed=number)
+    ranks[2].seat.process_group.abort()
+    for finished in [ring.start(rank.finish) for rank in ranks[:2]]:
+        with pytest.raises(ExchangeError):
+            finished.result(DEADLINE)
+    ring.meet(*ranks[:2])
+    ring.together(*[rank.finish for rank in ranks[:2]])
+    for rank in ranks[:2]:
+        rank.exchange.write_gradients(None, 1.0)
+        assert rank.count.tolist() == [11.0, 11.0]
+
+
+def test_a_rank_that_does_not_contribute_adds_no_counts(ring: Ring) -> None:
+    """A group whose gradients are void, or not finite, has counted tokens that are not trained."""
+    giver, taker = ring.rank(counts=True), ring.rank(counts=True)
+    ring.meet(giver, taker)
+    for number, rank in enumerate((giver, taker)):
+        rank.count.fill_(1.0 + number)
+        rank.backward(seed=number)
+    ring.together(giver.finish, lambda: taker.finish(gives=False))
+    for rank in (giver, taker):
+        rank.exchange.write_gradients(None, 1.0)
+        assert rank.count.tolist() == [1.0, 1.0]
 
 
 # Overlap
@@ -487,7 +563,7 @@ def test_only_the_armed_backward_launches(ring: Ring) -> None:
     assert all(not bucket.flat.any() for bucket in rank.exchange._buckets)
     rank.exchange.arm(lambda _: True)
     rank.backward(seed=3)
-    used = [bucket for bucket in rank.exchange._buckets if bucket.parameters[0].grad is not None]
+    used = [bucket for bucket in rank.exchange._buckets if bucket.parts[0].read() is not None]
     assert [bucket.missing for bucket in used] == [set()] * 4
     before = rank.gradients()
     ring.together(rank.finish, peer.finish)

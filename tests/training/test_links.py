@@ -82,6 +82,18 @@ def test_another_model_has_another_shape(other: nn.Module) -> None:
     assert shape(model) != shape(other)
 
 
+def test_load_balancing_is_part_of_the_shape() -> None:
+    """Its counts travel with the gradients: a group without it would send shorter buckets."""
+
+    def experts(coeff: float | None) -> nn.Module:
+        model = nn.Linear(2, 3)
+        model.load_balance_coeff = coeff  # type: ignore[assignment]
+        model.register_buffer("tokens_per_expert", torch.zeros(4))
+        return model
+
+    assert shape(experts(None)) == shape(nn.Linear(2, 3)) != shape(experts(1e-3))
+
+
 def test_every_rank_counts() -> None:
     """Two groups whose ranks 0 are alike differ if their ranks 1 do."""
     model = nn.Linear(2, 3)

@@ -21,6 +21,9 @@ device.prepare()
 
 import torchtitan.protocols.train_spec as train_spec  # noqa: E402  # after the seam
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing  # noqa: E402
+from torchtitan.config import Optimizer  # noqa: E402
+from torchtitan.models.moe import MoE, MoEArgs  # noqa: E402
 
 from titan_ft.training import spec  # noqa: E402
 
@@ -60,16 +63,56 @@ def test_register_wins_over_the_built_in_model_and_may_come_twice() -> None:
         train_spec._extra_train_specs.pop("llama3", None)
 
 
-def test_expert_load_balancing_is_refused_by_name() -> None:
-    """Its bias is updated from token counts that groups do not exchange."""
-    model = torch.nn.ModuleDict({"moe": torch.nn.Identity()})
-    model["moe"].load_balance_coeff = 1e-3  # type: ignore[assignment]
-    wrapped = spec.wrap(llama3(parallelize_fn=lambda model, *_: model), FOUR_GROUPS)
-    dims = SimpleNamespace(cp_enabled=False)
-    with pytest.raises(ConfigError, match=r"moe\.load_balance_coeff must be 0 .* got 0\.001; .*None"):
-        wrapped.parallelize_fn(model, dims, None)
-    model["moe"].load_balance_coeff = None  # type: ignore[assignment]
-    assert wrapped.parallelize_fn(model, dims, None) is model
+def test_a_model_of_the_users_own_is_known_by_then(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchtitan's Trainer imports `experimental.custom_import`, which registers models; the wrapping comes before."""
+    (tmp_path / "my_models.py").write_text(
+        "from torchtitan.protocols import train_spec\n"
+        "train_spec.register_train_spec('mine', train_spec.get_train_spec('llama3'))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(train_spec, "_extra_train_specs", {})
+    spec.register("mine", FOUR_GROUPS, "my_models")
+    assert train_spec.get_train_spec("mine").build_dataloader_fn is not llama3().build_dataloader_fn
+
+
+class Block(torch.nn.Module):
+    """A layer of a model, as torchtitan's load balancing looks for it."""
+
+    def __init__(self, coeff: float | None) -> None:
+        super().__init__()
+        self.moe_enabled = True
+        self.moe = MoE(MoEArgs(num_experts=4, num_shared_experts=0, load_balance_coeff=coeff), dim=8, hidden_dim=8)
+
+
+def experts(*coeffs: float | None) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleDict({str(number): Block(coeff) for number, coeff in enumerate(coeffs)})
+    model.dense = torch.nn.Linear(2, 2)
+    return device.adapt_model(model)
+
+
+def test_token_counts_are_those_that_load_balancing_needs() -> None:
+    """A layer without it counts as well, for nobody; a layer without experts has none."""
+    model = experts(1e-3, None, 1e-2)
+    counts = spec.token_counts([model, torch.nn.Linear(2, 2)])
+    layers = [model.get_submodule(f"layers.{number}.moe") for number in (0, 2)]
+    assert [id(count) for count in counts] == [id(layer.tokens_per_expert) for layer in layers]
+
+
+def test_load_balancing_moves_the_biases_by_the_counts_once() -> None:
+    """torchtitan's own step of the optimizer reads the buffers that the exchange has written, and empties them."""
+    model = experts(1e-3, 1e-3)
+    dims: Any = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, pp_enabled=False)
+    optimizers = build_optimizers_with_moe_load_balancing([model], Optimizer(), dims)
+    first, second = spec.token_counts([model])
+    first.copy_(torch.tensor([9.0, 1.0, 1.0, 1.0]))
+    second.copy_(torch.tensor([1.0, 1.0, 1.0, 9.0]))
+    for _ in range(2):  # the second step finds nothing left
+        optimizers.step()
+    for number, expected in ((0, [-1.5e-3, 5e-4, 5e-4, 5e-4]), (1, [5e-4, 5e-4, 5e-4, -1.5e-3])):
+        bias = model.get_buffer(f"layers.{number}.moe.expert_bias")
+        assert bias.tolist() == pytest.approx(expected)
+    assert not any(count.any() for count in (first, second))
 
 
 def test_a_metrics_processor_of_the_users_own_is_kept() -> None:

@@ -43,34 +43,75 @@ class Reduced:
     messages: list[bytes]
 
 
-class _Bucket:
-    """Gradients that travel together: a flat fp32 tensor and one view per parameter, in a fixed order.
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    It ends with a number for each parameter: how many groups have a gradient of it.
+
+class _Gradient:
+    """A parameter's gradient, as a part of a bucket."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self.parameter = parameter
+        self.shape = local(parameter).shape
+
+    def read(self) -> torch.Tensor | None:
+        """Return this rank's shard of the gradient; None for a parameter that this step did not use."""
+        gradient = self.parameter.grad
+        return None if gradient is None else _shard(gradient, self.parameter)
+
+    def write(self, total: torch.Tensor, in_use: bool, scale: float) -> None:
+        """Make `total`, the sum over the groups, times `scale` the gradient."""
+        parameter = self.parameter
+        if not in_use:  # in no group: an optimizer skips it, a gradient of zeros would make it decay
+            parameter.grad = None
+            return
+        if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
+            parameter.grad = torch.zeros_like(parameter)
+        local(parameter.grad).copy_(total if scale == 1.0 else total * scale, non_blocking=True)
+
+
+class _Count:
+    """A buffer in which the model counts what it trains, as a part of a bucket."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = local(buffer)
+        self.shape = self.buffer.shape
+
+    def read(self) -> torch.Tensor:
+        """Return what this rank has counted."""
+        return self.buffer
+
+    def write(self, total: torch.Tensor, in_use: bool, scale: float) -> None:
+        """Put `total` in its place. Not times `scale`: it is no mean."""
+        self.buffer.copy_(total, non_blocking=True)
+
+
+_Part = _Gradient | _Count
+
+
+class _Bucket:
+    """What travels together: a flat fp32 tensor and one view per part, in a fixed order.
+
+    It ends with a number for each part: how many groups have a gradient of it.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], where: torch.device) -> None:
-        self.parameters, self._where = list(parameters), where
+    def __init__(self, parts: Sequence[_Part], where: torch.device) -> None:
+        self.parts, self._where = list(parts), where
         self.missing: set[int] = set()
         self.full: torch.Event | None = None
         self.renew()
 
     def renew(self) -> None:
         """Take other memory; what is in the bucket is lost."""
-        size = sum(local(parameter).numel() for parameter in self.parameters)
-        self.flat = device.empty_bucket(size + len(self.parameters), torch.float32, self._where)
+        size = sum(part.shape.numel() for part in self.parts)
+        self.flat = device.empty_bucket(size + len(self.parts), torch.float32, self._where)
         self.views, self.used = self.split(self.flat)
 
     def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the views of a flat tensor like the bucket's: one per parameter, and their numbers of users."""
-        shapes = [local(parameter).shape for parameter in self.parameters]
-        *parts, used = flat.split([*(shape.numel() for shape in shapes), len(shapes)])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], used
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        """Return the views of a flat tensor like the bucket's: one per part, and their numbers of users."""
+        *views, used = flat.split([*(part.shape.numel() for part in self.parts), len(self.parts)])
+        return [view.view(part.shape) for view, part in zip(views, self.parts, strict=True)], used
 
 
 class GradientExchange:
@@ -85,6 +126,9 @@ class GradientExchange:
             pipeline schedules.
         gradient_scale: what the local gradients are yet to be multiplied with to be those of the losses that are told;
             not 1 where backward starts from another loss, as a pipeline's does.
+        counts: buffers in which the model counts what it trains since the gradients were zero, as whole numbers. They
+            are summed with the gradients, in the same order in every group, and get the sums where these do. The sums
+            are exact up to 2**24.
     """
 
     def __init__(
@@ -96,19 +140,22 @@ class GradientExchange:
         where: torch.device,
         overlap: bool,
         gradient_scale: float = 1.0,
+        counts: Iterable[torch.Tensor] = (),
     ) -> None:
         self._membership = membership
         self._where = where
         self._gradient_scale = gradient_scale
-        # Autograd finishes the last layers first.
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad][::-1]
-        self._buckets = [_Bucket(group, where) for group in _partition(self.parameters, bucket_bytes)]
+        # Autograd finishes the last layers first; counts are complete only behind all of it (recomputation counts too).
+        gradients = [_Gradient(parameter) for parameter in parameters if parameter.requires_grad]
+        parts: list[_Part] = [*gradients[::-1], *map(_Count, counts)]
+        self._buckets = [_Bucket(run, where) for run in _partition(parts, bucket_bytes)]
         self._armed = False
         self._flight: _Flight | None = None
         if overlap:
             for bucket in self._buckets:
-                for index, parameter in enumerate(bucket.parameters):
-                    parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+                for index, part in enumerate(bucket.parts):
+                    if isinstance(part, _Gradient):
+                        part.parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
 
     def arm(self, contributes: Callable[[Quorum], bool]) -> None:
         """Let the backward that follows launch the exchange: call it before the step's last backward.
@@ -179,22 +226,20 @@ class GradientExchange:
 
     @torch.no_grad()
     def write_gradients(self, reduced: list[torch.Tensor] | None, scale: float) -> None:
-        """Make `reduced` (a result of `reduced()`; None = the buckets) times `scale` the parameters' gradients."""
+        """Make `reduced` (a result of `reduced()`; None = the buckets) times `scale` the parameters' gradients.
+
+        The counts become the sums as they are.
+        """
         scale *= self._gradient_scale  # here, where the sums are multiplied anyway: no further pass over them
         for index, bucket in enumerate(self._buckets):
             # A replay leaves the buckets alone: an exchange may be under way in them.
             views, used = (bucket.views, bucket.used) if reduced is None else bucket.split(reduced[index])
-            for parameter, view, in_use in zip(bucket.parameters, views, used.tolist(), strict=True):
-                if not in_use:  # in no group: an optimizer skips it, a gradient of zeros would make it decay
-                    parameter.grad = None
-                    continue
-                if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
-                    parameter.grad = torch.zeros_like(parameter)
-                local(parameter.grad).copy_(view if scale == 1.0 else view * scale, non_blocking=True)
+            for part, view, in_use in zip(bucket.parts, views, used.tolist(), strict=True):
+                part.write(view, in_use, scale)
 
     def _launch(self, contributes: Callable[[Quorum], bool]) -> None:
         for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.parameters)))
+            bucket.missing = set(range(len(bucket.parts)))
         self._flight = _Flight(self._membership, self._buckets, self._where, contributes)
 
     def _hook(self, bucket: _Bucket, index: int) -> Callable[[torch.Tensor], None]:
@@ -206,14 +251,14 @@ class GradientExchange:
 
     @torch.no_grad()
     def _fill(self, bucket: _Bucket, indices: Iterable[int]) -> None:
-        """Copy gradients into the bucket; hands it to the flight when it is full."""
+        """Copy parts into the bucket; hands it to the flight when it is full."""
         for index in indices:
-            gradient = bucket.parameters[index].grad
-            if gradient is None:  # a parameter that this step did not use
+            own = bucket.parts[index].read()
+            if own is None:
                 bucket.views[index].zero_()
             else:
-                bucket.views[index].copy_(_shard(gradient, bucket.parameters[index]), non_blocking=True)
-            bucket.used[index] = gradient is not None
+                bucket.views[index].copy_(own, non_blocking=True)
+            bucket.used[index] = own is not None
             bucket.missing.discard(index)
         if not bucket.missing and self._flight is not None:
             bucket.full = device.record_event()
@@ -362,15 +407,15 @@ def _broken(error: Exception) -> ExchangeError:
     return ExchangeError(first_line(error))
 
 
-def _partition(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Cut `parameters` into runs of at most `bucket_bytes` of fp32 (at least one parameter each), keeping the order."""
-    runs: list[list[torch.nn.Parameter]] = []
+def _partition(parts: Sequence[_Part], bucket_bytes: int) -> list[list[_Part]]:
+    """Cut `parts` into runs of at most `bucket_bytes` of fp32 (at least one part each), keeping the order."""
+    runs: list[list[_Part]] = []
     room = 0
-    for parameter in parameters:
-        size = local(parameter).numel() * 4
+    for part in parts:
+        size = part.shape.numel() * 4
         if not runs or size > room:
             runs.append([])
             room = bucket_bytes
-        runs[-1].append(parameter)
+        runs[-1].append(part)
         room -= size
     return runs

@@ -68,7 +68,7 @@ def _check_model(job_config: Any) -> None:
     """Check the names that torchtitan would look up only later, in each rank and again at each restart.
 
     Raises:
-        ConfigError: there is no such model, flavor, dataset or tokenizer.
+        ConfigError: there is no such model, flavor, validator, dataset or tokenizer.
     """
     if job_config.experimental.custom_import:
         return  # it may register models, and is imported by the trainer
@@ -82,6 +82,11 @@ def _check_model(job_config: Any) -> None:
     _check_name("model.name", model.name, {*train_spec._extra_train_specs, *_supported_models, *_supported_experiments})
     spec = train_spec.get_train_spec(model.name)
     _check_name("model.flavor", model.flavor, spec.model_args)
+    if job_config.validation.enable and spec.build_validator_fn is None:
+        raise ConfigError(
+            f"validation.enable must be false with model.name {model.name}, got true: torchtitan cannot validate that "
+            "model; set it to false"
+        )
     if spec.build_dataloader_fn is build_text_dataloader:
         _check_name("training.dataset", job_config.training.dataset, DATASETS)
     if spec.build_tokenizer_fn is build_hf_tokenizer and not os.path.isdir(model.hf_assets_path):

@@ -32,6 +32,7 @@ from titan_ft.replica.watchdog import end_process
 from titan_ft.run.address import join_address, split_address
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.log import EventLog
+from titan_ft.training import spec
 from titan_ft.training.worker import Launch
 
 
@@ -144,6 +145,7 @@ class Links:
             # torchtitan's pipelines go backward from the sum of the losses, and divide only the loss that they tell:
             # every step would be a clipped one.
             gradient_scale=1 / nominal_tokens if dims.pp_enabled else 1.0,
+            counts=spec.token_counts(model_parts),
         )
 
     def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
@@ -174,11 +176,12 @@ def _group_shape(dims: ParallelDims, model_parts: Sequence[nn.Module], group: Gr
 
 def _layout(model_parts: Sequence[nn.Module]) -> str:
     """Return what decides the exchange's buffers on this rank, beside the config: its parameters, in their order."""
-    return "\n".join(
+    parameters = [
         f"{name} {tuple(local(parameter).shape)} {parameter.dtype} {parameter.requires_grad}"
         for part in model_parts
         for name, parameter in part.named_parameters()
-    )
+    ]
+    return "\n".join([*parameters, *(f"count {tuple(local(count).shape)}" for count in spec.token_counts(model_parts))])
 
 
 def _resolve_address(lighthouse: str) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,15 +17,21 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_ft import device
-from titan_ft.config import ConfigError, FaultTolerance
+from titan_ft.config import FaultTolerance
 from titan_ft.training.slot_loaders import SlotLoaders
 
 
-def register(model_name: str, fault_tolerance: FaultTolerance) -> SlotLoaders:
+def register(model_name: str, fault_tolerance: FaultTolerance, custom_import: str = "") -> SlotLoaders:
     """Register the wrapped spec of `model_name`, which torchtitan's `get_train_spec` then prefers.
 
     A model that the user registered himself is wrapped as well.
+
+    Args:
+        custom_import: module that registers it (`experimental.custom_import`). torchtitan's Trainer imports it too, but
+            looks the model up right behind that.
     """
+    if custom_import:
+        importlib.import_module(custom_import)
     loaders = SlotLoaders(fault_tolerance)
     # torchtitan's register_train_spec refuses a name twice; the table itself is what get_train_spec reads.
     train_spec._extra_train_specs[model_name] = wrap(train_spec.get_train_spec(model_name), fault_tolerance, loaders)
@@ -40,8 +48,6 @@ def wrap(
         model = device.adapt_model(spec.parallelize_fn(model, parallel_dims, job_config))
         if parallel_dims.cp_enabled:
             device.adapt_attention(model, job_config.parallelism.context_parallel_load_balancer)
-        if fault_tolerance.enable:
-            _refuse_load_balancing(model)
         return model
 
     wrapped = dataclasses.replace(spec, parallelize_fn=parallelize)
@@ -81,11 +87,15 @@ class ReplicaMetrics(MetricsProcessor):
             logger.info(f"step: {step:2}  " + "  ".join(f"{key}: {value:.4g}" for key, value in ours.items()))
 
 
-def _refuse_load_balancing(model: torch.nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "load_balance_coeff", None):
-            raise ConfigError(
-                f"model: {name}.load_balance_coeff must be 0 with fault_tolerance.enable, got "
-                f"{module.load_balance_coeff}; the experts' bias is not exchanged between replica groups yet: "
-                "set load_balance_coeff to None"
-            )
+def token_counts(model_parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Return the buffers in which the layers of a mixture of experts count each expert's tokens, where it matters.
+
+    torchtitan's load balancing (`build_optimizers_with_moe_load_balancing`) sums them over the ranks of a group before
+    each step of the optimizer, moves the experts' biases by them, and sets them to zero.
+    """
+    return [
+        module.get_buffer("tokens_per_expert")
+        for part in model_parts
+        for module in part.modules()
+        if getattr(module, "load_balance_coeff", None) and "tokens_per_expert" in module._buffers
+    ]

@@ -26,6 +26,8 @@ environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter 
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
     dump     whether parameters are written there, too, before and after training: begin-... and end-...
+    experts  whether models with experts are known (see `harness.experts`); each rank then leaves its experts' biases at
+             the end, and the number of their tokens in each update
     stream   .jsonl files, which `--training.dataset=stream` streams
     begin    file of parameters to begin with: torchtitan draws others for another number of shards
 """
@@ -67,7 +69,7 @@ from titan_ft.chaos.orders import Order
 from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.exchange import _Flight, local
+from titan_ft.replica.exchange import GradientExchange, _Count, _Flight, local
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.pace import Pace
 from titan_ft.replica.rendezvous import Rendezvous
@@ -429,6 +431,27 @@ def install_records(folder: Path) -> None:
     before(torchtitan.train.Trainer, "close", end)
 
 
+def install_experts() -> None:
+    """Make mixtures of experts known, and write what `harness.biases` reads."""
+    from harness import experts  # here, for few tests need it
+
+    experts.register()
+    name = "{replica}-{rank}".format(**SETTINGS)
+
+    def count(exchange: GradientExchange, *_: Any) -> None:
+        parts = [part for bucket in exchange._buckets for part in bucket.parts if isinstance(part, _Count)]
+        with (WORKER.markers / f"counts-{name}.jsonl").open("a") as file:
+            file.write(json.dumps([part.buffer.sum().item() for part in parts]) + "\n")
+
+    def end(trainer: Any) -> None:
+        named = [item for part in trainer.model_parts for item in part.named_buffers()]
+        biases = {name: buffer.tolist() for name, buffer in named if name.endswith("expert_bias")}
+        (WORKER.markers / f"biases-{name}.json").write_text(json.dumps(biases))
+
+    after(GradientExchange, "write_gradients", count)
+    before(torchtitan.train.Trainer, "close", end)
+
+
 def install_stream(files: list[str]) -> None:
     """Register a streaming Hugging Face dataset, as torchtitan's own "c4" is."""
 
@@ -500,6 +523,8 @@ def install() -> None:
         install_mask()
     if SETTINGS.get("record"):
         install_records(Path(SETTINGS["record"]))
+    if SETTINGS.get("experts"):
+        install_experts()
     if SETTINGS.get("stream"):
         install_stream(SETTINGS["stream"])
     if SETTINGS.get("begin"):
