@@ -12,6 +12,7 @@ from typing import Any
 from titan_ft import config as ft_config
 from titan_ft import usage
 from titan_ft.config import ConfigError, closest
+from titan_ft.training.flavors import register_flavors
 
 
 @functools.cache  # a standby has read it before it begins
@@ -55,6 +56,7 @@ def read_config(*args: str) -> Any:
     except ValueError as error:  # torchtitan's own rules
         raise ConfigError(" ".join(str(error).split())) from error
     ft_config.validate(job_config)
+    register_flavors(job_config.model.name)
     _check_model(job_config)
     return job_config
 
