@@ -12,8 +12,8 @@ def register_flavors(model: str) -> None:
     from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json. torchtitan's class has an output layer of its
-    # own where that model has its embedding once more.
+    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json. torchtitan's class has an output layer where
+    # that model uses its embedding once more.
     flavor = TransformerModelArgs(
         dim=2048,
         n_layers=16,

@@ -123,8 +123,6 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
     parameters = [parameter for part in parts for parameter in part.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizers = spec.build_optimizers_fn(parts, config.optimizer, dims)
-    state = TrainState(parts, optimizers, None, _NoCounters())
-    before = state.payload_bytes
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step()
@@ -135,11 +133,12 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
         where=torch.device("meta"),
         overlap=False,
     )
+    held = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
     return RankSizes(
         parameters=sum(map(_num_bytes, parameters)),
         gradients=sum(map(_num_bytes, trained)),
-        optimizer=state.payload_bytes - before,
-        state=state.payload_bytes,
+        optimizer=sum(map(_num_bytes, held)),
+        state=TrainState(parts, optimizers, None, _NoCounters()).payload_bytes,
         exchange=exchange.num_bytes,
     )
 
