@@ -150,14 +150,14 @@ def _stage_rules(parallel: Any, arguments: Any, spec: Any, what: str) -> Iterato
     except ValueError:
         yield False, "parallelism.pipeline_parallel_schedule", "must be a schedule of torch", schedule, 'such as "1F1B"'
         return
-    stages = pp * (1 if single else 2)
+    stages, ends = pp * (1 if single else 2), f"(and {first + last} for the ends)"
     if (per_stage := parallel.pipeline_parallel_layers_per_stage) is not None:
         name = "parallelism.pipeline_parallel_layers_per_stage"
         yield per_stage >= 1, name, "must be >= 1", per_stage, "leave it out"
         stages = math.ceil((layers + first + last) / per_stage)
         wanted = f"{pp} stages" if single else f"{2 * pp} stages, {3 * pp} or so on"
         fits = stages == pp if single else stages % pp == 0 and stages >= 2 * pp
-        rule = f"must cut the {layers} layers {what} (and {first + last} for the ends) into {wanted} for {schedule}"
+        rule = f"must cut the {layers} layers {what} {ends} into {wanted} for {schedule}"
         yield fits, name, rule, per_stage, f"it makes {stages}; change it, or leave it out"
-    rule = f"must leave each of its {stages} stages a layer of the {layers} {what} (and {first + last} for the ends)"
+    rule = f"must leave each of its {stages} stages a layer of the {layers} layers {what} {ends}"
     yield (layers + first + last) // stages >= max(first, last, 1), name, rule, pp, "lower it"
