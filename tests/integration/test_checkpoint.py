@@ -297,7 +297,7 @@ def test_a_foreign_folder_is_refused(make_job: Callable[..., Job], flags: Flags)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hugging_faces_format_there_and_back(make_job: Callable[..., Job], tmp_path: Path, ranks: int) -> None:
-    """One group writes the last model; all groups of another job begin with it, heal among each other and write it again.
+    """One group writes the last model; another job begins with it, heals from its own groups and writes it again.
 
     With an LR of 0 an update changes nothing, so that both files hold the same weights, bit for bit.
     """

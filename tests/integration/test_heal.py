@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from harness.job import Job
 from harness.trajectory import check, check_finished, check_killed, check_one_trajectory, named
+
 from titan_ft.training.job_config import read_config
 
 STEP = 4
