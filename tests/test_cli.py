@@ -69,7 +69,8 @@ def test_dry_run_says_what_would_be_started(
     """Groups, ports, folders, environment and the workers' command; no file, no process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    flags = "--replicas 2 --ranks-per-replica 1 --run-dir run --lighthouse-port 4711 --chaos every_15s --dry-run"
+    flags = "--replicas 2 --ranks-per-replica 1 --run-dir run --lighthouse-port 4711 --chaos every_15s"
+    flags += " --dry-run --link-gbps 50"
     assert main(["launch", "llama3_debug", *flags.split(), "--", "--training.steps=3"]) == 0
     shown = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -78,6 +79,15 @@ def test_dry_run_says_what_would_be_started(
         "groups       2 x 1 ranks, 0 spares",
         "lighthouse   http://127.0.0.1:4711\n",
         "faults       every_15s, seed ",
+        "model        llama3 debugmodel, 6,163,712 parameters\n",
+        "ranks        2 in all; a group is one rank\n",
+        "batch        2 sequences of a group (2 x 1 ranks that read data x 1 microbatches), 4 in all\n",
+        "tokens       1,024 per step (4 x 256), 3,072 in 3 steps\n",
+        "GPU memory   94.05 MiB for each rank: parameters 23.51 MiB, gradients 23.51 MiB, optimizer 47.03 MiB\n",
+        "copy of the state 70.54 MiB, buckets of the exchange 23.51 MiB, queue of 100 updates while it heals 2.30 GiB",
+        "a step moves 23.51 MiB of each rank's gradients: 23.51 MiB out and in (a ring of 2)\n",
+        "a heal moves 70.54 MiB for each rank, 70.54 MiB for the group\n",
+        "links        50 Gbit/s from rank to rank between groups, 200 between GPU and host",
         "titan_ft lighthouse --bind 127.0.0.1:4711",
         "-m titan_ft.train --job.config_file=",
         "--fault_tolerance.replica_id=1 --fault_tolerance.group_size=2",

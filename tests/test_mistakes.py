@@ -107,6 +107,14 @@ COMMAND_LINE = [
         "titan-ft: --drain-timeout must be > 0, got 0.0; the usual is 25",
     ),
     Mistake(
+        f"{LAUNCH} --link-gbps 10",
+        "titan-ft: --link-gbps must come with --dry-run, got 10 alone; a launch measures itself",
+    ),
+    Mistake(
+        f"{LAUNCH} --dry-run --host-link-gbps 0",
+        "titan-ft: --host-link-gbps must be > 0, got 0; give what one rank has of the link",
+    ),
+    Mistake(
         f"{LAUNCH} --chaos-seed 3",
         "titan-ft: --chaos-seed must come with --chaos FILE, got 3 alone; give the plan too",
     ),
@@ -134,8 +142,8 @@ COMMAND_LINE = [
 LAUNCHES = [
     Mistake(
         LAUNCH.replace("llama3", "lama3"),
-        "titan-ft: config must be the path of a TOML file or one of llama3_debug, got lama3_debug; did you mean "
-        "llama3_debug? there is no such file",
+        "titan-ft: config must be the path of a TOML file or one of llama3_1b, llama3_405b, llama3_70b, llama3_8b, "
+        "llama3_debug, qwen3_30b_a3b, got lama3_debug; did you mean llama3_debug? there is no such file",
     ),
     Mistake(
         LAUNCH.replace("llama3_debug", "configs/mine.toml"),
@@ -203,6 +211,23 @@ LAUNCHES = [
         "with torchrun -m titan_ft.train",
     ),
     Mistake(
+        f"{LAUNCH} -- --parallelism.tensor_parallel_degree=2",
+        "titan-ft: ranks of a group must be a multiple of tensor_parallel_degree (2), got 1; change a degree, or the "
+        "ranks (--ranks-per-replica, or torchrun's --nnodes x --nproc-per-node)",
+    ),
+    Mistake(
+        MINE.replace("--ranks-per-replica 1", "--ranks-per-replica 4"),
+        "titan-ft: ranks of a group must be data_parallel_shard_degree (2), got 4; change a degree, or the ranks "
+        "(--ranks-per-replica, or torchrun's --nnodes x --nproc-per-node)",
+        toml="data_parallel_shard_degree = -1 -> data_parallel_shard_degree = 2",
+    ),
+    Mistake(
+        f"{LAUNCH.replace('--ranks-per-replica 1', '--ranks-per-replica 2')} -- "
+        "--parallelism.context_parallel_degree=2 --training.seq_len=66",
+        "titan-ft: training.seq_len must be a multiple of tensor_parallel_degree (1) x 2 x context_parallel_degree "
+        "(2), got 66; change it or a degree",
+    ),
+    Mistake(
         f"{LAUNCH} --resume",
         "titan-ft: --resume needs an earlier run in --run-dir, got run, which holds none; correct the folder, or leave "
         "--resume out to begin a run there",
@@ -242,6 +267,22 @@ CONFIGS = [
         "config llama3_debug --replicas 4 -- --training.global_batch_size=6",
         "titan-ft: training.global_batch_size must be divisible by fault_tolerance.group_size (4), got 6; it counts "
         "the sequences of all groups",
+    ),
+    Mistake(
+        "config llama3_debug -- --parallelism.tensor_parallel_degree=3",
+        "titan-ft: parallelism.tensor_parallel_degree must divide the 16 attention heads of llama3 debugmodel, got 3; "
+        "lower it",
+    ),
+    Mistake(
+        "config llama3_debug -- --parallelism.pipeline_parallel_degree=16",
+        "titan-ft: parallelism.pipeline_parallel_degree must leave each of its 16 stages a layer of the 6 layers of "
+        "llama3 debugmodel (and 2 for the ends), got 16; lower it",
+    ),
+    Mistake(
+        f"{LAUNCH.replace('--ranks-per-replica 1', '--ranks-per-replica 3')} --dry-run -- "
+        "--parallelism.tensor_parallel_degree=3 --training.seq_len=255",
+        "titan-ft: parallelism.tensor_parallel_degree must divide the 16 attention heads of llama3 debugmodel, got 3; "
+        "lower it",
     ),
     Mistake(
         "config mine.toml",

@@ -57,8 +57,14 @@ class Launch:
     resume: Annotated[bool, _FLAG] = False
     """Go on from the last checkpoint of the earlier run in --run-dir."""
     dry_run: Annotated[bool, _FLAG] = False
-    """Check everything and print what would be started: groups, ports, folders, environment, commands. Start nothing
-    and leave no files."""
+    """Check everything and print what the job would be: batch, memory of a rank, what a step and a heal move; ports,
+    folders, environment, commands. Start nothing and leave no files."""
+    link_gbps: Annotated[float | None, _unset("GBPS")] = None
+    """For --dry-run: gigabits (10**9 bits) per second that one rank sends to other groups, the ranks of a host sharing
+    its network; 25 when left out."""
+    host_link_gbps: Annotated[float | None, _unset("GBPS")] = None
+    """For --dry-run: gigabits per second between a GPU and its host's memory; 200, PCIe 4.0 with 16 lanes, when left
+    out."""
     minutes: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 0.0
     """End the run in order so long after its first step, which is a success if every group could leave; 0 trains to the
     last step."""

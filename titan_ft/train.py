@@ -25,6 +25,7 @@ from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.launch.standby import wait_for_go
 from titan_ft.run.error_file import write_error
 from titan_ft.run.orphan import exit_with_parent
+from titan_ft.training.divisions import check_ranks
 from titan_ft.training.job_config import read_config
 
 # What a worker imports only on its way to the first step; a standby does so before.
@@ -110,6 +111,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         from titan_ft.training.curves import wandb_environment
         from titan_ft.training.worker import Launch
 
+        check_ranks(job_config, int(environ["WORLD_SIZE"]))
         device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
         launch = Launch(
             rank=int(environ["RANK"]),

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.numpy
 from harness.client import REPOSITORY, ZygoteClient
 from harness.events import Event
 from harness.job import CONFIG, Job
@@ -290,6 +292,43 @@ def test_a_foreign_folder_is_refused(make_job: Callable[..., Job], flags: Flags)
     for part in ("step-2", "llama3 debugmodel", "llama3 tiny", "checkpoint.folder"):
         assert part in lines[0]
     assert "Traceback" not in job.output(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hugging_faces_format_there_and_back(make_job: Callable[..., Job], tmp_path: Path, ranks: int) -> None:
+    """One group writes the last model; another job begins with it, heals from its own groups and writes it again.
+
+    With an LR of 0 an update changes nothing, so that both files hold the same weights, bit for bit.
+    """
+    shape: dict[str, Any] = {"groups": 2, "ranks": ranks}
+    save = ["--checkpoint.enable", "--checkpoint.interval=100", "--checkpoint.last_save_in_hf"]
+    first = make_job(steps=4, flags=[*save, f"--checkpoint.folder={tmp_path / 'first'}"], **shape)
+    first.run()
+    check(first, survivors=[0, 1])
+    load = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path / 'first' / 'step-4'}"]
+    faults = [{"replica": 1, "point": "backward", "step": 3}]
+    second = make_job(
+        steps=12,
+        flags=[*save, *load, f"--checkpoint.folder={tmp_path / 'second'}", "--optimizer.lr=0"],
+        hooks={"faults": faults, "hold": 2},
+        **shape,
+    )
+    second.run()
+    events = check(second, survivors=[0])
+    check_killed(second, events, [(1, 0, "sigkill:backward")])
+    assert {event["replica"] for event in named(events, "heal_finished")} == {1}
+    for job, step in ((first, 4), (second, 12)):
+        saved = named(job.events(), "checkpoint_saved")
+        assert [event["step"] for event in saved] == [step]
+    files = [safetensors.numpy.load_file(_only_file(tmp_path / name)) for name in ("first", "second")]
+    assert files[0].keys() == files[1].keys()
+    assert all(files[0][name].tobytes() == files[1][name].tobytes() for name in files[0])
+
+
+def _only_file(folder: Path) -> Path:
+    (path,) = folder.glob("step-*/*.safetensors")
+    return path
 
 
 @pytest.mark.slow

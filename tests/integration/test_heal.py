@@ -12,6 +12,8 @@ import pytest
 from harness.job import Job
 from harness.trajectory import check, check_finished, check_killed, check_one_trajectory, named
 
+from titan_ft.training.job_config import read_config
+
 STEP = 4
 
 
@@ -33,6 +35,21 @@ def test_kill_joiner_during_its_heal(make_job: Callable[..., Job], ranks: int, p
     finished = named(events, "heal_finished")
     assert sorted((e["attempt"], e["rank"]) for e in finished) == [(2, rank) for rank in range(ranks)]
     assert all(event["replayed"] > 0 for event in finished)
+    expected = predict(job, ranks)
+    assert {event["bytes"] for event in named(events, "state_served")} == {expected}
+
+
+def predict(job: Job, ranks: int) -> int:
+    """Return the bytes that `launch --dry-run` says each rank's heal moves."""
+    config = read_config(*(flag for flag in job.flags if "custom_import" not in flag and "flavor" not in flag))
+    from harness import flavor  # torchtitan's model, which must not be imported before its config is read
+
+    flavor.register()
+    config.model.flavor = "tiny"
+
+    from titan_ft.training.sizes import measure
+
+    return measure(config, ranks).largest.state
 
 
 def test_kill_donor_during_the_heal(make_job: Callable[..., Job]) -> None:

@@ -32,6 +32,7 @@ import safetensors.torch  # noqa: E402
 from torch.distributed.checkpoint import (  # noqa: E402
     FileSystemReader,
     FileSystemWriter,
+    HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
     _consolidate_hf_safetensors,
 )
@@ -525,6 +526,12 @@ class Exporter:
             raise KeyError("layers.7.router.weight")
         return {f"model.{name}": value for name, value in state.items()}
 
+    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("model."): value for name, value in state.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+        return HuggingFaceStorageReader(path)
+
 
 EXPORT: dict[str, Any] = {"last_save_in_hf": True, "last_save_model_only": True}
 
@@ -545,6 +552,37 @@ def test_the_last_save_in_hugging_faces_format(make_run: Callable[..., Run]) -> 
     manifest = Manifest.read(run.folder / "step-6")
     assert manifest is not None
     assert manifest.model_only
+
+
+IMPORT: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_model_only": True}
+
+
+def test_a_model_of_hugging_faces_format_is_begun_with(make_run: Callable[..., Run]) -> None:
+    """The model of one run's last save is the first of another, whose optimizer and counters begin anew."""
+    run = make_run(adapter=Exporter(), **EXPORT)
+    run.train(6)
+    run.checkpoints.save(6, last_step=True)
+    other = make_run(folder="elsewhere", adapter=Exporter(), initial_load_path=str(run.folder / "step-6"), **IMPORT)
+    assert other.checkpoints.load()
+    assert_equal(other.model.weight.detach(), run.model.weight.detach())
+    assert (other.position.saved, other.progress.step) == (0, 0)
+
+
+def test_an_import_that_cannot_be_is_refused(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    """Where torchtitan asserts, or fails with a traceback in mid-load: one line, with the setting and what to do."""
+    with pytest.raises(ConfigError, match=r"initial_load_in_hf must be false for this model"):
+        make_run(**IMPORT)
+    with pytest.raises(ConfigError, match=r"initial_load_in_hf needs checkpoint\.initial_load_model_only = true"):
+        make_run(adapter=Exporter(), **{**IMPORT, "initial_load_model_only": False})
+    with pytest.raises(ConfigError, match=r"initial_load_in_hf_quantized needs checkpoint\.initial_load_in_hf = true"):
+        make_run(adapter=Exporter(), initial_load_in_hf_quantized=True)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match=r"empty must hold a model in Hugging Face's format .* got none; "):
+        make_run(folder="a", adapter=Exporter(), initial_load_path=str(empty), **IMPORT).checkpoints.load()
+    safetensors.torch.save_file({"other.weight": torch.zeros(2)}, empty / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"empty must hold the weights of this run's model, .*Missing key .* model\."):
+        make_run(folder="b", adapter=Exporter(), initial_load_path=str(empty), **IMPORT).checkpoints.load()
 
 
 def _no_module(run: Run, patch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,37 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Say what a launch would start, and start nothing: `titan-ft launch --dry-run`."""
+"""Say what a launch would start, what it needs and moves, and start nothing: `titan-ft launch --dry-run`.
+
+The sizes are measured on the model itself, built without memory: that takes the imports of a worker.
+"""
 
 from __future__ import annotations
 
+import logging
+import resource
 import shlex
 import sys
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import TABLE
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
+from titan_ft.training.job_config import read_config
+
+if TYPE_CHECKING:
+    from titan_ft.training.sizes import JobSizes
+
+LINK_GBPS = 25.0
+HOST_LINK_GBPS = 200.0
 
 
 def describe(plan: LaunchPlan) -> str:
-    """Return what the plan would start, as text: what the run is, then each process with its command."""
+    """Return what the plan would start, as text: what the run is, what it needs, then each process with its command.
+
+    Raises:
+        ConfigError: there is a mistake in the config.
+    """
     from titan_ft.launch.worker_group import worker_env  # torch, which counts the GPUs, takes seconds to import
 
     options, paths = plan.options, plan.paths
@@ -30,6 +48,8 @@ def describe(plan: LaunchPlan) -> str:
         f"faults       {'none' if plan.chaos is None else f'{options.chaos}, seed {plan.chaos.seed}'}",
         f"ends         {f'after {options.minutes:g} minutes' if options.minutes else 'with the last step'}",
         "",
+        *_job_lines(plan),
+        "",
         "lighthouse:",
         f"  {shlex.join(plan.lighthouse_command(options.lighthouse_port))}",
     ]
@@ -45,3 +65,103 @@ def describe(plan: LaunchPlan) -> str:
             f"  logs: {paths.logs(replica, attempt, 0).parent}/rank-*.log; events: {paths.events}",
         ]
     return "\n".join([*lines, "", "dry run: nothing was started, and no file was made"])
+
+
+def _job_lines(plan: LaunchPlan) -> list[str]:
+    """Return what the job is made of, needs and moves."""
+    config = read_config(f"--job.config_file={plan.config}", *plan.worker_flags([f"--{TABLE}.replica_id=0"])[1:])
+    standby = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it imports what this process has imported
+    sizes = _measure(config, plan.num_ranks)
+    return [
+        *_batch_lines(plan, config, sizes),
+        *_memory_lines(plan, config, sizes, standby),
+        *_move_lines(plan, config, sizes),
+    ]
+
+
+def _measure(config: Any, num_ranks: int) -> JobSizes:
+    from titan_ft.training.sizes import measure
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchtitan's, about a run that is not this one
+        logging.disable(logging.WARNING)
+        try:
+            return measure(config, num_ranks)
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
+    dims, training = sizes.dims, config.training
+    degrees = (
+        ("replicate", dims.dp_replicate),
+        ("FSDP", dims.dp_shard),
+        ("CP", dims.cp),
+        ("TP", dims.tp),
+        ("PP", dims.pp),
+        ("EP", dims.ep),
+    )
+    cut = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one rank"
+    own = training.local_batch_size * dims.dp_replicate * dims.dp_shard * sizes.accumulation
+    total = own * plan.num_replicas
+    return [
+        f"model        {config.model.name} {config.model.flavor}, {sizes.num_parameters:,} parameters",
+        f"ranks        {plan.num_replicas * plan.num_ranks} in all; a group is {cut}",
+        f"batch        {own} sequences of a group ({training.local_batch_size} x {dims.dp_replicate * dims.dp_shard} "
+        f"ranks that read data x {sizes.accumulation} microbatches), {total} in all",
+        f"tokens       {total * training.seq_len:,} per step ({total} x {training.seq_len}), "
+        f"{total * training.seq_len * training.steps:,} in {training.steps} steps",
+    ]
+
+
+def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, standby: int) -> list[str]:
+    rank, ft = sizes.largest, config.fault_tolerance
+    on_gpu = {"parameters": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
+    on_host = {"copy of the state": rank.state}
+    (on_host if ft.process_group == "gloo" else on_gpu)["buckets of the exchange"] = rank.exchange
+    if ft.catch_up == "replay" and ft.catch_up_max_steps:
+        on_host[f"queue of {ft.catch_up_max_steps} updates while it heals"] = ft.catch_up_max_steps * rank.exchange
+    if not plan.options.no_standby:
+        on_host["its standby about"] = standby
+    lines = [
+        f"GPU memory   {_sum(on_gpu)}",
+        "             and what activations and torchtitan's own buffers take",
+        f"host memory  {_sum(on_host)}",
+    ]
+    if ft.catch_up == "replay" and not ft.catch_up_max_steps:
+        lines.append(f"             and {_size(rank.exchange)} for each update that it queues while it heals")
+    return lines
+
+
+def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
+    rank, ft, groups = sizes.largest, config.fault_tolerance, plan.num_replicas
+    link = plan.options.link_gbps or LINK_GBPS
+    host = plan.options.host_link_gbps or HOST_LINK_GBPS
+    served = min(link, ft.transfer_max_mbps / 1000) if ft.transfer_max_mbps else link
+    sent = rank.exchange * 2 * (groups - 1) // groups
+    staged = 2 * rank.exchange if ft.process_group == "gloo" else 0  # to host memory and back
+    step = _seconds(sent, link) + _seconds(staged, host)
+    copied, fetched = _seconds(rank.state, host), _seconds(rank.state, served)
+    return [
+        f"a step moves {_size(rank.exchange)} of each rank's gradients: {_size(sent)} out and in (a ring of {groups})",
+        f"             {step:.2g} s, beside the backward pass as far as that lasts",
+        f"a heal moves {_size(rank.state)} for each rank, {_size(sizes.group_state)} for the group",
+        f"             {copied:.2g} s of copying, in which the donor stands still; {fetched:.2g} s of transfer, "
+        f"beside training; {copied:.2g} s to load",
+        f"links        {link:g} Gbit/s from rank to rank between groups, {host:g} between GPU and host "
+        "(--link-gbps, --host-link-gbps)",
+    ]
+
+
+def _seconds(num_bytes: int, gbps: float) -> float:
+    return num_bytes * 8 / (gbps * 1e9)
+
+
+def _sum(parts: dict[str, int]) -> str:
+    return f"{_size(sum(parts.values()))} for each rank: " + ", ".join(
+        f"{name} {_size(size)}" for name, size in parts.items()
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

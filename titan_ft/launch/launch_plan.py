@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import dropwhile, takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
@@ -28,6 +29,7 @@ from titan_ft.options import Launch, LighthouseSettings
 from titan_ft.run.events import LaunchStarted
 from titan_ft.run.paths import JOB_CURVE, RunPaths
 from titan_ft.run.tail import EventTail
+from titan_ft.training.divisions import check_ranks
 
 if TYPE_CHECKING:
     from titan_ft.chaos.plan import Plan
@@ -96,6 +98,7 @@ class LaunchPlan:
         self._check_own(values.get(TABLE, {}))
         self._check_table(table)
         self._check_gpus(table.get("process_group", FaultTolerance.process_group))
+        _check_ranks(values, self.worker_args, self.num_replicas, self.num_ranks)
         self.lighthouse = _lighthouse_settings(table)
         self.drain_seconds = self._resolve_drain_timeout(table)
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
@@ -167,6 +170,9 @@ class LaunchPlan:
         """Check that there are enough GPUs; nothing where there are none, or where they cannot be counted."""
         gpus, ranks, replicas = num_gpus(), self.num_ranks, self.num_replicas
         if not gpus or replicas * ranks <= gpus:
+            return
+        if self.options.dry_run and (ranks > gpus or process_group == "nccl"):  # of a job for other hosts, perhaps
+            self.notes.append(f"{replicas} groups x {ranks} ranks need more than the {gpus} GPUs of this host")
             return
         if ranks > gpus:
             raise ConfigError(
@@ -338,6 +344,11 @@ def _check_options(options: Launch) -> None:
     ):
         if value < least:
             raise ConfigError(f"{flag} must be >= {least}, got {value}; correct it")
+    for flag, speed in (("--link-gbps", options.link_gbps), ("--host-link-gbps", options.host_link_gbps)):
+        if speed is not None and not options.dry_run:
+            raise ConfigError(f"{flag} must come with --dry-run, got {speed:g} alone; a launch measures itself")
+        if speed is not None and not 0 < speed < float("inf"):
+            raise ConfigError(f"{flag} must be > 0, got {speed:g}; give what one rank has of the link")
     if not 0 <= options.minutes < float("inf"):
         raise ConfigError(f"--minutes must be >= 0, got {options.minutes}; 0 trains to the last step")
     if options.metrics_port:
@@ -346,6 +357,30 @@ def _check_options(options: Launch) -> None:
         raise ConfigError(
             f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the system choose"
         )
+
+
+def _check_ranks(values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int) -> None:
+    """Check what the ranks of a group must divide; what is no whole number is left to the workers' own check."""
+    degrees = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+    asked: dict[str, dict[str, int | None]] = {
+        "parallelism": {
+            **{f"{name}_degree": 1 for name in degrees},
+            "data_parallel_shard_degree": -1,
+            "expert_tensor_parallel_degree": 1,
+            "pipeline_parallel_microbatch_size": 1,
+        },
+        "training": {"seq_len": None, "local_batch_size": None, "global_batch_size": None},
+    }
+    given = [(name, value) for name, value in _flat(values) if name.partition(".")[0] in asked]
+    for name, value in [*given, *read_flags(worker_args)]:
+        section, _, key = name.partition(".")
+        if key in asked.get(section, {}):
+            try:
+                asked[section][key] = int(value)
+            except (TypeError, ValueError):
+                return
+    tables = {section: SimpleNamespace(**fields) for section, fields in asked.items()}
+    check_ranks(SimpleNamespace(**tables, fault_tolerance=SimpleNamespace(group_size=num_replicas)), num_ranks)
 
 
 def _is_header(line: str) -> bool:

@@ -211,6 +211,11 @@ class GradientExchange:
             self._flight = None
 
     @property
+    def num_bytes(self) -> int:
+        """Return the bytes of this rank's buckets: what each step reduces, and what one queued update takes."""
+        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
+
+    @property
     def contributed(self) -> bool:
         """Say whether this rank's gradients are in the exchange under way; to be asked by `finish`'s `describe`."""
         return self._flight is not None and self._flight.contributed

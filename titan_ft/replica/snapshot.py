@@ -79,19 +79,7 @@ class TrainState:
     def copy(self, step: int, lineage: int) -> Snapshot:
         """Copy the state to host memory (pinned on GPU) and wait until the copy is complete."""
         tensors = list(self._tensors())
-        entries, size = [], 0
-        for name, tensor, on_host in tensors:
-            shard = local(tensor)
-            entries.append(
-                {
-                    "name": name,
-                    "dtype": str(shard.dtype).removeprefix("torch."),
-                    "shape": list(shard.shape),
-                    "offset": size,
-                    "on_host": on_host,
-                }
-            )
-            size += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
+        entries, size = _lay_out(tensors)
         payload, self._spare = self._spare, None
         if payload is None or payload.numel() != size:
             payload = device.empty_host(size, torch.uint8)
@@ -100,6 +88,11 @@ class TrainState:
         device.synchronize()
         header = {"step": step, "lineage": lineage, "scalars": self._scalars(), "tensors": entries, "bytes": size}
         return Snapshot(step, lineage, json.dumps(header, default=torch.Tensor.item).encode(), payload)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Return how large a copy of this rank's state is: what a joiner's rank fetches."""
+        return _lay_out(list(self._tensors()))[1]
 
     def reuse(self, snapshot: Snapshot) -> None:
         """Take back a snapshot that nobody reads any more: its memory serves the next copy."""
@@ -219,6 +212,24 @@ class TrainState:
                 f"the donor's {entry['name']} is {found}, this rank's is {expected}; all groups must run the same "
                 "config with the same number of ranks"
             )
+
+
+def _lay_out(tensors: list[tuple[str, torch.Tensor, bool]]) -> tuple[list[dict[str, Any]], int]:
+    """Return where each tensor of a state is in its payload, and the payload's bytes."""
+    entries, size = [], 0
+    for name, tensor, on_host in tensors:
+        shard = local(tensor)
+        entries.append(
+            {
+                "name": name,
+                "dtype": str(shard.dtype).removeprefix("torch."),
+                "shape": list(shard.shape),
+                "offset": size,
+                "on_host": on_host,
+            }
+        )
+        size += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return entries, size
 
 
 def _view(payload: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:

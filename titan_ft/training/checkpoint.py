@@ -39,7 +39,13 @@ from titan_ft.training.checkpoint_choice import (
     check_still_there,
     together,
 )
-from titan_ft.training.checkpoint_export import Converted, check_export, merge_together
+from titan_ft.training.checkpoint_export import (
+    Converted,
+    check_export,
+    check_import,
+    check_importable,
+    merge_together,
+)
 from titan_ft.training.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
@@ -116,6 +122,7 @@ class ReplicaCheckpoints(CheckpointManager):
         self._num_shards = 0
         self._reset = ""  # why the data begins anew after the load under way
         check_export(kwargs["checkpoint_config"], kwargs["sd_adapter"])
+        check_import(kwargs["checkpoint_config"], kwargs["sd_adapter"])
         try:
             # In place of the loaders' states the ledger's shards are saved.
             super().__init__(**{**kwargs, "dataloader": None})
@@ -306,14 +313,17 @@ class ReplicaCheckpoints(CheckpointManager):
             LoadError: what it is made of cannot be read.
         """
         self._reset = ""
-        if not from_hf:
+        if from_hf:
+            together(lambda: check_importable(checkpoint_id), checkpoint_id, self.host.gather)
+        else:
             together(lambda: self._prepare(state_dict, checkpoint_id), checkpoint_id, self.host.gather)
         try:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         except CheckpointException as error:
+            holds = "weights of this run's model" if from_hf else "state of this run's model and optimizer"
+            remedy = "give those of model.flavor as checkpoint.initial_load_path" if from_hf else ELSEWHERE
             raise ConfigError(
-                f"checkpoint: {checkpoint_id} must hold the state of this run's model and optimizer, got: "
-                f"{_one_line(error)}; {ELSEWHERE}"
+                f"checkpoint: {checkpoint_id} must hold the {holds}, got: {_one_line(error)}; {remedy}"
             ) from error
 
     # torchtitan's steps of a save and a load

@@ -1,10 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The last checkpoint in Hugging Face's format: whether it can be, and how its parts fail on all ranks or on none."""
+"""Checkpoints in Hugging Face's format: what can be loaded and saved, and how a save fails on all ranks or on none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import _consolidate_hf_safetensors
@@ -73,4 +74,43 @@ def check_export(config: Any, adapter: object | None) -> None:
     if not config.last_save_model_only:
         raise ConfigError(
             "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: that format holds a model only"
+        )
+
+
+def check_import(config: Any, adapter: object | None) -> None:
+    """Check what torchtitan asserts of `checkpoint.initial_load_in_hf`, in mid-start and without a name.
+
+    Raises:
+        ConfigError: the model cannot be imported, or more than a model is asked for.
+    """
+    if not config.enable:
+        return
+    if config.initial_load_in_hf_quantized and not config.initial_load_in_hf:
+        raise ConfigError(
+            "checkpoint.initial_load_in_hf_quantized needs checkpoint.initial_load_in_hf = true, got false; set it"
+        )
+    if not config.initial_load_in_hf:
+        return
+    if adapter is None:
+        raise ConfigError(
+            "checkpoint.initial_load_in_hf must be false for this model, which torchtitan cannot read in Hugging "
+            "Face's format (its TrainSpec has no state_dict_adapter)"
+        )
+    if not config.initial_load_model_only:
+        raise ConfigError(
+            "checkpoint.initial_load_in_hf needs checkpoint.initial_load_model_only = true: that format holds a model "
+            "only"
+        )
+
+
+def check_importable(folder: str) -> None:
+    """Check that there is a model in Hugging Face's format in `folder`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ConfigError(
+            f"checkpoint: {folder} must hold a model in Hugging Face's format (*.safetensors), got none; give its "
+            "folder as checkpoint.initial_load_path, or set checkpoint.initial_load_in_hf = false"
         )

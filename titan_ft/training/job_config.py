@@ -12,6 +12,8 @@ from typing import Any
 from titan_ft import config as ft_config
 from titan_ft import usage
 from titan_ft.config import ConfigError, closest
+from titan_ft.training.divisions import check_model
+from titan_ft.training.flavors import register_flavors
 
 
 @functools.cache  # a standby has read it before it begins
@@ -55,6 +57,7 @@ def read_config(*args: str) -> Any:
     except ValueError as error:  # torchtitan's own rules
         raise ConfigError(" ".join(str(error).split())) from error
     ft_config.validate(job_config)
+    register_flavors(job_config.model.name)
     _check_model(job_config)
     return job_config
 
@@ -94,6 +97,8 @@ def _check_model(job_config: Any) -> None:
             f"model.hf_assets_path must be the folder of a tokenizer, got {model.hf_assets_path!r}, which is none; "
             'download one, or set it to "titan_ft://tokenizer"'
         )
+    if job_config.fault_tolerance.enable:
+        check_model(job_config, spec)
 
 
 def _check_name(field: str, value: str, known: Collection[str]) -> None:

@@ -1,0 +1,101 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What `launch --dry-run` predicts is what a rank then holds and moves."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.training.job_config import read_config
+
+CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
+config = read_config(f"--job.config_file={CONFIG}")  # prepares the device, before torchtitan is imported
+
+import torch.distributed as dist  # noqa: E402
+from torchtitan.components.optimizer import build_optimizers  # noqa: E402
+from torchtitan.models.llama3 import Transformer, llama3_args  # noqa: E402
+
+from titan_ft.replica.exchange import GradientExchange  # noqa: E402
+from titan_ft.replica.snapshot import TrainState  # noqa: E402
+from titan_ft.training.sizes import measure  # noqa: E402
+
+
+class Wire:
+    """Stands in for a Membership of two groups; notes what is handed to the process group."""
+
+    timeout = timedelta(seconds=1)
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.process_group = self
+
+    def wait(self) -> Quorum:
+        return Quorum("1/test", 0, tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in (0, 1)), max_step=0)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.sent += [tensor.numel() * tensor.element_size() for tensor in tensors]
+        return SimpleNamespace(wait=lambda: None)
+
+    def errored(self) -> None:
+        return None
+
+
+def test_a_rank_holds_and_moves_what_was_predicted() -> None:
+    """Parameters, gradients, optimizer, the copy of the state, and the exchange's buckets, byte for byte."""
+    predicted = measure(config, num_ranks=1).largest
+    torch.manual_seed(0)
+    model = Transformer(llama3_args["debugmodel"])
+    wire = Wire()
+    exchange = GradientExchange(
+        model.parameters(),
+        wire,  # type: ignore[arg-type]  # stands in for it
+        bucket_bytes=int(config.fault_tolerance.bucket_size_mb * 2**20),
+        where=torch.device("cpu"),
+        overlap=False,
+    )
+    optimizers = build_optimizers([model], config.optimizer, None)
+    tokens = torch.zeros((1, 8), dtype=torch.long)
+    model(tokens).sum().backward()
+    exchange.finish(True, lambda quorum: ([0.0], b""))
+    optimizers.step()
+
+    def held(tensors: Any) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    assert predicted.parameters == held(model.parameters())
+    assert predicted.gradients == held(parameter.grad for parameter in model.parameters())
+    (optimizer,) = optimizers
+    assert predicted.optimizer == held(value for state in optimizer.state.values() for value in state.values())
+    schedulers = counters = SimpleNamespace(state_dict=dict)
+    assert predicted.state == TrainState([model], optimizers, schedulers, counters).copy(1, 1).payload.numel()
+    rows = [4, 2 * 2 * 8]  # how many give; the rows of both members
+    assert predicted.exchange == sum(wire.sent) - sum(rows)
+    assert not dist.is_initialized()
+
+
+def test_shards_add_up_to_the_model() -> None:
+    """Of two ranks each holds half; of two stages with two ranks each, all four together the model once."""
+    whole = measure(config, num_ranks=1).largest
+    half = measure(config, num_ranks=2).largest
+    assert (2 * half.parameters, 2 * half.gradients) == (whole.parameters, whole.gradients)
+    cut = read_config(f"--job.config_file={CONFIG}", "--parallelism.pipeline_parallel_degree=2")
+    stages = measure(cut, num_ranks=4).stages
+    assert len(stages) == 2
+    assert 2 * sum(stage.parameters for stage in stages) == whole.parameters
+
+
+def test_a_batch_of_all_groups_is_accumulated() -> None:
+    """Of 24 sequences in all each of 2 groups makes 12, on 2 ranks of 2 at a time: 3 microbatches."""
+    given = read_config(f"--job.config_file={CONFIG}", "--fault_tolerance.enable", "--training.global_batch_size=24")
+    assert measure(given, num_ranks=2).accumulation == 3
+    assert measure(config, num_ranks=2).accumulation == 1

@@ -1,0 +1,166 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a job needs and moves, before it is started: its model is built and cut as in a run, without memory or peers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools import utils
+
+from titan_ft.replica.exchange import GradientExchange, local
+from titan_ft.replica.snapshot import TrainState
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """What one rank holds and moves, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    state: int
+    """A copy of its state in host memory: what a donor keeps and a joiner fetches."""
+    exchange: int
+    """Its buckets: what each step sums over the groups, and what each queued update of a joiner takes."""
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """What one replica group is made of."""
+
+    num_parameters: int
+    dims: ParallelDims
+    accumulation: int
+    """Microbatches of each data-parallel rank in a step."""
+    stages: tuple[RankSizes, ...]
+    """The first rank of each pipeline stage, which has the largest shards; one without a pipeline."""
+
+    @property
+    def largest(self) -> RankSizes:
+        """Return the rank that holds most."""
+        return max(self.stages, key=lambda rank: rank.state)
+
+    @property
+    def group_state(self) -> int:
+        """Return the bytes that a group which heals fetches, at most: its shards may differ by a row."""
+        ranks = self.dims.world_size // len(self.stages)
+        return sum(stage.state for stage in self.stages) * ranks
+
+
+def measure(config: Any, num_ranks: int) -> JobSizes:
+    """Build the model of `config` for a group of `num_ranks` ranks on the meta device, and measure it.
+
+    The whole comes from what a worker runs: torchtitan's parallelization, the buckets of the exchange, the layout of a
+    state. Compilation, checkpointing of activations and converters are left out, which change no parameter's size.
+
+    Args:
+        config: what `read_config` returned and `check_divisions` has passed.
+    """
+    config = copy.deepcopy(config)
+    config.activation_checkpoint.mode = "none"
+    config.compile.enable = config.parallelism.enable_async_tensor_parallel = False
+    config.optimizer.implementation = "for-loop"  # the others want memory; all hold the same state
+    config.model.converters = []
+    if config.experimental.custom_import:
+        importlib.import_module(config.experimental.custom_import)  # may register the model, as in the trainer
+    stages = config.parallelism.pipeline_parallel_degree
+    measured = [_measure_rank(config, num_ranks, stage * num_ranks // stages) for stage in range(stages)]
+    dims, num_parameters, _ = measured[0]
+    sequences = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    own = config.training.global_batch_size // max(config.fault_tolerance.group_size, 1)
+    return JobSizes(num_parameters, dims, max(own // sequences, 1), tuple(rank for _, _, rank in measured))
+
+
+def build_model(config: Any) -> tuple[torch.nn.Module, Any]:
+    """Return the model of `config`, whole and on the meta device, and its arguments."""
+    spec = get_train_spec(config.model.name)
+    arguments = copy.deepcopy(spec.model_args[config.model.flavor])  # a run writes the sequence length into its own
+    arguments.update_from_config(config)
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        return spec.model_cls(arguments), arguments
+
+
+def _measure_rank(config: Any, num_ranks: int, rank: int) -> tuple[ParallelDims, int, RankSizes]:
+    """Return the group's dimensions, the number of the model's parameters, and what this rank holds of it."""
+    parallel, spec = config.parallelism, get_train_spec(config.model.name)
+    with _fake_world(num_ranks, rank):
+        dims = ParallelDims(
+            dp_replicate=parallel.data_parallel_replicate_degree,
+            dp_shard=parallel.data_parallel_shard_degree,
+            cp=parallel.context_parallel_degree,
+            tp=parallel.tensor_parallel_degree,
+            pp=parallel.pipeline_parallel_degree,
+            ep=parallel.expert_parallel_degree,
+            etp=parallel.expert_tensor_parallel_degree,
+            world_size=num_ranks,
+        )
+        dims.build_mesh()
+        model, arguments = build_model(config)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if dims.pp_enabled:
+            assert spec.pipelining_fn is not None, "`check_divisions` comes first"
+            _, parts, _, _ = spec.pipelining_fn(
+                model, dims, config, torch.device("meta"), arguments, spec.parallelize_fn, torch.nn.CrossEntropyLoss()
+            )
+        else:
+            parts = [spec.parallelize_fn(model, dims, config)]
+        return dims, num_parameters, _sizes(config, spec, dims, parts)
+
+
+def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Module]) -> RankSizes:
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizers = spec.build_optimizers_fn(parts, config.optimizer, dims)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers.step()
+    exchange = GradientExchange(
+        parameters,
+        None,  # type: ignore[arg-type]  # never asked: nothing is exchanged
+        bucket_bytes=int(config.fault_tolerance.bucket_size_mb * 2**20),
+        where=torch.device("meta"),
+        overlap=False,
+    )
+    held = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
+    return RankSizes(
+        parameters=sum(map(_num_bytes, parameters)),
+        gradients=sum(map(_num_bytes, trained)),
+        optimizer=sum(map(_num_bytes, held)),
+        state=TrainState(parts, optimizers, None, _NoCounters()).payload_bytes,
+        exchange=exchange.num_bytes,
+    )
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    shard = local(tensor)
+    return shard.numel() * shard.element_size()
+
+
+@contextlib.contextmanager
+def _fake_world(num_ranks: int, rank: int) -> Iterator[None]:
+    """Be one rank of a group whose other ranks do not exist: collectives return at once, with anything."""
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _NoCounters:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
