@@ -21,6 +21,7 @@ from torchtitan.tools import utils
 
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.snapshot import TrainState
+from titan_ft.training.spec import token_counts
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
         bucket_bytes=int(config.fault_tolerance.bucket_size_mb * 2**20),
         where=torch.device("meta"),
         overlap=False,
+        counts=token_counts(parts),
     )
     held = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
     return RankSizes(
