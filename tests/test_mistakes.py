@@ -280,7 +280,7 @@ CONFIGS = [
     ),
     Mistake(
         f"{LAUNCH.replace('--ranks-per-replica 1', '--ranks-per-replica 3')} --dry-run -- "
-        "--parallelism.tensor_parallel_degree=3 --training.seq_len=255",
+        "--parallelism.tensor_parallel_degree=3 --training.seq_len=258",
         "titan-ft: parallelism.tensor_parallel_degree must divide the 16 attention heads of llama3 debugmodel, got 3; "
         "lower it",
     ),

@@ -20,7 +20,9 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 from titan_ft.training.divisions import check_model, check_ranks  # noqa: E402
 
 
-def config(name: str = "llama3", flavor: str = "8B", training: Any = None, **degrees: Any) -> Any:
+def config(
+    name: str = "llama3", flavor: str = "8B", training: Any = None, validation: Any = None, **degrees: Any
+) -> Any:
     full = {
         name if name.startswith(("pipeline_parallel_", "expert_tensor")) else f"{name}_degree": value
         for name, value in degrees.items()
@@ -28,6 +30,9 @@ def config(name: str = "llama3", flavor: str = "8B", training: Any = None, **deg
     return SimpleNamespace(
         parallelism=Parallelism(**full),
         training=SimpleNamespace(**{"seq_len": 64, "local_batch_size": 4, "global_batch_size": -1, **(training or {})}),
+        validation=SimpleNamespace(
+            **{"enable": validation is not None, "seq_len": 64, "local_batch_size": 4, **(validation or {})}
+        ),
         fault_tolerance=SimpleNamespace(group_size=2),
         model=SimpleNamespace(name=name, flavor=flavor),
     )
@@ -65,6 +70,11 @@ def test_what_divides_passes(ranks: int, asked: dict[str, Any]) -> None:
             {"context_parallel": 2, "training": {"seq_len": 66}},
             r"training\.seq_len must be a multiple of .*, got 66",
         ),
+        (
+            2,
+            {"tensor_parallel": 2, "training": {"seq_len": 66}},  # torchtitan's models want an even part for each rank
+            r"training\.seq_len must be a multiple of tensor_parallel_degree \(2\) x 2 x .* got 66",
+        ),
         (6, {"expert_parallel": 4}, r"expert_parallel_degree must divide the ranks .* = 6\), got 4; lower it"),
         (
             8,
@@ -75,6 +85,11 @@ def test_what_divides_passes(ranks: int, asked: dict[str, Any]) -> None:
             2,
             {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 3},
             r"local_batch_size must be a multiple of parallelism\.pipeline_parallel_microbatch_size \(3\), got 4; ",
+        ),
+        (
+            2,
+            {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 0},
+            r"pipeline_parallel_microbatch_size must be >= 1, got 0; the default is 1",
         ),
         (
             4,
@@ -113,6 +128,26 @@ def test_what_ranks_cannot_be_cut_into_is_refused(ranks: int, asked: dict[str, A
             {"pipeline_parallel": 2, "pipeline_parallel_schedule": "1B1F"},
             r"pipeline_parallel_schedule must be a schedule of torch, got '1B1F'",
         ),
+        ("llama3 8B", {"training": {"seq_len": 63}}, r"training\.seq_len must be a multiple of .* got 63; "),
+        (
+            "llama3 8B",
+            {"context_parallel": 2, "validation": {"seq_len": 66}},
+            r"validation\.seq_len must be a multiple of .* got 66; ",
+        ),
+        (
+            "llama3 8B",
+            {"pipeline_parallel": 2, "validation": {"local_batch_size": 6}},
+            r"validation\.local_batch_size must be a multiple of the 4 microbatches .* got 6; set it to training\.local",
+        ),
+        (
+            "llama3 8B",
+            {
+                "pipeline_parallel": 4,
+                "pipeline_parallel_schedule": "ZBVZeroBubble",
+                "pipeline_parallel_layers_per_stage": 3,
+            },
+            r"layers_per_stage must cut the 32 layers .* into 8 stages for ZBVZeroBubble, got 3; it makes 12; ",
+        ),
         ("qwen3 30B-A3B", {"expert_parallel": 48}, r"must divide the 128 experts of qwen3 30B-A3B, got 48; lower it"),
         ("qwen3 0.6B", {"pipeline_parallel": 2}, r"must be 1: torchtitan cannot cut qwen3 0\.6B into stages, got 2"),
     ],
@@ -129,11 +164,53 @@ def test_a_pipeline_is_refused_where_torchtitan_refuses_it(stages: int, schedule
     """The debug model has 6 layers and two ends."""
     from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
-    asked = config(flavor="debugmodel", pipeline_parallel=stages, pipeline_parallel_schedule=schedule)
+    batch = {"local_batch_size": 64}  # enough for any schedule
+    asked = config(flavor="debugmodel", training=batch, pipeline_parallel=stages, pipeline_parallel_schedule=schedule)
     try:
         generate_llm_fqn_per_model_part(stages * (1 if schedule == "1F1B" else 2), 6)
     except ValueError:
         with pytest.raises(ConfigError):
+            check_model(asked, get_train_spec("llama3"))
+    else:
+        check_model(asked, get_train_spec("llama3"))
+
+
+SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", range(1, 10))
+def test_microbatches_are_refused_where_torch_refuses_them(schedule: str, microbatches: int) -> None:
+    """In each rank, and in mid-start: `launch` would tell of an exception."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    ranks, schedule_class = 3, get_schedule_class(schedule)
+    single = issubclass(schedule_class, PipelineScheduleSingle)
+    parts = [
+        SimpleNamespace(
+            group=None,
+            group_rank=0,
+            group_size=ranks,
+            stage_index=index,
+            num_stages=ranks * (1 if single else 2),
+            is_first=index == 0,
+            is_last=False,
+            stage_index_to_group_rank={},
+            submod=None,
+            has_backward=True,
+        )
+        for index in ((0,) if single else (0, 2 * ranks - 1))
+    ]
+    asked = config(
+        training={"local_batch_size": 2 * microbatches},
+        pipeline_parallel=ranks,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_microbatch_size=2,
+    )
+    try:
+        schedule_class(parts[0] if single else parts, microbatches, loss_fn=lambda *_: None, scale_grads=False)
+    except ValueError:
+        with pytest.raises(ConfigError, match=r"^training\.local_batch_size must make "):
             check_model(asked, get_train_spec("llama3"))
     else:
         check_model(asked, get_train_spec("llama3"))

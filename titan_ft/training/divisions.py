@@ -35,7 +35,7 @@ def check_model(config: Any, spec: Any) -> None:
     Raises:
         ConfigError: the first rule that does not hold.
     """
-    _raise_broken(_model_rules(config.parallelism, config.model, spec))
+    _raise_broken(_model_rules(config, spec))
 
 
 def _raise_broken(rules: Iterator[Rule]) -> None:
@@ -71,18 +71,18 @@ def _rank_rules(config: Any, num_ranks: int) -> Iterator[Rule]:
         shard = num_ranks // others
     else:
         yield num_ranks == others * shard, "ranks of a group", f"must be {product or 1}", num_ranks, remedy
-    yield from _sequence_rules(training.seq_len, cp, tp)
+    if cp * tp > 1:
+        yield from _sequence_rules("training.seq_len", training.seq_len, cp, tp)
     if ep > 1:
         yield from _expert_rules(ep, parallel.expert_tensor_parallel_degree, tp, shard * cp * tp)
     yield from _batch_rules(config, pp, replicate * shard)
 
 
-def _sequence_rules(seq_len: int | None, cp: int, tp: int) -> Iterator[Rule]:
-    divisor = tp * (2 * cp if cp > 1 else 1)
+def _sequence_rules(name: str, seq_len: int | None, cp: int, tp: int) -> Iterator[Rule]:
+    """Check what torchtitan's models assert (`ParallelDims.seq_len_divisor`), with or without context parallelism."""
     if seq_len is not None:
-        factors = f"tensor_parallel_degree ({tp})" + (f" x 2 x context_parallel_degree ({cp})" if cp > 1 else "")
-        rule = f"must be a multiple of {factors}"
-        yield seq_len % divisor == 0, "training.seq_len", rule, seq_len, "change it or a degree"
+        rule = f"must be a multiple of tensor_parallel_degree ({tp}) x 2 x context_parallel_degree ({cp})"
+        yield seq_len % (tp * 2 * cp) == 0, name, rule, seq_len, "change it or a degree"
 
 
 def _expert_rules(ep: int, etp: int, tp: int, ranks: int) -> Iterator[Rule]:
@@ -102,6 +102,8 @@ def _batch_rules(config: Any, pp: int, readers: int) -> Iterator[Rule]:
         return
     if pp > 1:
         micro = config.parallelism.pipeline_parallel_microbatch_size
+        name = "parallelism.pipeline_parallel_microbatch_size"
+        yield micro >= 1, name, "must be >= 1", micro, "the default is 1"
         rule = f"must be a multiple of parallelism.pipeline_parallel_microbatch_size ({micro})"
         yield local % micro == 0, "training.local_batch_size", rule, local, "change one of them"
     if total is not None and total > 0:
@@ -113,7 +115,8 @@ def _batch_rules(config: Any, pp: int, readers: int) -> Iterator[Rule]:
         yield total % (groups * local * readers) == 0, "training.global_batch_size", rule, total, remedy
 
 
-def _model_rules(parallel: Any, model: Any, spec: Any) -> Iterator[Rule]:
+def _model_rules(config: Any, spec: Any) -> Iterator[Rule]:
+    parallel, model = config.parallelism, config.model
     arguments, what = spec.model_args[model.flavor], f"of {model.name} {model.flavor}"
     tp, ep = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
     name = "parallelism.tensor_parallel_degree"
@@ -121,11 +124,15 @@ def _model_rules(parallel: Any, model: Any, spec: Any) -> Iterator[Rule]:
     for count, kind in ((heads, "attention heads"), (getattr(arguments, "n_kv_heads", None), "key-value heads")):
         if count and tp >= 1:
             yield count % tp == 0, name, f"must divide the {count} {kind} {what}", tp, "lower it"
+    yield from _sequence_rules("training.seq_len", config.training.seq_len, parallel.context_parallel_degree, tp)
     if ep > 1 and (experts := _num_experts(arguments)):
         name = "parallelism.expert_parallel_degree"
         yield experts % ep == 0, name, f"must divide the {experts} experts {what}", ep, "lower it"
     if parallel.pipeline_parallel_degree > 1:
         yield from _stage_rules(parallel, arguments, spec, what)
+        yield from _microbatch_rules(config)
+    if config.validation.enable:
+        yield from _validation_rules(config)
 
 
 def _num_experts(arguments: Any) -> int:
@@ -135,29 +142,78 @@ def _num_experts(arguments: Any) -> int:
 
 
 def _stage_rules(parallel: Any, arguments: Any, spec: Any, what: str) -> Iterator[Rule]:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+    from torch.distributed.pipelining.schedules import (
+        PipelineScheduleSingle,
+        ScheduleDualPipeV,
+        ScheduleZBVZeroBubble,
+        get_schedule_class,
+    )
 
     pp, name = parallel.pipeline_parallel_degree, "parallelism.pipeline_parallel_degree"
     rule = f"must be 1: torchtitan cannot cut {what.removeprefix('of ')} into stages"
     yield spec.pipelining_fn is not None, name, rule, pp, "set it to 1"
     layers = getattr(arguments, "n_layers", None)
-    if layers is None or parallel.module_fqns_per_model_part is not None:
-        return  # cut as the config names it
     first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
     schedule = parallel.pipeline_parallel_schedule
     try:
-        single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+        schedule_class = get_schedule_class(schedule)
     except ValueError:
         yield False, "parallelism.pipeline_parallel_schedule", "must be a schedule of torch", schedule, 'such as "1F1B"'
         return
+    if layers is None or parallel.module_fqns_per_model_part is not None:
+        return  # cut as the config names it
+    single = issubclass(schedule_class, PipelineScheduleSingle)
     stages, ends = pp * (1 if single else 2), f"(and {first + last} for the ends)"
     if (per_stage := parallel.pipeline_parallel_layers_per_stage) is not None:
         name = "parallelism.pipeline_parallel_layers_per_stage"
         yield per_stage >= 1, name, "must be >= 1", per_stage, "leave it out"
         stages = math.ceil((layers + first + last) / per_stage)
-        wanted = f"{pp} stages" if single else f"{2 * pp} stages, {3 * pp} or so on"
-        fits = stages == pp if single else stages % pp == 0 and stages >= 2 * pp
+        wanted, fits = f"{2 * pp} stages, {3 * pp} or so on", stages % pp == 0 and stages >= 2 * pp
+        if single or schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
+            exact = pp if single else 2 * pp
+            wanted, fits = f"{exact} stages", stages == exact
         rule = f"must cut the {layers} layers {what} {ends} into {wanted} for {schedule}"
         yield fits, name, rule, per_stage, f"it makes {stages}; change it, or leave it out"
     rule = f"must leave each of its {stages} stages a layer of the {layers} layers {what} {ends}"
     yield (layers + first + last) // stages >= max(first, last, 1), name, rule, pp, "lower it"
+
+
+def _microbatch_rules(config: Any) -> Iterator[Rule]:
+    """Check that the schedule can deal out a batch, which torch refuses in each rank and in mid-start."""
+    from torch.distributed.pipelining.schedules import (
+        Schedule1F1B,
+        ScheduleDualPipeV,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+        get_schedule_class,
+    )
+
+    parallel, local, name = config.parallelism, config.training.local_batch_size, "training.local_batch_size"
+    if parallel.pipeline_parallel_schedule_csv:
+        return  # dealt out as that file says
+    pp, size, schedule = (
+        parallel.pipeline_parallel_degree,
+        parallel.pipeline_parallel_microbatch_size,
+        parallel.pipeline_parallel_schedule,
+    )
+    schedule_class, count = get_schedule_class(schedule), local // size
+    least = {Schedule1F1B: pp, ScheduleDualPipeV: 2 * pp}.get(schedule_class, 1)
+    rule = f"must make {least} or more microbatches (of {size}) for the {least} stages of {schedule}"
+    yield count >= least, name, rule, local, f"raise it to {least * size}"
+    if schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        rounds = max(1, count // pp)
+        rule = f"must make microbatches (of {size}) that {schedule} can deal out to {pp} ranks in {rounds} equal rounds"
+        yield count % rounds == 0, name, rule, local, f"a multiple of {pp * size} always does"
+
+
+def _validation_rules(config: Any) -> Iterator[Rule]:
+    """Check the batches of a validation, which else ends a run in its midst."""
+    parallel, training, validation = config.parallelism, config.training, config.validation
+    cp, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
+    yield from _sequence_rules("validation.seq_len", validation.seq_len, cp, tp)
+    if parallel.pipeline_parallel_degree > 1:
+        count = training.local_batch_size // parallel.pipeline_parallel_microbatch_size
+        name, size = "validation.local_batch_size", validation.local_batch_size
+        rule = f"must be a multiple of the {count} microbatches that the pipeline makes of a batch"
+        remedy = f"set it to training.local_batch_size ({training.local_batch_size})"
+        yield size % max(count, 1) == 0, name, rule, size, remedy
