@@ -89,7 +89,7 @@ def test_what_divides_passes(ranks: int, asked: dict[str, Any]) -> None:
         (
             2,
             {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 0},
-            r"pipeline_parallel_microbatch_size must be >= 1, got 0; the default is 1",
+            r"pipeline_parallel_microbatch_size must be >= 1, got 0; 1 is the default",
         ),
         (
             4,
@@ -128,6 +128,12 @@ def test_what_ranks_cannot_be_cut_into_is_refused(ranks: int, asked: dict[str, A
             {"pipeline_parallel": 2, "pipeline_parallel_schedule": "1B1F"},
             r"pipeline_parallel_schedule must be a schedule of torch, got '1B1F'",
         ),
+        ("llama3 8B", {"context_parallel": 0}, r"context_parallel_degree must be >= 1, got 0; "),
+        (
+            "llama3 8B",
+            {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 0},
+            r"microbatch_size must be >= 1, got 0; ",
+        ),
         ("llama3 8B", {"training": {"seq_len": 63}}, r"training\.seq_len must be a multiple of .* got 63; "),
         (
             "llama3 8B",
@@ -137,7 +143,7 @@ def test_what_ranks_cannot_be_cut_into_is_refused(ranks: int, asked: dict[str, A
         (
             "llama3 8B",
             {"pipeline_parallel": 2, "validation": {"local_batch_size": 6}},
-            r"validation\.local_batch_size must be a multiple of the 4 microbatches .* got 6; set it to training\.local",
+            r"validation\.local_batch_size must be a multiple of the 4 microbatches .* got 6; set it to training\.",
         ),
         (
             "llama3 8B",
@@ -214,3 +220,8 @@ def test_microbatches_are_refused_where_torch_refuses_them(schedule: str, microb
             check_model(asked, get_train_spec("llama3"))
     else:
         check_model(asked, get_train_spec("llama3"))
+
+
+def test_a_validation_without_parallelism_may_have_any_length() -> None:
+    """torchtitan asserts the length of training's sequences only."""
+    check_model(config(validation={"seq_len": 33, "local_batch_size": 3}), get_train_spec("llama3"))

@@ -29,7 +29,7 @@ from titan_ft.options import Launch, LighthouseSettings
 from titan_ft.run.events import LaunchStarted
 from titan_ft.run.paths import JOB_CURVE, RunPaths
 from titan_ft.run.tail import EventTail
-from titan_ft.training.divisions import check_ranks
+from titan_ft.training.divisions import DEGREES, check_ranks
 
 if TYPE_CHECKING:
     from titan_ft.chaos.plan import Plan
@@ -361,10 +361,9 @@ def _check_options(options: Launch) -> None:
 
 def _check_ranks(values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int) -> None:
     """Check what the ranks of a group must divide; what is no whole number is left to the workers' own check."""
-    degrees = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
     asked: dict[str, dict[str, int | None]] = {
         "parallelism": {
-            **{f"{name}_degree": 1 for name in degrees},
+            **{f"{name}_degree": 1 for name in DEGREES},
             "data_parallel_shard_degree": -1,
             "expert_tensor_parallel_degree": 1,
             "pipeline_parallel_microbatch_size": 1,

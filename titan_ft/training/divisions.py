@@ -16,6 +16,8 @@ from titan_ft.config import TABLE, ConfigError, Rule
 
 RANKS = "--ranks-per-replica, or torchrun's --nnodes x --nproc-per-node"
 
+DEGREES = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+
 
 def check_ranks(config: Any, num_ranks: int) -> None:
     """Check that a group of `num_ranks` ranks can be cut as the config says.
@@ -46,11 +48,8 @@ def _raise_broken(rules: Iterator[Rule]) -> None:
 
 def _rank_rules(config: Any, num_ranks: int) -> Iterator[Rule]:
     parallel, training = config.parallelism, config.training
-    names = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
-    replicate, cp, tp, pp, ep = (getattr(parallel, f"{name}_degree") for name in names)
-    for name in names:
-        value = getattr(parallel, f"{name}_degree")
-        yield value >= 1, f"parallelism.{name}_degree", "must be >= 1", value, "1 leaves it out"
+    replicate, cp, tp, pp, ep = (getattr(parallel, f"{name}_degree") for name in DEGREES)
+    yield from _number_rules(parallel)
     shard, name = parallel.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
     yield shard == -1 or shard >= 1, name, "must be >= 1, or -1 for all ranks that are left", shard, "set it to -1"
     others = replicate * cp * tp * pp
@@ -78,6 +77,13 @@ def _rank_rules(config: Any, num_ranks: int) -> Iterator[Rule]:
     yield from _batch_rules(config, pp, replicate * shard)
 
 
+def _number_rules(parallel: Any) -> Iterator[Rule]:
+    """Check what the other rules divide by."""
+    for name in (*(f"{degree}_degree" for degree in DEGREES), "pipeline_parallel_microbatch_size"):
+        value = getattr(parallel, name)
+        yield value >= 1, f"parallelism.{name}", "must be >= 1", value, "1 is the default"
+
+
 def _sequence_rules(name: str, seq_len: int | None, cp: int, tp: int) -> Iterator[Rule]:
     """Check what torchtitan's models assert (`ParallelDims.seq_len_divisor`), with or without context parallelism."""
     if seq_len is not None:
@@ -102,8 +108,6 @@ def _batch_rules(config: Any, pp: int, readers: int) -> Iterator[Rule]:
         return
     if pp > 1:
         micro = config.parallelism.pipeline_parallel_microbatch_size
-        name = "parallelism.pipeline_parallel_microbatch_size"
-        yield micro >= 1, name, "must be >= 1", micro, "the default is 1"
         rule = f"must be a multiple of parallelism.pipeline_parallel_microbatch_size ({micro})"
         yield local % micro == 0, "training.local_batch_size", rule, local, "change one of them"
     if total is not None and total > 0:
@@ -118,11 +122,12 @@ def _batch_rules(config: Any, pp: int, readers: int) -> Iterator[Rule]:
 def _model_rules(config: Any, spec: Any) -> Iterator[Rule]:
     parallel, model = config.parallelism, config.model
     arguments, what = spec.model_args[model.flavor], f"of {model.name} {model.flavor}"
+    yield from _number_rules(parallel)
     tp, ep = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
     name = "parallelism.tensor_parallel_degree"
     heads = getattr(arguments, "n_heads", None)
     for count, kind in ((heads, "attention heads"), (getattr(arguments, "n_kv_heads", None), "key-value heads")):
-        if count and tp >= 1:
+        if count:
             yield count % tp == 0, name, f"must divide the {count} {kind} {what}", tp, "lower it"
     yield from _sequence_rules("training.seq_len", config.training.seq_len, parallel.context_parallel_degree, tp)
     if ep > 1 and (experts := _num_experts(arguments)):
@@ -210,7 +215,8 @@ def _validation_rules(config: Any) -> Iterator[Rule]:
     """Check the batches of a validation, which else ends a run in its midst."""
     parallel, training, validation = config.parallelism, config.training, config.validation
     cp, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-    yield from _sequence_rules("validation.seq_len", validation.seq_len, cp, tp)
+    if cp > 1:
+        yield from _sequence_rules("validation.seq_len", validation.seq_len, cp, tp)
     if parallel.pipeline_parallel_degree > 1:
         count = training.local_batch_size // parallel.pipeline_parallel_microbatch_size
         name, size = "validation.local_batch_size", validation.local_batch_size
