@@ -99,6 +99,27 @@ def test_dry_run_says_what_would_be_started(
     assert shown.count("--training.steps=3") == 2
 
 
+def test_dry_run_of_a_job_for_other_hosts_needs_no_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a recipe's first lines say: its sizes, on a host that has neither the GPUs nor the tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    command = "launch llama3_1b --replicas 30 --ranks-per-replica 10 --run-dir run --dry-run"
+    assert main(command.split()) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    for part in (
+        "tokenizer    ./assets/hf/Llama-3.2-1B, which this host does not have and the job's must\n",
+        "ranks        300 in all; a group is FSDP 10\n",
+        "batch        10 sequences of a group (1 x 10 ranks that read data x 1 microbatches), 300 in all\n",
+        # 1,498,482,688 parameters x 4 bytes / 10 ranks are 571.6 MiB; the first ranks' shards are a row longer.
+        "GPU memory   2.24 GiB for each rank: parameters 572.18 MiB, gradients 572.18 MiB, optimizer 1.12 GiB\n",
+    ):
+        assert part in printed.out
+    assert "titan_ft://tokenizer" not in printed.out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_config_shows_every_field_resolved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -285,6 +285,12 @@ CONFIGS = [
         "lower it",
     ),
     Mistake(
+        f"{LAUNCH.replace('--ranks-per-replica 1', '--ranks-per-replica 2')} --dry-run -- --model.name=gpt_oss "
+        "--parallelism.context_parallel_degree=2",
+        "titan-ft: model must be something that torchtitan can build, cut for 2 ranks as [parallelism] says, got "
+        "gpt_oss debugmodel: CP support for gpt-oss model is still in progress; change either",
+    ),
+    Mistake(
         "config mine.toml",
         "titan-ft: training.steps must be a whole number, got 'many'; correct its value",
         toml='steps = 80 -> steps = "many"',

@@ -12,9 +12,11 @@ import resource
 import shlex
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE
+from titan_ft.config import TABLE, ConfigError, load_toml, read_flags
+from titan_ft.data.assets import SCHEME
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.training.job_config import read_config
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 LINK_GBPS = 25.0
 HOST_LINK_GBPS = 200.0
+TOKENIZER = "--model.hf_assets_path"
 
 
 def describe(plan: LaunchPlan) -> str:
@@ -69,17 +72,37 @@ def describe(plan: LaunchPlan) -> str:
 
 def _job_lines(plan: LaunchPlan) -> list[str]:
     """Return what the job is made of, needs and moves."""
-    config = read_config(f"--job.config_file={plan.config}", *plan.worker_flags([f"--{TABLE}.replica_id=0"])[1:])
+    flags = [f"--job.config_file={plan.config}", *plan.worker_flags([f"--{TABLE}.replica_id=0"])[1:]]
+    missing = _find_missing_tokenizer(plan.config, flags)
+    config = read_config(*flags, *([f"{TOKENIZER}={SCHEME}tokenizer"] if missing else []))
     standby = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it imports what this process has imported
     sizes = _measure(config, plan.num_ranks)
     return [
+        *([f"tokenizer    {missing}, which this host does not have and the job's must"] if missing else []),
         *_batch_lines(plan, config, sizes),
         *_memory_lines(plan, config, sizes, standby),
         *_move_lines(plan, config, sizes),
     ]
 
 
+def _find_missing_tokenizer(config: Path, flags: list[str]) -> str:
+    """Return the folder of the job's tokenizer if it is not here, else nothing; no size depends on it.
+
+    A job of many hosts is planned on another one.
+    """
+    table = load_toml(config).get("model", {})
+    path = str(table.get("hf_assets_path", "")) if isinstance(table, dict) else ""
+    for name, value in read_flags(flags):
+        path = value if name == "model.hf_assets_path" else path
+    return "" if not path or path.startswith(SCHEME) or Path(path).is_dir() else path
+
+
 def _measure(config: Any, num_ranks: int) -> JobSizes:
+    """Measure the job's model.
+
+    Raises:
+        ConfigError: torchtitan cannot build it, or cannot cut it so.
+    """
     from titan_ft.training.sizes import measure
 
     with warnings.catch_warnings():
@@ -87,6 +110,11 @@ def _measure(config: Any, num_ranks: int) -> JobSizes:
         logging.disable(logging.WARNING)
         try:
             return measure(config, num_ranks)
+        except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
+            model = f"{config.model.name} {config.model.flavor}"
+            rule = f"must be something that torchtitan can build, cut for {num_ranks} ranks as [parallelism] says"
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(f"model {rule}, got {model}: {reason}; change either") from error
         finally:
             logging.disable(logging.NOTSET)
 
