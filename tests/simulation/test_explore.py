@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import standins
-from tests.simulation.faults import Freeze, KillGroups, Slow
+from tests.simulation.faults import CutLighthouse, Freeze, KillGroups, Slow
 from tests.simulation.schedule import Schedule, draw
 from tests.simulation.world import Options
 from titan_ft.replica.heal import Heal
@@ -70,6 +70,26 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
         assert not world.problems
     else:
         assert "every group that held the state" in world.problems[0].text
+
+
+def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
+    """It opens a seat under another name meanwhile, whose manager tries again and again, as torchft's does."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 4,
+        "min_replica_size": 4,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+        "transfer_timeout_seconds": 20.0,
+    }
+    options = Options(4, 2, 2, fault_tolerance, lag=0.05, restart_seconds=(0.3, 1.5), overlap=True, silent=True)
+    faults = KillGroups(0.3874, (0,)), CutLighthouse(0.4727, 1, "to", 3.0)
+    with standins.installed():
+        world = Schedule(2891, options, faults).run(traces=True)
+    assert any("link_dead" in line for line in map(str, world.trace))
+    assert not world.problems
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:
