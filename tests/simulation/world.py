@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
-_RECONNECT_SECONDS, _RECONNECT_GROWTH = 0.1, 1.5  # until a manager tries its lighthouse again; torchft's `retry_backoff`
+_RECONNECT_SECONDS, _RECONNECT_GROWTH = 0.1, 1.5  # until a manager tries its lighthouse again, as torchft's does
 _AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
 _LEFT_OUT_SECONDS = 1.5  # that a group which thaws may take to see that the others have left its exchange
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
