@@ -128,17 +128,22 @@ OTHER = Member(1, 2.5, "other", "digest", job="job")
     [
         ([OTHER], [1]),
         ([OTHER, replace(OTHER, slot=0)], [0, 1]),
+        ([OTHER, replace(OTHER, slot=4)], [1]),
+        ([replace(OTHER, unique="another process")], [1]),
         ([OTHER, OWN], []),
-        ([OTHER, replace(OWN, unique="another process")], [1, 3]),
+        ([OTHER, replace(OWN, unique="another process")], [1]),
+        ([replace(OTHER, slot=4)], []),
         ([replace(OTHER, job="another")], []),
+        ([replace(OTHER, config="another")], []),
+        ([replace(OTHER, shape="another")], []),
         ([], []),
     ],
 )
 def test_who_has_gone_on_without_this_group(quorum: list[Member], slots: list[int]) -> None:
-    """Groups of its job that make a quorum without it have; strangers have not, nor has who has it in the quorum."""
-    names = [member.replica_id for member in quorum]
-    assert find_successors(OWN, names) == slots
-    assert find_successors(OWN, [*names, "a stranger"]) == slots
+    """Groups of its exchange that make a quorum without it have; strangers, and joiners among themselves, have not."""
+    names, others = [member.replica_id for member in quorum], [OTHER, replace(OTHER, slot=0)]
+    assert find_successors(OWN, others, names) == slots
+    assert find_successors(OWN, others, [*names, "a stranger"]) == slots
 
 
 def test_who_lives_outside_of_a_quorum() -> None:
@@ -149,6 +154,8 @@ def test_who_lives_outside_of_a_quorum() -> None:
         OTHER.replica_id: 0.4,
         replace(OTHER, slot=2).replica_id: 0.6,
         replace(OTHER, slot=4, job="another").replica_id: 0.1,
+        replace(OTHER, slot=5, config="another").replica_id: 0.1,
+        replace(OTHER, slot=6, shape="another").replica_id: 0.1,
         "a stranger": 0.1,
     }
     assert find_outsiders(OWN, [OWN], Status(beats), 0.5) == [1]

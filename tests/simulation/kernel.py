@@ -288,7 +288,7 @@ class Kernel:
             task, ready[place] = ready[place], ready[-1]
             ready.pop()
             process = task.process
-            if process.dead:
+            if process.dead or task.done:  # it was woken for nothing, and its greenlet may be another's by now
                 continue
             if process.frozen:
                 process.held.append(task)

@@ -72,7 +72,7 @@ def _one(module: str, old: str, new: str) -> tuple[Change, ...]:
 MUTATIONS = [
     Mutation(
         "a group that thaws is not told that the others have left its exchange",
-        _one("pulse", "if slots := find_successors(own, status.quorum):", "if slots := []:"),
+        _one("pulse", "if slots := find_successors(own, known_members(members), status.quorum):", "if slots := []:"),
         ("freeze",),
         ("liveness",),
     ),

@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded
 
 import dataclasses
+import socket
 import threading
 import time
 import urllib.request
@@ -446,3 +447,30 @@ def test_model_answers_as_torchft_does(script: Script, min_replicas: int) -> Non
         if real == expected or number == _TRIES - 1:
             assert expected == real
             return
+
+
+def test_a_manager_waits_for_its_lighthouse() -> None:
+    """torchft's tries again and again within its timeout; `World.manager_server` does as well."""
+    from torchft.coordination import LighthouseServer, ManagerServer
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started: list[LighthouseServer] = []
+    later = threading.Timer(0.5, lambda: started.append(LighthouseServer(bind=address, min_replicas=1)))
+    later.start()
+    began = time.monotonic()
+    manager = ManagerServer(
+        replica_id="a",
+        lighthouse_addr=f"http://{address}",
+        hostname="127.0.0.1",
+        bind="127.0.0.1:0",
+        store_addr="store-a",
+        world_size=1,
+        heartbeat_interval=timedelta(seconds=_INTERVAL),
+        connect_timeout=_SECONDS,
+        quorum_retries=0,
+    )
+    assert time.monotonic() - began < _SECONDS.total_seconds()
+    later.join()
+    manager.shutdown()
+    started[0].shutdown()

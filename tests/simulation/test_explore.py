@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import standins
-from tests.simulation.faults import Freeze, KillGroups, Slow
+from tests.simulation.faults import CutLighthouse, Freeze, KillGroups, LighthouseDies, Slow
 from tests.simulation.schedule import Schedule, draw
 from tests.simulation.world import Options
+from titan_ft.replica import pulse
 from titan_ft.replica.heal import Heal
 
 SCHEDULES = 2000
@@ -70,6 +71,57 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
         assert not world.problems
     else:
         assert "every group that held the state" in world.problems[0].text
+
+
+@pytest.mark.parametrize("fooled", [False, True])
+def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
+    monkeypatch: pytest.MonkeyPatch, fooled: bool
+) -> None:
+    """It gets a quorum of its own while the others are in the midst of a long step, which they finish together."""
+    if fooled:
+        monkeypatch.setattr(
+            pulse,
+            "find_successors",
+            lambda own, others, quorum: [] if own.replica_id in quorum else pulse._slots_of_job(own, quorum),
+        )
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 60_000,
+        "transfer_timeout_seconds": 20.0,
+    }
+    options = Options(3, 1, 8, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(3.0, 3.0))
+    faults = KillGroups(1.0, (2,)), Slow(1.2, 1, 0, 15.0, 20.0), LighthouseDies(4.0, 0.3)
+    left_out = 0
+    with standins.installed():
+        for seed in (3, 7, 11):
+            world = Schedule(seed, options, faults).run(traces=True)
+            assert not world.problems
+            left_out += sum("left_out" in str(line) for line in world.trace)
+    assert bool(left_out) is fooled
+
+
+def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
+    """It opens a seat under another name meanwhile, whose manager tries again and again, as torchft's does."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 4,
+        "min_replica_size": 4,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+        "transfer_timeout_seconds": 20.0,
+    }
+    options = Options(4, 2, 2, fault_tolerance, lag=0.05, restart_seconds=(0.3, 1.5), overlap=True, silent=True)
+    faults = KillGroups(0.3874, (0,)), CutLighthouse(0.4727, 1, "to", 3.0)
+    with standins.installed():
+        world = Schedule(2891, options, faults).run(traces=True)
+    assert any("link_dead" in line for line in map(str, world.trace))
+    assert not world.problems
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
+_RECONNECT_SECONDS, _RECONNECT_GROWTH = 0.1, 1.5  # until a manager tries its lighthouse again, as torchft's does
 _AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
 _LEFT_OUT_SECONDS = 1.5  # that a group which thaws may take to see that the others have left its exchange
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
@@ -449,10 +450,12 @@ class World(standins.World):
         node = self.ranks[process].node
         lighthouse, there = self.lighthouses[options["lighthouse_addr"]]
         came = self.kernel.now  # which its name says, however long it has to wait for the lighthouse
-        if not (lighthouse.listens and self.network.usable(node, there)):
-            self.kernel.sleep(options["connect_timeout"].total_seconds())
-            if not (lighthouse.listens and self.network.usable(node, there)):
+        end, pause = came + options["connect_timeout"].total_seconds(), _RECONNECT_SECONDS
+        while not (lighthouse.listens and self.network.usable(node, there)):
+            if self.kernel.now >= end:
                 raise RuntimeError("lighthouse: transport error")
+            self.kernel.sleep(min(pause, end - self.kernel.now))
+            pause *= _RECONNECT_GROWTH
         group = self.ranks[process].group
         if group.entered is None:
             group.entered, group.met_from = came, self.kernel.now

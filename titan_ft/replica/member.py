@@ -189,7 +189,7 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     assert own in groups, f"{own} is not in its own quorum"
     first = min(groups, key=lambda member: member.age)
     _check_job(own, first, groups)
-    alike = [member for member in groups if _kind(member) == _kind(first)]
+    alike = [member for member in groups if kind(member) == kind(first)]
     _check_kind(own, first, alike)
     for member in groups:
         if member.job != own.job:
@@ -272,7 +272,7 @@ def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
         )
 
 
-def _kind(member: Member) -> tuple[str, str, str]:
+def kind(member: Member) -> tuple[str, str, str]:
     """Return what members must have in common to make an exchange."""
     return member.job, member.config, member.shape
 

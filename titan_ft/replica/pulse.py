@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from titan_ft.replica.member import Member, known_members
+from titan_ft.replica.member import Member, kind, known_members
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Pulse(Watch):
         if status is None:
             return None  # nothing is known, the exchange has its timeout
         own = self._own()
-        if slots := find_successors(own, status.quorum):
+        if slots := find_successors(own, known_members(members), status.quorum):
             return partial(self._on_left_out, slots)
         if silent := self._find_silent(own, members, status.heartbeats):
             return partial(self._on_silence, silent)
@@ -204,13 +204,15 @@ class Pulse(Watch):
         return {name: heartbeats[name] for name in members if heartbeats.get(name, 0.0) > self._patience}
 
 
-def find_successors(own: Member, quorum: Collection[str]) -> list[int]:
-    """Return the slots of the job's groups that have gone on without `own`, which has been in a quorum; none if not.
+def find_successors(own: Member, others: Collection[Member], quorum: Collection[str]) -> list[int]:
+    """Return the slots of the groups that have left an exchange of `own` with `others`, and gone on; none if not.
 
-    The lighthouse's last quorum is then a later one than that of the exchange that `own` is in, whatever their ids (a
-    lighthouse that was started again counts anew), and makes the job's next update. A quorum of strangers says nothing.
+    The lighthouse's last quorum is then a later one than that of the exchange, whatever their ids (a lighthouse that
+    was started again counts anew). One of strangers says nothing, nor does one of groups that have come meanwhile: they
+    have met without any of `others`, who are in the exchange as before, in the midst of a long step.
     """
-    return [] if own.replica_id in quorum else _slots_of_job(own, quorum)
+    left = {member.slot for member in others}
+    return [] if own.replica_id in quorum else [slot for slot in _slots_of_job(own, quorum) if slot in left]
 
 
 def find_outsiders(own: Member, members: Collection[Member], status: Status, beat: float) -> list[int]:
@@ -224,4 +226,4 @@ def find_outsiders(own: Member, members: Collection[Member], status: Status, bea
 
 
 def _slots_of_job(own: Member, names: Collection[str]) -> list[int]:
-    return sorted({member.slot for member in known_members(names) if member.job == own.job})
+    return sorted({member.slot for member in known_members(names) if kind(member) == kind(own)})
