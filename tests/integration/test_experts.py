@@ -53,9 +53,13 @@ def test_a_healed_group_balances_as_its_peers_do(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpointing", "passes"), [("none", 1), ("full", 2), ("selective", 2)])
-def test_tokens_are_added_up_once(make_job: Callable[..., Job], checkpointing: str, passes: int) -> None:
-    """All microbatches count, and validation does not; recomputation counts again, which torchtitan allows for."""
+@pytest.mark.parametrize(("checkpointing", "passes"), [("none", (1, 1)), ("full", (2, 2)), ("selective", (1, 2))])
+def test_tokens_are_added_up_once(make_job: Callable[..., Job], checkpointing: str, passes: tuple[int, ...]) -> None:
+    """All microbatches count, and validation does not; recomputation counts again, which torchtitan allows for.
+
+    Args:
+        passes: forward passes of each layer; the selective mode of the config recomputes every second one.
+    """
     settings = [
         "--training.global_batch_size=8",
         "--validation.enable",
@@ -68,7 +72,8 @@ def test_tokens_are_added_up_once(make_job: Callable[..., Job], checkpointing: s
     job.run()
     check(job, survivors=[0, 1])
     assert job.output(0).count("validate step") == 4  # torchtitan validates after step 1 as well
-    assert read_counts(job, 0) == read_counts(job, 1) == [[2.0 * 2 * TOKENS * TOP_K["qwen3_balanced"] * passes] * 2] * 6
+    once = 2.0 * 2 * TOKENS * TOP_K["qwen3_balanced"]
+    assert read_counts(job, 0) == read_counts(job, 1) == [[once * number for number in passes]] * 6
     check_biases(job)
 
 
