@@ -832,7 +832,10 @@ class World(standins.World):
 
         def look() -> None:
             quiet = self.disturbed == since and self.network.calm and self.lighthouse.listens and not self._job_over()
-            at_work = quiet and not any(rank.slowness for other in self.groups.values() for rank in other.ranks)
+            # Nobody has a new quorum while the others sit out an exchange with one that hangs.
+            at_work = quiet and not any(
+                rank.slowness or rank.hangs for other in self.groups.values() for rank in other.ranks
+            )
             met = group.runs and not group.ended and not group.told and group.met_from < since
             names = self.lighthouse.quorum[1]
             if at_work and met and names and not any(int(name.split("/")[1]) == group.slot for name in names):
