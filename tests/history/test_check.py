@@ -419,6 +419,25 @@ def test_stall_beside_another_failure_is_unknown(run_builder: Callable[..., Any]
     assert (failed(report), unknown(report)) == (set(), {5}), format_check(report)
 
 
+def test_what_another_failure_costs_is_not_the_joiners(run_builder: Callable[..., Any]) -> None:
+    """From another failure to the next commit nobody waits for the joiner; the rest of the heal is judged."""
+
+    def beside(failure: bool) -> Verdicts:
+        def during_heal(run: Any) -> None:
+            run.steps(3, [0, 1])
+            if failure:
+                run.of("exchange_failed", 0, error="closed", seconds=0.1, step=run.step_number)
+            run.now += 8.8
+            run.steps(3, [0, 1])
+
+        return check(run_builder(during_heal).events)
+
+    assert failed(beside(failure=False)) == {5}
+    report = beside(failure=True)
+    assert report.verdict == "holds", format_check(report)
+    assert "others committed at 100% of their usual rate during 1 heal" in report[5].statement
+
+
 def test_slow_machine_is_no_stall(run_builder: Callable[..., Any]) -> None:
     """Steps that are longer during a heal because computing took longer are no wait for the joiner."""
     run = run_builder(lambda run: run.steps(12, [0, 1], seconds=3.0))

@@ -38,23 +38,33 @@ DISTURBANCES: tuple[type[ev.Event], ...] = (
 class _Heal:
     """One heal of a group, and what the others did meanwhile.
 
-    `around` are the commits of the group that made most of them, with the last before and the first after; `clean` if
-    nothing else happened.
+    `around` are the commits of the group that made most of them, with the last before and the first after;
+    `disturbances` are from when to when other failures fell into it.
     """
 
     event: ev.HealStarted
     start: float
     end: float
     around: Sequence[ev.StepCommitted]
-    clean: bool
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
+    disturbances: Sequence[tuple[float, float]]
 
     @property
     def commits(self) -> Sequence[ev.StepCommitted]:
         return self.around[1:-1]
+
+    def calm(self, usual: float) -> tuple[float, int]:
+        """Return the seconds in which nothing else had failed, and the commits in them.
+
+        Another failure has its own cost, up to the next commit, for which `TELLING_STEPS` usual steps are enough.
+        """
+        seconds, commits, done = 0.0, 0, self.start
+        for begin, end in (*sorted(self.disturbances), (self.end, self.end)):
+            if begin > done:
+                seconds += begin - done
+                commits += sum(done < commit.time <= begin for commit in self.commits)
+            behind = next((commit.time for commit in self.around if commit.time >= end), self.end)
+            done = min(max(done, behind if behind - end <= TELLING_STEPS * usual else end), self.end)
+        return seconds, commits
 
 
 def check_joiner(record: RunRecord, found: Judgement) -> None:
@@ -78,33 +88,34 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
         return
     longest = max(after.time - before.time for heal in heals for before, after in pairwise(heal.around))
     scale = usual * _slowdown(heals, median(event.compute_seconds for event in record.commits))
-    long = [heal for heal in heals if heal.seconds >= LONG_STEPS * scale]
+    long = [heal for heal in heals if heal.calm(scale)[0] >= LONG_STEPS * scale]
     if not long:
         found.statement = (
             f"{count(len(heals), 'heal')} beside a group that trained on throughout, none longer than {LONG_STEPS} "
-            "steps: nobody could wait for long"
+            "steps without another failure: nobody could wait for long"
         )
         return
-    clean = [heal for heal in long if heal.clean]
+    clean = [heal for heal in long if not heal.disturbances]
     rate = _rate(long, scale)
     share = f"{rate:.0%} of their usual rate during {count(len(long), 'heal')}"
     found.statement = f"others committed at {share}, longest step {longest:.2f} s (usual {usual:.2f} s)"
     for heal in clean:
-        expected, made = heal.seconds / scale, len(heal.commits)
+        expected, made = (heal.end - heal.start) / scale, len(heal.commits)
         if expected >= TELLING_STEPS and made < LEAST_RATE_OF_ONE * expected:
             text = f"others committed {count(made, 'step')} during its heal, {expected:.0f} are usual in that time"
             found.object_to(text, heal.event)
     if found.offences or rate >= LEAST_RATE:
         return
-    if sum(heal.seconds for heal in clean) >= 2 * LONG_STEPS * scale and _rate(clean, scale) < LEAST_RATE:
+    if sum(heal.end - heal.start for heal in clean) >= 2 * LONG_STEPS * scale and _rate(clean, scale) < LEAST_RATE:
         found.object_to(f"others committed at {share}", clean[0].event)
     else:
         found.unknown.append("other failures during the heals hide what the joiners cost")
 
 
 def _rate(heals: Sequence[_Heal], scale: float) -> float:
-    """Return commits during heals / those that are usual in that time."""
-    return sum(len(heal.commits) for heal in heals) / (sum(heal.seconds for heal in heals) / scale)
+    """Return commits during heals / those that are usual in that time; what other failures cost is left out."""
+    seconds, commits = zip(*(heal.calm(scale) for heal in heals), strict=True)
+    return sum(commits) / (sum(seconds) / scale)
 
 
 def _slowdown(heals: Sequence[_Heal], usual: float) -> float:
@@ -122,8 +133,8 @@ def _find_heals(record: RunRecord) -> Iterator[_Heal]:
         for event, start, end in _spans(process) if process.rank == 0 else ():
             lived = [around for made in others if (around := _around(made, start, end))]
             if lived:
-                clean = not any(begin < end and until >= start for begin, until in disturbed)
-                yield _Heal(event, start, end, max(lived, key=len), clean)
+                inside = [(begin, until) for begin, until in disturbed if begin < end and until >= start]
+                yield _Heal(event, start, end, max(lived, key=len), inside)
 
 
 def _spans(process: ProcessHistory) -> Iterator[tuple[ev.HealStarted, float, float]]:
