@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 
 from titan_ft import config as config_module
-from titan_ft.config import ConfigError, FaultTolerance, JobConfig, check_toml, load_toml, resolve_lighthouse, validate
+from titan_ft.config import (
+    ConfigError,
+    FaultTolerance,
+    JobConfig,
+    check_toml,
+    load_toml,
+    outer_optimizer,
+    resolve_lighthouse,
+    steps_per_round,
+    validate,
+)
 
 
 def make_config(changes: dict[str, Any] | None = None) -> Any:
@@ -94,9 +104,9 @@ def test_nothing_is_checked_when_disabled() -> None:
             "many groups (fault_tolerance.group_size), or shard: data_parallel_shard_degree >= 2",
         ),
         (
-            {"semi_sync_method": "diloco"},
-            "fault_tolerance.semi_sync_method is not supported yet and must be left out, got 'diloco'; "
-            "remove it to exchange gradients at each step",
+            {"semi_sync_method": "DiLoCo"},
+            "fault_tolerance.semi_sync_method must be one of local_sgd, diloco, or left out, got 'DiLoCo'; "
+            "did you mean diloco? without it gradients are exchanged at each step",
         ),
     ],
 )
@@ -118,6 +128,8 @@ def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any
         ({"catch_up": "later"}, ["catch_up must be one of replay, wait", "'later'"]),
         ({"catch_up_max_steps": -1}, ["catch_up_max_steps must be >= 0"]),
         ({"batch_policy": "grow"}, ["batch_policy must be one of shrink, constant"]),
+        ({"semi_sync_method": "LocalSGD"}, ["semi_sync_method must be one of", "did you mean local_sgd?"]),
+        ({"semi_sync_method": "easgd"}, ["semi_sync_method must be one of", "'easgd'; without it"]),
         ({"lr_policy": "log"}, ["lr_policy must be one of none, sqrt, linear"]),
         ({"hang_timeout_seconds": -1.0}, ["hang_timeout_seconds must be >= 0"]),
         ({"straggler_factor": 0.5}, ["straggler_factor must be 0 or >= 1", "0.5"]),
@@ -215,6 +227,26 @@ def test_wrong_types_are_named(changes: dict[str, Any], parts: list[str]) -> Non
     line = error_of(changes)
     for part in parts:
         assert part in line
+
+
+def test_a_round_and_what_makes_its_update() -> None:
+    """DiLoCo takes the outer optimizer of the table, LocalSGD the mean as it is; without either each step is one."""
+    assert steps_per_round(FaultTolerance(sync_steps=20)) == 1
+    local_sgd = FaultTolerance(semi_sync_method="local_sgd", sync_steps=20)
+    assert (steps_per_round(local_sgd), outer_optimizer(local_sgd)) == (20, (1.0, 0.0, False))
+    diloco = FaultTolerance(semi_sync_method="diloco", sync_steps=30)
+    assert (steps_per_round(diloco), outer_optimizer(diloco)) == (30, (0.7, 0.9, True))
+    diloco.outer_lr, diloco.outer_momentum = 0.4, 0.5
+    assert outer_optimizer(diloco) == (0.4, 0.5, True)
+
+
+def test_nesterov_without_momentum_is_plain_sgd() -> None:
+    """torch refuses that pair; outer_momentum = 0 alone is enough to ask for plain SGD."""
+    import torch
+
+    lr, momentum, nesterov = outer_optimizer(FaultTolerance(semi_sync_method="diloco", outer_momentum=0.0))
+    assert not nesterov
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=momentum, nesterov=nesterov)
 
 
 def test_unknown_key_names_the_closest_and_all_valid_ones() -> None:

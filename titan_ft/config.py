@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 from urllib.parse import urlsplit
 
 import tomli
@@ -29,6 +29,7 @@ CHOICES = {
     "batch_policy": ("shrink", "constant"),
     "lr_policy": ("none", "sqrt", "linear"),
 }
+SEMI_SYNC_METHODS = ("local_sgd", "diloco")
 
 
 class ConfigError(ValueError):
@@ -77,31 +78,48 @@ class FaultTolerance:
     """
 
     semi_sync_method: str | None = None
-    """Exchange only now and then: torchtitan's "local_sgd" or "diloco". None exchanges at each step. Not supported yet.
-    """
+    """Exchange only once in `sync_steps` steps, which make a round, and let each group train by itself meanwhile: with
+    "local_sgd" all go on from the mean of their parameters, with "diloco" an outer optimizer makes the update from the
+    mean of their changes. None exchanges gradients at each step. Where other fields of this table count steps of the
+    job, they then count rounds."""
 
     # The fields of torchtitan.components.ft.config.job_config.FaultTolerance, all for semi-sync methods only.
 
     sync_steps: int = 5
-    """Steps between two synchronizations. Only used with `semi_sync_method`."""
+    """Steps of each group in a round ("H" of DiLoCo); >= 1. Only used with `semi_sync_method`."""
 
     should_quantize: bool = False
     """Quantize what groups exchange. Only used with `semi_sync_method`. Not supported yet."""
 
     fragment_sync_delay: int = 0
     """Inner steps between the start of a fragment's synchronization and its use ("tau" of Streaming DiLoCo). 0 uses it
-    at once. Only used with `semi_sync_method`."""
+    at once. Only used with `semi_sync_method`. Others than 0 are not supported yet."""
 
     fragment_update_alpha: float = 0.0
     """Share of the local parameters in the mix of local and global ones. 0 takes the global ones. Only used with
-    `semi_sync_method`."""
+    `semi_sync_method`. Others than 0 are not supported yet."""
 
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
     """Fully qualified names of the modules of each fragment. Empty lets `num_fragments` decide. Only used with
-    `semi_sync_method`."""
+    `semi_sync_method`. Others than an empty one are not supported yet."""
 
     num_fragments: int = 1
-    """Number of fragments to split the model into. Only used with `semi_sync_method`."""
+    """Number of fragments to split the model into. Only used with `semi_sync_method`. Others than 1 are not supported
+    yet."""
+
+    # Ours: the outer optimizer of DiLoCo (arXiv 2311.08105), SGD over rounds.
+
+    outer_lr: float = 0.7
+    """LR of the outer optimizer; > 0. 0.7 is DiLoCo's; its scaling laws (arXiv 2503.09799) find 0.4 to 0.8 best,
+    depending on the number of groups. Only used with `semi_sync_method = "diloco"`."""
+
+    outer_momentum: float = 0.9
+    """Momentum of the outer optimizer; 0 <= outer_momentum < 1. 0 keeps none, and saves its memory. Only used with
+    `semi_sync_method = "diloco"`."""
+
+    outer_nesterov: bool = True
+    """Use Nesterov's momentum in the outer optimizer, as DiLoCo does. It changes nothing where outer_momentum is 0.
+    Only used with `semi_sync_method = "diloco"`."""
 
     # Ours: membership.
 
@@ -229,6 +247,29 @@ class FaultTolerance:
     asked for the quorum yet; > 0, because 0 makes it form quorums without end. A group that joins asks at any time
     within a step: what is shorter than a step evicts healthy groups. A dead group is not waited for, see
     heartbeat_timeout_ms."""
+
+
+class OuterOptimizer(NamedTuple):
+    """SGD without dampening and weight decay, which makes a round's update from the groups' mean change."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+
+
+def outer_optimizer(ft: FaultTolerance) -> OuterOptimizer:
+    """Return what makes a round's update. "local_sgd" takes the mean of the groups as it is: SGD with LR 1.
+
+    torch.optim.SGD accepts it as it stands: Nesterov's momentum is off where there is no momentum.
+    """
+    if ft.semi_sync_method == "diloco":
+        return OuterOptimizer(ft.outer_lr, ft.outer_momentum, ft.outer_nesterov and ft.outer_momentum > 0)
+    return OuterOptimizer(1.0, 0.0, nesterov=False)
+
+
+def steps_per_round(ft: FaultTolerance) -> int:
+    """Return how many steps a group makes from one exchange to the next: 1 without a semi-synchronous method."""
+    return 1 if ft.semi_sync_method is None else ft.sync_steps
 
 
 @dataclass
@@ -386,15 +427,7 @@ Rule = tuple[bool, str, str, Any, str]
 
 def _refusals(config: Any) -> Iterator[Rule]:
     """Refuse by name what fault-tolerant runs do not support yet."""
-    ft = config.fault_tolerance
     unsupported = "not supported yet"
-    yield (
-        ft.semi_sync_method is None,
-        f"{TABLE}.semi_sync_method",
-        f"is {unsupported} and must be left out",
-        ft.semi_sync_method,
-        "remove it to exchange gradients at each step",
-    )
     for section, name, consequence in (
         (TABLE, "should_quantize", ""),
         ("optimizer", "early_step_in_backward", " (an update must wait for the vote)"),
@@ -418,6 +451,10 @@ def _group_rules(ft: FaultTolerance) -> Iterator[Rule]:
         value = getattr(ft, name)
         rule = f"must be one of {', '.join(choices)}"
         yield value in choices, f"{TABLE}.{name}", rule, value, f"the default is {choices[0]}"
+    method, rule = ft.semi_sync_method, f"must be one of {', '.join(SEMI_SYNC_METHODS)}, or left out"
+    hint = closest(str(method).lower().replace("-", "_"), SEMI_SYNC_METHODS)
+    known = method is None or method in SEMI_SYNC_METHODS
+    yield known, f"{TABLE}.semi_sync_method", rule, method, f"{hint}without it gradients are exchanged at each step"
     rule = "must be without spaces and slashes"
     yield not set(ft.job_id) & set("/ \t\n"), f"{TABLE}.job_id", rule, ft.job_id, "use letters, digits and dashes"
     size = ft.group_size
