@@ -107,6 +107,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
 
     trainer_class: type[torchtitan.train.Trainer] = torchtitan.train.Trainer
     if job_config.fault_tolerance.enable:
+        from titan_ft.semi_sync import SemiSyncTrainer
         from titan_ft.trainer import ReplicaTrainer
         from titan_ft.training.curves import wandb_environment
         from titan_ft.training.worker import Launch
@@ -124,7 +125,8 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         )
         if job_config.metrics.enable_wandb:
             os.environ.update(wandb_environment(environ, job_config, launch.rank))
-        trainer_class = type("Trainer", (ReplicaTrainer,), {"launch": launch})
+        kind = SemiSyncTrainer if job_config.fault_tolerance.semi_sync_method else ReplicaTrainer
+        trainer_class = type("Trainer", (kind,), {"launch": launch})
     else:
         spec.register(job_config.model.name, job_config.fault_tolerance, job_config.experimental.custom_import)
 

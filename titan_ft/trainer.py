@@ -35,6 +35,7 @@ from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.lr_policy import lr_factor, scaled_lr
+from titan_ft.replica.outer import OuterModel
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.snapshot import TrainState
@@ -64,6 +65,7 @@ class ReplicaTrainer(Trainer):
     ntokens_seen: int
     _links: Links
     _work: Work  # on the step under way
+    _outer: OuterModel | None = None  # with a semi-synchronous method
 
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
@@ -83,13 +85,7 @@ class ReplicaTrainer(Trainer):
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
-        self._state = TrainState(
-            self.model_parts,
-            self.optimizers,
-            self.lr_schedulers,
-            _Counters(self, self._ledger),
-            on_load=self._refresh_converters,
-        )
+        self._state = self._build_state(Counters(self, self._ledger))
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
@@ -110,7 +106,9 @@ class ReplicaTrainer(Trainer):
             self._events,
             self._group.gather,
             self._heals_instead,
-            self._refresh_converters,
+            self._take_checkpoint,
+            self._updates_of,
+            self._outer,
         )
         self.checkpointer.attach(self._checkpoint_host)
 
@@ -144,6 +142,28 @@ class ReplicaTrainer(Trainer):
         of a group.
         """
         self._converters.post_optimizer_hook(self.model_parts)
+
+    def _build_state(self, counters: Counters) -> TrainState:
+        return TrainState(
+            self.model_parts, self.optimizers, self.lr_schedulers, counters, on_load=self._refresh_converters
+        )
+
+    def _take_checkpoint(self) -> None:
+        """Go on from the weights that a checkpoint had."""
+        self._refresh_converters()
+
+    def _exchanged(self) -> Iterator[torch.nn.Parameter]:
+        """Yield what the exchange sums the gradients of, in the same order in every group."""
+        for part in self.model_parts:
+            yield from part.parameters()
+
+    def _steps_of(self, updates: int) -> int:
+        """Return torchtitan's step after so many committed updates."""
+        return updates
+
+    def _updates_of(self, step: int) -> int:
+        """Return how many updates are committed when torchtitan's step `step` is."""
+        return step
 
     @property
     def _num_committed(self) -> int:
@@ -187,12 +207,12 @@ class ReplicaTrainer(Trainer):
             return True
         if self._replica is not None:
             digest = self._replica.finish()
-            self.step = self._position.step
+            self.step = self._steps_of(self._position.step)
             self.checkpointer.withdraw()
             self.checkpointer.finish(self.step)
             lineage = f"{self._position.lineage:012x}"
             self._events.emit(
-                TrainingFinished(step=self.step, tokens=self.ntokens_seen, digest=digest, lineage=lineage)
+                TrainingFinished(step=self._position.step, tokens=self.ntokens_seen, digest=digest, lineage=lineage)
             )
             self.checkpointer.raise_last_failure()
         return False
@@ -205,9 +225,9 @@ class ReplicaTrainer(Trainer):
             self._heal(replica)
             return
         if self._chaos is not None:
-            self._chaos.at_step(self.step)
+            self._chaos.at_step(self._position.step + 1)
         self._zero_gradients()
-        work = self._work = Work(lr=self.lr_schedulers.schedulers[0].get_last_lr()[0])
+        work = self._work = Work(self.step, lr=self._lr)
         committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train, self._discard)
         if committed is None:
             self._heal(replica)
@@ -219,26 +239,35 @@ class ReplicaTrainer(Trainer):
         work.exchange_seconds = exchanged - started - work.compute_seconds
         work.lr *= self._lr_factor(committed.update)
         digest = replica.digest_if_due()
-        self._step_log.emit(committed, work, digest)
-        self._step_log.log(committed, work, self.ntokens_seen, replica.heal_seconds)
+        self._step_log.emit(committed, work, self.step, digest)
+        self._step_log.log(committed, work, self.step, self.ntokens_seen, replica.heal_seconds)
         if self._position.leaving:
             raise Leaving
+        self._go_on(replica)
         self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in work.readings)})
+
+    def _go_on(self, replica: ReplicaDimension) -> None:
+        """Do what is to be done behind an update before the next step."""
+
+    @property
+    def _lr(self) -> float:
+        """Return the LR of the next step."""
+        return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
 
     def _heals_instead(self, step: int) -> bool:
         """Join the job as a group that can load the state after `step`; says whether others are further."""
-        self._join_job(step)
+        self._join_job(self._updates_of(step))
         return self._behind
 
-    def _join_job(self, step: int = 0) -> ReplicaDimension:
-        """Meet the other groups, now that this one is ready to train, or to load the state after `step`."""
+    def _join_job(self, updates: int = 0) -> ReplicaDimension:
+        """Meet the other groups, now that this one is ready to train, or to load the state after so many updates."""
         if self._replica is None:
             if self.launch.attempt > 0:
                 self._warm_up()
             self._replica = self._build_replica()
             if self.job_config.fault_tolerance.chaos:
                 self._chaos = self._build_chaos_agent()
-            self._behind = self._replica.join(step)
+            self._behind = self._replica.join(updates)
         return self._replica
 
     def _warm_up(self) -> None:
@@ -262,7 +291,7 @@ class ReplicaTrainer(Trainer):
     def _begin(self, replica: ReplicaDimension) -> bool:
         """Begin with the job's first step, or go on behind a checkpoint; False if this group must heal."""
         self._begun = True
-        if self._behind or not replica.start(self.step - 1):
+        if self._behind or not replica.start(self._updates_of(self.step - 1)):
             return False
         if self.launch.attempt > 0 and self.step == 1:
             # Without checkpoints there is nothing to come back to when every group is lost; but not silently.
@@ -276,7 +305,7 @@ class ReplicaTrainer(Trainer):
         self.optimizers.zero_grad()
         self.checkpointer.maybe_wait_for_staging()
         self.checkpointer.withdraw()
-        self.step = replica.heal()
+        self.step = self._steps_of(replica.heal())
         self.metrics_processor.ntokens_since_last_log = 0
         if first:  # torchtitan shortens the timeouts after step 1, which this group never makes
             dist_utils.set_pg_timeouts(
@@ -287,8 +316,9 @@ class ReplicaTrainer(Trainer):
         """Add the gradients of a step's share of each slot to the local ones; calls `arm` before the last backward."""
         if not slots:
             return NOTHING
+        self._work.inner_steps = 1
         started, seen = time.monotonic(), self.ntokens_seen
-        readings = [self._feed.read(slot, self.gradient_accumulation_steps) for slot in slots]
+        readings = [self._feed.read(slot, self.gradient_accumulation_steps, self._work.read(slot)) for slot in slots]
         self.ntokens_seen = seen  # torchtitan counts what was read; here a commit counts, see _apply
         microbatches = [batch for reading in readings for batch in reading.batches]
         valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
@@ -402,6 +432,15 @@ class ReplicaTrainer(Trainer):
         config = self.job_config.fault_tolerance
         return lr_factor(config.lr_policy, len(update.slots) / config.group_size)
 
+    @property
+    def _gradient_scale(self) -> float:
+        """Return what local gradients are yet to be multiplied with to be those of the losses that are told.
+
+        torchtitan's pipelines go backward from the sum of the losses, and divide only the loss that they tell: every
+        step would be a clipped one.
+        """
+        return 1 / self._nominal_tokens if self.parallel_dims.pp_enabled else 1.0
+
     def _count_nominal_tokens(self) -> int:
         """Count the tokens of a step with all groups present and every label valid."""
         training = self.job_config.training
@@ -419,7 +458,8 @@ class ReplicaTrainer(Trainer):
             self.parallel_dims,
             self._group,
             self._drain,
-            nominal_tokens=self._nominal_tokens,
+            exchanged=self._exchanged(),
+            gradient_scale=self._gradient_scale,
         )
         shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}
         rounds = Rounds(
@@ -478,7 +518,7 @@ class ReplicaTrainer(Trainer):
         return step >= config.training.steps or saves or validates
 
 
-class _Counters:
+class Counters:
     """The trainer's count of committed tokens and the ledger, as part of the state that heals."""
 
     def __init__(self, trainer: ReplicaTrainer, ledger: Ledger) -> None:

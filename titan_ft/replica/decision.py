@@ -77,6 +77,7 @@ class Verdict:
         contributors: those of them whose gradient counts.
         excluded: those of them whose gradient does not, because it is not finite.
         resting: those of them that keep theirs back, because the step could not be committed.
+        opening: those of them that make the round for others, right behind an update (`Row.opening`).
         donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
         serving: holders that a member fetches from.
         awaited: members whose transfer must end before the next update.
@@ -95,6 +96,7 @@ class Verdict:
     contributors: tuple[int, ...]
     excluded: tuple[int, ...]
     resting: tuple[int, ...]
+    opening: tuple[int, ...]
     donors: dict[int, int]
     serving: tuple[int, ...]
     awaited: tuple[int, ...]
@@ -327,6 +329,8 @@ def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
         return Repeat()  # they come back as joiners; what they sent is not in the next sum
     if verdict.doubled:
         return Discard() if made.quorum.rank in verdict.doubled else Repeat()
+    if verdict.opening:
+        return Repeat()  # some have yet to train their next round, and must not miss its update
     if reason := _reason_to_wait(made, config):
         return Wait(reason)
     if verdict.resting:
@@ -365,7 +369,7 @@ def _reason_to_wait(made: Round, config: FaultTolerance) -> str:
 def is_update(made: Round, config: FaultTolerance) -> bool:
     """Say whether the round is an update: all that hold the state apply it, all that catch up queue it."""
     verdict = made.verdict
-    spoiled_sum = verdict.tie or verdict.strays or verdict.doubled or verdict.resting
+    spoiled_sum = verdict.tie or verdict.strays or verdict.doubled or verdict.resting or verdict.opening
     return verdict.valid_tokens > 0 and not (spoiled_sum or _reason_to_wait(made, config) or uncovered(made, config))
 
 
@@ -452,6 +456,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         contributors=contributors,
         excluded=tuple(rank for rank in ready if rows[rank].excluded),
         resting=tuple(rank for rank in ready if rows[rank].resting),
+        opening=tuple(rank for rank in ready if rows[rank].opening),
         # Only when all have taken their digest: a corrupt donor and its joiner would outvote the sound groups later.
         donors=_send_to_donors(rows, [rank for rank in holders if verified and rows[rank].slot not in fetched_from]),
         serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,21 @@ class Reading:
         )
 
 
+def merge(readings: Sequence[Reading]) -> list[Reading]:
+    """Return what one update is made of: the readings of each slot, which follow on each other, as one."""
+    of_slots: dict[int, list[Reading]] = {}
+    for reading in readings:
+        of_slots.setdefault(reading.entry.slot, []).append(reading)
+    return [_join(parts) if len(parts) > 1 else parts[0] for parts in of_slots.values()]
+
+
+def _join(parts: Sequence[Reading]) -> Reading:
+    first, last = parts[0].entry, parts[-1].entry
+    batches = [batch for part in parts for batch in part.batches]
+    entry = Entry(first.slot, first.first_batch, sum(part.entry.num_batches for part in parts), last.state)
+    return Reading(entry, batches, _checksum(batches))
+
+
 class Feed:
     """Reads for one rank.
 
@@ -58,13 +73,13 @@ class Feed:
         self._ledger, self._build, self._iterate = ledger, build, iterate
         self._readers: dict[int, _Reader] = {}
 
-    def read(self, slot: int, num_batches: int) -> Reading:
-        """Return the next `num_batches` of `slot` after those that are committed.
+    def read(self, slot: int, num_batches: int, behind: int = 0) -> Reading:
+        """Return the next `num_batches` of `slot` after those that are committed, and after `behind` more.
 
         Raises:
             DataloaderExhaustedError: the data is finite and at its end.
         """
-        end = self._ledger.end(slot)
+        end = self._ledger.end(slot) + behind
         reader = self._readers.get(slot)
         if reader is None or not reader.can_go_on_at(end):
             loader = self._open(slot, None if reader is None else reader.loader)

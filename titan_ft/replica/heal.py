@@ -63,6 +63,7 @@ class Heal:
         self._nominal_tokens, self._token, self._apply = nominal_tokens, token, apply
         self._attempt: CatchUp | None = None
         self._rest = 0  # rounds until the next donor is asked
+        self.ended_on_update = False  # whether the last round of the heal was an update
         self._round_seconds = 0.0  # of the last round
         self._replay_seconds = math.inf  # of the last replayed update
         self._alone_since: float | None = None  # by the group's clock: when who may be a holder was seen last
@@ -83,12 +84,19 @@ class Heal:
         self._position.fall_behind()
         self._position.be_alone(0.0)
         self._alone_since, self._outsiders, self._rest = None, [], 0
+        self.ended_on_update = True  # whatever the round was that this group missed
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
+            attempt = self._attempt
+            if attempt is not None and self._config.semi_sync_method and not self.ended_on_update:
+                self._fetch_aside(attempt)
+                if self._attempt is not attempt:
+                    continue  # it has ended, one way or the other
             self._rounds.launch_empty()
             if self._attempt is not None and self._attempt.whole:
                 self._replay_some(self._attempt)  # while the others compute
             outcome = self._rounds.make()
+            self.ended_on_update = isinstance(outcome, Round) and is_update(outcome, self._config)
             if isinstance(outcome, Round):
                 self._look_for_holders(outcome)
             self._act(outcome)
@@ -97,6 +105,22 @@ class Heal:
             self._round_seconds = time.monotonic() - began
         self._rounds.ask()
         return time.monotonic() - started
+
+    def _fetch_aside(self, attempt: CatchUp) -> None:
+        """Wait for the state while the others train a round, until it is there or they are at the round's end.
+
+        The quorum is asked for, so that they do not wait for this group; without this the group would sit in the next
+        round until they come, though its state may be there in a fraction of that time.
+        """
+        self._rounds.ask()
+        while self._attempt is attempt and not any(self._group.gather(self._rounds.awaited)):
+            self._conclude(attempt)
+            if not attempt.whole:
+                self._rounds.pause()
+            else:
+                self._replay_some(attempt)  # void if the bytes are not the agreed ones
+                if self._attempt is attempt:
+                    self._catch_up(attempt)
 
     def _act(self, outcome: Round | Broken) -> None:
         """Do what follows from a round.

@@ -166,6 +166,11 @@ class Membership:
         """Say whether a quorum has been asked for and not been used by a vote yet."""
         return self._pending is not None
 
+    @property
+    def answered(self) -> bool:
+        """Say whether the quorum asked for is there, or why there is none."""
+        return self._pending is not None and self._pending.done()
+
     def wait(self) -> Quorum:
         """Wait for the quorum asked for; if this group cannot reach all of the others, until it can or they are gone.
 

@@ -76,6 +76,7 @@ class GradientUse(enum.Enum):
     REST = enum.auto()  # keeps them back: the step cannot be committed now
     LEAVE_OUT = enum.auto()  # they are not finite
     FORCE = enum.auto()  # gives them although they are not finite, because nobody has others
+    OPEN = enum.auto()  # has none yet: the round is for those that missed the update before it
 
     @property
     def gives(self) -> bool:
@@ -111,6 +112,21 @@ class Rounds:
         """Ask for the next round's quorum, unless it is asked for."""
         if not self._membership.asked and not self._position.leaving:
             self._membership.begin(self._position.claim)
+
+    @property
+    def asked(self) -> bool:
+        """Say whether the next round's quorum is asked for."""
+        return self._membership.asked
+
+    @property
+    def awaited(self) -> bool:
+        """Say whether the quorum asked for is there, as this rank sees it: the others are at their next round."""
+        return self._membership.answered
+
+    def pause(self) -> None:
+        """Do nothing for a moment, which is no hang."""
+        with self._watchdog.paused():
+            time.sleep(PAUSE_SECONDS)
 
     def meet(self) -> Quorum:
         """Ask for the next round's quorum and wait for it."""
@@ -149,7 +165,8 @@ class Rounds:
             self.ask()
             started = time.monotonic()
             quorum = self._membership.wait()
-            self._digest_for_joiners(quorum)
+            if not (self._config.semi_sync_method and use.gives and contribution != NOTHING):
+                self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
             gives = use.gives and contribution != NOTHING and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
             if not self._vote(made is not None):
@@ -247,6 +264,7 @@ class Rounds:
             excluded=use is GradientUse.LEAVE_OUT,
             resting=resting,
             training=position.training and claims,
+            opening=claims and use is GradientUse.OPEN,
         )
         return row.encode(), encode(facts.entries)
 

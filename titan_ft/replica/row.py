@@ -60,6 +60,8 @@ class Row:
         excluded: whether the member leaves its gradients out of this step because one of its ranks had such.
         resting: whether the member has gradients and keeps them back until the step can be committed.
         training: whether the member has begun to train; one that has not waits for the job's first step.
+        opening: whether the member has just made an update and gives nothing in this round, which is for those that
+            missed it; only with a semi-synchronous method.
     """
 
     slot: int
@@ -84,6 +86,7 @@ class Row:
     excluded: int = 0
     resting: int = 0
     training: int = 0
+    opening: int = 0
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""

@@ -78,7 +78,7 @@ class TrainState:
     @torch.no_grad()
     def copy(self, step: int, lineage: int) -> Snapshot:
         """Copy the state to host memory (pinned on GPU) and wait until the copy is complete."""
-        tensors = list(self._tensors())
+        tensors = list(self._tensors(self._optimizers))
         entries, size = _lay_out(tensors)
         payload, self._spare = self._spare, None
         if payload is None or payload.numel() != size:
@@ -92,7 +92,7 @@ class TrainState:
     @property
     def payload_bytes(self) -> int:
         """Return how large a copy of this rank's state is: what a joiner's rank fetches."""
-        return _lay_out(list(self._tensors()))[1]
+        return _lay_out(list(self._tensors(self._optimizers)))[1]
 
     def reuse(self, snapshot: Snapshot) -> None:
         """Take back a snapshot that nobody reads any more: its memory serves the next copy."""
@@ -129,20 +129,25 @@ class TrainState:
             32 hex digits, equal on CPU and GPU for equal bytes.
         """
         names, sums = [], []
-        for name, tensor, _ in self._tensors():
+        for name, tensor, _ in self._tensors(self._agreed):
             shard = local(tensor)
             names.append([name, str(shard.dtype), list(shard.shape)])
             sums.append(_lane_sum(shard))
         values = [value.item() for value in _to_host(sums)]
-        groups = [_plain(group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [_plain(group) for optimizer in self._agreed for group in optimizer.param_groups]
         text = json.dumps([names, values, groups], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    @property
+    def _agreed(self) -> Any:
+        """Return the first ones of the optimizers, those whose state all groups have alike."""
+        return self._optimizers
+
+    def _tensors(self, optimizers: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """Yield (name, tensor, lives in host memory by choice of the optimizer) in a fixed order."""
         for name, tensor in self._model_tensors():
             yield name, tensor, False
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(optimizers):
             for index, parameter in enumerate(_parameters(optimizer)):
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                     assert isinstance(value, torch.Tensor), f"optimizer state {key} is no tensor"
@@ -186,7 +191,7 @@ class TrainState:
         for number, optimizer in enumerate(self._optimizers):
             for index, parameter in enumerate(_parameters(optimizer)):
                 state = {
-                    key: _like(
+                    key: like(
                         parameter,
                         _view(payload, entry).to("cpu" if entry["on_host"] else parameter.device, copy=True),
                     )
@@ -240,7 +245,7 @@ def _view(payload: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
     return payload[entry["offset"] : entry["offset"] + size].view(dtype).view(entry["shape"])
 
 
-def _like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Give a state shard the sharding of its parameter; scalars such as Adam's step are no DTensors."""
     if not isinstance(parameter, DTensor) or shard.shape != parameter.to_local().shape:
         return shard

@@ -9,12 +9,13 @@ quorum (asked for at the last commit) -> forward and backward -> round (exchange
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_ft.config import FaultTolerance
+from titan_ft.config import FaultTolerance, steps_per_round
 from titan_ft.replica import decision as decisions
 from titan_ft.replica.decision import Broken, Decision, Round, Update, decide
 from titan_ft.replica.errors import Leaving
@@ -28,6 +29,17 @@ from titan_ft.run.events import GradientExcluded, Straggler, StragglerRecovered,
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
+
+
+_MAX_OPENINGS = 5  # rounds behind an update, for those that missed it; after these they wait for the next one
+
+
+class Opening(enum.Enum):
+    """What a group does behind an update of a semi-synchronous method."""
+
+    TRAIN = enum.auto()
+    EXCHANGE = enum.auto()  # at once, with nothing of its own: the others are at the end of the next round
+    HEAL = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -185,13 +197,40 @@ class ReplicaDimension:
                 case other:
                     _end_if_decided(other)
 
+    def open(self) -> Opening:
+        """Meet the others once more right behind an update, before a round of steps begins.
+
+        A group that missed the update, or has just come, gets a donor here; else it would know at the end of the round.
+        """
+        for _ in range(_MAX_OPENINGS):
+            outcome = self._rounds.make(use=GradientUse.OPEN)
+            decision = decide(self._position, outcome, self._config)
+            if isinstance(decision, decisions.Heal):
+                return Opening.HEAL
+            _end_if_decided(decision)
+            if isinstance(outcome, Round) and outcome.verdict.contributors:
+                return Opening.EXCHANGE
+            if isinstance(outcome, Round) and not (outcome.asked_for or outcome.verdict.strays):
+                break
+        return Opening.TRAIN
+
+    @property
+    def early(self) -> bool:
+        """Say whether this group is at the next round already, as far as the others know: it has just healed."""
+        return self._rounds.asked
+
+    def awaited(self) -> bool:
+        """Say whether the others wait for this group, which has asked for the next round early. A collective."""
+        return any(self._group.gather(self._rounds.awaited))
+
     def digest_if_due(self) -> str | None:
         """Take the digest of the state if one is due at this step; it travels with the next round.
 
         Returns:
             This rank's part of it (hex) on steps that are multiples of `digest_every`, else None.
         """
-        due = self._config.digest_every and self._position.step % self._config.digest_every == 0
+        every, length = self._config.digest_every, steps_per_round(self._config)
+        due = every and self._position.step * length % every < length  # a round in which it falls due counts
         return self._rounds.take_digest() if due else None
 
     def heal(self) -> int:
@@ -203,6 +242,11 @@ class ReplicaDimension:
         self.heal_seconds = self._heal.run()
         self.digest_if_due()
         return self._position.step
+
+    @property
+    def opens(self) -> bool:
+        """Say whether the others `open` a round behind the update that this group's heal has ended with."""
+        return self._heal.ended_on_update
 
     def finish(self) -> str:
         """Stay until every group holds the final state, or `finish_timeout_seconds` passed without news; then leave.

@@ -136,7 +136,9 @@ class Joined(RankEvent, kw_only=True):
 class StepCommitted(RankEvent, kw_only=True):
     """A step is committed and applied."""
 
-    step: int  # its number, from 1
+    step: int  # its number, from 1; with a semi-synchronous method that of the round
+    inner_step: int | None = None  # torchtitan's step behind it: more than `step` where a round has several
+    inner_steps: int | None = None  # steps of its own that this group made for it; null in older histories
     lineage: str  # names the state that it made, hex; the same in all groups that made it
     parent: str  # lineage of the state that it changed; twelve zeros for the initial one
     participants: list[int]  # groups whose gradients are in it

@@ -60,6 +60,7 @@ from titan_ft.training.checkpoint_folder import (
 from titan_ft.training.checkpoint_host import CheckpointHost
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
+OUTER_STATE = "outer"  # the outer optimizer's, with a semi-synchronous method
 T = TypeVar("T")
 
 
@@ -140,6 +141,8 @@ class ReplicaCheckpoints(CheckpointManager):
         if self.enable:
             self.states[DATALOADER] = _Shards(host.ledger)
             self.states[QUORUM_STATE] = _QuorumState(host)
+            if host.outer is not None:
+                self.states[OUTER_STATE] = host.outer
             # Shards are numbered from 0 through the whole job; the last data rank of a group has the largest number.
             self._num_shards = max(host.gather(max(map(int, host.ledger.shards())))) + 1
 
@@ -193,8 +196,13 @@ class ReplicaCheckpoints(CheckpointManager):
         self._settle(wait=last_step)
         due = latest_due(curr_step, self.interval, self.enable_first_step_checkpoint, last_step)
         # Due since an earlier step, if a writer was lost with its save or was slower than the interval.
-        if self.host.is_writer and self._under_way is None and due > max(self.host.position.saved, self._failed):
+        if self.host.is_writer and self._under_way is None and self._lacks(due):
             self._write(curr_step, last_step)
+
+    def _lacks(self, step: int) -> bool:
+        """Say whether the state that is due since `step` is neither saved nor tried in vain."""
+        updates = self.host.updates
+        return updates(step) > max(self.host.position.saved, updates(self._failed))
 
     def pauses_after(self, step: int) -> bool:
         """Say whether a group may stop for a while after `step` to save, if only to take over from a lost writer."""
@@ -202,7 +210,8 @@ class ReplicaCheckpoints(CheckpointManager):
             return False
         due = latest_due(step, self.interval, self.enable_first_step_checkpoint, last=False)
         # Asynchronous saves stop nobody for long; while one is under way its step remains due.
-        return due == step or (self.async_mode == AsyncMode.DISABLED and due > self.host.position.saved)
+        behind = self.host.updates(due) > self.host.position.saved
+        return due == step or (self.async_mode == AsyncMode.DISABLED and behind)
 
     def finish(self, step: int) -> None:
         """Save the final state if its writer was lost; when all groups have finished, or were given up."""
@@ -210,7 +219,7 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self._settle(wait=True)
         # In all groups that are left: then at least one of them saves. Not again in one that could not.
-        if self.host.position.saved < step and self._failed < step:
+        if self._lacks(step):
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
 
@@ -234,7 +243,7 @@ class ReplicaCheckpoints(CheckpointManager):
         self._settle(wait=True)
         self._failed = 0  # this group may save these steps again, from the state that it gets
         host.position.withdraw_saved()
-        for step in sorted(step for step in self._published if step > host.position.agreed):
+        for step in sorted(step for step in self._published if host.updates(step) > host.position.agreed):
             self._published.remove(step)
             target = Path(self._create_checkpoint_id(step))
             # Another group may have saved its own state of this step in its place.
@@ -457,7 +466,7 @@ class ReplicaCheckpoints(CheckpointManager):
                 self._failed, self._failure = save.step, reason
                 self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
-        self.host.position.note_saved(max(self.host.position.saved, save.step))
+        self.host.position.note_saved(max(self.host.position.saved, self.host.updates(save.step)))
         self._published.add(save.step)
         self._emit_saved(save)
         join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
@@ -476,7 +485,7 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _emit_loaded(self) -> None:
         host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
-        host.position.note_saved(step)
+        host.position.note_saved(host.updates(step))
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
         if self._reset:
             logger.warning("training goes on after step %d, but its data begins anew: %s", step, self._reset)
@@ -514,6 +523,9 @@ class ReplicaCheckpoints(CheckpointManager):
             )
         if manifest is None:
             del state_dict[QUORUM_STATE]
+        if OUTER_STATE in state_dict and not any(key.startswith(f"{OUTER_STATE}.") for key in keys):
+            logger.warning("%s has no outer optimizer: it begins without momentum", folder)
+            del state_dict[OUTER_STATE]
         self._reset = "" if DATALOADER in state_dict else "checkpoint.exclude_from_loading names it"
         self._reset = self._reset or data_change(manifest, self._describe())
         if self._reset:

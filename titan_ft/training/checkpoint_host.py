@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.outer import OuterModel
 from titan_ft.replica.position import Position
 from titan_ft.run.log import EventLog
 
@@ -23,7 +24,10 @@ class CheckpointHost:
         gather: gathers an integer of every rank of this group.
         heals_instead: joins the job as a group that can load so many steps, if that was not done yet; says whether
             other groups are further.
-        on_load: to be called after each load of a checkpoint, on all ranks of a group, as that of `TrainState`.
+        on_load: to be called after each load of a checkpoint, on all ranks of a group.
+        updates: says how many updates are committed when torchtitan's step of that number is: what checkpoints are
+            named after, and what the groups count, differ with a semi-synchronous method.
+        outer: with such a method, the outer optimizer's state.
         participants: slots that contributed to the last step; the trainer sets them.
     """
 
@@ -34,6 +38,8 @@ class CheckpointHost:
     gather: Callable[[int], list[int]]
     heals_instead: Callable[[int], bool]
     on_load: Callable[[], None]
+    updates: Callable[[int], int]
+    outer: OuterModel | None = None
     participants: list[int] = field(default_factory=list)
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -40,7 +40,8 @@ class Links:
     """What this rank has open to the other groups. From then on they wait for it: build it when training can begin.
 
     Args:
-        nominal_tokens: what the trainer divides local losses by.
+        exchanged: parameters whose gradients are summed over the groups, in the same order in every group.
+        gradient_scale: see `GradientExchange`.
 
     Attributes:
         host: numeric address that other groups reach this rank at.
@@ -59,7 +60,8 @@ class Links:
         group: Group,
         drain: Drain,
         *,
-        nominal_tokens: int,
+        exchanged: Iterable[nn.Parameter],
+        gradient_scale: float,
     ) -> None:
         self._config, self._launch, self._events, self._drain = config, launch, events, drain
         shape = _group_shape(parallel_dims, model_parts, group)
@@ -72,7 +74,7 @@ class Links:
             config.transfer_max_mbps,
         )
         self.membership = self._join(self.host, shape)
-        self.exchange = self._build_exchange(model_parts, parallel_dims, nominal_tokens)
+        self.exchange = self._build_exchange(exchanged, model_parts, parallel_dims, gradient_scale)
         self._rank_watch = self._watch_ranks(self.host)
 
     def close(self) -> None:
@@ -132,19 +134,22 @@ class Links:
         )
 
     def _build_exchange(
-        self, model_parts: Sequence[nn.Module], dims: ParallelDims, nominal_tokens: int
+        self,
+        exchanged: Iterable[nn.Parameter],
+        model_parts: Sequence[nn.Module],
+        dims: ParallelDims,
+        gradient_scale: float,
     ) -> GradientExchange:
         config = self._config
         return GradientExchange(
-            (parameter for part in model_parts for parameter in part.parameters()),
+            exchanged,
             self.membership,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
             where=device.exchange_device(config.process_group),
-            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch.
-            overlap=not dims.pp_enabled,
-            # torchtitan's pipelines go backward from the sum of the losses, and divide only the loss that they tell:
-            # every step would be a clipped one.
-            gradient_scale=1 / nominal_tokens if dims.pp_enabled else 1.0,
+            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch. With a
+            # semi-synchronous method the gradients are none of autograd's.
+            overlap=not (dims.pp_enabled or config.semi_sync_method),
+            gradient_scale=gradient_scale,
             counts=spec.token_counts(model_parts),
         )
 

@@ -20,20 +20,28 @@ class Work:
     """This rank's work on one step.
 
     Attributes:
+        first_step: torchtitan's number of it, or of the first one if it is a round of several.
         lr: of the update.
         readings: what this rank has read for the step.
         grad_norm: before clipping.
         seconds: of all of it.
         compute_seconds: of forward and backward.
         exchange_seconds: from there to the commit.
+        inner_steps: how many of them this group made itself.
     """
 
+    first_step: int
     lr: float
     readings: list[Reading] = field(default_factory=list)
     grad_norm: float = 0.0
     seconds: float = 0.0
     compute_seconds: float = 0.0
     exchange_seconds: float = 0.0
+    inner_steps: int = 0
+
+    def read(self, slot: int) -> int:
+        """Return how many batches of `slot` this rank has read for it."""
+        return sum(reading.entry.num_batches for reading in self.readings if reading.entry.slot == slot)
 
 
 class StepLog:
@@ -42,12 +50,19 @@ class StepLog:
     def __init__(self, events: EventLog, metrics: MetricsProcessor, slot: int) -> None:
         self._events, self._metrics, self._slot = events, metrics, slot
 
-    def emit(self, committed: Committed, work: Work, digest: str | None) -> None:
-        """Emit the event; `digest` is that of the state behind the step, if it was taken."""
+    def emit(self, committed: Committed, work: Work, step: int, digest: str | None) -> None:
+        """Emit the event.
+
+        Args:
+            step: torchtitan's, behind the update.
+            digest: that of the state behind the update, if it was taken.
+        """
         update = committed.update
         read = {reading.entry.slot: reading.describe() for reading in work.readings}
         event = StepCommitted(
             step=update.step,
+            inner_step=step,
+            inner_steps=work.inner_steps,
             lineage=f"{update.lineage:012x}",
             parent=f"{committed.parent:012x}",
             participants=committed.participants,
@@ -71,10 +86,14 @@ class StepLog:
         )
         self._events.emit(event)
 
-    def log(self, committed: Committed, work: Work, ntokens_seen: int, heal_seconds: float) -> None:
-        """Log the metrics, if this step's are to be logged; `heal_seconds` are those of the last heal."""
-        metrics, step = self._metrics, committed.update.step
-        if not metrics.should_log(step):
+    def log(self, committed: Committed, work: Work, step: int, ntokens_seen: int, heal_seconds: float) -> None:
+        """Log the metrics as those of torchtitan's `step`, if any of the steps that were made is to be logged.
+
+        Args:
+            heal_seconds: those of the last heal.
+        """
+        metrics = self._metrics
+        if not any(map(metrics.should_log, range(work.first_step, step + 1))):
             return
         if not metrics.data_loading_times:  # another group has read this one's slot once more
             metrics.data_loading_times.append(0.0)  # torchtitan takes their mean
