@@ -114,13 +114,12 @@ class Heal:
         """
         self._rounds.ask()
         while self._attempt is attempt and not any(self._group.gather(self._rounds.awaited)):
-            self._conclude(attempt)
-            if not attempt.whole:
-                self._rounds.pause()
-            else:
+            if attempt.whole:
                 self._replay_some(attempt)  # void if the bytes are not the agreed ones
-                if self._attempt is attempt:
-                    self._catch_up(attempt)
+            else:
+                self._rounds.pause()
+            if self._attempt is attempt:
+                self._conclude(attempt)
 
     def _act(self, outcome: Round | Broken) -> None:
         """Do what follows from a round.
