@@ -7,6 +7,7 @@ usage='usage: campaign.sh [options] [-- torchtitan flags]
   --ranks M       ranks of each group                             (1)
   --run-dir DIR   folder of the run; DIR-reference for the other  (outputs/campaign-DATE)
   --plan FILE     the faults                                      (configs/chaos/campaign.toml)
+  --semi-sync M   local_sgd or diloco, in rounds of 5 steps       (synchronous)
   --reference     run once more for as long without faults, and compare the loss curves at equal tokens
 Exit status: 0 every promise holds, 1 one does not or cannot be told or training failed, 2 bad usage or config.'
 set -euo pipefail
@@ -14,8 +15,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 source "$root/scripts/common.sh"
 
-minutes=20 seed="" groups=4 ranks=1 run_dir="" plan="" reference=""
-read_options "minutes seed groups ranks run-dir plan" reference "$@"
+minutes=20 seed="" groups=4 ranks=1 run_dir="" plan="" semi_sync="" reference=""
+read_options "minutes seed groups ranks run-dir plan semi-sync" reference "$@"
 
 # A fault each 15 s needs the time for a few of them, and for all groups to come back.
 number --minutes 2 "$minutes"
@@ -23,6 +24,8 @@ number --groups 2 "$groups"
 number --ranks 1 "$ranks"
 seed=${seed:-$(((RANDOM << 15) | RANDOM))}
 number --seed 0 "$seed"
+[[ ${semi_sync:-diloco} =~ ^(diloco|local_sgd)$ ]] ||
+    refuse "--semi-sync must be diloco or local_sgd, got '$semi_sync'; leave it out for the synchronous mode"
 [[ -z $plan || -f $plan ]] || refuse "--plan must be a TOML file, got '$plan'"
 run_dir=$(realpath -m -- "${run_dir:-$root/outputs/campaign-$(date +%Y%m%d-%H%M%S)}")
 plan=$(realpath -- "${plan:-$root/configs/chaos/campaign.toml}")
@@ -36,13 +39,17 @@ source scripts/setup_env.sh
 # the step alone, constant after the warm-up in as many steps as there may be. Faults are to be found within seconds: a
 # deadlock by the watchdog, a flipped bit by the digests.
 flags=(
-    --fault_tolerance.batch_policy=constant
     --fault_tolerance.digest_every=5
     --fault_tolerance.hang_timeout_seconds=20
     --lr_scheduler.total_steps=100000
     --checkpoint.enable --checkpoint.interval=50 --checkpoint.keep_latest_k=2
     --training.steps=100000
 )
+if [[ $semi_sync ]]; then # each group trains its own batches only
+    flags+=(--fault_tolerance.semi_sync_method="$semi_sync" --fault_tolerance.sync_steps=5)
+else
+    flags+=(--fault_tolerance.batch_policy=constant)
+fi
 echo "campaign.sh: seed $seed, $minutes minutes, $groups groups x $ranks ranks; $run_dir"
 job=(configs/llama3_debug.toml --replicas "$groups" --ranks-per-replica "$ranks")
 status=0

@@ -72,6 +72,12 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._outer.take_model()
         super()._take_checkpoint()
 
+    def _agreed_parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self._outer.named_anchors())
+
+    def _agreed_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self._outer.optimizer]
+
     def _exchanged(self) -> Iterator[torch.nn.Parameter]:
         yield from self._outer.anchors
 

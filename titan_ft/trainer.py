@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +151,15 @@ class ReplicaTrainer(Trainer):
     def _take_checkpoint(self) -> None:
         """Go on from the weights that a checkpoint had."""
         self._refresh_converters()
+
+    def _agreed_parameters(self) -> dict[str, torch.Tensor]:
+        """Return by name the parameters that all groups have alike."""
+        parts = enumerate(self.model_parts)
+        return {f"{number}/{name}": parameter for number, part in parts for name, parameter in part.named_parameters()}
+
+    def _agreed_optimizers(self) -> Iterable[torch.optim.Optimizer]:
+        """Return the optimizers whose state they have alike."""
+        return self.optimizers
 
     def _exchanged(self) -> Iterator[torch.nn.Parameter]:
         """Yield what the exchange sums the gradients of, in the same order in every group."""
@@ -503,7 +512,8 @@ class ReplicaTrainer(Trainer):
             self._events,
             group_pids=self._group.gather(os.getpid()),
             model_parts=self.model_parts,
-            optimizers=self.optimizers,
+            parameters=self._agreed_parameters(),
+            optimizers=self._agreed_optimizers(),
         )
 
     def _pauses_after(self, step: int) -> bool:

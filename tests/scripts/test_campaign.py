@@ -75,12 +75,23 @@ def test_a_campaign_is_launched_checked_and_reported(campaign: Campaign, tmp_pat
     assert (
         f"-m titan_ft launch configs/llama3_debug.toml {shape} --chaos {plan} --chaos-seed 7 --minutes 3 --" in launch
     )
-    assert launch.endswith("--training.steps=100000 --fault_tolerance.chaos --metrics.log_freq=5")
+    assert launch.endswith("--fault_tolerance.batch_policy=constant --fault_tolerance.chaos --metrics.log_freq=5")
     assert "--lr_scheduler.total_steps=100000" in launch
     assert check == f"-m titan_ft check {run_dir}"
     assert report == f"-m titan_ft report {run_dir}"
     assert shown == f"-m benchmarks.figures --expect-faults {run_dir}"
     assert f"{run_dir}/report/index.html" in ended.stdout
+
+
+def test_semi_synchronous(campaign: Campaign, tmp_path: Path) -> None:
+    """The method comes in the place of a policy that it refuses; a method that is none is refused here."""
+    ended, calls = campaign("--run-dir", str(tmp_path / "run"), "--semi-sync", "diloco")
+    assert ended.returncode == 0, ended.stderr
+    assert "--fault_tolerance.semi_sync_method=diloco --fault_tolerance.sync_steps=5" in calls[0]
+    assert "batch_policy" not in calls[0]
+    ended, calls = campaign("--run-dir", str(tmp_path / "other"), "--semi-sync", "hourly")
+    assert (ended.returncode, calls) == (2, [])
+    assert "--semi-sync must be diloco or local_sgd, got 'hourly'" in ended.stderr
 
 
 def test_without_a_seed_one_is_drawn_and_printed(campaign: Campaign, tmp_path: Path) -> None:

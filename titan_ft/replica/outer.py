@@ -95,6 +95,11 @@ class OuterModel:
         self.restore_model()
         return squares
 
+    def named_anchors(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the anchors by the names of their parameters."""
+        for anchor, (name, _) in zip(self.anchors, self._named, strict=True):
+            yield name, anchor
+
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the anchor of a parameter; itself if it is not trained."""
         return self._anchor_of.get(id(parameter), parameter)

@@ -71,6 +71,7 @@ class Worker:
         self.events = EventLog(folder / "events" / f"{replica}-{rank}-{attempt}.jsonl", replica=replica, rank=rank)
         parts = TargetWorker(
             model_parts=[self.model],
+            parameters=dict(self.model.named_parameters()),
             optimizers=[self.optimizer],
             process_group=self.process_group,
             server=self.server,

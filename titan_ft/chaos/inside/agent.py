@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from titan_ft.run.paths import RunPaths
 from titan_ft.run.tail import FileTail
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
     from torchtitan.config import JobConfig
@@ -125,6 +126,7 @@ def start_agent(
     *,
     group_pids: Collection[int],
     model_parts: list[nn.Module],
+    parameters: Mapping[str, torch.Tensor],
     optimizers: Iterable[Optimizer],
 ) -> ChaosAgent:
     """Start the chaos agent of a worker that has joined the others; `group_pids` are the processes of its group."""
@@ -132,6 +134,7 @@ def start_agent(
     orders = RunPaths(job_config.job.dump_folder).chaos_orders
     worker = TargetWorker(
         model_parts=model_parts,
+        parameters=parameters,
         optimizers=optimizers,
         process_group=links.membership.process_group,
         server=links.server,

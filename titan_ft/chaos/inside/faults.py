@@ -174,11 +174,10 @@ def _flip(task: Task, worker: TargetWorker, shards: Mapping[str, torch.Tensor], 
 
 def _parameters(worker: TargetWorker) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the local shards of the parameters."""
-    for number, part in enumerate(worker.model_parts):
-        for name, parameter in part.named_parameters():
-            shard = local(parameter.detach())
-            if _has_bits(shard):
-                yield f"{number}/{name}", shard
+    for name, parameter in worker.parameters.items():
+        shard = local(parameter.detach())
+        if _has_bits(shard):
+            yield name, shard
 
 
 def _moments(worker: TargetWorker) -> Iterator[tuple[str, torch.Tensor]]:

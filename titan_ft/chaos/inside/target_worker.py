@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class TargetWorker:
     """What the faults need of the worker that they hit.
 
     Attributes:
+        parameters, optimizers: those whose values all groups have alike, the parameters by name.
         process_group: of the exchange between the groups.
         group_pids: processes of this group on this host; a lost network leaves them connected.
         store: host and port of the group's store, to which the same applies.
@@ -35,6 +36,7 @@ class TargetWorker:
     """
 
     model_parts: list[torch.nn.Module]
+    parameters: Mapping[str, torch.Tensor]
     optimizers: Iterable[torch.optim.Optimizer]
     process_group: Any
     server: StateServer
