@@ -143,7 +143,8 @@ LAUNCHES = [
     Mistake(
         LAUNCH.replace("llama3", "lama3"),
         "titan-ft: config must be the path of a TOML file or one of llama3_1b, llama3_405b, llama3_70b, llama3_8b, "
-        "llama3_debug, qwen3_30b_a3b, got lama3_debug; did you mean llama3_debug? there is no such file",
+        "llama3_debug, llama3_debug_diloco, "
+        "qwen3_30b_a3b, got lama3_debug; did you mean llama3_debug? there is no such file",
     ),
     Mistake(
         LAUNCH.replace("llama3_debug", "configs/mine.toml"),

@@ -80,9 +80,8 @@ class FaultTolerance:
     semi_sync_method: str | None = None
     """Exchange only once in `sync_steps` steps, which make a round, and let each group train by itself meanwhile: with
     "local_sgd" all go on from the mean of their parameters, with "diloco" an outer optimizer makes the update from the
-    mean of their changes. None exchanges gradients at each step. With a method, fields of this table that count the
-    job's steps count rounds, and some others are fixed: batch_policy = "shrink", lr_policy = "none", catch_up =
-    "replay", and a join_timeout_ms of at least 1000 x hang_timeout_seconds."""
+    mean of their changes. None exchanges gradients at each step. A method wants batch_policy = "shrink", lr_policy =
+    "none", catch_up = "replay", and a join_timeout_ms of at least 1000 x hang_timeout_seconds."""
 
     # The fields of torchtitan.components.ft.config.job_config.FaultTolerance, all for semi-sync methods only.
 
@@ -167,8 +166,9 @@ class FaultTolerance:
     does not count: the groups that all reach each other go on without the others."""
 
     digest_every: int = 50
-    """Steps between two comparisons of parameters, optimizer state and LR across the groups. 0 compares only when a
-    joiner asks for the state: then all that hold it do, so that no corrupt one serves."""
+    """Steps between two comparisons of parameters, optimizer state and LR across the groups; with `semi_sync_method`
+    of what they agree on, behind the round in which such a step falls. 0 compares only when a joiner asks for the
+    state: then all that hold it do, so that no corrupt one serves."""
 
     # Ours: the transfer of state to a joiner.
 
