@@ -341,6 +341,11 @@ CONFIGS = [
         "that model; set it to false",
     ),
     Mistake(
+        "config llama3_debug_diloco -- --model.name=deepseek_v3",
+        "titan-ft: fault_tolerance.semi_sync_method is not supported yet for a model that balances the load of its "
+        "experts and must be left out with deepseek_v3 debugmodel, got 'diloco'; remove it, or take another model",
+    ),
+    Mistake(
         "config llama3_debug -- --training.step=60",
         "titan-ft: --training.step is no flag of torchtitan; did you mean --training.steps? correct or remove it",
     ),

@@ -140,7 +140,7 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
         bucket_bytes=int(config.fault_tolerance.bucket_size_mb * 2**20),
         where=torch.device("meta"),
         overlap=False,
-        counts=() if outer else token_counts(parts),
+        counts=token_counts(parts),
     )
     gradients = sum(map(_num_bytes, trained))
     anchors = sum(map(_num_bytes, _parameters_of(outer))) if outer else 0
