@@ -99,6 +99,27 @@ def test_dry_run_says_what_would_be_started(
     assert shown.count("--training.steps=3") == 2
 
 
+def test_dry_run_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a semi-synchronous method: bytes per round and per step, the anchors, and what a heal moves besides."""
+    monkeypatch.chdir(tmp_path)
+    command = "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
+    assert main([*command.split(), "--", "--training.steps=25"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "tokens       2,048 per step (8 x 256), 51,200 in 25 steps\n",
+        "rounds       3 of 10 steps, the last of 5\n",
+        "copy of the state 94.05 MiB, anchors and changes 47.03 MiB, outer momentum 23.51 MiB, buckets of the",
+        # A ring of 4 sends each byte 1.5 times.
+        "a round moves 23.51 MiB of each rank's changes: 35.27 MiB out and in (a ring of 4), 3.53 MiB for each of its ",
+        "and the outer optimizer on the host, in which training stands still\n",
+        "a heal moves 94.05 MiB for each rank, 94.05 MiB for the group\n",
+        "--join-timeout-ms 60000",
+    ):
+        assert part in shown
+    assert "a step moves" not in shown
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_dry_run_of_a_job_for_other_hosts_needs_no_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

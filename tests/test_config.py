@@ -143,7 +143,6 @@ def test_error_is_one_line_of_field_rule_value_and_remedy(changes: dict[str, Any
         ({"process_group_timeout_ms": 500}, ["heartbeat_timeout_ms", "< process_group_timeout_ms (500)"]),
         ({"quorum_tick_ms": 501}, ["quorum_tick_ms must be <= heartbeat_timeout_ms (500)"]),
         ({"join_timeout_ms": 0}, ["join_timeout_ms must be > 0"]),
-        ({"should_quantize": True}, ["fault_tolerance.should_quantize is not supported yet", "false"]),
         ({"optimizer.early_step_in_backward": True}, ["optimizer.early_step_in_backward is not supported yet"]),
         ({"checkpoint.create_seed_checkpoint": True}, ["checkpoint.create_seed_checkpoint is not supported yet"]),
         ({"comm.mode": "fake_backend"}, ['comm.mode must be "default"', "'fake_backend'"]),
@@ -185,11 +184,58 @@ def test_broken_rule_is_named(changes: dict[str, Any], parts: list[str]) -> None
         {"advertise_address": "fe80::1"},
         {"bind_address": "0.0.0.0"},
         {"sync_steps": 20, "num_fragments": 3},
+        {"sync_steps": 0, "should_quantize": True, "outer_lr": 0.0, "outer_momentum": 2.0, "hang_timeout_seconds": 0},
     ],
 )
 def test_values_at_the_limits_are_valid(changes: dict[str, Any]) -> None:
     """A limit that belongs to the range is accepted, and so are fields of semi-sync methods that nothing reads."""
     validate(make_config(changes))
+
+
+SEMI_SYNC = {"semi_sync_method": "diloco"}
+NOT_YET = "is not supported yet with semi_sync_method and must be "
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"sync_steps": 0}, ["sync_steps must be >= 1", "0"]),
+        ({"should_quantize": True}, [f"should_quantize {NOT_YET}false", "True"]),
+        ({"fragment_sync_delay": 1}, [f"fragment_sync_delay {NOT_YET}0", "1"]),
+        ({"fragment_update_alpha": 0.5}, [f"fragment_update_alpha {NOT_YET}0.0", "0.5"]),
+        ({"module_fqns_per_model_fragment": [["layers"]]}, [f"module_fqns_per_model_fragment {NOT_YET}[]", "layers"]),
+        ({"num_fragments": 2}, [f"num_fragments {NOT_YET}1", "2"]),
+        ({"outer_lr": 0}, ["outer_lr must be > 0", "0.7"]),
+        ({"outer_momentum": -0.1}, ["outer_momentum must be >= 0 and < 1", "-0.1"]),
+        ({"outer_momentum": 1}, ["outer_momentum must be >= 0 and < 1", "0.9"]),
+        ({"semi_sync_method": "local_sgd", "outer_lr": 1.0}, ["outer_lr is not used", '"local_sgd"', '"diloco"']),
+        ({"semi_sync_method": "local_sgd", "outer_momentum": 0.0}, ["outer_momentum is not used", "left out"]),
+        ({"semi_sync_method": "local_sgd", "outer_nesterov": False}, ["outer_nesterov is not used", "False"]),
+        ({"batch_policy": "constant"}, ['batch_policy must be "shrink" with semi_sync_method', "'constant'"]),
+        ({"lr_policy": "sqrt"}, ['lr_policy must be "none" with semi_sync_method', "'sqrt'"]),
+        ({"catch_up": "wait"}, ['catch_up must be "replay" with semi_sync_method', "'wait'"]),
+        ({"hang_timeout_seconds": 0}, ["hang_timeout_seconds must be > 0 with semi_sync_method", "hangs"]),
+    ],
+)
+def test_broken_rule_of_semi_synchronous_training_is_named(changes: dict[str, Any], parts: list[str]) -> None:
+    """What a semi-synchronous method needs, cannot do, or would not look at is one line as well."""
+    line = error_of({**SEMI_SYNC, **changes})
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"semi_sync_method": "local_sgd"},
+        {"semi_sync_method": "local_sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True},
+        {"sync_steps": 1, "outer_lr": 1, "outer_momentum": 0},
+    ],
+)
+def test_semi_synchronous_training_is_valid(changes: dict[str, Any]) -> None:
+    """Both methods with little more than their name; no momentum needs no word about Nesterov's."""
+    validate(make_config({**SEMI_SYNC, **changes}))
 
 
 DURATIONS = [

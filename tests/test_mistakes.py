@@ -143,7 +143,8 @@ LAUNCHES = [
     Mistake(
         LAUNCH.replace("llama3", "lama3"),
         "titan-ft: config must be the path of a TOML file or one of llama3_1b, llama3_405b, llama3_70b, llama3_8b, "
-        "llama3_debug, qwen3_30b_a3b, got lama3_debug; did you mean llama3_debug? there is no such file",
+        "llama3_debug, llama3_debug_diloco, "
+        "qwen3_30b_a3b, got lama3_debug; did you mean llama3_debug? there is no such file",
     ),
     Mistake(
         LAUNCH.replace("llama3_debug", "configs/mine.toml"),
@@ -338,6 +339,11 @@ CONFIGS = [
         "config llama3_debug -- --model.name=deepseek_v3 --validation.enable",
         "titan-ft: validation.enable must be false with model.name deepseek_v3, got true: torchtitan cannot validate "
         "that model; set it to false",
+    ),
+    Mistake(
+        "config llama3_debug_diloco -- --model.name=deepseek_v3",
+        "titan-ft: fault_tolerance.semi_sync_method is not supported yet for a model that balances the load of its "
+        "experts and must be left out with deepseek_v3 debugmodel, got 'diloco'; remove it, or take another model",
     ),
     Mistake(
         "config llama3_debug -- --training.step=60",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import tomli
 
+from titan_ft.config import outer_optimizer, steps_per_round
 from titan_ft.run.events import StepCommitted
 from titan_ft.run.log import read_events
 from titan_ft.training.divisions import check_ranks
@@ -48,8 +49,23 @@ def resolve(recipe: Recipe) -> Any:
     return read_config(f"--job.config_file={CONFIGS / recipe.name}.toml", "--model.hf_assets_path=titan_ft://tokenizer")
 
 
+DEBUG = {"llama3_debug", "llama3_debug_diloco"}
+
+
 def test_every_config_but_the_debug_model_is_a_recipe() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.toml")} == {"llama3_debug", *(recipe.name for recipe in RECIPES)}
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*DEBUG, *(recipe.name for recipe in RECIPES)}
+
+
+def test_the_debug_model_with_diloco_trains_the_same() -> None:
+    """It differs from the synchronous one only in how the groups exchange, so that the two can be compared."""
+    plain, diloco = (tomli.loads((CONFIGS / f"{name}.toml").read_text()) for name in sorted(DEBUG))
+    ft = read_config(f"--job.config_file={CONFIGS / 'llama3_debug_diloco.toml'}").fault_tolerance
+    assert (ft.semi_sync_method, steps_per_round(ft)) == ("diloco", 10)
+    assert diloco["training"]["steps"] % steps_per_round(ft) == 0
+    assert outer_optimizer(ft) == (0.7, 0.9, True)
+    for values in (plain, diloco):
+        del values["job"], values["fault_tolerance"]
+    assert plain == diloco
 
 
 @parametrize

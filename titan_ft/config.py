@@ -30,6 +30,8 @@ CHOICES = {
     "lr_policy": ("none", "sqrt", "linear"),
 }
 SEMI_SYNC_METHODS = ("local_sgd", "diloco")
+ROUND_JOIN_TIMEOUT_MS = 24 * 3600 * 1000
+"""Least `join_timeout_ms` of a semi-synchronous job's lighthouse: nobody goes on without a group in mid-round."""
 
 
 class ConfigError(ValueError):
@@ -80,8 +82,8 @@ class FaultTolerance:
     semi_sync_method: str | None = None
     """Exchange only once in `sync_steps` steps, which make a round, and let each group train by itself meanwhile: with
     "local_sgd" all go on from the mean of their parameters, with "diloco" an outer optimizer makes the update from the
-    mean of their changes. None exchanges gradients at each step. Where other fields of this table count steps of the
-    job, they then count rounds."""
+    mean of their changes. None exchanges gradients at each step. A method wants batch_policy = "shrink", lr_policy =
+    "none" and catch_up = "replay"."""
 
     # The fields of torchtitan.components.ft.config.job_config.FaultTolerance, all for semi-sync methods only.
 
@@ -166,8 +168,9 @@ class FaultTolerance:
     does not count: the groups that all reach each other go on without the others."""
 
     digest_every: int = 50
-    """Steps between two comparisons of parameters, optimizer state and LR across the groups. 0 compares only when a
-    joiner asks for the state: then all that hold it do, so that no corrupt one serves."""
+    """Steps between two comparisons of parameters, optimizer state and LR across the groups; with `semi_sync_method`
+    of what they agree on, behind the round in which such a step falls. 0 compares only when a joiner asks for the
+    state: then all that hold it do, so that no corrupt one serves."""
 
     # Ours: the transfer of state to a joiner.
 
@@ -246,7 +249,8 @@ class FaultTolerance:
     """Milliseconds, counted from the first request, that the lighthouse waits for groups that heartbeat but have not
     asked for the quorum yet; > 0, because 0 makes it form quorums without end. A group that joins asks at any time
     within a step: what is shorter than a step evicts healthy groups. A dead group is not waited for, see
-    heartbeat_timeout_ms."""
+    heartbeat_timeout_ms. With `semi_sync_method` the
+    lighthouse of `launch` waits for a day at least; give one that is started by itself --join-timeout-ms 86400000."""
 
 
 class OuterOptimizer(NamedTuple):
@@ -389,7 +393,14 @@ def validate(config: Any) -> None:
         return
     for f in fields(FaultTolerance):
         _check_type(f"{TABLE}.{f.name}", getattr(ft, f.name), f.type)
-    for rules in (_refusals(config), _group_rules(ft), _number_rules(ft), _order_rules(ft), _batch_rules(config)):
+    for rules in (
+        _refusals(config),
+        _group_rules(ft),
+        _number_rules(ft),
+        _order_rules(ft),
+        _semi_sync_rules(ft),
+        _batch_rules(config),
+    ):
         for holds, field_name, rule, value, remedy in rules:
             if not holds:
                 raise ConfigError(f"{field_name} {rule}, got {value!r}; {remedy}")
@@ -429,7 +440,6 @@ def _refusals(config: Any) -> Iterator[Rule]:
     """Refuse by name what fault-tolerant runs do not support yet."""
     unsupported = "not supported yet"
     for section, name, consequence in (
-        (TABLE, "should_quantize", ""),
         ("optimizer", "early_step_in_backward", " (an update must wait for the vote)"),
         ("checkpoint", "create_seed_checkpoint", " for fault-tolerant runs"),
     ):
@@ -519,6 +529,52 @@ def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:
         ft.quorum_tick_ms,
         "lower it",
     )
+
+
+# What a semi-synchronous method wants of other fields, and why.
+_SEMI_SYNC_WANTS = {
+    "batch_policy": ("shrink", "who is absent is known at the end of a round only"),
+    "lr_policy": ("none", "the steps of a round are each group's own"),
+    "catch_up": ("replay", "within a round nobody waits for another group"),
+}
+_SEMI_SYNC_LATER = {
+    "should_quantize": False,
+    "fragment_sync_delay": 0,
+    "fragment_update_alpha": 0.0,
+    "module_fqns_per_model_fragment": [],
+    "num_fragments": 1,
+}
+
+
+def _semi_sync_rules(ft: FaultTolerance) -> Iterator[Rule]:
+    """Check what only a semi-synchronous method reads, and what it cannot do. Without one nothing of it is looked at,
+    so that torchtitan's TOMLs, which may have these fields, mean the same here.
+    """
+    method = ft.semi_sync_method
+    if method is None:
+        return
+    yield ft.sync_steps >= 1, f"{TABLE}.sync_steps", "must be >= 1", ft.sync_steps, "1 exchanges at each step"
+    for name, only in _SEMI_SYNC_LATER.items():
+        value, shown = getattr(ft, name), str(only).lower()
+        rule = f"is not supported yet with semi_sync_method and must be {shown}"
+        yield value == only, f"{TABLE}.{name}", rule, value, f"set it to {shown}, or leave it out"
+    if method == "diloco":
+        name, remedy = f"{TABLE}.outer_lr", f"the default is {FaultTolerance.outer_lr}"
+        yield ft.outer_lr > 0, name, "must be > 0", ft.outer_lr, remedy
+        name, remedy = f"{TABLE}.outer_momentum", f"the default is {FaultTolerance.outer_momentum}, 0 keeps none"
+        yield 0 <= ft.outer_momentum < 1, name, "must be >= 0 and < 1", ft.outer_momentum, remedy
+    else:
+        for name in ("outer_lr", "outer_momentum", "outer_nesterov"):
+            value, rule = getattr(ft, name), f'is not used with semi_sync_method = "{method}" and must be left out'
+            remedy = 'remove it, or set semi_sync_method = "diloco"'
+            yield value == getattr(FaultTolerance, name), f"{TABLE}.{name}", rule, value, remedy
+    for name, (only, reason) in _SEMI_SYNC_WANTS.items():
+        rule = f'must be "{only}" with semi_sync_method ({reason})'
+        yield getattr(ft, name) == only, f"{TABLE}.{name}", rule, getattr(ft, name), f'set it to "{only}"'
+    # Whoever is done with its round waits at the lighthouse, for ROUND_JOIN_TIMEOUT_MS.
+    hang = ft.hang_timeout_seconds
+    rule, remedy = "must be > 0 with semi_sync_method", "without it a group that hangs is waited for without end"
+    yield hang > 0, f"{TABLE}.hang_timeout_seconds", rule, hang, remedy
 
 
 def _batch_rules(config: Any) -> Iterator[Rule]:

@@ -89,7 +89,8 @@ class LighthouseSettings:
     quorum_tick_ms: int = 20
     """Milliseconds between two looks at who is there."""
     join_timeout_ms: int = 60_000
-    """Milliseconds, from the first request, to wait for groups that heartbeat but have not asked for the quorum yet."""
+    """Milliseconds, from the first request, to wait for groups that heartbeat but have not asked for the quorum yet.
+    With a semi_sync_method as many as the job's config has."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ MISTAKES = {
     "wrong ordering": ("process_group_timeout_ms = 300", ["heartbeat_timeout_ms", "process_group_timeout_ms (300)"]),
     "zero duration": ("vote_timeout_seconds = 0.0", ["fault_tolerance.vote_timeout_seconds must be > 0"]),
     "unknown method": ('semi_sync_method = "dilico"', ["fault_tolerance.semi_sync_method", "did you mean diloco"]),
+    "method, not its needs": (
+        'semi_sync_method = "diloco"',
+        ["join_timeout_ms must be >=", "hang_timeout_seconds (600)"],
+    ),
     "unknown backend": ('process_group = "mpi"', ["fault_tolerance.process_group must be one of gloo, nccl"]),
     "bad lighthouse": ('lighthouse = "localhost:1"', ["fault_tolerance.lighthouse must look like http://host:port"]),
     "host name": ('advertise_address = "node7"', ["fault_tolerance.advertise_address must be a numeric address"]),

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from titan_ft.replica.member import Member, Quorum
@@ -81,6 +82,43 @@ def test_a_rank_holds_and_moves_what_was_predicted() -> None:
     rows = [4, 2 * 2 * 8]  # how many give; the rows of both members
     assert predicted.exchange == sum(wire.sent) - sum(rows)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("method", "momentum"), [("diloco", 1), ("local_sgd", 0)])
+def test_a_rank_of_a_semi_synchronous_job_holds_and_moves_what_was_predicted(method: str, momentum: int) -> None:
+    """Beside what a synchronous one holds: anchors in fp32 and the outer momentum, in the state of a heal as well."""
+    plain = measure(config, num_ranks=1).largest
+    needs = (f"--fault_tolerance.semi_sync_method={method}", "--fault_tolerance.hang_timeout_seconds=60")
+    predicted = measure(read_config(f"--job.config_file={CONFIG}", *needs), num_ranks=1).largest
+    assert (predicted.parameters, predicted.gradients, predicted.optimizer, predicted.exchange) == (
+        plain.parameters,
+        plain.gradients,
+        plain.optimizer,
+        plain.exchange,
+    )
+    assert (predicted.anchors, predicted.momentum) == (plain.gradients, momentum * plain.gradients)
+    torch.manual_seed(0)
+    model = Transformer(llama3_args["debugmodel"])
+    anchors = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    outer = torch.optim.SGD(anchors, momentum=0.9 * momentum)
+    optimizers = build_optimizers([model], config.optimizer, None)
+    for parameter in [*model.parameters(), *anchors]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step()
+    outer.step()
+    schedulers = counters = SimpleNamespace(state_dict=dict)
+    state = TrainState([model], [outer, *optimizers], schedulers, counters)
+    assert predicted.state == state.copy(1, 1).payload.numel()
+
+
+def test_anchors_are_fp32_whatever_the_weights_are() -> None:
+    """With weights in bfloat16 the anchors, their momentum and what travels are as large as ever."""
+    needs = ("--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.hang_timeout_seconds=60")
+    full = measure(read_config(f"--job.config_file={CONFIG}", *needs), num_ranks=1).largest
+    half = measure(read_config(f"--job.config_file={CONFIG}", *needs, "--training.dtype=bfloat16"), num_ranks=1).largest
+    assert 2 * half.parameters == full.parameters
+    assert (half.anchors, half.momentum, half.exchange) == (full.anchors, full.momentum, full.exchange)
+    assert half.state - half.anchors - half.momentum == pytest.approx(half.optimizer, rel=1e-3)
 
 
 def test_shards_add_up_to_the_model() -> None:

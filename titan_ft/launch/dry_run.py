@@ -15,14 +15,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE, ConfigError, load_toml, read_flags
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags, steps_per_round
 from titan_ft.data.assets import SCHEME
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.training.job_config import read_config
 
 if TYPE_CHECKING:
-    from titan_ft.training.sizes import JobSizes
+    from titan_ft.training.sizes import JobSizes, RankSizes
 
 LINK_GBPS = 25.0
 HOST_LINK_GBPS = 200.0
@@ -132,7 +132,7 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     cut = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one rank"
     own = training.local_batch_size * dims.dp_replicate * dims.dp_shard * sizes.accumulation
     total = own * plan.num_replicas
-    return [
+    lines = [
         f"model        {config.model.name} {config.model.flavor}, {sizes.num_parameters:,} parameters",
         f"ranks        {plan.num_replicas * plan.num_ranks} in all; a group is {cut}",
         f"batch        {own} sequences of a group ({training.local_batch_size} x {dims.dp_replicate * dims.dp_shard} "
@@ -140,12 +140,20 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
         f"tokens       {total * training.seq_len:,} per step ({total} x {training.seq_len}), "
         f"{total * training.seq_len * training.steps:,} in {training.steps} steps",
     ]
+    if config.fault_tolerance.semi_sync_method:
+        length = steps_per_round(config.fault_tolerance)
+        rounds, rest = -(-training.steps // length), training.steps % length
+        lines.append(f"rounds       {rounds} of {length} steps" + (f", the last of {rest}" if rest else ""))
+    return lines
 
 
 def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, standby: int) -> list[str]:
     rank, ft = sizes.largest, config.fault_tolerance
     on_gpu = {"parameters": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
     on_host = {"copy of the state": rank.state}
+    if ft.semi_sync_method:
+        on_host["anchors and changes"] = 2 * rank.anchors
+        on_host["outer momentum"] = rank.momentum
     (on_host if ft.process_group == "gloo" else on_gpu)["buckets of the exchange"] = rank.exchange
     if ft.catch_up == "replay" and ft.catch_up_max_steps:
         on_host[f"queue of {ft.catch_up_max_steps} updates while it heals"] = ft.catch_up_max_steps * rank.exchange
@@ -166,18 +174,34 @@ def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     link = plan.options.link_gbps or LINK_GBPS
     host = plan.options.host_link_gbps or HOST_LINK_GBPS
     served = min(link, ft.transfer_max_mbps / 1000) if ft.transfer_max_mbps else link
-    sent = rank.exchange * 2 * (groups - 1) // groups
-    staged = 2 * rank.exchange if ft.process_group == "gloo" else 0  # to host memory and back
-    step = _seconds(sent, link) + _seconds(staged, host)
     copied, fetched = _seconds(rank.state, host), _seconds(rank.state, served)
     return [
-        f"a step moves {_size(rank.exchange)} of each rank's gradients: {_size(sent)} out and in (a ring of {groups})",
-        f"             {step:.2g} s, beside the backward pass as far as that lasts",
+        *_exchange_lines(rank, ft, groups, link, host),
         f"a heal moves {_size(rank.state)} for each rank, {_size(sizes.group_state)} for the group",
         f"             {copied:.2g} s of copying, in which the donor stands still; {fetched:.2g} s of transfer, "
         f"beside training; {copied:.2g} s to load",
         f"links        {link:g} Gbit/s from rank to rank between groups, {host:g} between GPU and host "
         "(--link-gbps, --host-link-gbps)",
+    ]
+
+
+def _exchange_lines(rank: RankSizes, ft: FaultTolerance, groups: int, link: float, host: float) -> list[str]:
+    sent, gloo = rank.exchange * 2 * (groups - 1) // groups, ft.process_group == "gloo"
+    ring = f"{_size(sent)} out and in (a ring of {groups})"
+    if ft.semi_sync_method is None:
+        staged = 2 * rank.exchange if gloo else 0  # to host memory and back
+        return [
+            f"a step moves {_size(rank.exchange)} of each rank's gradients: {ring}",
+            f"             {_seconds(sent, link) + _seconds(staged, host):.2g} s, beside the backward pass as far as "
+            "that lasts",
+        ]
+    length = steps_per_round(ft)
+    staged = 2 * rank.anchors + (0 if gloo else 2 * rank.exchange)  # weights to the host and back; its changes as well
+    return [
+        f"a round moves {_size(rank.exchange)} of each rank's changes: {ring}, {_size(sent // length)} for each of its "
+        f"{length} steps",
+        f"             {_seconds(sent, link) + _seconds(staged, host):.2g} s and the outer optimizer on the host, in "
+        "which training stands still",
     ]
 
 

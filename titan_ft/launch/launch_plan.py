@@ -17,7 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
+from titan_ft.config import (
+    ROUND_JOIN_TIMEOUT_MS,
+    TABLE,
+    ConfigError,
+    FaultTolerance,
+    check_toml,
+    load_toml,
+    read_flags,
+)
 from titan_ft.data.assets import find_config
 from titan_ft.launch.failed_start import is_failed_start, set_aside
 from titan_ft.launch.gpus import num_gpus
@@ -49,6 +57,7 @@ SHARED_FIELDS: dict[str, type] = {
     "events_folder": str,
     "job_id": str,
     "process_group": str,
+    "semi_sync_method": str,
 }
 
 # Flags that each group gets from the launcher, with the option that says the same for all of them.
@@ -428,13 +437,16 @@ def _overrides(worker_args: list[str]) -> dict[str, Any]:
 def _lighthouse_settings(table: Mapping[str, Any]) -> LighthouseSettings:
     """Take the lighthouse's settings from the [fault_tolerance] table, where its own defaults stand too."""
     defaults = FaultTolerance()
+    join_timeout_ms = table.get("join_timeout_ms", defaults.join_timeout_ms)
+    if table.get("semi_sync_method") and join_timeout_ms > 0:
+        join_timeout_ms = max(join_timeout_ms, ROUND_JOIN_TIMEOUT_MS)
     settings = LighthouseSettings(
         # Not min_replica_size: the groups count themselves. Where the lighthouse waits for more, the last group that is
         # left at the end of a run would wait for a quorum for ever.
         min_replicas=1,
         heartbeat_timeout_ms=table.get("heartbeat_timeout_ms", defaults.heartbeat_timeout_ms),
         quorum_tick_ms=table.get("quorum_tick_ms", defaults.quorum_tick_ms),
-        join_timeout_ms=table.get("join_timeout_ms", defaults.join_timeout_ms),
+        join_timeout_ms=join_timeout_ms,
     )
     check_settings(settings)
     return settings

@@ -130,7 +130,7 @@ def _model_rules(config: Any, spec: Any) -> Iterator[Rule]:
         if count:
             yield count % tp == 0, name, f"must divide the {count} {kind} {what}", tp, "lower it"
     yield from _sequence_rules("training.seq_len", config.training.seq_len, parallel.context_parallel_degree, tp)
-    if ep > 1 and (experts := _num_experts(arguments)):
+    if ep > 1 and (experts := num_experts(arguments)):
         name = "parallelism.expert_parallel_degree"
         yield experts % ep == 0, name, f"must divide the {experts} experts {what}", ep, "lower it"
     if parallel.pipeline_parallel_degree > 1:
@@ -140,7 +140,7 @@ def _model_rules(config: Any, spec: Any) -> Iterator[Rule]:
         yield from _validation_rules(config)
 
 
-def _num_experts(arguments: Any) -> int:
+def num_experts(arguments: Any) -> int:
     """Return how many experts each of a model's layers has; 0 if it is dense."""
     moe = getattr(arguments, "moe_args", None)
     return 0 if moe is None or getattr(arguments, "moe_enabled", True) is False else int(moe.num_experts)

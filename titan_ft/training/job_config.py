@@ -12,7 +12,7 @@ from typing import Any
 from titan_ft import config as ft_config
 from titan_ft import usage
 from titan_ft.config import ConfigError, closest
-from titan_ft.training.divisions import check_model
+from titan_ft.training.divisions import check_model, num_experts
 from titan_ft.training.flavors import register_flavors
 
 
@@ -99,6 +99,22 @@ def _check_model(job_config: Any) -> None:
         )
     if job_config.fault_tolerance.enable:
         check_model(job_config, spec)
+        _check_experts(job_config, spec.model_args[model.flavor])
+
+
+def _check_experts(job_config: Any, arguments: Any) -> None:
+    """Refuse a model whose experts' biases would be moved in each step of a round, and by each group alone.
+
+    Args:
+        arguments: of the model's flavor.
+    """
+    method, model = job_config.fault_tolerance.semi_sync_method, job_config.model
+    if method and num_experts(arguments) and arguments.moe_args.load_balance_coeff:
+        raise ConfigError(
+            f"{ft_config.TABLE}.semi_sync_method is not supported yet for a model that balances the load of its "
+            f"experts and must be left out with {model.name} {model.flavor}, got {method!r}; remove "
+            "it, or take another model"
+        )
 
 
 def _check_name(field: str, value: str, known: Collection[str]) -> None:

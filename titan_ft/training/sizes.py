@@ -19,6 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
+from titan_ft.config import FaultTolerance, outer_optimizer
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.training.spec import token_counts
@@ -34,7 +35,12 @@ class RankSizes:
     state: int
     """A copy of its state in host memory: what a donor keeps and a joiner fetches."""
     exchange: int
-    """Its buckets: what each step sums over the groups, and what each queued update of a joiner takes."""
+    """Its buckets: what each round sums over the groups, and what each queued update of a joiner takes."""
+    anchors: int
+    """With a semi-synchronous method, in host memory: the weights that the groups agree on, in fp32. How far this group
+    has moved from them takes as much again. Else 0."""
+    momentum: int
+    """Of the outer optimizer, in host memory."""
 
 
 @dataclass(frozen=True)
@@ -127,22 +133,49 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step()
+    outer = _outer_optimizer(config.fault_tolerance, trained)
     exchange = GradientExchange(
-        parameters,
+        _parameters_of(outer) if outer else parameters,
         None,  # type: ignore[arg-type]  # never asked: nothing is exchanged
         bucket_bytes=int(config.fault_tolerance.bucket_size_mb * 2**20),
         where=torch.device("meta"),
         overlap=False,
         counts=token_counts(parts),
     )
-    held = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
+    gradients = sum(map(_num_bytes, trained))
+    anchors = sum(map(_num_bytes, _parameters_of(outer))) if outer else 0
+    state = TrainState(parts, [outer, *optimizers] if outer else optimizers, None, _NoCounters()).payload_bytes
     return RankSizes(
         parameters=sum(map(_num_bytes, parameters)),
-        gradients=sum(map(_num_bytes, trained)),
-        optimizer=sum(map(_num_bytes, held)),
-        state=TrainState(parts, optimizers, None, _NoCounters()).payload_bytes,
+        gradients=gradients,
+        optimizer=sum(map(_held_bytes, optimizers)),
+        state=state - gradients + anchors if outer else state,  # the anchors are what it has of the weights
         exchange=exchange.num_bytes,
+        anchors=anchors,
+        momentum=_held_bytes(outer) if outer else 0,
     )
+
+
+def _outer_optimizer(ft: FaultTolerance, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+    """Return the outer optimizer after an update, over anchors of what is trained; None without one."""
+    if ft.semi_sync_method is None:
+        return None
+    shapes = [local(parameter).shape for parameter in trained]
+    anchors = [torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta")) for shape in shapes]
+    settings = outer_optimizer(ft)
+    outer = torch.optim.SGD(anchors, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov)
+    for anchor in anchors:
+        anchor.grad = torch.zeros_like(anchor)
+    outer.step()
+    return outer
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(_num_bytes(value) for values in optimizer.state.values() for value in values.values())
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
