@@ -121,7 +121,7 @@ def test_worker_flags_reach_the_lighthouse(config: Path) -> None:
 def test_the_lighthouse_waits_for_groups_in_the_midst_of_a_round(config: Path) -> None:
     """A round may be longer than any step: nobody goes on without a group that is at work on it."""
     flags = ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.join_timeout_ms=300"]
-    assert plan(config, num_replicas=1, worker_args=flags).lighthouse.join_timeout_ms == 24 * 3600 * 1000
+    assert plan(config, worker_args=flags).lighthouse.join_timeout_ms == 24 * 3600 * 1000
 
 
 @pytest.mark.parametrize(
