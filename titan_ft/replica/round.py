@@ -125,6 +125,11 @@ class Rounds:
         """Say whether the quorum asked for is there, as this rank sees it: the others are at their next round."""
         return self._membership.answered
 
+    @property
+    def told_to_leave(self) -> bool:
+        """Say whether this rank knows that its group is to leave."""
+        return self._drain.requested
+
     def pause(self) -> None:
         """Wait a moment for the quorum asked for, which is no hang."""
         with self._watchdog.paused():
