@@ -43,6 +43,7 @@ def import_all() -> None:
         "titan_ft.data.assets",
         "titan_ft.data.datasets",
         "titan_ft.launch.lighthouse",
+        "titan_ft.semi_sync",
         "titan_ft.train",
         "titan_ft.trainer",
         "torch.utils.tensorboard",
