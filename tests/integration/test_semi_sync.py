@@ -234,7 +234,7 @@ def test_kill_in_the_exchange(make_job: Callable[..., Job], point: str, ranks: i
     assert ours[ROUNDS]["participants"] == [0, 1]
 
 
-@pytest.mark.parametrize("point", ["exchange_last", pytest.param("vote_before", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", ["exchange_first", pytest.param("vote_before", marks=pytest.mark.slow)])
 def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point: str) -> None:
     """The rows behind a commit, which name donors, are no update: the survivor makes the next one by itself."""
     hooks = {"faults": [kill(1, point, after=["trained-1-0"])], "hold": 2}
