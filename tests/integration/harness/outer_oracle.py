@@ -5,6 +5,7 @@
 Called as `main` in a process of its own, with one JSON argument:
     flags, shards, mask, begin   as for `harness.oracle`
     groups         number of them
+    microbatches   of each shard in a step
     sync_steps     steps of a group in a round
     outer          "lr", "momentum" and "nesterov" of the outer optimizer
     rounds         files with a group's parameters behind each round, to compare with
@@ -38,6 +39,7 @@ class Group:
         if task["begin"] is not None:
             self.model.load_state_dict(torch.load(task["begin"]))
         self._optimizer = oracle.build_optimizer(self.model, config)
+        self._microbatches = task["microbatches"]
         total = task["shards"]
         each = total // task["groups"]
         self._shards = [
@@ -56,7 +58,7 @@ class Group:
         """Make these steps; returns valid tokens and the sum of their losses."""
         tokens, loss = 0, 0.0
         for step in steps:
-            batches = [next(shard) for shard in self._shards]
+            batches = [next(shard) for shard in self._shards for _ in range(self._microbatches)]
             rate, max_norm = oracle.learning_rate(self._config, step), self._config.training.max_norm
             made = oracle.train_step(self.model, self._optimizer, batches, rate, max_norm)
             tokens += made["valid_tokens"]

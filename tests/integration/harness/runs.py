@@ -101,7 +101,14 @@ class Runs:
         return result
 
     def outer_oracle(
-        self, sync_steps: int, outer: dict[str, Any], mask: bool, *, shards: int = 1, same_begin: bool = False
+        self,
+        sync_steps: int,
+        outer: dict[str, Any],
+        microbatches: int,
+        mask: bool,
+        *,
+        shards: int = 1,
+        same_begin: bool = False,
     ) -> list[dict[str, Any]]:
         """The same for groups that were trained with a semi-synchronous method; see `harness.outer_oracle`."""
         assert self.job is not None
@@ -109,6 +116,7 @@ class Runs:
         task = {
             "groups": len(self.job.groups),
             "sync_steps": sync_steps,
+            "microbatches": microbatches,
             "outer": outer,
             "rounds": [str(self.parameters(f"round-{number}")) for number in numbers],
         }
