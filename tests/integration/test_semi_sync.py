@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -311,6 +312,40 @@ def test_kill_donor_in_the_midst_of_a_round(make_job: Callable[..., Job]) -> Non
     assert rounds_of(events, 2 - donor)[10]["participants"] == [0, 1, 2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kill_ten_times(make_job: Callable[..., Job], seed: int) -> None:
+    """Ten kills of random groups at random points, each once the one before has healed; still one trajectory."""
+    dice = random.Random(seed)
+    points = [
+        "forward",
+        "backward",
+        "exchange_first",
+        "exchange_last",
+        "vote_before",
+        "vote_after",
+        "commit",
+        "optimizer",
+    ]
+    faults: list[dict[str, Any]] = []
+    attempts = [0, 0, 0]
+    for _ in range(10):
+        victim = dice.randrange(3)
+        fault = kill(victim, dice.choice(points), step=LENGTH + dice.randint(1, LENGTH), attempt=attempts[victim])
+        if faults:
+            fault["after"] = [f"healed-{faults[-1]['replica']}-{faults[-1]['attempt'] + 1}"]
+        attempts[victim] += 1
+        faults.append(fault)
+    rounds = 36
+    hooks = {"faults": faults, "hold": 2}
+    job = make_job(groups=3, steps=LENGTH * rounds, flags=round_flags(), hooks=hooks, max_restarts=10)
+    job.run(seconds=200)
+    events = check(job, survivors=[replica for replica in range(3) if not attempts[replica]], steps=rounds)
+    check_killed(job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults])
+    check_data(events)
+    assert rounds_of(events, 0)[rounds]["participants"] == [0, 1, 2]
+
+
 def test_kill_in_the_last_round(make_job: Callable[..., Job]) -> None:
     """A group that is back when the others have made the final state gets it from them, and trains nothing."""
     hooks = {"faults": [kill(1, "forward", step=SHORT)], "hold": 99}
@@ -347,7 +382,7 @@ def test_joiners_never_start_anew_while_a_group_is_in_its_round(make_job: Callab
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, **NOT_QUICK)])
 def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ranks: int) -> None:
-    """A NaN in a group's steps spoils its moments: the others make the round without it; it heals and trains the next."""
+    """A NaN in a group's steps spoils its moments: the others make the round without it, and it heals for the next."""
     hooks = {
         "chaos": [{"replica": 1, "fault": "nan_gradient", "steps": [LENGTH + 1]}],
         # The other one's second step of the next round waits for its first.
