@@ -228,7 +228,7 @@ class SemiSyncTrainer(ReplicaTrainer):
             return
         batches = ", ".join(
             f"{reading.entry.num_batches} from batch {reading.entry.first_batch} of slot {reading.entry.slot}"
-            for reading in self._work.readings
+            for reading in merge(self._work.readings)
         )
         self._void = f"SIGTERM: {remaining} steps of the round were left, too many for drain_timeout_seconds"
         logger.warning(f"{self._void}; void: {batches}")

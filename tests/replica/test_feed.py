@@ -135,6 +135,66 @@ def test_a_dropped_slot_is_opened_again_where_it_ends(build: Build) -> None:
     assert sums == straight(build, 1, 4)
 
 
+def read_round(feed: Feed, slot: int, num_steps: int) -> list[Reading]:
+    """Read what a group trains in a round of several steps, of which none is committed before its end."""
+    readings: list[Reading] = []
+    for _ in range(num_steps):
+        behind = sum(reading.entry.num_batches for reading in readings)
+        readings.append(feed.read(slot, 2, behind))
+    return readings
+
+
+def test_a_round_reads_on_behind_what_it_has_read(build: Build) -> None:
+    """Each step of a round has the next batches, and the round's commit counts them all; nothing is opened again."""
+    ledger, opened = Ledger(NUM_SLOTS), []
+
+    def build_once(slot: int) -> Any:
+        opened.append(slot)
+        return build(slot)
+
+    feed = Feed(ledger, build_once, iter)
+    sums = []
+    for num_steps in (3, 1, 2):
+        readings = read_round(feed, 1, num_steps)
+        sums += [reading.checksum for reading in readings]
+        (whole,) = merge(readings)
+        assert whole.entry.first_batch == ledger.end(1)
+        commit(ledger, whole)
+        assert ledger.end(1) == whole.entry.first_batch + 2 * num_steps
+    assert sums == straight(build, 1, 6)
+    assert opened == [1]
+
+
+def test_a_round_that_was_given_up_is_read_again(build: Build) -> None:
+    """Its batches are void, in this process and in the next: both begin where the last commit ends."""
+    ledger = Ledger(NUM_SLOTS)
+    feed = Feed(ledger, build, iter)
+    commit(ledger, *merge(read_round(feed, 0, 2)))
+    read_round(feed, 0, 3)
+    again = Feed(ledger, build, iter)
+    for reader in (feed, again):
+        assert [reading.checksum for reading in read_round(reader, 0, 2)] == straight(build, 0, 4)[2:]
+
+
+def test_what_is_merged_is_one_reading(build: Build) -> None:
+    """Of each slot: number, checksum and the loader's state are those of a single reading of all these batches."""
+    rounds, single = Feed(Ledger(NUM_SLOTS), build, iter), Feed(Ledger(NUM_SLOTS), build, iter)
+    of_slots = [read_round(rounds, slot, 3) for slot in (0, 1)]
+    merged = merge([reading for step in zip(*of_slots, strict=True) for reading in step])
+    assert [reading.entry.slot for reading in merged] == [0, 1]
+    for reading in merged:
+        whole = single.read(reading.entry.slot, 6)
+        assert reading.describe() == whole.describe()
+        loaders = [build(reading.entry.slot) for _ in range(2)]
+        for loader, state in zip(loaders, (reading.entry.state, whole.entry.state), strict=True):
+            load_loader(loader, state)
+        following = [next(iter(loader)) for loader in loaders]
+        assert torch.equal(following[0][1], following[1][1])
+    assert merge([]) == []
+    alone = rounds.read(0, 2, 6)
+    assert [reading.describe() for reading in merge([alone])] == [alone.describe()]
+
+
 class Listed:
     """A loader of the batches of a list, in memory."""
 

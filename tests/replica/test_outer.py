@@ -1,136 +1,404 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outer model: changes, updates, checkpoints, and what of it is in the state that heals."""
+"""The outer model: its updates by hand, what of it the groups agree on, what is saved of it."""
 
 from __future__ import annotations
 
-import copy
-from types import SimpleNamespace
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchft.process_group import ProcessGroupGloo
 
-from titan_ft.config import OuterOptimizer
-from titan_ft.replica.outer import OuterModel, OuterState, set_lr
+from titan_ft.config import FaultTolerance, OuterOptimizer, outer_optimizer
+from titan_ft.replica.exchange import GradientExchange, Reduced
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.outer import OuterModel, OuterState, _num_copies, join_norm, set_lr
 
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+NOMINAL = 8  # tokens of a step of all groups
+LOCAL_SGD = OuterOptimizer(1.0, 0.0, nesterov=False)
 DILOCO = OuterOptimizer(0.7, 0.9, nesterov=True)
-MEAN = OuterOptimizer(1.0, 0.0, nesterov=False)
 
 
-class Rank:
-    """One rank with a small model, one parameter of which is frozen, and its inner optimizer."""
+def model(*weights: float) -> nn.Module:
+    """Return a model with a parameter for each of these weights, and one that does not learn."""
+    made = nn.Module()
+    for number, weight in enumerate(weights):
+        made.register_parameter(f"weight{number}", nn.Parameter(torch.tensor([weight])))
+    made.register_parameter("frozen", nn.Parameter(torch.tensor([5.0]), requires_grad=False))
+    return made
 
-    def __init__(self, settings: OuterOptimizer = DILOCO, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-        self.model[1].bias.requires_grad = False
-        self.inner = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.inner, lambda step: 1 / (step + 1))
+
+def weights(of: nn.Module) -> list[float]:
+    """Return the weights that learn."""
+    return [parameter.item() for parameter in of.parameters() if parameter.requires_grad]
+
+
+@torch.no_grad()
+def move(of: nn.Module, *changes: float) -> None:
+    """Do what a round of a group's own steps does: take `changes` from the weights."""
+    for parameter, change in zip((p for p in of.parameters() if p.requires_grad), changes, strict=True):
+        parameter.sub_(change)
+
+
+def make_round(outer: OuterModel, of: nn.Module, *changes: float) -> float:
+    """Make a round of a group that is alone."""
+    move(of, *changes)
+    outer.take_changes(1.0)
+    return outer.step()
+
+
+# The update
+
+
+@pytest.mark.parametrize(
+    ("lr", "momentum", "nesterov"), [(0.7, 0.9, True), (0.7, 0.9, False), (0.4, 0.0, False), (1.0, 0.0, False)]
+)
+def test_the_outer_optimizer_is_that_of_the_paper(lr: float, momentum: float, nesterov: bool) -> None:
+    """v = momentum * v + change; x = x - lr * (change + momentum * v), or lr * v without Nesterov; from v = 0."""
+    group = model(3.0)
+    outer = OuterModel([group], OuterOptimizer(lr, momentum, nesterov))
+    anchor, velocity = 3.0, 0.0
+    for change in (0.5, -0.25, 1.0, 0.0, 0.125):
+        make_round(outer, group, change)
+        velocity = momentum * velocity + change
+        anchor -= lr * (change + momentum * velocity if nesterov else velocity)
+        assert weights(group) == pytest.approx([anchor], abs=1e-6)
+        assert [each.item() for each in outer.anchors] == weights(group)
+
+
+def test_the_settings_are_those_of_the_method() -> None:
+    """LocalSGD has no outer optimizer to set: it takes the mean as it is."""
+    values: dict[str, Any] = {"outer_lr": 0.4, "outer_momentum": 0.5, "outer_nesterov": True}
+    assert outer_optimizer(FaultTolerance(semi_sync_method="local_sgd", **values)) == LOCAL_SGD
+    assert outer_optimizer(FaultTolerance(semi_sync_method="diloco", **values)) == (0.4, 0.5, True)
+    without = outer_optimizer(FaultTolerance(semi_sync_method="diloco", **values | {"outer_momentum": 0.0}))
+    OuterModel([model(1.0)], without)  # torch refuses Nesterov's momentum where there is none
+
+
+def test_only_what_learns_has_an_anchor() -> None:
+    """A frozen parameter is the same in all groups: it is neither moved nor exchanged."""
+    group = model(1.0, 2.0)
+    outer = OuterModel([group], DILOCO)
+    assert [anchor.item() for anchor in outer.anchors] == [1.0, 2.0]
+    make_round(outer, group, 1.0, 1.0)
+    assert group.get_parameter("frozen").item() == 5.0
+    assert outer.of(group.get_parameter("frozen")) is group.get_parameter("frozen")
+    assert outer.of(group.get_parameter("weight1")) is outer.anchors[1]
+
+
+def test_a_retry_has_the_same_change() -> None:
+    """The exchange only reads the changes: the model may not move meanwhile, and a second look finds the same."""
+    group = model(1.0)
+    outer = OuterModel([group], LOCAL_SGD)
+    move(group, 0.25)
+    outer.take_changes(2.0)
+    outer.take_changes(2.0)
+    assert outer.anchors[0].grad is not None
+    assert outer.anchors[0].grad.item() == 0.5
+    assert outer.anchors[0].item() == 1.0
+
+
+def test_the_norm_is_that_of_the_whole_change() -> None:
+    """Each rank has the sum of squares of its part; together they are the norm."""
+    group = model(0.0, 0.0)
+    squares = make_round(OuterModel([group], LOCAL_SGD), group, 3.0, 4.0)
+    assert squares == 25.0
+    assert join_norm([squares, 144.0]) == 13.0
+    assert math.isnan(join_norm([squares, math.nan]))
+
+
+def test_a_part_that_several_ranks_hold_counts_once(world: None) -> None:
+    """Tensor parallelism leaves copies of a norm's weight on each rank; data parallelism cuts all of them."""
+    mesh = dist.init_device_mesh("cpu", (1,))
+    assert _num_copies(torch.zeros(4)) == 1
+    assert _num_copies(DTensor.from_local(torch.zeros(4), mesh, [Shard(0)])) == 1
+    assert _num_copies(DTensor.from_local(torch.zeros(4), mesh, [Replicate()])) == mesh.size()
+
+
+# The exchange of changes
+
+
+class Seat:
+    """Stands in for a Membership: the quorum is there, the process group is real."""
+
+    def __init__(self, store: str, rank: int, members: int) -> None:
+        self.timeout = timedelta(seconds=DEADLINE)
+        self.process_group = ProcessGroupGloo(timeout=self.timeout)
+        self.process_group.configure(store, f"m{rank}", rank, members)
+        everybody = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(members))
+        self._quorum = Quorum("1/test", rank, everybody, max_step=0)
+
+    def wait(self) -> Quorum:
+        return self._quorum
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def abort(self) -> None:
+        self.process_group.abort()
+
+
+class Group:
+    """A group of one rank in the exchange of a round: a model, its anchors, and the tokens that it has trained."""
+
+    def __init__(self, store: str, rank: int, members: int, settings: OuterOptimizer, tokens: int) -> None:
+        self.model, self.tokens = model(10.0, -1.0), tokens
         self.outer = OuterModel([self.model], settings)
-        self.counters: dict[str, Any] = {}
-        stand_ins: dict[str, Any] = {
-            "lr_schedulers": self.scheduler,
-            "counters": SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None),
-        }
-        self.state = OuterState(
-            [self.model], [self.inner], **stand_ins, outer=self.outer, on_load=self.outer.restore_model
+        self._exchange = GradientExchange(
+            iter(self.outer.anchors),
+            Seat(store, rank, members),  # type: ignore[arg-type]  # stands in for it
+            bucket_bytes=4,
+            where=torch.device("cpu"),
+            overlap=False,
         )
 
-    def train(self, steps: int = 1) -> None:
-        """Make steps of its own."""
-        for number in range(steps):
-            self.inner.zero_grad()
-            self.model(torch.full((4, 3), 1.0 + number)).square().sum().backward()
-            self.inner.step()
-            self.scheduler.step()
-
-    def update(self) -> None:
-        """Make an outer update of its own change alone."""
-        self.outer.take_changes(1.0)
+    def make_round(self, change: float) -> None:
+        """Move by `change`, and make the update of what all groups have: as `SemiSyncTrainer` and `Round` do."""
+        if self.tokens:
+            move(self.model, change, 2 * change)
+            self.outer.take_changes(self.tokens / NOMINAL)
+        reduced = self._finish()
+        self._exchange.write_gradients(None, NOMINAL / reduced.rows[:, 0].sum().item())
         self.outer.step()
 
-    def weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
+    def _finish(self) -> Reduced:
+        return self._exchange.finish(self.tokens > 0, lambda quorum: ([float(self.tokens)], b""))
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """Run functions at the same time; returns their results in order."""
+
+    def start(function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  # handed to the test
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+    return [future.result(DEADLINE) for future in [start(function) for function in functions]]
 
 
-def test_the_mean_of_one_group_is_what_it_has_trained() -> None:
-    """LocalSGD with one group is training: nothing is lost on the way through the anchors."""
-    rank = Rank(MEAN)
-    rank.train(3)
-    trained = rank.weights()
-    rank.update()
-    for weight, expected in zip(rank.weights(), trained, strict=True):
-        torch.testing.assert_close(weight, expected)
+@pytest.mark.parametrize(
+    ("tokens", "changes", "mean"),
+    [
+        ((4, 4), (4.0, 8.0), 6.0),  # torchft takes the donor's alone when the other one has just healed: 4
+        ((4, 4, 0), (4.0, 8.0, 99.0), 6.0),  # and counts the donor twice for a joiner: (4 + 8 + 4) / 3
+        ((0, 4, 4), (99.0, 4.0, 8.0), 6.0),
+        ((6, 2), (4.0, 8.0), 5.0),  # by tokens, and not by groups
+        ((8, 8), (4.0, 8.0), 6.0),  # twice a step's: a round has several
+        ((4, 0), (4.0, 99.0), 4.0),  # nobody else has trained
+    ],
+)
+def test_the_update_is_made_of_the_mean_of_those_who_trained(
+    tokens: tuple[int, ...], changes: tuple[float, ...], mean: float
+) -> None:
+    """Over real Gloo: weighted by tokens, of exactly the groups that have some; a joiner's zeros weigh nothing."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, members = f"127.0.0.1:{server.port}/outer", len(tokens)
+    makers = [lambda r=r, n=n: Group(store, r, members, LOCAL_SGD, n) for r, n in enumerate(tokens)]
+    groups = together(*makers)
+    together(*[lambda g=g, c=c: g.make_round(c) for g, c in zip(groups, changes, strict=True)])
+    for group in groups:  # the one without any has the same weights as the others
+        assert weights(group.model) == [10.0 - mean, -1.0 - 2 * mean]
 
 
-def test_the_digest_is_of_what_all_groups_have_alike() -> None:
-    """Weights and moments of its own steps change nothing of it; an update does, and so does a frozen parameter."""
-    rank = Rank()
-    digests = [rank.state.digest()]
-    rank.train(2)
-    assert rank.state.digest() == digests[0]
-    rank.update()
-    digests.append(rank.state.digest())
-    rank.model[1].bias.data.add_(1.0)
-    digests.append(rank.state.digest())
-    assert len(set(digests)) == 3
+def test_groups_stay_equal_whoever_takes_part() -> None:
+    """Three rounds, in each of which another one of three groups has nothing; all have the momentum of all rounds."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = f"127.0.0.1:{server.port}/outer"
+    groups: list[Group] = together(*[lambda r=r: Group(store, r, 3, DILOCO, 0) for r in range(3)])
+    anchor, velocity = 10.0, 0.0
+    for absent in range(3):
+        changes = [0.1 * (number + 1) for number in range(3)]
+        for number, group in enumerate(groups):
+            group.tokens = 0 if number == absent else 1 + number
+        together(*[lambda g=g, c=c: g.make_round(c) for g, c in zip(groups, changes, strict=True)])
+        change = sum(g.tokens * c for g, c in zip(groups, changes, strict=True)) / sum(g.tokens for g in groups)
+        velocity = 0.9 * velocity + change
+        anchor -= 0.7 * (change + 0.9 * velocity)
+        assert weights(groups[0].model)[0] == pytest.approx(anchor, rel=1e-6)
+        assert weights(groups[1].model) == weights(groups[2].model) == weights(groups[0].model)
 
 
-def test_a_joiner_begins_its_round_where_its_donor_began() -> None:
-    """Whatever steps the donor has made since, and the joiner before; and it has the donor's moments."""
-    donor, joiner = Rank(), Rank(seed=1)
-    donor.train(2)
-    donor.update()
-    began = donor.weights()
-    donor.train(2)
-    joiner.train(3)
-    joiner.state.load(donor.state.copy(1, 7))
-    assert same(joiner.weights(), began)
-    assert joiner.state.digest() == donor.state.digest()
-    for mine, its in zip(joiner.inner.state.values(), donor.inner.state.values(), strict=True):
-        assert torch.equal(mine["exp_avg"], its["exp_avg"])
+# Checkpoints
 
 
-@pytest.mark.parametrize("updates", [0, 2])
-def test_a_checkpoint_goes_on_as_if_nothing_had_happened(updates: int) -> None:
-    """The model's weights are the anchors; before the first update there is no momentum yet."""
-    first, second = Rank(), Rank(seed=1)
-    for _ in range(updates):
-        first.train()
-        first.update()
-    saved, weights = copy.deepcopy(first.outer.state_dict()), first.weights()
-    with torch.no_grad():
-        for parameter, weight in zip(second.model.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-    second.outer.take_model()
-    second.outer.load_state_dict(saved)
-    for rank in (first, second):
-        rank.inner.state.clear()
-        set_lr(SimpleNamespace(schedulers=[rank.scheduler]), updates)
-        rank.train()
-        rank.update()
-    assert same(first.weights(), second.weights())
-    assert first.state.digest() == second.state.digest()
+def test_what_is_saved_goes_on_as_if_it_had_not_been() -> None:
+    """Weights from the checkpoint become the anchors, and momentum goes on; equal bytes after two further rounds."""
+    group, resumed = model(3.0, -2.0), model(0.0, 0.0)
+    outer, again = OuterModel([group], DILOCO), OuterModel([resumed], DILOCO)
+    for _ in range(2):
+        make_round(outer, group, 0.1, 0.3)
+    saved = {name: tensor.clone() for name, tensor in outer.state_dict().items()}
+    resumed.load_state_dict(group.state_dict())
+    again.load_state_dict(saved)
+    again.take_model()
+    for _ in range(2):
+        make_round(outer, group, 0.7, -0.1)
+        make_round(again, resumed, 0.7, -0.1)
+    assert weights(resumed) == weights(group)
+    assert {name: tensor.tolist() for name, tensor in again.state_dict().items()} == {
+        name: tensor.tolist() for name, tensor in outer.state_dict().items()
+    }
+
+
+def test_a_state_of_before_the_first_update_can_be_saved() -> None:
+    """Momentum of zeros makes the first update that none makes; saving it changes nothing."""
+    group, resumed = model(3.0), model(3.0)
+    outer, again = OuterModel([group], DILOCO), OuterModel([resumed], DILOCO)
+    again.load_state_dict(outer.state_dict())
+    make_round(outer, group, 0.3)
+    make_round(again, resumed, 0.3)
+    assert weights(resumed) == weights(group)
 
 
 def test_without_momentum_there_is_no_state_to_save() -> None:
     """Nor one that a checkpoint could be said to lack."""
-    assert Rank(DILOCO).outer.has_state
-    assert not Rank(MEAN).outer.has_state
+    assert OuterModel([model(1.0)], DILOCO).has_state
+    local_sgd = OuterModel([model(1.0)], LOCAL_SGD)
+    assert not local_sgd.has_state
+    assert local_sgd.state_dict() == {}
 
 
-def test_the_schedule_stands_where_the_round_does() -> None:
-    """Whether the group made fewer steps than the others, or holds a copy of the end of a round."""
-    rank = Rank()
-    rank.train(3)
-    schedulers = SimpleNamespace(schedulers=[rank.scheduler])
-    for step in (3, 10, 2):
-        set_lr(schedulers, step)
-        assert rank.scheduler.get_last_lr() == [pytest.approx(0.1 / (step + 1))]
-        assert rank.inner.param_groups[0]["lr"] == pytest.approx(0.1 / (step + 1))
+def test_names_are_those_of_the_model_without_wrappers() -> None:
+    """A run with other settings of compile and activation checkpointing can go on from it."""
+    group = nn.Module()
+    group.add_module("_orig_mod", nn.Module())
+    group.get_submodule("_orig_mod").add_module("_checkpoint_wrapped_module", model(1.0))
+    assert set(OuterModel([group], DILOCO).state_dict()) == {"momentum.weight0"}
+
+
+# What heals
+
+
+class Training:
+    """A group of the tests' tiny model under an outer model."""
+
+    def __init__(self, tiny: Any, seed: int) -> None:
+        self.inner = tiny(seed)
+        self.outer = OuterModel([self.inner.model], DILOCO)
+        self.loads = 0
+        self.state = OuterState(
+            [self.inner.model],
+            self.inner.optimizers,
+            self.inner.lr_schedulers,
+            self.inner.counters,
+            outer=self.outer,
+            on_load=self._take_state,
+        )
+
+    def _take_state(self) -> None:
+        self.loads += 1
+        self.outer.restore_model()
+
+    def make_round(self) -> None:
+        self.inner.train(2)
+        self.outer.take_changes(1.0)
+        self.outer.step()
+
+
+def test_a_joiner_has_all_of_its_donor(tiny: Any) -> None:
+    """Also in the midst of a round: anchors, momentum and moments; what it has trained itself is gone."""
+    donor, joiner = Training(tiny, 1), Training(tiny, 2)
+    donor.make_round()
+    digest = donor.state.digest()
+    move(donor.inner.model, *[1.0] * len(donor.outer.anchors))
+    assert donor.state.digest() == digest
+    joiner.make_round()
+    joiner.state.load(donor.state.copy(1, 7))
+    joiner.inner.step = donor.inner.step
+    assert joiner.loads == 1
+    assert joiner.state.digest() == digest
+    assert [anchor.tolist() for anchor in joiner.outer.anchors] == [anchor.tolist() for anchor in donor.outer.anchors]
+    for parameter, anchor in zip(joiner.inner.model.parameters(), joiner.outer.anchors, strict=True):
+        assert torch.equal(parameter, anchor)
+    assert _moments(joiner) == _moments(donor)
+    donor.outer.restore_model()
+    for group in (donor, joiner):
+        group.make_round()
+    assert joiner.state.digest() == donor.state.digest() != digest
+
+
+def test_the_digest_is_of_what_the_groups_agree_on(tiny: Any) -> None:
+    """Anchors, outer momentum and outer LR count; local weights and moments, which differ, do not."""
+    group, other = Training(tiny, 1), Training(tiny, 1)
+    group.make_round()
+    digest = group.state.digest()
+    for parameter, state in group.inner.optimizers.optimizers[0].state.items():
+        state["exp_avg"] += 1.0
+        parameter.detach().add_(1.0)
+    group.inner.lr_schedulers.step()
+    assert group.state.digest() == digest
+    (settings,) = group.outer.optimizer.param_groups
+    settings["lr"] *= 2
+    assert group.state.digest() != digest
+    settings["lr"] /= 2
+    momentum = group.outer.optimizer.state[group.outer.anchors[1]]["momentum_buffer"]
+    momentum[0, 0] += 1e-3
+    assert group.state.digest() != digest
+    momentum[0, 0] -= 1e-3
+    group.outer.anchors[1].detach()[0, 0] += 1e-3
+    assert group.state.digest() != digest
+    other.make_round()
+    assert other.state.digest() == digest
+
+
+def test_a_copy_names_each_tensor_once(tiny: Any) -> None:
+    """Weights travel as anchors, and not twice."""
+    group = Training(tiny, 1)
+    group.make_round()
+    names = [entry["name"] for entry in json.loads(group.state.copy(1, 7).header)["tensors"]]
+    assert len(set(names)) == len(names)
+    number = len(list(group.inner.model.parameters()))
+    kinds = [name.split("/")[0] + "/" + name.split("/")[1] for name in names]
+    assert kinds.count("model/0") == kinds.count("optimizer/0") == number  # anchors, and outer momentum
+    assert kinds.count("optimizer/1") == 3 * number  # Adam's moments and step
+
+
+def _moments(group: Training) -> list[list[Any]]:
+    optimizer = group.inner.optimizers.optimizers[0]
+    return [
+        [value.tolist() for _, value in sorted(optimizer.state[parameter].items())]
+        for parameter in optimizer.param_groups[0]["params"]
+    ]
+
+
+# The LR schedule
+
+
+@pytest.mark.parametrize("begin", [1, 3, 7])
+@pytest.mark.parametrize("end", [0, 1, 5])
+def test_the_schedule_stands_where_it_is_told_to(tiny: Any, begin: int, end: int) -> None:
+    """Ahead or back, however many steps this group has made: as after `end` steps of a run that was never disturbed."""
+    training, straight = tiny(1), tiny(1)
+    training.train(begin)
+    straight.train(end)
+    set_lr(training.lr_schedulers, end)
+    for found, expected in zip(training.lr_schedulers.schedulers, straight.lr_schedulers.schedulers, strict=True):
+        assert found.last_epoch == expected.last_epoch == end
+        assert found.get_last_lr() == expected.get_last_lr()
+    rates = [
+        [group["lr"] for optimizer in made.optimizers for group in optimizer.param_groups]
+        for made in (training, straight)
+    ]
+    assert rates[0] == rates[1]
+    training.train(1)
+    straight.train(1)
+    assert training.lr_schedulers.schedulers[0].get_last_lr() == straight.lr_schedulers.schedulers[0].get_last_lr()

@@ -20,12 +20,14 @@ environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter 
              each); with `gil` no other Python thread of the worker runs meanwhile
     pin      whether each group has a core of its own, as far as there are cores
     gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
-             the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME
+             the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME; "awaited" is
+             there once the quorum that a group at a gate of this name has asked for is
     chaos    [{"replica", "rank", "attempt", "fault", "steps"}]: a fault of `titan_ft.chaos` strikes in these steps:
              nan_gradient, or flip_parameter when the optimizer has made them
     mask     whether a pattern of labels is masked, which differs between data shards and batches
     record   folder where what torchtitan logs is also written, in full precision
-    dump     whether parameters are written there, too, before and after training: begin-... and end-...
+    dump     whether parameters are written there, too, before and after training: begin-... and end-...; with a
+             semi-synchronous method behind each round as well: round-1-...
     experts  whether models with experts are known (see `harness.experts`); each rank then leaves its experts' biases at
              the end, and the number of their tokens in each update
     stream   .jsonl files, which `--training.dataset=stream` streams
@@ -78,11 +80,13 @@ from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.wire import TransferError
 from titan_ft.run.events import FaultInjected, Target
+from titan_ft.semi_sync import SemiSyncTrainer
 from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training.step_log import StepLog
 
 SETTINGS: dict[str, Any] = json.loads(os.environ["TITAN_FT_TEST_HOOKS"])
 _HOLD_SECONDS = 60.0
+TRAINERS = (ReplicaTrainer, SemiSyncTrainer)  # each has an `_apply` of its own
 
 flavor.register()
 state_fetch._CHUNK = 1 << 18  # a tiny state, too, takes several requests
@@ -92,7 +96,7 @@ class Worker:
     """This worker's progress, as the hooks see it."""
 
     def __init__(self) -> None:
-        self.step = 0  # the step under way
+        self.step = 0  # the step under way, torchtitan's
         self.forwards = 0  # calls of the model since the last commit
         self.held_seconds = 0.0  # spent waiting for other groups since the last commit, by order of a test
         self.samples = 0  # texts that this process has tokenized
@@ -106,6 +110,7 @@ class Worker:
         self.passed: dict[str, int] = {}  # steps begun since a mark was first seen
         self.events: Any = None
         self.watchdog: Any = None
+        self.is_awaited: Callable[[], bool] = lambda: False
         self.markers = Path(SETTINGS["markers"])
         # There as long as this rank fetches a donor's state.
         self.fetching = self.markers / "fetching-{replica}-{attempt}-{rank}".format(**SETTINGS)
@@ -140,6 +145,8 @@ class Worker:
         started = time.monotonic()
         (self.markers / "reached-{0}-{replica}-{attempt}-{rank}".format(gate, **SETTINGS)).touch()
         while not (self.markers / gate).exists():
+            if gate == "awaited" and self.is_awaited():
+                (self.markers / gate).touch()
             time.sleep(0.005)
         self.held_seconds += time.monotonic() - started
 
@@ -248,6 +255,9 @@ def install_progress() -> None:
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
 
+    def inner_step(trainer: SemiSyncTrainer, *_: Any) -> None:
+        WORKER.step = trainer.step
+
     def report(_: StepLog, committed: Any, *__: Any) -> None:
         told = Computed(
             step=committed.update.step,
@@ -279,14 +289,20 @@ def install_progress() -> None:
     def queue(catch_up: CatchUp, *_: Any) -> None:
         WORKER.queued = len(catch_up.updates)
 
+    def await_quorum(trainer: ReplicaTrainer) -> None:
+        WORKER.is_awaited = lambda: trainer._links.membership.answered
+
     after(ReplicaTrainer, "_build_replica", lambda trainer: build(trainer))
+    after(ReplicaTrainer, "_build_replica", await_quorum)
     wrap(heal, "fetch", fetch)
-    wrap(ReplicaTrainer, "_apply", apply)
+    for kind in TRAINERS:
+        wrap(kind, "_apply", apply)
     after(CatchUp, "queue", queue)
     after(ReplicaDimension, "_wait", lambda *_: WORKER.mark("awaits"))
     before(HuggingFaceTokenizer, "encode", encode)
     before(OptimizersContainer, "step", optimize)
     before(ReplicaTrainer, "train_step", step)
+    before(SemiSyncTrainer, "_make_step", inner_step)
     before(StepLog, "emit", report)
     after(StepLog, "log", lambda *_: WORKER.mark("trained"))
     after(Drain, "request", lambda *_: WORKER.mark("told"))
@@ -334,8 +350,9 @@ def install_faults() -> None:
     after(Rendezvous, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
     after(Membership, "vote", lambda *_: WORKER.at("vote_after"))
-    before(ReplicaTrainer, "_apply", lambda _, update: WORKER.at("commit" if update.gradients is None else "replay"))
-    after(ReplicaTrainer, "_apply", lambda _, update: None if update.gradients else WORKER.at("optimizer"))
+    for kind in TRAINERS:
+        before(kind, "_apply", lambda _, update: WORKER.at("commit" if update.gradients is None else "replay"))
+        after(kind, "_apply", lambda _, update: None if update.gradients else WORKER.at("optimizer"))
     after(state_fetch._Connection, "request", request)
     after(StateServer, "_answer", answer)
     after(_FileSystemWriter, "write_data", lambda *_: WORKER.at("save"))  # the data is there, the metadata is not
@@ -428,6 +445,7 @@ def install_records(folder: Path) -> None:
 
     before(MetricsProcessor, "log", log)
     before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))
+    after(SemiSyncTrainer, "_apply", lambda trainer, update: dump(trainer, f"round-{update.step}"))
     before(torchtitan.train.Trainer, "close", end)
 
 

@@ -68,6 +68,7 @@ class Job:
         max_restarts: how often each group may be started again after a failure.
         late: whether that waits until the others have gone on without it for `hold` steps (see `harness.hooks`) or have
             finished; else it may be back before the lighthouse has noticed that it was gone.
+        lighthouse: settings of it that are not its defaults.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Job:
         hooks: Mapping[str, Any] | None = None,
         max_restarts: int = 3,
         late: bool = True,
+        lighthouse: Mapping[str, Any] | None = None,
     ) -> None:
         self.paths = RunPaths(folder / "run")
         self.markers = folder / "markers"
@@ -105,6 +107,7 @@ class Job:
             *(TINY if tiny else ()),
             *flags,
         ]
+        self._lighthouse_settings = json.dumps(dict(lighthouse or {}))
         self._lighthouse: Process | None = None
         self._num_lighthouses = 0
         self._address = ""
@@ -193,7 +196,7 @@ class Job:
     def _start_lighthouse(self, bind: str) -> None:
         self._num_lighthouses += 1
         log = self.paths.root / f"lighthouse-{self._num_lighthouses}.log"
-        self._lighthouse = self._zygote.start("harness.zygote:lighthouse", log, [bind])
+        self._lighthouse = self._zygote.start("harness.zygote:lighthouse", log, [bind, self._lighthouse_settings])
         self._address = self._announced(self._lighthouse, "lighthouse listening at ")
 
     # The agent of each group

@@ -36,9 +36,9 @@ from titan_ft.data.datasets import register_datasets
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    config = _read_config(task["flags"])
+    config = read_config(task["flags"])
     spec = train_spec.get_train_spec(config.model.name)
-    model = _build_model(spec, config)
+    model = build_model(spec, config)
     if task["begin"] is not None:
         model.load_state_dict(torch.load(task["begin"]))
     begin = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -49,15 +49,7 @@ def main() -> None:
         )
         for rank in range(task["shards"])
     ]
-    settings = config.optimizer
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        foreach=True,
-    )
+    optimizer = build_optimizer(model, config)
     steps = []
     for step in range(config.training.steps):
         batches = []
@@ -66,7 +58,7 @@ def main() -> None:
                 inputs, labels = next(shard)
                 batch = step * task["microbatches"] + number
                 batches.append((inputs["input"], mask_labels(labels, rank, batch) if task["mask"] else labels))
-        steps.append(_train_step(model, optimizer, batches, _learning_rate(config, step), config.training.max_norm))
+        steps.append(train_step(model, optimizer, batches, learning_rate(config, step), config.training.max_norm))
     theirs = torch.load(task["parameters"])
     parameters = dict(model.named_parameters())
     assert parameters.keys() == theirs.keys()
@@ -78,7 +70,7 @@ def main() -> None:
     Path(task["output"]).write_text(json.dumps(result))
 
 
-def _train_step(
+def train_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: list[tuple[torch.Tensor, torch.Tensor]],
@@ -95,14 +87,27 @@ def _train_step(
         loss = F.cross_entropy(
             model(inputs).flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
         )
-        (loss / valid_tokens).backward()
+        (loss / max(valid_tokens, 1)).backward()
         total += loss.item()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
-    return {"loss": total / valid_tokens, "grad_norm": grad_norm.item(), "lr": lr, "valid_tokens": valid_tokens}
+    return {"loss": total / max(valid_tokens, 1), "grad_norm": grad_norm.item(), "lr": lr, "valid_tokens": valid_tokens}
 
 
-def _learning_rate(config: JobConfig, step: int) -> float:
+def build_optimizer(model: torch.nn.Module, config: JobConfig) -> torch.optim.Optimizer:
+    """Build what torchtitan's config asks for."""
+    settings = config.optimizer
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        foreach=True,
+    )
+
+
+def learning_rate(config: JobConfig, step: int) -> float:
     """Return the LR of the update after `step` others: linear warm-up, then linear decay to a fraction."""
     schedule, total = config.lr_scheduler, config.training.steps
     assert schedule.decay_type == "linear"
@@ -113,7 +118,7 @@ def _learning_rate(config: JobConfig, step: int) -> float:
     return config.optimizer.lr * (1 - (1 - schedule.min_lr_factor) * (step - warmup) / decay)
 
 
-def _read_config(flags: list[str]) -> Any:
+def read_config(flags: list[str]) -> Any:
     flavor.register()
     register_datasets()
     config: Any = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig)).parse_args(flags)
@@ -121,7 +126,7 @@ def _read_config(flags: list[str]) -> Any:
     return config
 
 
-def _build_model(spec: Any, config: Any) -> torch.nn.Module:
+def build_model(spec: Any, config: Any) -> torch.nn.Module:
     """Build the model with the weights that torchtitan begins with for `debug.seed`."""
     arguments = spec.model_args[config.model.flavor]
     arguments.update_from_config(config)

@@ -38,12 +38,32 @@ class Runs:
         self.job: Job | None = None
 
     def groups(
-        self, groups: int, ranks: int = 1, flags: Sequence[str] = (), **hooks: Any
+        self,
+        groups: int,
+        ranks: int = 1,
+        flags: Sequence[str] = (),
+        *,
+        method: str | None = None,
+        sync_steps: int = 1,
+        name: str = "groups",
+        **hooks: Any,
     ) -> dict[str, list[dict[str, Any]]]:
-        """Train in replica groups; returns the records of each rank, by "replica-rank"."""
-        job = self.job = self._start("groups", groups, ranks, flags, hooks)
-        check(job, survivors=range(groups), longest_gap=SECONDS)
-        return self._read("groups", job)
+        """Train in replica groups; returns the records of each rank, by "replica-rank".
+
+        Args:
+            method, sync_steps: the semi-synchronous one, and the steps of its rounds.
+            name: of the run, where a test makes several.
+        """
+        if method is not None:
+            flags = [
+                *flags,
+                f"--fault_tolerance.semi_sync_method={method}",
+                f"--fault_tolerance.sync_steps={sync_steps}",
+            ]
+        job = self.job = self._start(name, groups, ranks, flags, hooks)
+        ends = ends_of_rounds(sync_steps)
+        check(job, survivors=range(groups), steps=len(ends), longest_gap=SECONDS)
+        return self._read(name, job, ends)
 
     def stock(
         self, ranks: int, replicate: int, shard: int, flags: Sequence[str] = (), **hooks: Any
@@ -54,14 +74,17 @@ class Runs:
         job = self._start("stock", 1, ranks, ["--fault_tolerance.no-enable", *flags, *mesh], hooks)
         assert job.groups[0].finished, job.output(0)
         assert not job.events()
-        return [records for _, records in sorted(self._read("stock", job).items())]
+        return [records for _, records in sorted(self._read("stock", job, ends_of_rounds(1)).items())]
 
-    def parameters(self, moment: str) -> Path:
-        """Return a file with all of a group's parameters before or after training, if it ran with `dump`."""
-        merged = self._folder / f"{moment}.pt"
+    def parameters(self, moment: str, name: str = "groups") -> Path:
+        """Return a file with all of a group's parameters before or after training, if the run had `dump`.
+
+        Also behind a round: "round-1".
+        """
+        merged = self._folder / f"{name}-{moment}.pt"
         if not merged.exists():  # the stages of a pipeline have different ones
             values: dict[str, torch.Tensor] = {}
-            for path in sorted((self._folder / "groups").glob(f"{moment}-0-*.pt")):
+            for path in sorted((self._folder / name).glob(f"{moment}-0-*.pt")):
                 values.update(torch.load(path))
             torch.save(values, merged)
         return merged
@@ -73,21 +96,46 @@ class Runs:
             shards: data shards of each group.
             same_begin: begin with the groups' parameters, not with those of `debug.seed`.
         """
+        task = {"microbatches": microbatches, "parameters": str(self.parameters("end"))}
+        result: dict[str, Any] = self._compute("harness.oracle:main", task, mask, shards, same_begin)
+        return result
+
+    def outer_oracle(
+        self,
+        sync_steps: int,
+        outer: dict[str, Any],
+        microbatches: int,
+        mask: bool,
+        *,
+        shards: int = 1,
+        same_begin: bool = False,
+    ) -> list[dict[str, Any]]:
+        """The same for groups that were trained with a semi-synchronous method; see `harness.outer_oracle`."""
+        assert self.job is not None
+        numbers = range(1, len(ends_of_rounds(sync_steps)) + 1)
+        task = {
+            "groups": len(self.job.groups),
+            "sync_steps": sync_steps,
+            "microbatches": microbatches,
+            "outer": outer,
+            "rounds": [str(self.parameters(f"round-{number}")) for number in numbers],
+        }
+        result: list[dict[str, Any]] = self._compute("harness.outer_oracle:main", task, mask, shards, same_begin)
+        return result
+
+    def _compute(self, call: str, task: dict[str, Any], mask: bool, shards: int, same_begin: bool) -> Any:
         assert self.job is not None
         output = self._folder / "oracle.json"
-        task = {
+        task |= {
             "flags": [*self.job.flags, "--fault_tolerance.no-enable"],
             "shards": shards * len(self.job.groups),
-            "microbatches": microbatches,
             "mask": mask,
             "begin": str(self.parameters("begin")) if same_begin else None,
-            "parameters": str(self.parameters("end")),
             "output": str(output),
         }
-        process = self._zygote.call("harness.oracle:main", self._folder / "oracle.log", [json.dumps(task)])
+        process = self._zygote.call(call, self._folder / "oracle.log", [json.dumps(task)])
         assert process.code == 0, process.output()
-        result: dict[str, Any] = json.loads(output.read_text())
-        return result
+        return json.loads(output.read_text())
 
     def _start(self, name: str, groups: int, ranks: int, flags: Sequence[str], hooks: dict[str, Any]) -> Job:
         (self._folder / name).mkdir()
@@ -103,20 +151,25 @@ class Runs:
         job.run(SECONDS)
         return job
 
-    def _read(self, name: str, job: Job) -> dict[str, list[dict[str, Any]]]:
-        """Read the records of each rank: of each step, then the digest of the final state."""
+    def _read(self, name: str, job: Job, logged: list[int]) -> dict[str, list[dict[str, Any]]]:
+        """Read the records of each rank: of each step that is `logged`, then the digest of the final state."""
         records = {}
         for path in sorted((self._folder / name).glob("*.jsonl")):
             records[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]
             replica, rank = map(int, path.stem.split("-"))
             printed = PRINTED.findall(COLOUR.sub("", job.output(replica, rank)))
             *steps, digest = records[path.stem]
-            assert [int(step) for step, _, _ in printed] == list(range(1, STEPS + 1))
+            assert [int(step) for step, _, _ in printed] == logged
             assert list(digest) == ["digest"]
             for record, (step, loss, grad_norm) in zip(steps, printed, strict=True):
                 assert (record["step"], f"{record['loss']:.5f}") == (int(step), loss)  # what is logged is printed
                 assert f"{record['grad_norm']:.4f}" == grad_norm
         return records
+
+
+def ends_of_rounds(sync_steps: int) -> list[int]:
+    """Return the last step of each round."""
+    return [min(first + sync_steps, STEPS) for first in range(0, STEPS, sync_steps)]
 
 
 def column(records: Iterable[dict[str, Any]], name: str) -> list[float]:

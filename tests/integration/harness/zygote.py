@@ -43,6 +43,7 @@ def import_all() -> None:
         "titan_ft.data.assets",
         "titan_ft.data.datasets",
         "titan_ft.launch.lighthouse",
+        "titan_ft.semi_sync",
         "titan_ft.train",
         "titan_ft.trainer",
         "torch.utils.tensorboard",
@@ -148,10 +149,10 @@ def _become(request: dict[str, Any], close: list[int]) -> None:
 
 
 def lighthouse() -> None:
-    """Run a lighthouse with the defaults of `titan-ft launch`, on the address given as argument."""
+    """Run a lighthouse on the address given as argument, with the defaults of `titan-ft launch` but for some (JSON)."""
     from titan_ft.launch.lighthouse import LighthouseSettings, serve
 
-    serve(sys.argv[1], LighthouseSettings())
+    serve(sys.argv[1], LighthouseSettings(**json.loads(sys.argv[2])))
 
 
 def store() -> None:

@@ -1,0 +1,549 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Semi-synchronous methods: their arithmetic, and what failures in a round of several steps cost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.events import Event, audit
+from harness.job import Job
+from harness.runs import STEPS, Runs, column, ends_of_rounds
+from harness.trajectory import by_process, check, check_killed, named
+
+ROUNDING = 1e-5
+NORM_ROUNDING = 3e-4  # see test_arithmetic
+DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the defaults
+LOCAL_SGD = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
+# Adam without memory and with an eps that nothing compares with is SGD of this LR, to the last bit but one.
+EPS, SGD_LR = 1e8, 0.5
+SGD = [
+    "--optimizer.beta1=0.0",
+    f"--optimizer.eps={EPS:g}",
+    f"--optimizer.lr={EPS * SGD_LR:g}",
+    "--optimizer.weight_decay=0.0",
+    "--training.max_norm=1e9",
+]
+
+
+def difference(runs: Runs, one: str, other: str) -> tuple[float, float]:
+    """Return how far the final parameters of two runs are apart, and how far training has moved them, at most."""
+    begin, ours = (torch.load(runs.parameters(moment, one)) for moment in ("begin", "end"))
+    theirs = torch.load(runs.parameters("end", other))
+    assert ours.keys() == theirs.keys()
+    apart = max((value - theirs[name]).abs().max().item() for name, value in ours.items())
+    moved = max((value - begin[name]).abs().max().item() for name, value in ours.items())
+    return apart, moved
+
+
+def test_rounds_of_one_step_are_synchronous_training(runs: Runs) -> None:
+    """With SGD inside and the mean outside, of unequal tokens: the same losses, LR and weights, to rounding."""
+    shared: dict[str, Any] = {"flags": SGD, "mask": True, "dump": True}
+    theirs = runs.groups(2, name="synchronous", **shared)["0-0"]
+    ours = runs.groups(2, method="local_sgd", name="rounds", **shared)["0-0"]
+    for name in ("loss", "max_loss", "lr", "tokens"):
+        assert column(ours, name) == pytest.approx(column(theirs, name), rel=ROUNDING, abs=0), name
+    moved = [lr / EPS * norm for lr, norm in zip(column(theirs, "lr"), column(theirs, "grad_norm"), strict=True)]
+    assert column(ours, "grad_norm") == pytest.approx(moved, rel=NORM_ROUNDING, abs=0)
+    apart, change = difference(runs, "rounds", "synchronous")
+    assert apart < ROUNDING * change
+
+
+@pytest.mark.parametrize("sync_steps", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_one_group_alone_is_stock_torchtitan(runs: Runs, sync_steps: int) -> None:
+    """With LocalSGD, whose mean is then the group's own weights; AdamW goes on as if there were no rounds."""
+    ours = runs.groups(1, method="local_sgd", sync_steps=sync_steps, dump=True)["0-0"]
+    (theirs,) = runs.stock(1, replicate=1, shard=1, dump=True)
+    ends = ends_of_rounds(sync_steps)
+    losses = column(theirs, "loss")
+    means = [sum(losses[end - sync_steps : end]) / sync_steps for end in ends]
+    assert column(ours, "loss") == pytest.approx(means, rel=ROUNDING, abs=0)
+    for name in ("lr", "tokens"):
+        assert column(ours, name) == [column(theirs, name)[end - 1] for end in ends]
+    apart, change = difference(runs, "groups", "stock")
+    assert apart < 1e-3 * change
+
+
+def test_a_round_of_one_group_is_stock_torchtitan_bit_for_bit(runs: Runs) -> None:
+    """All that a round adds to the group's own steps is the rounding of the mean, and of anchor - (anchor - weight)."""
+    runs.groups(1, method="local_sgd", sync_steps=STEPS, dump=True)
+    runs.stock(1, replicate=1, shard=1, dump=True)
+    begin, ours = (torch.load(runs.parameters(moment)) for moment in ("begin", "end"))
+    theirs = torch.load(runs.parameters("end", "stock"))
+    for name, anchor in begin.items():
+        mean = (anchor - theirs[name]) * STEPS * (1 / STEPS)  # nominal tokens are those of one step
+        assert torch.equal(ours[name], anchor - mean), name
+
+
+NOT_QUICK = {"marks": pytest.mark.slow}
+SHARDED = ["--parallelism.data_parallel_shard_degree=2"]
+PIPELINE = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
+
+
+@pytest.mark.parametrize(
+    ("method", "groups", "ranks", "shards", "microbatches", "flags"),
+    [
+        ("diloco", 2, 1, 1, 1, []),
+        pytest.param("local_sgd", 2, 1, 1, 1, [], **NOT_QUICK),
+        pytest.param("diloco", 3, 1, 1, 1, [], **NOT_QUICK),
+        pytest.param("diloco", 2, 1, 1, 2, ["--training.global_batch_size=8"], **NOT_QUICK),
+        pytest.param("diloco", 2, 2, 2, 1, SHARDED, **NOT_QUICK),
+        pytest.param("diloco", 3, 2, 2, 1, SHARDED, **NOT_QUICK),
+        pytest.param("diloco", 2, 2, 1, 1, ["--parallelism.tensor_parallel_degree=2"], **NOT_QUICK),
+        pytest.param("diloco", 2, 2, 1, 1, PIPELINE, **NOT_QUICK),
+        pytest.param("diloco", 2, 4, 2, 2, [*PIPELINE, *SHARDED, "--training.global_batch_size=32"], **NOT_QUICK),
+    ],
+)
+def test_rounds_against_the_oracle(
+    runs: Runs, method: str, groups: int, ranks: int, shards: int, microbatches: int, flags: list[str]
+) -> None:
+    """Each round's anchors come from the groups' changes, weighted by their unequal tokens; the last round is short."""
+    sync_steps = 4
+    outer = DILOCO if method == "diloco" else LOCAL_SGD
+    records = runs.groups(groups, ranks, flags, method=method, sync_steps=sync_steps, mask=True, dump=True)
+    rounds = runs.outer_oracle(sync_steps, outer, microbatches, mask=True, shards=shards, same_begin=ranks > 1)
+    for ours in records.values():
+        assert column(ours, "step") == ends_of_rounds(sync_steps)
+        assert column(ours, "loss") == pytest.approx([made["loss"] for made in rounds], rel=ROUNDING, abs=0)
+        assert column(ours, "grad_norm") == pytest.approx([made["norm"] for made in rounds], rel=NORM_ROUNDING, abs=0)
+    for made in rounds:
+        assert made["difference"] < 0.01 * made["change"]
+
+    assert runs.job is not None
+    for event in named(runs.job.events(), "step_committed"):
+        assert event["tokens"] == rounds[event["step"] - 1]["valid_tokens"]
+        assert event["inner_step"] == ends_of_rounds(sync_steps)[event["step"] - 1]
+        assert event["inner_steps"] == (sync_steps if event["step"] < 3 else STEPS % sync_steps)
+        assert event["forward_passes"] == microbatches * event["inner_steps"]
+        assert event["participants"] == list(range(groups))
+        assert event["exchanges"] == 1
+
+
+# Failures
+
+LENGTH, ROUNDS = 4, 6  # steps of a round, and rounds
+Flags = Sequence[str]
+
+
+def round_flags(*more: str, method: str = "diloco") -> list[str]:
+    return [f"--fault_tolerance.semi_sync_method={method}", f"--fault_tolerance.sync_steps={LENGTH}", *more]
+
+
+def kill(replica: int, point: str, **more: Any) -> dict[str, Any]:
+    return {"replica": replica, "point": point, **more}
+
+
+def gate(name: str, replica: int, step: int, rank: int = 0, **more: Any) -> dict[str, Any]:
+    return {"name": name, "replica": replica, "step": step, "rank": rank, **more}
+
+
+def check_data(events: list[Event]) -> None:
+    """Every batch was trained once; none is lost with a group that died in a round."""
+    found = audit(events)
+    assert (found.verdict, found.num_lost, found.num_repeated) == ("holds", 0, 0), found
+
+
+def rounds_of(events: list[Event], replica: int) -> dict[int, Event]:
+    """What rank 0 of a group has told of each round."""
+    committed = named(events, "step_committed")
+    return {event["step"]: event for event in committed if (event["replica"], event["rank"]) == (replica, 0)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, []),
+        pytest.param(2, SHARDED, **NOT_QUICK),
+        pytest.param(2, ["--parallelism.pipeline_parallel_degree=2"], **NOT_QUICK),
+    ],
+)
+def test_a_group_that_comes_back_in_the_midst_of_a_round(
+    make_job: Callable[..., Job], ranks: int, flags: Flags
+) -> None:
+    """It is killed in a round's second step; the other loses no step, and does not wait for the next one's end.
+
+    Back before the second round ends, it has the state at the third's beginning, trains what there is time for and
+    counts by its tokens.
+    """
+    survivor = [("down-1-0", 6), ("ready-1-1", 7), ("healed-1-1", 9)]  # marks, and the steps that wait for them
+    joiner = ("awaited", 10)  # its second step of that round goes on when the others wait for it
+    hooks = {
+        "faults": [kill(1, "forward", step=6, rank=ranks - 1)],
+        "gates": [
+            *(gate(name, 0, step, rank) for name, step in survivor for rank in range(ranks)),
+            *(gate(*joiner[:1], 1, joiner[1], rank, attempt=1) for rank in range(ranks)),
+        ],
+    }
+    steps = LENGTH * ROUNDS
+    flags = round_flags("--model.converters=scales", *flags)  # which fails with scales of other weights
+    job = make_job(groups=2, ranks=ranks, steps=steps, flags=flags, hooks=hooks, late=False)
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_killed(job, events, [(1, 0, "sigkill:forward")])
+    check_data(events)
+    ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
+    assert [ours[number]["participants"] for number in range(1, ROUNDS + 1)] == [[0, 1], [0], *[[0, 1]] * 4]
+    assert [ours[number]["inner_steps"] for number in range(1, ROUNDS + 1)] == [LENGTH] * ROUNDS
+    assert [theirs[number]["inner_steps"] for number in (1, 3, 4, 5, 6)] == [4, 2, 4, 4, 4]
+    assert ours[3]["own_tokens"] == 2 * theirs[3]["own_tokens"] == 2 / 3 * ours[3]["tokens"]
+    assert theirs[3]["data"]["first_batch"] == LENGTH  # the first ones of the round in which it died are due again
+    assert {event["exchanges"] for event in ours.values()} == {1}
+    healed = named(events, "heal_finished")
+    assert sorted((event["rank"], event["step"]) for event in healed) == [(rank, 2) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("point", "ranks"),
+    [
+        ("exchange_first", 1),
+        *(
+            pytest.param(point, ranks, **NOT_QUICK)
+            for point, ranks in [
+                ("backward", 1),
+                ("exchange_last", 1),
+                ("vote_before", 1),
+                ("vote_after", 1),
+                ("commit", 1),
+                ("optimizer", 1),
+                ("exchange_first", 2),
+                ("vote_before", 2),
+            ]
+        ),
+    ],
+)
+def test_kill_in_the_exchange(make_job: Callable[..., Job], point: str, ranks: int) -> None:
+    """The survivor offers the same change again, and makes no step of the round twice."""
+    dying = 2
+    faults = [kill(1, point, step=LENGTH * dying, rank=ranks - 1)]
+    hooks = {"faults": faults, "hold": 2}
+    steps = LENGTH * ROUNDS
+    job = make_job(groups=2, ranks=ranks, steps=steps, flags=round_flags(), hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_killed(job, events, [(1, 0, f"sigkill:{point}")])
+    check_data(events)
+    ours = rounds_of(events, 0)
+    shared = point in ("vote_before", "vote_after", "commit", "optimizer")
+    if point != "exchange_last":  # then all that the survivor needs may have been sent, or not
+        assert ours[dying]["participants"] == ([0, 1] if shared else [0])
+    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
+    assert ours[ROUNDS]["participants"] == [0, 1]
+
+
+@pytest.mark.parametrize("point", ["exchange_first", pytest.param("vote_before", marks=pytest.mark.slow)])
+def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point: str) -> None:
+    """The rows behind a commit, which name donors, are no update: the survivor makes the next one by itself."""
+    hooks = {"faults": [kill(1, point, after=["trained-1-0"])], "hold": 2}
+    job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_killed(job, events, [(1, 0, f"sigkill:{point}")])
+    check_data(events)
+    ours = rounds_of(events, 0)
+    assert [ours[number]["participants"] for number in (1, 2, ROUNDS)] == [[0, 1], [0], [0, 1]]
+    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
+
+
+# Heals
+
+
+SHORT = LENGTH * ROUNDS - 2  # steps of a run whose last round is shorter
+
+
+@pytest.mark.parametrize(
+    ("catch_up", "ranks"), [("replay", 1), pytest.param("replay", 2, **NOT_QUICK), pytest.param("wait", 1, **NOT_QUICK)]
+)
+def test_a_transfer_that_takes_longer_than_a_round(make_job: Callable[..., Job], catch_up: str, ranks: int) -> None:
+    """The others make rounds meanwhile, which the joiner replays: one exchange each, momentum and LR as theirs."""
+    pause = {"replica": 1, "attempt": 1, "queued": 2 if catch_up == "replay" else 0}
+    hooks = {
+        "faults": [kill(1, "forward", step=6)],
+        "gates": [gate(name, 0, step, r) for name, step in (("down-1-0", 6), ("ready-1-1", 7)) for r in range(ranks)],
+        "pauses": [{**pause, "rank": rank} for rank in range(ranks)],
+    }
+    flags = round_flags(f"--fault_tolerance.catch_up={catch_up}", "--lr_scheduler.decay_type=cosine")
+    job = make_job(groups=2, ranks=ranks, steps=SHORT + 2 * LENGTH, flags=flags, hooks=hooks, late=False)
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS + 2)
+    check_killed(job, events, [(1, 0, "sigkill:forward")])
+    check_data(events)
+    ours = rounds_of(events, 0)
+    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * (ROUNDS + 1) + [2]
+    assert ours[ROUNDS + 2]["participants"] == [0, 1]
+    (healed, *_) = named(events, "heal_finished")
+    assert (healed["replayed"] >= 2) == (catch_up == "replay")
+    assert max(event["exchanges"] for event in ours.values()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["forward", "fetch"])
+def test_kill_joiner_in_the_midst_of_a_round(make_job: Callable[..., Job], point: str) -> None:
+    """It dies in its transfer, or in its first steps behind it, and comes back once more."""
+    faults = [kill(1, "forward", step=6), kill(1, point, attempt=1, step=2 if point == "forward" else 0)]
+    job = make_job(groups=2, steps=SHORT + LENGTH, flags=round_flags(), hooks={"faults": faults, "hold": 2})
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS + 1)
+    check_killed(job, events, [(1, 0, "sigkill:forward"), (1, 1, f"sigkill:{point}")])
+    check_data(events)
+    assert rounds_of(events, 0)[ROUNDS + 1]["participants"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_kill_donor_in_the_midst_of_a_round(make_job: Callable[..., Job]) -> None:
+    """The joiner takes the third group for its donor; both that died come back to the trajectory of that one."""
+    faults = [
+        kill(1, "forward", step=6),
+        *(kill(donor, "serve", unless=["down-0-0", "down-2-0"]) for donor in (0, 2)),
+    ]
+    job = make_job(groups=3, steps=LENGTH * 10, flags=round_flags(), hooks={"faults": faults, "hold": 2})
+    job.run()
+    (donor,) = {event["replica"] for event in job.events("fault_injected")} - {1}
+    events = check(job, survivors=[2 - donor], steps=10)
+    check_killed(job, events, [(1, 0, "sigkill:forward"), (donor, 0, "sigkill:serve")])
+    check_data(events)
+    assert rounds_of(events, 2 - donor)[10]["participants"] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kill_ten_times(make_job: Callable[..., Job], seed: int) -> None:
+    """Ten kills of random groups at random points, each once the one before has healed; still one trajectory."""
+    dice = random.Random(seed)
+    points = [
+        "forward",
+        "backward",
+        "exchange_first",
+        "exchange_last",
+        "vote_before",
+        "vote_after",
+        "commit",
+        "optimizer",
+    ]
+    faults: list[dict[str, Any]] = []
+    attempts = [0, 0, 0]
+    for _ in range(10):
+        victim = dice.randrange(3)
+        fault = kill(victim, dice.choice(points), step=LENGTH + dice.randint(1, LENGTH), attempt=attempts[victim])
+        if faults:
+            fault["after"] = [f"healed-{faults[-1]['replica']}-{faults[-1]['attempt'] + 1}"]
+        attempts[victim] += 1
+        faults.append(fault)
+    rounds = 36
+    hooks = {"faults": faults, "hold": 2}
+    job = make_job(groups=3, steps=LENGTH * rounds, flags=round_flags(), hooks=hooks, max_restarts=10)
+    job.run(seconds=200)
+    events = check(job, survivors=[replica for replica in range(3) if not attempts[replica]], steps=rounds)
+    check_killed(job, events, [(f["replica"], f["attempt"], f"sigkill:{f['point']}") for f in faults])
+    check_data(events)
+    assert rounds_of(events, 0)[rounds]["participants"] == [0, 1, 2]
+
+
+def test_kill_in_the_last_round(make_job: Callable[..., Job]) -> None:
+    """A group that is back when the others have made the final state gets it from them, and trains nothing."""
+    hooks = {"faults": [kill(1, "forward", step=SHORT)], "hold": 99}
+    job = make_job(groups=2, steps=SHORT, flags=round_flags(), hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_killed(job, events, [(1, 0, "sigkill:forward")])
+    check_data(events)
+    assert rounds_of(events, 0)[ROUNDS]["participants"] == [0]
+    assert [event["step"] for event in named(events, "heal_finished")] == [ROUNDS]
+
+
+@pytest.mark.slow
+def test_joiners_never_start_anew_while_a_group_is_in_its_round(make_job: Callable[..., Job]) -> None:
+    """Two of three groups are back and meet without the third, which is in a step for longer than any timeout."""
+    faults = [kill(replica, "forward", step=6) for replica in (1, 2)]
+    hooks = {"faults": faults, "gates": [gate("go", 0, 6)]}
+    flags = round_flags("--fault_tolerance.start_timeout_seconds=1")
+    job = make_job(
+        groups=3, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks, late=False, lighthouse={"join_timeout_ms": 200}
+    )
+    job.start()
+    back = [job.markers / f"ready-{replica}-1" for replica in (1, 2)]
+    job.wait_until(lambda: all(mark.exists() for mark in back), 30, "both groups are back")
+    deadline = time.monotonic() + 4  # many times what they wait for others
+    job.wait_until(lambda: time.monotonic() > deadline or job.events("started_anew"), 30, "they have had the time")
+    job.mark("go")
+    job.finish()
+    events = check(job, survivors=[0], steps=ROUNDS)
+    assert not named(events, "started_anew")
+    check_data(events)
+    assert sorted(event["replica"] for event in named(events, "heal_finished")) == [1, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, **NOT_QUICK)])
+def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ranks: int) -> None:
+    """A NaN in a group's steps spoils its moments: the others make the round without it, and it heals for the next."""
+    hooks = {
+        "chaos": [{"replica": 1, "fault": "nan_gradient", "steps": [LENGTH + 1]}],
+        # The other one's second step of the next round waits for its first.
+        "gates": [gate("trains", 1, 2 * LENGTH + 1), *(gate("reached-trains-1-0-0", 0, 10, r) for r in range(ranks))],
+    }
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks)
+    job.mark("trains")  # that gate only leaves its mark
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_data(events)
+    assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {(2, 1)}
+    assert job.groups[1].attempt == 0
+    assert {event["replica"] for event in named(events, "heal_finished")} == {1}
+    ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
+    assert [ours[number]["participants"] for number in (1, 2, 3, ROUNDS)] == [[0, 1], [0], [0, 1], [0, 1]]
+    assert theirs[3]["inner_steps"] > 0
+    assert theirs[3]["data"]["first_batch"] == LENGTH  # those that made the NaN are due again
+
+
+@pytest.mark.slow
+def test_a_slow_group_stalls_nobody_and_counts(make_job: Callable[..., Job]) -> None:
+    """The fast one waits for it at the lighthouse and not in a collective, however short that one's timeout is."""
+    hooks = {"delays": [{"replica": 1, "seconds": 0.3, "step": None}]}
+    flags = round_flags("--fault_tolerance.process_group_timeout_ms=1000")
+    job = make_job(groups=2, steps=3 * LENGTH, flags=flags, hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0, 1], steps=3)
+    assert not named(events, "exchange_failed", "heal_started")
+    for event in named(events, "step_committed"):
+        assert (event["participants"], event["exchanges"], event["inner_steps"]) == ([0, 1], 1, LENGTH)
+
+
+# Leaving
+
+
+def terminate(job: Job, replica: int) -> None:
+    """Send SIGTERM to all processes of a group."""
+    for worker in job.groups[replica].workers:
+        assert worker.pid is not None
+        os.killpg(worker.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("fits", "ranks"), [(True, 1), *(pytest.param(*case, **NOT_QUICK) for case in ((False, 1), (True, 2), (False, 2)))]
+)
+def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: bool, ranks: int) -> None:
+    """The group leaves with the round's update if that fits drain_timeout_seconds; else at once, its batches void."""
+    hooks: dict[str, Any] = {"gates": [gate("go", 1, 6, rank) for rank in range(ranks)], "hold": 2}
+    flags = round_flags(*SHARDED if ranks > 1 else ())
+    if not fits:  # two steps are left, each as long as the first
+        hooks["delays"] = [{"replica": 1, "rank": rank, "step": 5, "seconds": 2.2} for rank in range(ranks)]
+        flags.append("--fault_tolerance.drain_timeout_seconds=4")
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
+    job.start()
+    job.wait_for_gate("go", 1, range(ranks))
+    job.mark("down-1-0")  # the survivor soon waits for the next attempt
+    terminate(job, 1)
+    job.mark("go")
+    assert job.wait_for_end(1) == [0] * ranks
+    job.wait_until(lambda: (job.markers / "waiting-1-0-0").exists(), 30, "the survivor has gone on")
+    job.start_again(1)
+    job.finish()
+
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_data(events)
+    drained = named(events, "drained")
+    assert {(event["replica"], event["step"], event["in_order"]) for event in drained} == {(1, 2 if fits else 1, fits)}
+    assert len(drained) == ranks
+    ours = rounds_of(events, 0)
+    assert ours[2]["participants"] == ([0, 1] if fits else [0])
+    assert ours[ROUNDS]["participants"] == [0, 1]
+    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
+    assert not named(events, "exchange_failed")
+    if not fits:
+        assert {event["reason"].split(":")[0] for event in drained} == {"SIGTERM"}
+        assert all("2 steps of the round were left" in event["reason"] for event in drained)
+        assert "void: 2 from batch 4 of slot 1" in job.output(1)
+
+
+# Checkpoints
+
+
+def saving(folder: Path, interval: int = 8) -> list[str]:
+    return [
+        "--checkpoint.enable",
+        f"--checkpoint.folder={folder}",
+        f"--checkpoint.interval={interval}",
+        "--checkpoint.no-last-save-model-only",
+    ]
+
+
+def check_resumed(job: Job, expected: list[Event], step: int, attempt: int = 0) -> list[Event]:
+    """The job's last attempt went on from the checkpoint of this step, and made what an undisturbed one did."""
+    events = [event for event in job.events() if event.get("attempt") == attempt]
+    for own in by_process(events).values():
+        assert [event["step"] for event in named(own, "checkpoint_loaded")] == [step]
+    assert not named(events, "heal_started", "started_anew")
+
+    def facts(of: list[Event]) -> set[tuple[Any, ...]]:
+        late = [event for event in named(of, "step_committed") if event["inner_step"] > step]
+        made = {(e["inner_step"], e["rank"], e["digest"], e["loss"], e["lr"]) for e in late}
+        return made | {("end", event["rank"], event["digest"]) for event in named(of, "training_finished")}
+
+    assert facts(events) == facts(expected)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "inner"),
+    [
+        (2, 1, SGD),
+        pytest.param(1, 1, [], **NOT_QUICK),  # with AdamW: its moments are in the checkpoint
+        pytest.param(2, 2, [*SGD, *SHARDED], **NOT_QUICK),
+    ],
+)
+def test_all_groups_killed_in_a_round(
+    make_job: Callable[..., Job], tmp_path: Path, groups: int, ranks: int, inner: list[str]
+) -> None:
+    """The job goes on from the checkpoint of a round's end: anchors and momentum end as those of an undisturbed run.
+
+    Bit for bit; but each group's own moments go on as those of the group that saved, which SGD has none of.
+    """
+    shape: dict[str, Any] = {"groups": groups, "ranks": ranks, "steps": LENGTH * ROUNDS}
+    flags = round_flags(*inner)
+    straight = make_job(flags=flags, **shape)
+    straight.run()
+    expected = check(straight, survivors=range(groups), steps=ROUNDS)
+    faults = [kill(replica, "forward", step=14) for replica in range(groups)]
+    job = make_job(flags=[*flags, *saving(tmp_path / "checkpoints")], hooks={"faults": faults}, **shape)
+    job.run()
+    events = job.events()
+    check_killed(job, events, [(replica, 0, "sigkill:forward") for replica in range(groups)])
+    check_resumed(job, expected, 8, attempt=1)
+    assert [event["step"] for event in named(events, "checkpoint_saved")] == [8, 16, 24]
+    check_data(events)
+
+
+@pytest.mark.slow
+def test_a_preempted_job_goes_on(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    """All groups get SIGTERM in the midst of a round, which they finish; a later job ends as an undisturbed one does.
+
+    Checkpoints fall due in the midst of rounds, too; they are made at their ends.
+    """
+    steps = LENGTH * ROUNDS
+    straight = make_job(groups=2, steps=steps, flags=round_flags(*SGD))
+    straight.run()
+    expected = check(straight, survivors=[0, 1], steps=ROUNDS)
+    flags = [*round_flags(*SGD), *saving(tmp_path / "checkpoints", interval=6)]
+    hooks = {"gates": [gate("go", replica, 14) for replica in (0, 1)]}
+    first = make_job(groups=2, steps=steps, flags=flags, hooks=hooks)
+    first.start()
+    for replica in (0, 1):
+        first.wait_for_gate("go", replica)
+        terminate(first, replica)
+    for replica in (0, 1):
+        first.wait_until(lambda r=replica: (first.markers / f"told-{r}-0").exists(), 30, "the group was told")
+    first.mark("go")
+    assert [first.wait_for_end(replica) for replica in (0, 1)] == [[0], [0]]
+    assert {event["step"] for event in named(first.events(), "drained")} == {4}
+    again = make_job(groups=2, steps=steps, flags=flags)
+    again.run()
+    events = check_resumed(again, expected, 12)
+    saved = [event["step"] for event in named([*first.events(), *events], "checkpoint_saved")]
+    assert saved == [8, 12, 20, 24]
