@@ -116,6 +116,7 @@ class Run:
         self.ledger, self.events = Ledger(slots), Events()
         self.position = Position()
         self.is_writer, self.heals = True, False
+        self.outer = None
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
         self.loaded: list[int] = []  # steps, as the state is when `on_load` is called
@@ -145,6 +146,9 @@ class Run:
 
     def on_load(self) -> None:
         self.loaded.append(self.progress.step)
+
+    def updates(self, step: int) -> int:
+        return step
 
     def gather(self, value: int) -> list[int]:
         self.gathered.append(value)
