@@ -348,7 +348,10 @@ def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
         (event("heal_started", donor=1, from_step=3), "replica 0 healing from replica 1 at round 3 (step 30)"),
         (event("drained", step=4, reason="SIGTERM"), "replica 0 left after round 4 (step 40) (SIGTERM)"),
         (event("training_finished", step=10), "replica 0 finished at round 10 (step 95)"),
-        (event("rolled_back", step=3, lost=1), "replica 0 goes on from round 3 (step 30): rounds lost with their groups: 1"),
+        (
+            event("rolled_back", step=3, lost=1),
+            "replica 0 goes on from round 3 (step 30): rounds lost with their groups: 1",
+        ),
         (event("checkpoint_saved", step=40), "replica 0 saved the checkpoint of step 40"),
     ]:
         assert status.describe(groups, status.fold(groups, told), told) == line

@@ -18,6 +18,7 @@ import msgspec
 
 from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds, read_attempts, read_faults
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
+from titan_ft.history.unit import Unit
 from titan_ft.run import events as ev
 from titan_ft.run.log import read_events
 
@@ -169,6 +170,12 @@ class RunRecord:
         """How many groups the job has when all are there; 0 if unknown."""
         sizes = [process.config.group_size for process in self.processes if process.config is not None]
         return max([*sizes, *(event.replicas for event in self.of(ev.LaunchStarted))], default=0)
+
+    @cached_property
+    def unit(self) -> Unit:
+        """What one commit of the run stands for, as the latest config says: a step, or a round of several."""
+        configs = [event.config for event in self.of(ev.WorkerStarted) if event.config is not None]
+        return Unit.of(configs[-1] if configs else None)
 
     @cached_property
     def hang_us(self) -> int | None:

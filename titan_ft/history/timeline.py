@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -49,6 +50,8 @@ class Unfinished:
     kept: bool
     """Whether the others committed the step with its gradient."""
     reason: str
+    told: bool = False
+    """Whether the group told them in an event, so that their number is exact."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class GroupFold:
                     self._heal = None
                 case ev.Drained():
                     if not event.in_order:
-                        self._break_off(time, "drained")
+                        self._break_off(time, "drained", event.void)
                     strip.fill(time, "overhead")
                     return False
                 case ev.TrainingFinished():
@@ -236,10 +239,18 @@ class GroupFold:
         self._heal, self._step = None, event.step
         self._pending = []
 
-    def _break_off(self, until: int, reason: str) -> None:
-        """Fill the time of a step that this group does not commit, or of a heal that does not end."""
+    def _break_off(self, until: int, reason: str, void: Sequence[ev.Batches] | None = None) -> None:
+        """Fill the time of a step that this group does not commit, or of a heal that does not end.
+
+        Args:
+            void: what it had read for the step, where it told.
+        """
         strip, commits = self._strip, self._record.commits
         until = min(until, strip.end)
+        if void is not None and self._heal is None:
+            self.unfinished.append(Unfinished(sum(each.num_batches for each in void), False, reason, told=True))
+            strip.fill(until, "wasted", reason)
+            return
         if self._heal is not None:
             strip.fill(until, "heal", "in vain")
         elif not self._begun:
