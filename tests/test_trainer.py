@@ -288,7 +288,7 @@ def test_a_group_that_leaves_applies_its_last_step() -> None:
 
 
 def test_a_group_that_leaves_in_the_midst_of_a_round_tells_its_batches() -> None:
-    """They are void and trained again: an audit must be able to count them, those of the slot's steps as one stretch."""
+    """They are void and trained again: an audit must be able to count them. Those of a slot are one stretch."""
     told: list[Any] = []
     batch = ({"input": torch.zeros(1, 3)}, LABELS)
     readings = [Reading(Entry(1, first, 1, b""), [batch], "c5") for first in (30, 31)]

@@ -595,3 +595,19 @@ def test_findings_speak_of_rounds() -> None:
     found = audit(job.events)
     assert [str(each) for each in found.lost] == ["slot 0, batches 2-5: lost between rounds 1 and 2"]
     assert [each.detail for each in found.repeated] == ["trained at round 2 and again at round 3"]
+
+
+def test_return_to_a_checkpoint_is_explained_by_its_state() -> None:
+    """A checkpoint's step is torchtitan's, and not the number of the round that the job goes on from."""
+    job = job_in_rounds()
+    states = []
+    for _ in range(5):
+        commit_round(job)
+        states.append(job.state)
+    saved = states[2]
+    job.go_back(saved)
+    job.say("checkpoint_loaded", replica=0, step=15, lineage=saved)
+    commit_round(job)
+    found = audit(job.events)
+    assert brief(found) == ("holds", 16, 0, 0, 8)
+    assert not found.notes

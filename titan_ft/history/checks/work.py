@@ -34,7 +34,7 @@ def check_work(record: RunRecord, found: Judgement) -> None:
     if behind:
         found.notes.append(f"{count(behind, 'time')} a rank fell behind and healed while it lived")
     if not commits:
-        found.unknown.append("no event tells of a committed step")
+        found.unknown.append(f"no event tells of a committed {record.unit.noun}")
 
 
 def _check_passes(process: ProcessHistory, found: Judgement) -> int:
@@ -54,6 +54,7 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
 
     A state without any event is missing from the history: who made it is unknown.
     """
+    noun = record.unit.noun
     held: StepCommitted | None = None
     # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
     free = not any(isinstance(event, WorkerStarted) for event in process.events)
@@ -64,13 +65,13 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
             parent = event.parent
             known = parent == ROOT or parent in record.states
             if not known and not free and (held is None or parent != held.lineage):
-                found.unknown.append(f"the history is cut: no event of {process.name} before step {event.step}")
+                found.unknown.append(f"the history is cut: no event of {process.name} before {noun} {event.step}")
             elif not free and held is None and parent != ROOT:
                 found.object_to(
                     f"its first commit changes the state {parent}, which it did not get from anybody", event
                 )
             elif not free and held is not None and parent != held.lineage:
-                before = f"{held.lineage} (step {held.step})"
+                before = f"{held.lineage} ({noun} {held.step})"
                 text = f"goes on from the state {parent}; it held {before}, and did not heal between"
                 found.object_to(text, event)
             held, free = event, False
@@ -95,7 +96,7 @@ def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) 
     excluded: set[int] = set()
     for event in process.events:
         if isinstance(event, Healed | FaultInjected):
-            void = {batch: why or "steps that were thrown away" for batch, why in void.items()}
+            void = {batch: why or f"{record.unit.noun}s that were thrown away" for batch, why in void.items()}
         elif isinstance(event, GradientExcluded):
             excluded = set(event.slots)
         elif isinstance(event, StepCommitted):
