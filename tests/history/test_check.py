@@ -739,3 +739,37 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_back_by_rounds(synthetic_run:
     report = check(run.events)
     assert report.verdict == "holds", format_check(report)
     assert report[4].statement.startswith("3 rounds were made again: training went back from round 7 to 4 (")
+
+
+def test_wait_for_a_joiner_in_a_round(run_builder: Callable[..., Any]) -> None:
+    """However short a heal is beside a round, the others must not wait for it by more than a few of its steps."""
+
+    def during(seconds: float) -> Any:
+        return run_builder(lambda run: run.step([0, 1], seconds=seconds), **ROUNDS)
+
+    report = check(during(1.2).events)
+    assert report.verdict == "holds", format_check(report)
+    assert "others waited 0.41 s at most in rounds with 1 heal" in report[5].statement
+    run = during(2.0)
+    report = check(run.events)
+    assert failed(report) == {5}, format_check(report)
+    assert "others waited 1.2" in report[5].offences[0].text
+    heal = run.named("heal_started")[0]
+    failure = like(heal, "exchange_failed", replica=0, attempt=0, pid=1000)
+    report = check([*run.events, failure])
+    assert (failed(report), unknown(report)) == (set(), {5}), format_check(report)
+    for event in run.named("step_committed", seconds=2.0):
+        event.compute_seconds = 1.8  # a slow machine is no wait
+    assert check(run.events).verdict == "holds"
+
+
+def test_steps_that_a_group_skipped_are_told(run_builder: Callable[..., Any]) -> None:
+    """A joiner makes fewer steps for its first round, and that is expected; of any other group the reader is told."""
+    run = run_builder(**ROUNDS)
+    for event in run.named("step_committed", step=22, replica=2):
+        event.inner_steps = 7
+    assert not any("fewer steps" in note for note in check(run.events)[4].notes)
+    for event in run.named("step_committed", step=10, replica=1):
+        event.inner_steps = 3
+    (note,) = (note for note in check(run.events)[4].notes if "fewer steps" in note)
+    assert note.endswith("by a group that had not healed: replica 1 made 3 of 10 of round 10")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from titan_ft.history.checks.judgement import Judgement, Offence, count
 from titan_ft.history.record import Healed, ProcessHistory, RunRecord
@@ -33,6 +34,9 @@ def check_work(record: RunRecord, found: Judgement) -> None:
     behind = sum(_fell_behind(process) for process in record.processes)
     if behind:
         found.notes.append(f"{count(behind, 'time')} a rank fell behind and healed while it lived")
+    fewer = [text for process in record.processes if process.rank == 0 for text in _skipped_steps(process, record)]
+    if fewer:
+        found.notes.append(f"fewer steps in a round than it has, by a group that had not healed: {'; '.join(fewer)}")
     if not commits:
         found.unknown.append(f"no event tells of a committed {record.unit.noun}")
 
@@ -75,6 +79,22 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
                 text = f"goes on from the state {parent}; it held {before}, and did not heal between"
                 found.object_to(text, event)
             held, free = event, False
+
+
+def _skipped_steps(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
+    """Yield the rounds for which a process made fewer steps although it held the state since the round before.
+
+    Who has healed joins in the midst of a round. Who comes so late to a round that the others are at its end skips it.
+    """
+    holds = False
+    for event in process.events:
+        if isinstance(event, Healed):
+            holds = False
+        elif isinstance(event, StepCommitted):
+            length = record.unit.step_after(event.step) - record.unit.step_after(event.step - 1)
+            if holds and event.inner_steps is not None and event.inner_steps < length:
+                yield f"replica {event.replica} made {event.inner_steps} of {length} of round {event.step}"
+            holds = True
 
 
 def _fell_behind(process: ProcessHistory) -> int:
