@@ -13,7 +13,7 @@ from statistics import median
 from titan_ft.history.attempts import seconds_of
 from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import ProcessHistory, RunRecord
+from titan_ft.history.record import ProcessHistory, RunRecord, rest_seconds
 from titan_ft.run import events as ev
 
 LONG_STEPS = 4
@@ -123,15 +123,14 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
     on a round beside its own computing: waiting, above all, for those that come to the exchange later. In a round with
     a heal it may be longer than the usual one by a few steps, as the joiner ends the step that it is in.
     """
-    made = [list(process.commits()) for process in record.processes if process.rank == 0]
-    usual = median(_beside(before, after) for commits in made for before, after in pairwise(commits))
+    usual = record.usual_rest_seconds
     step = median(commit.compute_seconds / (commit.inner_steps or record.unit.steps) for commit in record.commits)
     disturbed, longest = list(_disturbances(record)), 0.0
     for heal in heals:
         begin, end = heal.start, heal.around[-1].time
         clean = not any(since <= end and until >= begin for since, until in disturbed)
         for before, after in pairwise(heal.around):
-            waited, own = _beside(before, after), after.compute_seconds / (after.inner_steps or record.unit.steps)
+            waited, own = rest_seconds(before, after), after.compute_seconds / (after.inner_steps or record.unit.steps)
             longest = max(longest, waited)
             if waited <= usual + LONG_STEPS * max(step, own):
                 continue
@@ -144,11 +143,6 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
         f"others waited {longest:.2f} s at most in rounds with {count(len(heals), 'heal')}, beside their own steps "
         f"(usual {usual:.2f} s, a step takes {step:.2f} s)"
     )
-
-
-def _beside(before: ev.StepCommitted, after: ev.StepCommitted) -> float:
-    """Return the seconds from one commit of a process to the next in which it computed nothing for that."""
-    return after.time - before.time - after.compute_seconds - after.apply_seconds
 
 
 def _rate(heals: Sequence[_Heal], scale: float) -> float:
