@@ -586,6 +586,19 @@ def test_batches_of_a_round_that_died_with_its_group_are_estimated() -> None:
         assert any("void too" in note for note in found.notes) == bool(number)
 
 
+def test_pace_is_that_of_a_step() -> None:
+    """A round for which a group made few steps, because it joined in the midst of it, is no measure of a round."""
+    job = job_in_rounds()
+    for passes in (8, 2, 2):
+        job.time += passes
+        job.commit([0, 1], compute_seconds=float(passes), seconds=passes, exchange_seconds=0.0, forward_passes=passes)
+    job.time += 4.0
+    job.say("worker_exited", replica=1, attempt=0, signal="SIGKILL", stopped=False)
+    job.time += 4.0
+    job.commit([0], compute_seconds=8.0, seconds=8.0, exchange_seconds=0.0, forward_passes=8)
+    assert audit(job.events).num_cut_short == pytest.approx(4, abs=1)
+
+
 def test_findings_speak_of_rounds() -> None:
     """What is lost or repeated is named by the rounds that show it."""
     job = job_in_rounds()

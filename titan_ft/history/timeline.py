@@ -96,7 +96,13 @@ class GroupFold:
         ]
         self._own_steps = {event.step for event in commits}
         parts = [_parts(event) for event in commits]
-        self._usual_compute = round(median(part[0] for part in parts)) if parts else 0
+        if record.unit.steps > 1:  # who joins in the midst of a round computes less of it than it could
+            paces = [_us(event.compute_seconds) / event.forward_passes for event in commits if event.forward_passes]
+            self._most_passes = max((event.forward_passes for event in commits), default=0)
+            self._usual_compute = round(median(paces) * self._most_passes) if paces else 0
+        else:
+            self._most_passes = 0
+            self._usual_compute = round(median(part[0] for part in parts)) if parts else 0
         self._usual_exchange = round(median(part[1] for part in parts)) if parts else 0
         self._passes = max((event.forward_passes for event in commits[-1:]), default=0)
         self._step = 0  # that the group holds
@@ -262,7 +268,7 @@ class GroupFold:
             # The gradient in that step must be this one, not one that the group computed anew after its return.
             others = self._step + 1 not in self._own_steps
             kept = others and self._replica in self._record.makers.get(self._step + 1, ())
-            passes = math.ceil(share * self._passes)
+            passes = math.ceil(share * max(self._passes, self._most_passes))
             self.unfinished.append(Unfinished(passes, kept, reason))
             strip.fill(strip.cursor + compute, "productive" if kept else "wasted", "" if kept else reason)
             strip.fill(until, "exchange_wait")

@@ -13,7 +13,7 @@ from statistics import median
 from titan_ft.history.attempts import seconds_of
 from titan_ft.history.checks.foundation import clock_jumps
 from titan_ft.history.checks.judgement import Judgement, count
-from titan_ft.history.record import ProcessHistory, RunRecord, rest_seconds
+from titan_ft.history.record import ProcessHistory, RunRecord
 from titan_ft.run import events as ev
 
 LONG_STEPS = 4
@@ -119,29 +119,29 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
 def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -> None:
     """Check that nobody waited for a joiner by more than `LONG_STEPS` of torchtitan's steps.
 
-    A heal is short beside a round, so that the rate of commits tells nothing. What does is the time that a group spends
-    on a round beside its own computing: waiting, above all, for those that come to the exchange later. In a round with
-    a heal it may be longer than the usual one by a few steps, as the joiner ends the step that it is in.
+    A heal is short beside a round, so that the rate of commits tells nothing. What does is the time from the end of a
+    group's own steps to the commit: it waits then for those that come to the exchange later. In a round with a heal it
+    may be longer than the usual one by a few steps, as the joiner ends the step that it is in.
     """
-    usual = record.usual_rest_seconds
+    usual = median(commit.exchange_seconds for commit in record.commits)
     step = median(commit.compute_seconds / (commit.inner_steps or record.unit.steps) for commit in record.commits)
     disturbed, longest = list(_disturbances(record)), 0.0
     for heal in heals:
         begin, end = heal.start, heal.around[-1].time
         clean = not any(since <= end and until >= begin for since, until in disturbed)
-        for before, after in pairwise(heal.around):
-            waited, own = rest_seconds(before, after), after.compute_seconds / (after.inner_steps or record.unit.steps)
+        for after in heal.around[1:]:
+            waited, own = after.exchange_seconds, after.compute_seconds / (after.inner_steps or record.unit.steps)
             longest = max(longest, waited)
             if waited <= usual + LONG_STEPS * max(step, own):
                 continue
-            text = f"others waited {waited:.2f} s beside their own steps of round {after.step}, {usual:.2f} s are usual"
+            text = f"others waited {waited:.2f} s at the end of round {after.step}, {usual:.2f} s are usual"
             if clean:
                 found.object_to(text, heal.event)
             else:
                 found.unknown.append(f"{text}: other failures during the heal hide what the joiner cost")
     found.statement = (
-        f"others waited {longest:.2f} s at most in rounds with {count(len(heals), 'heal')}, beside their own steps "
-        f"(usual {usual:.2f} s, a step takes {step:.2f} s)"
+        f"others waited {longest:.2f} s at most at the end of rounds with {count(len(heals), 'heal')} (usual "
+        f"{usual:.2f} s, a step takes {step:.2f} s)"
     )
 
 
