@@ -19,8 +19,10 @@ from torchtitan.components.validate import BaseValidator, Validator  # noqa: E40
 from torchtitan.train import Trainer  # noqa: E402
 
 from titan_ft.replica.errors import Leaving  # noqa: E402
+from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import NOTHING, Contribution  # noqa: E402
+from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402
 from titan_ft.training.step_log import Work  # noqa: E402
 
@@ -283,3 +285,17 @@ def test_a_group_that_leaves_applies_its_last_step() -> None:
     with pytest.raises(Leaving):
         step.make()
     assert step.done == ["apply", "emit", "log"]
+
+
+def test_a_group_that_leaves_in_the_midst_of_a_round_tells_its_batches() -> None:
+    """They are void and trained again: an audit must be able to count them. Those of a slot are one stretch."""
+    told: list[Any] = []
+    batch = ({"input": torch.zeros(1, 3)}, LABELS)
+    readings = [Reading(Entry(1, first, 1, b""), [batch], "c5") for first in (30, 31)]
+    this = trainer(
+        _void="SIGTERM", _events=SimpleNamespace(emit=told.append), _work=Work(31, 0.1, readings), _num_committed=3
+    )
+    SemiSyncTrainer._emit_drained(this)
+    ((event,), (void,)) = told, told[0].void
+    assert (event.step, event.in_order) == (3, False)
+    assert (void.slot, void.first_batch, void.num_batches) == (1, 30, 2)

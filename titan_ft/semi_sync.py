@@ -239,7 +239,8 @@ class SemiSyncTrainer(ReplicaTrainer):
         if not self._void:
             super()._emit_drained()
             return
-        self._events.emit(Drained(step=self._num_committed, reason=self._void, in_order=False))
+        void = [reading.describe() for reading in merge(self._work.readings)]
+        self._events.emit(Drained(step=self._num_committed, reason=self._void, in_order=False, void=void))
 
     def _validate_behind_rounds(self) -> None:
         """Let torchtitan validate the outer model behind each round in which a validation falls due."""

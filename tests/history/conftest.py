@@ -107,6 +107,7 @@ class SyntheticRun:
                 "step_committed",
                 group,
                 step=self.step_number,
+                **self.inner(),
                 lineage=self.state,
                 parent=parent,
                 participants=groups,
@@ -128,6 +129,11 @@ class SyntheticRun:
         self.tokens += TOKENS * len(groups)
         for group in groups:
             self.ends[group] += 1
+
+    def inner(self) -> dict[str, Any]:
+        """Return what a commit tells of torchtitan's steps, where it is a round of several."""
+        length = self.config.get("sync_steps", 1)
+        return {"inner_step": length * self.step_number, "inner_steps": length} if length > 1 else {}
 
     def digest(self, rank: int) -> str:
         return hashlib.blake2b(f"{self.state}/{rank}".encode(), digest_size=16).hexdigest()

@@ -526,3 +526,101 @@ def test_command_on_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "unknown" in out
     assert "a.jsonl:1" in out
+
+
+# Rounds of a semi-synchronous method
+
+
+def job_in_rounds() -> Job:
+    """Return a job of two groups that is to commit rounds of five steps."""
+    job = Job()
+    config = {"group_size": 2, "steps": 100, "semi_sync_method": "diloco", "sync_steps": 5}
+    for replica in (0, 1):
+        job.say("worker_started", replica=replica, config=config)
+    return job
+
+
+def commit_round(job: Job, groups: Iterable[int] = (0, 1), **fields: Any) -> None:
+    """Make a round of ten seconds, of two batches of each group."""
+    job.time += 10.0
+    job.commit(groups, compute_seconds=9.0, seconds=9.5, exchange_seconds=0.5, forward_passes=2, **fields)
+
+
+def test_batches_of_a_round_that_a_group_left_are_void() -> None:
+    """They are counted as the group told them, once however many ranks did, and are no repeats when they are trained
+    again."""
+    job = job_in_rounds()
+    commit_round(job)
+    for rank in (0, 1):
+        told = reading(1, 2, rank)
+        job.say("drained", replica=1, rank=rank, step=1, in_order=False, reason="SIGTERM", void=[told], lineage=None)
+    commit_round(job, [0])
+    commit_round(job)
+    found = audit(job.events)
+    assert brief(found) == ("holds", 10, 0, 0, 2)
+    assert [str(each) for each in found.void] == ["slot 1, batches 2-3: void: replica 1 left in round 2"]
+    assert found.num_cut_short == 0
+    text = format_audit(found)
+    assert "in 3 rounds" in text
+    assert "a round is 5 steps of each group (diloco)" in text
+    assert found.to_dict()["unit"] == "round"
+
+
+def test_batches_of_a_round_that_died_with_its_group_are_estimated() -> None:
+    """No event tells them; how long the group had trained does, and what it makes in that time. Where a commit is one
+    step, nothing is said: it is that one batch."""
+    for config, number in (({"semi_sync_method": "diloco", "sync_steps": 5}, 4), ({}, 0)):
+        job = Job()
+        for replica in (0, 1):
+            job.say("worker_started", replica=replica, config={"group_size": 2, "steps": 100, **config})
+        for _ in range(3):
+            job.time += 10.0
+            job.commit([0, 1], compute_seconds=8.0, seconds=8.5, exchange_seconds=0.5, forward_passes=8)
+        job.time += 4.0
+        job.say("worker_exited", replica=1, attempt=0, signal="SIGKILL", stopped=False)
+        job.time += 4.0
+        job.commit([0], compute_seconds=8.0, seconds=8.5, exchange_seconds=0.5, forward_passes=8)
+        found = audit(job.events)
+        assert brief(found) == ("holds", 14, 0, 0, 0)
+        assert found.num_cut_short == pytest.approx(number, abs=1)
+        assert any("void too" in note for note in found.notes) == bool(number)
+
+
+def test_pace_is_that_of_a_step() -> None:
+    """A round for which a group made few steps, because it joined in the midst of it, is no measure of a round."""
+    job = job_in_rounds()
+    for passes in (8, 2, 2):
+        job.time += passes
+        job.commit([0, 1], compute_seconds=float(passes), seconds=passes, exchange_seconds=0.0, forward_passes=passes)
+    job.time += 4.0
+    job.say("worker_exited", replica=1, attempt=0, signal="SIGKILL", stopped=False)
+    job.time += 4.0
+    job.commit([0], compute_seconds=8.0, seconds=8.0, exchange_seconds=0.0, forward_passes=8)
+    assert audit(job.events).num_cut_short == pytest.approx(4, abs=1)
+
+
+def test_findings_speak_of_rounds() -> None:
+    """What is lost or repeated is named by the rounds that show it."""
+    job = job_in_rounds()
+    commit_round(job)
+    commit_round(job, first={0: 6})
+    commit_round(job, first={0: 6})
+    found = audit(job.events)
+    assert [str(each) for each in found.lost] == ["slot 0, batches 2-5: lost between rounds 1 and 2"]
+    assert [each.detail for each in found.repeated] == ["trained at round 2 and again at round 3"]
+
+
+def test_return_to_a_checkpoint_is_explained_by_its_state() -> None:
+    """A checkpoint's step is torchtitan's, and not the number of the round that the job goes on from."""
+    job = job_in_rounds()
+    states = []
+    for _ in range(5):
+        commit_round(job)
+        states.append(job.state)
+    saved = states[2]
+    job.go_back(saved)
+    job.say("checkpoint_loaded", replica=0, step=15, lineage=saved)
+    commit_round(job)
+    found = audit(job.events)
+    assert brief(found) == ("holds", 16, 0, 0, 8)
+    assert not found.notes

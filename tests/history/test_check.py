@@ -686,3 +686,92 @@ def test_a_state_that_could_not_be_saved_is_told_beside_the_verdict(good_run: An
     assert format_check(report).splitlines()[0] == f"! verdict: holds, but {text}"
     good_run.tell("checkpoint_saved", 1001, replica=0, rank=0, attempt=0, step=8, seconds=1.0)
     assert check(good_run.events)[8].reservation == ""
+
+
+# Rounds of a semi-synchronous method
+
+ROUNDS = {"semi_sync_method": "diloco", "sync_steps": 10}
+
+
+def test_a_run_in_rounds_holds_and_says_so(run_builder: Callable[..., Any]) -> None:
+    """What the job commits is called a round, and how long one is stands beside it. A checkpoint has torchtitan's step
+    in its name, and is of a round that its writer made."""
+    run = run_builder(**ROUNDS)
+    event = run.named("step_committed", step=4, replica=0, rank=0)[0]
+    run.events.append(like(event, "checkpoint_saved", step=40, mono=event.mono + 0.1))
+    report = check(run.events)
+    assert report.verdict == "holds", format_check(report)
+    assert report[7].statement.startswith("31 rounds of 10 steps (diloco) by one each, LR of ")
+    assert report[6].statement.endswith("in 31 rounds")
+    assert report.to_dict()["unit"] == "round"
+
+
+def test_what_breaks_a_promise_is_dated_by_its_round(run_builder: Callable[..., Any]) -> None:
+    """The number is that of the round, in the words before it too."""
+    run = run_builder(**ROUNDS)
+    event = run.named("step_committed", step=4, replica=0, rank=0)[0]
+    run.events.append(like(event, "checkpoint_saved", step=50, mono=event.mono + 0.1))
+    _finished_step(run)
+    report = check(run.events)
+    assert failed(report) == {7}
+    text = format_check(report)
+    assert "saved a checkpoint of a step that it had not committed" in text
+    assert ", round 32: finished with round 32 in the state of round 31" in text
+
+
+def test_a_job_that_goes_on_from_a_checkpoint_goes_back_by_rounds(synthetic_run: Any) -> None:
+    """The checkpoint's step is torchtitan's; what is thrown away and made again are rounds."""
+    run = synthetic_run(**ROUNDS)
+    run.begin()
+    run.steps(4)
+    saved = run.state
+    run.steps(3)
+    for group in range(3):
+        run.exit(group)
+    run.state, run.step_number = saved, 4
+    run.ends = dict.fromkeys(range(3), 4)
+    run.tokens = 4 * 3 * 512
+    for group in range(3):
+        run.restart(group)
+        run.of("checkpoint_loaded", group, step=40, lineage=saved)
+    run.steps(5, [2, 1, 0])
+    run.finish()
+    report = check(run.events)
+    assert report.verdict == "holds", format_check(report)
+    assert report[4].statement.startswith("3 rounds were made again: training went back from round 7 to 4 (")
+
+
+def test_wait_for_a_joiner_in_a_round(run_builder: Callable[..., Any]) -> None:
+    """However short a heal is beside a round, the others must not wait for it by more than a few of its steps."""
+
+    run = run_builder(lambda run: run.step([0, 1]), **ROUNDS)
+    during = run.named("step_committed", step=10)
+    for event in run.named("step_committed"):
+        event.exchange_seconds = 0.5 if event in during else 0.2
+    report = check(run.events)
+    assert report.verdict == "holds", format_check(report)
+    assert "others waited 0.50 s at most at the end of rounds with 1 heal (usual 0.20 s, a" in report[5].statement
+    for event in during:
+        event.exchange_seconds = 0.6
+    report = check(run.events)
+    assert failed(report) == {5}, format_check(report)
+    assert report[5].offences[0].text == "others waited 0.60 s at the end of round 10, 0.20 s are usual"
+    heal = run.named("heal_started")[0]
+    failure = like(heal, "exchange_failed", replica=0, attempt=0, pid=1000)
+    report = check([*run.events, failure])
+    assert (failed(report), unknown(report)) == (set(), {5}), format_check(report)
+    for event in during:
+        event.compute_seconds = 1.2  # four steps take longer on a machine that is slow just then
+    assert check(run.events).verdict == "holds"
+
+
+def test_steps_that_a_group_skipped_are_told(run_builder: Callable[..., Any]) -> None:
+    """A joiner makes fewer steps for its first round, and that is expected; of any other group the reader is told."""
+    run = run_builder(**ROUNDS)
+    for event in run.named("step_committed", step=22, replica=2):
+        event.inner_steps = 7
+    assert not any("fewer steps" in note for note in check(run.events)[4].notes)
+    for event in run.named("step_committed", step=10, replica=1):
+        event.inner_steps = 3
+    (note,) = (note for note in check(run.events)[4].notes if "fewer steps" in note)
+    assert note.endswith("by a group that had not healed: replica 1 made 3 of 10 of round 10")

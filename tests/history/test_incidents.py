@@ -14,13 +14,21 @@ import pytest
 from benchmarks.figures import figures
 from tests.history.histories import calm_run, commit, fault, killed_run, say
 from titan_ft.history.goodput import goodput
-from titan_ft.history.incidents import Cause, Incident, find_drains, find_failures, find_incidents, survivors_stalls
+from titan_ft.history.incidents import (
+    Cause,
+    Incident,
+    Made,
+    find_drains,
+    find_failures,
+    find_incidents,
+    survivors_stalls,
+)
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report.facts import report_figures
 from titan_ft.history.report.page import write_report
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import text_of
-from titan_ft.run.events import Event
+from titan_ft.run.events import Event, StepCommitted
 
 
 def stalls(events: Iterable[Event]) -> list[Incident]:
@@ -179,6 +187,18 @@ def test_fault_that_asks_to_leave() -> None:
     assert [drain.stall_seconds for drain in find_drains(record)] == [incident.stall_seconds]
 
 
+def test_own_computing_for_a_round_is_no_stall() -> None:
+    """Rounds vary in length, and a survivor's own steps are nothing that it waits for, however long they took."""
+    config = {"group_size": 2, "steps": 100, "semi_sync_method": "diloco", "sync_steps": 10}
+    for own, stall in ((1.8, 0.9), (2.7, 0.0), (0.2, 2.0)):
+        events = [say(0.5, "worker_started", 0, config=config), *killed_run()]
+        for event in events:
+            if isinstance(event, StepCommitted) and event.step == 4:
+                event.compute_seconds = own
+        (incident,) = stalls(events)
+        assert incident.stall_seconds == pytest.approx(stall, abs=1e-6)
+
+
 def test_two_groups_of_one_shot_are_two_failures() -> None:
     """Each death is a failure of its own, with the stall of their shot."""
     events = [*killed_run(), fault(12.52, "kill_group", 2, shot=0), say(12.8, "worker_exited", 2, signal="SIGKILL")]
@@ -208,13 +228,14 @@ def test_two_groups_of_one_shot_are_two_failures() -> None:
 )
 def test_stalls_of_plain_numbers(causes: list[Cause], expected: list[float | None]) -> None:
     """One group commits at 1, 2, 7, 8 and 9; a usual step takes 1."""
-    commits = {0: [(time, 0) for time in (1.0, 2.0, 7.0, 8.0, 9.0)], 1: [(1.0, 0)]}
+    commits = {0: [Made(time, 0) for time in (1.0, 2.0, 7.0, 8.0, 9.0)], 1: [Made(1.0, 0)]}
     assert survivors_stalls(causes, commits, 1.0) == expected
 
 
 def test_gap_of_a_group_that_was_restarted_is_no_stall() -> None:
     """Between two attempts of a group nobody waited: it was away."""
-    assert survivors_stalls([Cause(2.5, 3.0, {1})], {0: [(1.0, 0), (2.0, 0), (9.0, 1), (10.0, 1)]}, 1.0) == [None]
+    made = [Made(1.0, 0), Made(2.0, 0), Made(9.0, 1), Made(10.0, 1)]
+    assert survivors_stalls([Cause(2.5, 3.0, {1})], {0: made}, 1.0) == [None]
 
 
 def test_incidents_are_json() -> None:

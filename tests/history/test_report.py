@@ -498,6 +498,23 @@ def test_state_served_is_shown(tmp_path: Path) -> None:
     assert "1 time, 2.0 MiB; copied in 1.25 s" in text_of(summary_table(summarize(record)))
 
 
+def test_rounds_are_shown(run_builder: Any, tmp_path: Path) -> None:
+    """A line tells what a round is, a table who made fewer steps; the words beside it speak of rounds."""
+    run = run_builder(semi_sync_method="diloco", sync_steps=10)
+    for event in run.named("step_committed", step=22, replica=2):
+        event.inner_steps = 8
+    page = read_page(run.events, tmp_path, draws=False)
+    assert (
+        "Committed: 31, of 10 steps each (diloco); 158 to 310 steps of a group; not all of them in 17 rounds"
+        in page.text
+    )
+    assert "22 220 0:22 group 2: 8 of 10" in page.text
+    assert "31 rounds of 10 steps (diloco) by one each" in page.text
+    assert "at round 1 (step 10)" in page.text
+    whole = read_page(campaign(minutes=1), tmp_path / "steps", draws=False)
+    assert "of 10 steps each" not in whole.text
+
+
 QUICK = ("nothing", "one group without failures", "the end")  # the others are as quick, but there are many
 
 

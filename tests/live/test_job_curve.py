@@ -59,6 +59,19 @@ def test_each_step_is_one_point(tmp_path: Path) -> None:
     assert read(tmp_path, "job/tokens_per_second") == [(n, 100.0) for n in range(2, 6)]
 
 
+def test_rounds_are_points_at_their_last_step(tmp_path: Path) -> None:
+    """With a semi-synchronous method the curve is over torchtitan's steps, so that it compares with other runs.
+
+    A step's seconds are those of one step, and what is made again replaces what was lost, at the same steps.
+    """
+    rounds = [step(n, inner_step=min(10 * n, 35), time=20.0 * n) for n in range(1, 5)]
+    again = step(4, name="b" * 12, parent=f"{3:012x}", time=100.0, loss=-1.0, inner_step=35)
+    write(tmp_path, *rounds, again)
+    assert read(tmp_path) == [(10, 9.0), (20, 8.0), (30, 7.0), (35, -1.0)]
+    assert read(tmp_path, "job/step(s)")[:2] == [(20, 2.0), (30, 2.0)]
+    assert read(tmp_path, "job/tokens_per_second")[:2] == [(20, 5.0), (30, 5.0)]
+
+
 def test_no_gap_when_a_group_dies_behind_its_commit(tmp_path: Path) -> None:
     """Group 0 commits a step and is gone; the point is there, whoever else has told of the step, and there once."""
     others = [step(n, 1, participants=[1], time=n + 0.5) for n in range(3, 6)]

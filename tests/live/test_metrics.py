@@ -186,6 +186,14 @@ def test_last_commit_and_target(server: MetricsServer) -> None:
     assert value(found, "target_step") == 500
 
 
+def test_rounds_and_steps(server: MetricsServer) -> None:
+    """With a semi-synchronous method the steps are torchtitan's, as the target is; what is committed are rounds."""
+    server.observe(step(1, 0, inner_step=10))
+    server.observe(step(2, 0, inner_step=20))
+    found = scrape(server)
+    assert (value(found, "step"), value(found, "steps_committed_total")) == (20, 2)
+
+
 def test_step_time_of_each_group(server: MetricsServer) -> None:
     """A gauge of its own time for each group, without the exchange; a group that is gone has none."""
     groups = status.initial(2)

@@ -331,3 +331,42 @@ def test_the_exception_is_told_once() -> None:
         None,
         "replica 0 failed: no restart left",
     ]
+
+
+# Rounds of a semi-synchronous method
+
+ROUNDS = {"group_size": 2, "steps": 95, "semi_sync_method": "diloco", "sync_steps": 10}
+
+
+def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
+    """What groups commit is a round then; where torchtitan stands is told beside it, and the last round may be short.
+
+    A checkpoint is named by torchtitan's step in any case.
+    """
+    groups = status.fold(status.initial(2), event("worker_started", config=ROUNDS))
+    for told, line in [
+        (event("heal_started", donor=1, from_step=3), "replica 0 healing from replica 1 at round 3 (step 30)"),
+        (event("drained", step=4, reason="SIGTERM"), "replica 0 left after round 4 (step 40) (SIGTERM)"),
+        (event("training_finished", step=10), "replica 0 finished at round 10 (step 95)"),
+        (
+            event("rolled_back", step=3, lost=1),
+            "replica 0 goes on from round 3 (step 30): rounds lost with their groups: 1",
+        ),
+        (event("checkpoint_saved", step=40), "replica 0 saved the checkpoint of step 40"),
+    ]:
+        assert status.describe(groups, status.fold(groups, told), told) == line
+    assert status.fold(groups, event("checkpoint_loaded", step=40))[0].step == 4
+    restarted = status.fold(groups, event("worker_started", attempt=1))  # of a trainer that tells no config
+    assert restarted[0].unit == groups[0].unit
+
+
+def test_progress_in_rounds() -> None:
+    """The target and the time left are of torchtitan's steps, the rate is of tokens; a step back is one of rounds."""
+    run = RunStatus(2)
+    run.observe(event("worker_started", time=0.0, config=ROUNDS))
+    for number in (1, 2, 3):
+        run.observe(step(number, time=10.0 * number, inner_step=10 * number, tokens=1000))
+    told = run.progress(30.0)
+    assert told == "round 3 (step 30)  loss 2.50000  groups 2/2  restarts 0  tokens/s 100  ETA 1:05 (step 95)"
+    line = run.observe(step(2, time=40.0, lineage="other", inner_step=20))
+    assert line == "training went back to round 1 (step 10): rounds 2 to 3 are made again"

@@ -250,6 +250,21 @@ def test_target_and_time_to_go() -> None:
     )
 
 
+def test_a_run_in_rounds() -> None:
+    """Rounds have a figure of their own; steps are torchtitan's, also those of each group. A round may be long, and
+    two of them without an event are no sign that the run is stuck."""
+    config = {"group_size": 2, "steps": 100, "semi_sync_method": "diloco", "sync_steps": 10}
+    rounds = [step(number, moment=30.0 * number, inner_step=10 * number) for number in range(1, 4)]
+    run = fold(launched(2), event("worker_started", config=config), *rounds)
+    lines = shown(run, 120, now=140.0)
+    assert lines[1].startswith("running for 2:20; 2 groups"), lines[1]
+    assert "no event" not in lines[1]
+    assert lines[2].startswith("round 3  step 30/100  ")
+    assert "ETA 3:30" in shown(run, 120, now=90.0)[2]
+    assert next(line for line in lines if line.split()[:2] == ["0", "training"]).split()[2] == "30"
+    assert "no event for 1:10" in shown(run, 120, now=160.0)[1]
+
+
 def test_going_back_is_announced() -> None:
     """When all groups were lost, the checkpoint that the job goes on from is told, and which steps are made again."""
     run = fold(launched(2), *(step(number, replica) for number in range(1, 9) for replica in (0, 1)))

@@ -4,7 +4,9 @@
 
 Every commit names the state that it made (`lineage`), the one that it changed (`parent`) and the batches that all
 groups trained for it. The job's trajectory is the chain of parents backwards from its final state. Commits off the
-chain are void: their updates were thrown away and their batches are due again, so that they are no repeats.
+chain are void: their updates were thrown away and their batches are due again, so that they are no repeats. With a
+semi-synchronous method a commit is a round of several steps, and a group may leave or die in the midst of one: what it
+had trained of that is void too. A group that leaves tells its batches; of one that dies only the time is known.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.terminal import grid
+from titan_ft.history.timeline import timeline
 from titan_ft.history.trajectory import ROOT, State, chain_to
-from titan_ft.run.events import DataReset, StepCommitted
+from titan_ft.history.unit import STEP, Unit
+from titan_ft.run.events import DataReset, Drained, StepCommitted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +56,9 @@ class Audit:
     verdict: Verdict = "unknown"
     """Whether every batch was trained once: "does not hold" beats "unknown", which beats "holds"."""
     num_steps: int = 0
-    """Steps on the job's trajectory, as far back as the history goes."""
+    """Steps, or rounds, on the job's trajectory, as far back as the history goes."""
+    unit: Unit = STEP
+    """What they are."""
     num_batches: int = 0
     """Different batches trained there."""
     lost: list[Finding] = field(default_factory=list)
@@ -62,7 +68,10 @@ class Audit:
     conflicts: list[str] = field(default_factory=list)
     """Events that contradict each other or the ledger."""
     void: list[Finding] = field(default_factory=list)
-    """Batches whose step was thrown away."""
+    """Batches whose step was thrown away, or whose round a group broke off and told so."""
+    num_cut_short: int = 0
+    """Batches of rounds that ended with their groups, untold: about so many, by the time that there was and the groups'
+    pace. They are void as well, and trained again."""
     unknown: list[str] = field(default_factory=list)
     """Why there is no verdict."""
     notes: list[str] = field(default_factory=list)
@@ -88,26 +97,27 @@ class Audit:
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as plain dictionaries, lists and numbers, for JSON."""
         counts = {"num_lost": self.num_lost, "num_repeated": self.num_repeated, "num_void": self.num_void}
-        return asdict(self) | counts
+        return asdict(self) | counts | {"unit": self.unit.noun}
 
 
 @view
 def audit(record: RunRecord) -> Audit:
     """Find the lost and the repeated batches of a run."""
-    common = Audit(differing=_differing(record), conflicts=list(record.conflicts))
+    common = Audit(unit=record.unit, differing=_differing(record), conflicts=list(record.conflicts))
+    _count_broken_off(record, common)
     common.unknown += [
         f"the data began anew at a resume ({event.reason}): nothing before it compares with it"
         for event in record.of(DataReset)
     ]
     if not record.states:
-        common.unknown.append("no event tells of a committed step")
+        common.unknown.append(f"no event tells of a committed {record.unit.noun}")
         return _decide(common)
     finals, unknown = record.finals
     common.unknown += unknown
     audits = [_decide(_audit_chain(record, final, common)) for final in finals]
     result = audits[0]
     if len(finals) > 1:
-        names = ", ".join(f"step {final.step} ({final.lineage})" for final in finals)
+        names = ", ".join(f"{record.unit.noun} {final.step} ({final.lineage})" for final in finals)
         if len({each.verdict for each in audits}) > 1:
             result.verdict = "unknown"
             result.unknown.append(f"the history does not tell with which state the job ended: {names}")
@@ -119,7 +129,7 @@ def audit(record: RunRecord) -> Audit:
 def _decide(found: Audit) -> Audit:
     """Set the verdict. Where nothing was found and something is missing, it is unknown."""
     if not found.num_batches and not found.unknown:
-        found.unknown.append("no step tells of a batch")
+        found.unknown.append(f"no {found.unit.noun} tells of a batch")
     failed = found.lost or found.repeated or found.differing or found.conflicts
     found.verdict = "does not hold" if failed else "unknown" if found.unknown else "holds"
     return found
@@ -141,10 +151,29 @@ def _differing(record: RunRecord) -> list[Finding]:
     found = []
     for (_, slot, first, count, rank), steps in seen.items():
         if len(steps) > 1:
-            readings = ", ".join(f"checksum {checksum} at step {step}" for checksum, step in steps.items())
+            noun = record.unit.noun
+            readings = ", ".join(f"checksum {checksum} at {noun} {step}" for checksum, step in steps.items())
             detail = f"differs when read again by rank {rank} ({readings})"
             found.append(Finding(slot, first, count, tuple(steps.values()), detail))
     return found
+
+
+def _count_broken_off(record: RunRecord, found: Audit) -> None:
+    """Count what groups had trained of rounds that they left in the midst of, and of those that ended with them."""
+    told: dict[Finding, None] = {}
+    for event in record.of(Drained):  # of the ranks of a group each tells the same numbers
+        for each in event.void or ():
+            number = event.step + 1
+            detail = f"void: replica {event.replica} left in {record.unit.noun} {number}"
+            told[Finding(each.slot, each.first_batch, each.num_batches, (number,), detail)] = None
+    found.void += told
+    cut = [one for one in timeline(record).unfinished if not (one.kept or one.told)] if record.unit.method else []
+    found.num_cut_short = sum(one.forward_passes for one in cut)
+    if found.num_cut_short:
+        number = f"about {found.num_cut_short}, in {record.unit.count(len(cut))}, by the time that there was"
+        found.notes.append(
+            f"batches of rounds that ended with their groups: {number}; they are void too, and trained again"
+        )
 
 
 def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
@@ -154,15 +183,17 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
     whole = chain[0].step == 1 and chain[0].parent == ROOT
     found = deepcopy(common)
     found.num_steps = len(chain)
-    found.void = [
-        Finding(slot, first, count, (state.step,), f"void at step {state.step} ({state.lineage})")
+    noun = record.unit.noun
+    found.void += [
+        Finding(slot, first, count, (state.step,), f"void at {noun} {state.step} ({state.lineage})")
         for state in sorted(record.states.values(), key=lambda state: state.step)
         if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut of the history it is unknown
         for slot, (first, count) in state.batches.items()
     ]
     if not whole:
         step, parent = chain[0].step, chain[0].parent
-        found.unknown.append(f"the history is cut: no event tells how the state before step {step} ({parent}) was made")
+        text = f"the history is cut: no event tells how the state before {noun} {step} ({parent}) was made"
+        found.unknown.append(text)
     resets = _resets(record)
     uses: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for state in chain:
@@ -182,11 +213,11 @@ def _count_uses(slot: int, uses: Sequence[tuple[int, int, int]], start: int, fou
     end, last = start, 0
     for first, count, step in sorted(uses):
         if first > end:
-            detail = f"lost between steps {last} and {step}"
+            detail = f"lost between {found.unit.noun}s {last} and {step}"
             found.lost.append(Finding(slot, end, first - end, (last, step), detail))
         elif first < end:
             once, again = sorted((last, step))
-            detail = f"trained at step {once} and again at step {again}"
+            detail = f"trained at {found.unit.noun} {once} and again at {found.unit.noun} {again}"
             found.repeated.append(Finding(slot, first, min(first + count, end) - first, (once, again), detail))
         found.num_batches += max(0, first + count - max(first, end))
         if first + count > end:
@@ -201,14 +232,14 @@ def _compare_readings(state: State, found: Audit) -> None:
     for replica, read in sorted(state.read.items()):
         for slot, first, count in _ranges(read - counted):
             wrong = Finding(slot, first, count, (state.step,), f"trained by replica {replica}, not counted")
-            found.conflicts.append(f"step {state.step}: {wrong}")
+            found.conflicts.append(f"{found.unit.noun} {state.step}: {wrong}")
     readers = Counter(batch for read in state.read.values() for batch in read)
     for slot, first, count in _ranges({batch for batch, times in readers.items() if times > 1}):
-        detail = f"trained by several groups at step {state.step}"
+        detail = f"trained by several groups at {found.unit.noun} {state.step}"
         found.repeated.append(Finding(slot, first, count, (state.step,), detail))
     if state.participants and state.participants <= state.read.keys():
         for slot, first, count in _ranges(counted - readers.keys()):
-            detail = f"counted at step {state.step}, but read by no group"
+            detail = f"counted at {found.unit.noun} {state.step}, but read by no group"
             found.lost.append(Finding(slot, first, count, (state.step,), detail))
             found.num_batches -= count
 
@@ -228,7 +259,8 @@ def audit_table(audit: Audit) -> Table:
     """Return the audit as a short table for the terminal."""
     rows = [
         ("every batch once", audit.verdict),
-        ("batches", f"{audit.counts()}, in {audit.num_steps} steps"),
+        ("batches", f"{audit.counts()}, in {audit.num_steps} {audit.unit.noun}s"),
+        *([("rounds", audit.unit.describe())] if audit.unit.method else []),
     ]
     groups: list[tuple[str, Sequence[Finding | str]]] = [
         ("lost", audit.lost),

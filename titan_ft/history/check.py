@@ -23,11 +23,12 @@ from titan_ft.history.checks.counters import check_counters
 from titan_ft.history.checks.digests import check_digests
 from titan_ft.history.checks.foundation import check_clock, check_whole
 from titan_ft.history.checks.joiner import check_joiner
-from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, count, merge
+from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, merge
 from titan_ft.history.checks.silence import check_silence
 from titan_ft.history.checks.work import check_work
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import grid
+from titan_ft.history.unit import STEP, Unit
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -46,6 +47,8 @@ class Verdicts:
     """The promises in their order, then what all of them rest on: whole history, clocks."""
     start: float = 0.0
     """Unix seconds of the first event."""
+    unit: Unit = STEP
+    """What `step` of an offence counts: steps, or rounds."""
 
     @property
     def verdict(self) -> Verdict:
@@ -66,7 +69,8 @@ class Verdicts:
     def to_dict(self) -> dict[str, Any]:
         """Return the verdicts as plain dictionaries, lists and numbers, for JSON."""
         judgements = list(map(asdict, self.judgements))
-        return {"verdict": self.verdict, "headline": self.headline, "start": self.start, "judgements": judgements}
+        told = {"verdict": self.verdict, "headline": self.headline, "start": self.start, "unit": self.unit.noun}
+        return told | {"judgements": judgements}
 
 
 def check(record: RunRecord, against: RunRecord | None = None) -> Verdicts:
@@ -85,7 +89,7 @@ def check(record: RunRecord, against: RunRecord | None = None) -> Verdicts:
         each.verdict = "unknown" if each.unknown and not each.offences else each.verdict
     clock = _judge("clocks", None, check_clock, record)
     times = [event.time for event in record.events]
-    return Verdicts([*promises, whole, clock], min(times, default=0.0))
+    return Verdicts([*promises, whole, clock], min(times, default=0.0), record.unit)
 
 
 def nothing_known(reason: str) -> Verdicts:
@@ -125,7 +129,7 @@ def _judge_arithmetic(record: RunRecord, reference: RunRecord | None) -> Judgeme
 def _check_batches(record: RunRecord, found: Judgement) -> None:
     """Check that every batch was trained once (see `titan_ft.history.audit`)."""
     audited = audit(record)
-    found.statement = f"{audited.counts()}, in {count(audited.num_steps, 'step')}"
+    found.statement = f"{audited.counts()}, in {audited.unit.count(audited.num_steps)}"
     for finding in (*audited.lost, *audited.repeated, *audited.differing):
         step = finding.steps[-1] if finding.steps else None
         found.offences.append(Offence(str(finding), step=step))
@@ -158,7 +162,7 @@ def check_table(verdicts: Verdicts) -> Group:
     for each in verdicts.judgements:
         symbol, number = _symbol(each.verdict, each.shown_verdict) if each.asked else "-", each.promise or " "
         rows.append((f"{symbol} {number} {each.name}", each.shown_verdict, each.statement))
-        details = each.details(verdicts.start)
+        details = each.details(verdicts.start, verdicts.unit.noun)
         rows += [("", "", text) for text in details[:MAX_SHOWN]]
         if len(details) > MAX_SHOWN:
             rows.append(("", "", f"... {len(details) - MAX_SHOWN} more (--json names them all)"))

@@ -13,8 +13,9 @@ commit before it, of the same attempt. Each stall counts once: for the last inci
 due and whose reach had not ended at the commit before it, else for the first that began while the commit was late. It
 never counts for an incident that hit the group itself. The *stall of an incident* is the longest one that counts for
 it: what the survivor hit hardest waited. It is 0 where nobody waited, and unknown where no other group committed
-before and after its begin. What happens later, while its group starts and heals, is no stall of the incident;
-`titan_ft.history.goodput` counts it all the same.
+before and after its begin. A round of several steps is the work of many, and its length varies by more than a failure
+costs: where the group's own computing for it took longer than usual, that much later is no stall. What happens later,
+while its group starts and heals, is no stall of the incident; `titan_ft.history.goodput` counts it all the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_ft.history.attempts import Attempt, Fault, microseconds
 from titan_ft.history.record import RunRecord, view
@@ -134,25 +135,37 @@ class Cause:
     groups: set[int]
 
 
+class Made(NamedTuple):
+    """A commit of a group.
+
+    Attributes:
+        longer: by how much its own computing made it longer than the usual step; only of rounds of several steps.
+    """
+
+    time: float
+    attempt: int
+    longer: float = 0.0
+
+
 def survivors_stalls(
-    causes: Sequence[Cause], commits: Mapping[int, Sequence[tuple[float, int]]], usual: float
+    causes: Sequence[Cause], commits: Mapping[int, Sequence[Made]], usual: float
 ) -> list[float | None]:
     """Return the stall of each cause, as this module defines it.
 
     Args:
         causes: in the order of their begins.
-        commits: when each group committed, and in which attempt; in order of time.
+        commits: those of each group, in order of time.
         usual: the usual step; all in the same unit of time.
     """
     begins = [cause.begin for cause in causes]
     stalls: list[float | None] = [None] * len(causes)
     for group, made in commits.items():
-        times = [time for time, _ in made]
+        times = [commit.time for commit in made]
         for place, cause in enumerate(causes):
             if group not in cause.groups and _witnessed(made, times, cause):
                 stalls[place] = stalls[place] or 0.0
-        for (before, attempt), (after, same) in pairwise(made):
-            due = before + usual
+        for (before, attempt, _), (after, same, longer) in pairwise(made):
+            due = before + usual + longer
             if after <= due or attempt != same:
                 continue
             begun = bisect_right(begins, due)
@@ -163,10 +176,10 @@ def survivors_stalls(
     return stalls
 
 
-def _witnessed(made: Sequence[tuple[float, int]], times: Sequence[float], cause: Cause) -> bool:
+def _witnessed(made: Sequence[Made], times: Sequence[float], cause: Cause) -> bool:
     """Tell whether an attempt of a group committed before the cause's end and again after its begin."""
     around = made[max(0, bisect_right(times, cause.begin) - 1) : bisect_right(times, cause.reach) + 1]
-    return any(before[1] == after[1] for before, after in pairwise(around))
+    return any(before.attempt == after.attempt for before, after in pairwise(around))
 
 
 @dataclass
@@ -191,7 +204,7 @@ def find_incidents(record: RunRecord) -> list[Incident]:
         one.reach = max(one.reach, _last_with_their_gradients(one, record, commits))
     stalls = survivors_stalls(
         found,
-        {replica: [(microseconds(event), event.attempt) for event in made] for replica, made in commits.items()},
+        {replica: [_made(event, record) for event in made] for replica, made in commits.items()},
         record.usual_step_us,
     )
     heals = find_heals(record)
@@ -200,6 +213,14 @@ def find_incidents(record: RunRecord) -> list[Incident]:
         for one, stall in zip(found, stalls, strict=True)
     ]
     return sorted(described, key=lambda incident: incident.time)
+
+
+def _made(event: StepCommitted, record: RunRecord) -> Made:
+    longer = 0.0
+    if record.unit.steps > 1:
+        own = event.compute_seconds + event.apply_seconds + record.usual_rest_seconds
+        longer = max(0.0, 1e6 * own - record.usual_step_us)
+    return Made(microseconds(event), event.attempt, longer)
 
 
 def count_faults(record: RunRecord) -> dict[str, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ft.history.record import RunRecord, view
+from titan_ft.history.unit import Unit
 from titan_ft.run import events as ev
 
 SAME_SECONDS = 10.0
@@ -29,33 +30,35 @@ class Note:
 
 
 # How an event is told. Groups tell of one happening in one and the same text, so it names nobody's own figures.
-TEXTS: dict[type[ev.Event], Callable[[Any], str]] = {
-    ev.FaultSkipped: lambda e: f"fault skipped: {e.fault} ({e.reason})",
-    ev.HealFailed: lambda e: f"could not fetch the state from group {e.donor}, another donor is asked: {e.error}",
-    ev.DigestMismatch: lambda e: (
-        f"after step {e.step:,} the state of {name_groups(e.minority)} was not that of the others"
+TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
+    ev.FaultSkipped: lambda e, u: f"fault skipped: {e.fault} ({e.reason})",
+    ev.HealFailed: lambda e, u: f"could not fetch the state from group {e.donor}, another donor is asked: {e.error}",
+    ev.DigestMismatch: lambda e, u: (
+        f"after {u.name(e.step, ',')} the state of {name_groups(e.minority)} was not that of the others"
         if e.minority
-        else f"after step {e.step:,} the groups' states differed, and no majority told which one is right"
+        else f"after {u.name(e.step, ',')} the groups' states differed, and no majority told which one is right"
     ),
-    ev.GradientExcluded: lambda e: (
-        f"left out of step {e.step:,}, as not finite: the gradient of {name_groups(e.slots)}"
+    ev.GradientExcluded: lambda e, u: (
+        f"left out of {u.name(e.step, ',')}, as not finite: the gradient of {name_groups(e.slots)}"
     ),
-    ev.Straggler: lambda e: f"group {e.slot} became slower than the others ({e.factor:.1f} times their step)",
-    ev.StragglerRecovered: lambda e: f"group {e.slot} is as fast as the others again",
-    ev.Hung: lambda e: f"made no progress after step {e.step:,}, and ended itself",
-    ev.RankSilent: lambda e: f"ranks {_list(e.ranks)} (on {_list(e.hosts)}) fell silent, and the group ended itself",
-    ev.ForeignMember: lambda e: f"the lighthouse named {e.member}, which was left aside: {e.reason}",
-    ev.RolledBack: lambda e: f"the latest state was lost with its groups: back to step {e.step:,}, by {e.lost:,} steps",
-    ev.StartedAnew: lambda _: "nobody held a state any more: training began again with step 1",
-    ev.DataReset: lambda e: f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}",
-    ev.CheckpointLoaded: lambda e: f"went on from the checkpoint of step {e.step:,}",
-    ev.CheckpointFailed: lambda e: f"the checkpoint of step {e.step:,} could not be written: {e.error}",
-    ev.CheckpointWithdrawn: lambda e: f"the checkpoint of step {e.step:,} was removed: its state was corrupt",
-    ev.ReplicaGaveUp: lambda e: f"was not started again: {e.reason}",
-    ev.SpareTookOver: lambda _: "a spare took its place",
-    ev.LighthouseRestarted: lambda e: f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}",
-    ev.Waiting: lambda e: f"step {e.step + 1:,} had to wait: {e.reason}",
-    ev.LaunchStopping: lambda e: f"all groups were asked to leave: {e.reason}",
+    ev.Straggler: lambda e, u: f"group {e.slot} became slower than the others ({e.factor:.1f} times their step)",
+    ev.StragglerRecovered: lambda e, u: f"group {e.slot} is as fast as the others again",
+    ev.Hung: lambda e, u: f"made no progress after {u.name(e.step, ',')}, and ended itself",
+    ev.RankSilent: lambda e, u: f"ranks {_list(e.ranks)} (on {_list(e.hosts)}) fell silent, and the group ended itself",
+    ev.ForeignMember: lambda e, u: f"the lighthouse named {e.member}, which was left aside: {e.reason}",
+    ev.RolledBack: lambda e, u: (
+        f"the latest state was lost with its groups: back to {u.name(e.step, ',')}, by {e.lost:,} {u.noun}s"
+    ),
+    ev.StartedAnew: lambda e, u: "nobody held a state any more: training began again with step 1",
+    ev.DataReset: lambda e, u: f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}",
+    ev.CheckpointLoaded: lambda e, u: f"went on from the checkpoint of step {e.step:,}",
+    ev.CheckpointFailed: lambda e, u: f"the checkpoint of step {e.step:,} could not be written: {e.error}",
+    ev.CheckpointWithdrawn: lambda e, u: f"the checkpoint of step {e.step:,} was removed: its state was corrupt",
+    ev.ReplicaGaveUp: lambda e, u: f"was not started again: {e.reason}",
+    ev.SpareTookOver: lambda e, u: "a spare took its place",
+    ev.LighthouseRestarted: lambda e, u: f"a new lighthouse listened after {e.seconds:.1f} s: {e.reason}",
+    ev.Waiting: lambda e, u: f"{u.name(e.step + 1, ',')} had to wait: {e.reason}",
+    ev.LaunchStopping: lambda e, u: f"all groups were asked to leave: {e.reason}",
 }
 
 
@@ -68,7 +71,7 @@ def find_notes(record: RunRecord) -> list[Note]:
         tell = TEXTS.get(type(event))
         if tell is None:
             continue
-        time, key, about = event.time - record.begin, (event.name, tell(event)), None
+        time, key, about = event.time - record.begin, (event.name, tell(event, record.unit)), None
         if isinstance(event, ev.FaultSkipped) and event.target is not None:
             about = name_target(event.target)
         note, tellers = told.get(key, (None, set()))

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import msgspec
 
 from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds, read_attempts, read_faults
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
+from titan_ft.history.unit import Unit
 from titan_ft.run import events as ev
 from titan_ft.run.log import read_events
 
@@ -171,6 +172,12 @@ class RunRecord:
         return max([*sizes, *(event.replicas for event in self.of(ev.LaunchStarted))], default=0)
 
     @cached_property
+    def unit(self) -> Unit:
+        """What one commit of the run stands for, as the latest config says: a step, or a round of several."""
+        configs = [event.config for event in self.of(ev.WorkerStarted) if event.config is not None]
+        return Unit.of(configs[-1] if configs else None)
+
+    @cached_property
     def hang_us(self) -> int | None:
         """After how many microseconds without progress a worker ends itself; None if unknown."""
         configs = [event.config for event in self.of(ev.WorkerStarted) if event.config is not None]
@@ -314,10 +321,25 @@ class RunRecord:
         quiet = [gap for step, gap in gaps.items() if not {step, step - 1} & troubled]
         return round(median(quiet or gaps.values())) if gaps else 0
 
+    @cached_property
+    def usual_rest_seconds(self) -> float:
+        """The usual `rest_seconds`: the median over all groups; 0 without any."""
+        made = [list(process.commits()) for process in self.processes if process.rank == 0]
+        rests = [rest_seconds(before, after) for commits in made for before, after in pairwise(commits)]
+        return median(rests) if rests else 0.0
+
     @property
     def usual_step_seconds(self) -> float | None:
         """The usual step in seconds; None if unknown."""
         return self.usual_step_us / 1e6 if self.usual_step_us else None
+
+
+def rest_seconds(before: ev.StepCommitted, after: ev.StepCommitted) -> float:
+    """Return the seconds from one commit of a process to the next in which it computed nothing for that.
+
+    Above all it waits then: for the exchange, and for those that come to it later.
+    """
+    return after.time - before.time - after.compute_seconds - after.apply_seconds
 
 
 def view(work_out: Callable[[RunRecord], T]) -> Callable[[RunRecord], T]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from titan_ft.history.attempts import Attempt
 from titan_ft.history.record import RunRecord, view
+from titan_ft.history.unit import STEP, Unit
 from titan_ft.run.events import CheckpointLoaded, LaunchStarted, RolledBack, StartedAnew, StepCommitted
 
 AGAIN_AND_AGAIN = 3
@@ -53,6 +54,8 @@ class Rework:
     setbacks: tuple[Setback, ...] = ()
     parted: tuple[int, ...] = ()
     """Steps that only a part of the groups had committed, so that the others made them without it."""
+    unit: Unit = STEP
+    """What all of these count: steps, or rounds."""
     offences: tuple[tuple[Setback, str], ...] = field(default=(), repr=False)
     """What was made again and again for no reason that is known, and the setback at which it was too much."""
 
@@ -72,15 +75,21 @@ class Rework:
         if self.setbacks:
             first, lost, again = self.setbacks[0], self.num_lost, self.num_again
             times = "" if len(self.setbacks) == 1 else f" {len(self.setbacks)} times, first"
-            what = f"{_steps(lost)} made again" if again == lost else f"{_steps(lost)} thrown away, {again} made again"
-            parts.append(f"{what}: training went back{times} from step {first.reached} to {first.step} ({first.cause})")
+            what = self._were(lost)
+            what = f"{what} made again" if again == lost else f"{what} thrown away, {again} made again"
+            where = f"from {self.unit.noun} {first.reached} to {first.step}"
+            parts.append(f"{what}: training went back{times} {where} ({first.cause})")
         if self.parted:
-            parts.append(f"{_steps(len(self.parted))} made again that only some groups had committed")
+            parts.append(f"{self._were(len(self.parted))} made again that only some groups had committed")
         return "; ".join(parts)
+
+    def _were(self, number: int) -> str:
+        return f"{self.unit.count(number)} {'was' if number == 1 else 'were'}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
-        figures = asdict(self) | {"num_lost": self.num_lost, "num_again": self.num_again, "text": self.describe()}
+        counts = {"num_lost": self.num_lost, "num_again": self.num_again, "text": self.describe()}
+        figures = asdict(self) | counts | {"unit": self.unit.noun}
         figures["offences"] = [text for _, text in self.offences]
         return figures
 
@@ -96,7 +105,7 @@ def find_rework(record: RunRecord) -> Rework:
         if state.time <= setback.time and setback.step < state.step <= setback.reached
     }
     parted = sorted({record.states[lineage].step for lineage in record.void - covered} if record.states else ())
-    return Rework(tuple(setbacks), tuple(parted), tuple(_find_offences(setbacks)))
+    return Rework(tuple(setbacks), tuple(parted), record.unit, tuple(_find_offences(setbacks, record.unit.noun)))
 
 
 def _find_setbacks(record: RunRecord) -> Iterator[Setback]:
@@ -114,14 +123,21 @@ def _find_setbacks(record: RunRecord) -> Iterator[Setback]:
                 step = max(step, event.step)
                 for one in opened[-1:]:
                     one.made.setdefault(event.step, event.time)
-        elif event.step < step and not event.rank and not (opened and opened[-1].is_told_by(event)):
-            opened.append(_Open(event.time, event.step, step, last_commit, {event.replica}))
-            step = event.step
+            continue
+        after = _goes_on_from(event, record.unit)
+        if after < step and not event.rank and not (opened and opened[-1].is_told_by(event, after)):
+            opened.append(_Open(event.time, after, step, last_commit, {event.replica}))
+            step = after
     before = 0.0
     for one in opened:
         again = tuple(sorted(step for step in one.made if one.step < step <= one.reached))
         yield Setback(one.time, one.step, one.reached, again, *_explain(record, before, one.last_commit, one.time))
         before = one.time
+
+
+def _goes_on_from(event: CheckpointLoaded | RolledBack | StartedAnew, unit: Unit) -> int:
+    """Return the step, or round, after which training goes on. A checkpoint's step is torchtitan's in any case."""
+    return unit.commits_after(event.step) if isinstance(event, CheckpointLoaded) else event.step
 
 
 @dataclass
@@ -137,10 +153,10 @@ class _Open:
     made: dict[int, float] = field(default_factory=dict)
     """When each step was committed anew since then, first."""
 
-    def is_told_by(self, event: Any) -> bool:
+    def is_told_by(self, event: Any, step: int) -> bool:
         """Take in an event about it by another group, whose clock may be late; says whether it is one."""
         late = event.time - min(self.made.values(), default=event.time) > CLOCK_SECONDS
-        if event.step != self.step or event.replica in self.told_by or late:
+        if step != self.step or event.replica in self.told_by or late:
             return False
         self.told_by.add(event.replica)
         return True
@@ -176,7 +192,7 @@ def _end(attempt: Attempt, attempts: Sequence[Attempt], time: float) -> float:
     return attempt.last_us / 1e6 if replaced else float("inf")
 
 
-def _find_offences(setbacks: Iterable[Setback]) -> Iterator[tuple[Setback, str]]:
+def _find_offences(setbacks: Iterable[Setback], noun: str) -> Iterator[tuple[Setback, str]]:
     """Yield what was made again and again, of setbacks for which nobody asked."""
     times = Counter[int]()
     in_a_row, furthest = 0, 0
@@ -190,17 +206,13 @@ def _find_offences(setbacks: Iterable[Setback]) -> Iterator[tuple[Setback, str]]
         times.update(setback.again)
         if in_a_row >= AGAIN_AND_AGAIN and "back" not in told:
             told.add("back")
-            text = f"training went back {in_a_row} times in a row without getting beyond step {furthest}"
+            text = f"training went back {in_a_row} times in a row without getting beyond {noun} {furthest}"
             yield setback, f"{text} ({setback.cause})"
         often = [step for step, number in times.items() if number + 1 >= AGAIN_AND_AGAIN]
         if often and "made" not in told:
             told.add("made")
-            which = f"steps {min(often)} to {max(often)} were" if len(often) > 1 else f"step {often[0]} was"
+            which = f"{noun}s {min(often)} to {max(often)} were" if len(often) > 1 else f"{noun} {often[0]} was"
             yield setback, f"{which} made {AGAIN_AND_AGAIN} times: {setback.cause}"
-
-
-def _steps(number: int) -> str:
-    return "1 step was" if number == 1 else f"{number} steps were"
 
 
 def _groups(replicas: Sequence[int]) -> str:

@@ -19,7 +19,9 @@ from titan_ft.history.goodput import count_exchanges
 from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.rework import Rework, find_rework
+from titan_ft.history.rounds import Rounds, find_rounds
 from titan_ft.history.terminal import grid
+from titan_ft.history.unit import STEP, Unit
 from titan_ft.run.events import (
     Drained,
     LighthouseRestarted,
@@ -65,6 +67,10 @@ class RunSummary:
     """Time between the first and the last event."""
     tokens: int = 0
     """Tokens with a label that the steps up to the last one trained on."""
+    unit: Unit = STEP
+    """What a commit stands for, and all figures of steps below count: steps, or rounds."""
+    rounds: Rounds | None = None
+    """Who made how many steps of them; None where they are steps."""
     steps_committed: int = 0
     """The highest step that a group committed."""
     exchanges_committed: int = 0
@@ -107,7 +113,7 @@ class RunSummary:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain dictionaries, lists and numbers, for JSON."""
         figures = asdict(self)
-        figures["rework"] = self.rework.to_dict()
+        figures["unit"], figures["rework"] = self.unit.noun, self.rework.to_dict()
         figures["losses"] = [{"step": step, "loss": loss} for step, loss in self.losses]
         return figures
 
@@ -131,6 +137,8 @@ def summarize(record: RunRecord) -> RunSummary:
         ranks_per_group=max(ranks.values(), default=0),
         seconds=events[-1].time - events[0].time if events else 0.0,
         tokens=max([*(event.tokens for event in finished), *(point.tokens for point in record.curve[-1:])], default=0),
+        unit=record.unit,
+        rounds=find_rounds(record),
         steps_committed=max((event.step for event in commits), default=0),
         exchanges_committed=committed,
         exchanges_attempted=attempted,
@@ -204,8 +212,8 @@ def summary_table(summary: RunSummary) -> Table:
     standby = f" ({s.num_standby_restarts} by a standby)" if s.num_standby_restarts else ""
     rows = [
         ("groups", f"{s.num_groups} x {count(s.ranks_per_group, 'rank')}"),
-        ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a step (median)"),
-        ("steps committed", str(s.steps_committed)),
+        ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a {s.unit.noun} (median)"),
+        (f"{s.unit.noun}s committed", s.rounds.describe() if s.rounds else str(s.steps_committed)),
         *([("made again", s.rework.describe())] if s.rework.describe() else []),
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
@@ -233,8 +241,10 @@ def summary_table(summary: RunSummary) -> Table:
         rows.append(("state served", f"{count(len(s.transfers), 'time')}, {size:.1f} MiB; {_served(s.transfers)}"))
     if s.num_lighthouse_restarts:
         rows.append(("lighthouse", count(s.num_lighthouse_restarts, "restart")))
-    curve = ", ".join(f"{'not finite' if loss is None else f'{loss:.4f}'} (step {step})" for step, loss in s.losses)
-    steps = f" at {count(len(s.differing_steps), 'step')}, first {s.differing_steps[0]}" if s.differing_steps else ""
+    curve = ", ".join(
+        f"{'not finite' if loss is None else f'{loss:.4f}'} ({s.unit.noun} {step})" for step, loss in s.losses
+    )
+    steps = f" at {s.unit.count(len(s.differing_steps))}, first {s.differing_steps[0]}" if s.differing_steps else ""
     rows += [
         ("loss", curve or "unknown"),
         ("final digests", f"{s.final_digests} ({count(len(s.finished_replicas), 'group')} at the end)"),

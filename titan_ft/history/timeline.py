@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -49,6 +50,8 @@ class Unfinished:
     kept: bool
     """Whether the others committed the step with its gradient."""
     reason: str
+    told: bool = False
+    """Whether the group told them in an event, so that their number is exact."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,13 @@ class GroupFold:
         ]
         self._own_steps = {event.step for event in commits}
         parts = [_parts(event) for event in commits]
-        self._usual_compute = round(median(part[0] for part in parts)) if parts else 0
+        if record.unit.steps > 1:  # who joins in the midst of a round computes less of it than it could
+            paces = [_us(event.compute_seconds) / event.forward_passes for event in commits if event.forward_passes]
+            self._most_passes = max((event.forward_passes for event in commits), default=0)
+            self._usual_compute = round(median(paces) * self._most_passes) if paces else 0
+        else:
+            self._most_passes = 0
+            self._usual_compute = round(median(part[0] for part in parts)) if parts else 0
         self._usual_exchange = round(median(part[1] for part in parts)) if parts else 0
         self._passes = max((event.forward_passes for event in commits[-1:]), default=0)
         self._step = 0  # that the group holds
@@ -155,7 +164,7 @@ class GroupFold:
                     self._heal = None
                 case ev.Drained():
                     if not event.in_order:
-                        self._break_off(time, "drained")
+                        self._break_off(time, "drained", event.void)
                     strip.fill(time, "overhead")
                     return False
                 case ev.TrainingFinished():
@@ -236,10 +245,18 @@ class GroupFold:
         self._heal, self._step = None, event.step
         self._pending = []
 
-    def _break_off(self, until: int, reason: str) -> None:
-        """Fill the time of a step that this group does not commit, or of a heal that does not end."""
+    def _break_off(self, until: int, reason: str, void: Sequence[ev.Batches] | None = None) -> None:
+        """Fill the time of a step that this group does not commit, or of a heal that does not end.
+
+        Args:
+            void: what it had read for the step, where it told.
+        """
         strip, commits = self._strip, self._record.commits
         until = min(until, strip.end)
+        if void is not None and self._heal is None:
+            self.unfinished.append(Unfinished(sum(each.num_batches for each in void), False, reason, told=True))
+            strip.fill(until, "wasted", reason)
+            return
         if self._heal is not None:
             strip.fill(until, "heal", "in vain")
         elif not self._begun:
@@ -251,7 +268,7 @@ class GroupFold:
             # The gradient in that step must be this one, not one that the group computed anew after its return.
             others = self._step + 1 not in self._own_steps
             kept = others and self._replica in self._record.makers.get(self._step + 1, ())
-            passes = math.ceil(share * self._passes)
+            passes = math.ceil(share * max(self._passes, self._most_passes))
             self.unfinished.append(Unfinished(passes, kept, reason))
             strip.fill(strip.cursor + compute, "productive" if kept else "wasted", "" if kept else reason)
             strip.fill(until, "exchange_wait")

@@ -95,9 +95,9 @@ def _supersedes(new: State, old: State, states: Mapping[str, State], restarts: I
     before = {state.lineage for state in chain_to(states, old)} | {ROOT}
     first = next((state for state in reversed(chain_to(states, new)) if state.parent in before), None)
     return first is not None and any(
-        event.step == first.step - 1
-        and event.time <= first.time
-        and (not isinstance(event, CheckpointLoaded) or event.lineage == first.parent)
+        event.time <= first.time
+        # A checkpoint's step is torchtitan's, which is another number where the job counts rounds.
+        and (event.lineage == first.parent if isinstance(event, CheckpointLoaded) else event.step == first.step - 1)
         for event in restarts
     )
 

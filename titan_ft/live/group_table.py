@@ -85,11 +85,12 @@ def group_table(
 
 def _cells(group: GroupStatus, ratio: float | None, now: float) -> dict[str, str]:
     own_loss = group.own_loss if group.own_loss is not None else group.loss
+    step = None if group.step is None else group.unit.step_after(group.step)
     fault = f"-{clock(now - group.fault_time)} {group.fault}" if group.fault else "-"  # the age is never cut off
     return {
         "replica": str(group.replica),
         "state": group.state,
-        "step": number(group.step),
+        "step": number(step),
         "own loss": number(own_loss, ".4f"),
         "own s": number(group.own_seconds, ".3f"),
         "x others": number(ratio, ".2f"),

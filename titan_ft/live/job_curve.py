@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The job's own curves in TensorBoard: each committed step once, whichever groups made it, from the run's events.
+"""The job's own curves in TensorBoard: each committed step, or round, once, from the run's events.
 
 The events are the source, and not a group that would write on behalf of all: a step whose writer dies right behind its
 commit is in the events of the others, and a folder with one writer is what TensorBoard reads without losing files.
@@ -154,9 +154,10 @@ class JobCurve:
         if self._last is None or commit.step <= self._last.step:
             # TensorBoard drops what was written of this step and of later ones: those states are lost.
             start = SessionLog(status=SessionLog.START)
-            self._append(Record(wall_time=commit.time, step=commit.step, session_log=start))
+            self._append(Record(wall_time=commit.time, step=commit.titan_step, session_log=start))
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in self._figures(commit).items()]
-        self._append(Record(wall_time=commit.time, step=commit.step, summary=Summary(value=values)))
+        # Over torchtitan's steps, as a group's own curves and those of a run without this package are.
+        self._append(Record(wall_time=commit.time, step=commit.titan_step, summary=Summary(value=values)))
         self._last = commit
 
     def _figures(self, commit: StepCommitted) -> dict[str, float]:
@@ -171,8 +172,9 @@ class JobCurve:
             "ft/exchange(s)": commit.exchange_seconds,
         }
         if self._last is not None and commit.step == self._last.step + 1 and commit.time > self._last.time:
-            figures["job/step(s)"] = commit.time - self._last.time
-            figures["job/tokens_per_second"] = commit.tokens / (commit.time - self._last.time)
+            seconds = commit.time - self._last.time
+            figures["job/step(s)"] = seconds / max(1, commit.titan_step - self._last.titan_step)
+            figures["job/tokens_per_second"] = commit.tokens / seconds
         return figures
 
     def _append(self, record: event_pb2.Event) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 LOOPBACK = "127.0.0.1"
-STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
+STEP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, 1200, 3600)
 FAILURE_CAUSES = (
     *("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGSEGV", "SIGTERM"),
     *("exit code 1", "exit code 2", "exit code 3"),
@@ -112,11 +112,11 @@ class MetricsServer:
         self._build = Info("build", "Versions of what runs.", **common)
         self._run = Info("run", "The run: its job, its folder, its shape.", **common)
         unknown = "; NaN when unknown or not finite."
-        self._step = gauge("step", "Step committed last.")
+        self._step = gauge("step", "torchtitan's step committed last.")
         self._loss = gauge("loss", f"Mean loss of that step over its groups{unknown}")
         self._grad_norm = gauge("grad_norm", f"Gradient norm of that step before clipping{unknown}")
         self._lr = gauge("learning_rate", "Learning rate of that step.")
-        self._target = gauge("target_step", f"The step that is to be the last one{unknown}")
+        self._target = gauge("target_step", f"torchtitan's step that is to be the last one{unknown}")
         self._last_commit = gauge("last_commit_timestamp_seconds", f"Unix time of that step's commit{unknown}")
         for figure in (self._loss, self._grad_norm, self._lr, self._target, self._last_commit):
             figure.set(float("nan"))  # before the first step
@@ -129,10 +129,10 @@ class MetricsServer:
             ("replica",),
         )
         self._tokens = counter("tokens", "Tokens with a label that the committed steps trained on.")
-        self._committed = counter("steps_committed", "Steps committed.")
+        self._committed = counter("steps_committed", "Steps committed; rounds with a semi-synchronous method.")
         self._exchanges = counter("exchanges", "Exchanges of gradients that the committed steps took.")
         self._exchanges_failed = counter("exchanges_failed", "Those that failed and were repeated.")
-        self._step_seconds = histogram("step_seconds", "Seconds of a committed step.", buckets=STEP_BUCKETS)
+        self._step_seconds = histogram("step_seconds", "Seconds of a committed step, or round.", buckets=STEP_BUCKETS)
         self._restarts = counter("restarts", "Restarts of groups.", ("replica", "standby"))
         self._failures = counter("failures", "Ends of groups, by what ended the first rank.", ("replica", "cause"))
         self._heals = counter("heals", "Transfers of state to a group that ended well.", ("replica",))
@@ -208,7 +208,7 @@ class MetricsServer:
             return
         self._committed.inc()
         self._tokens.inc(event.tokens)
-        self._step.set(event.step)
+        self._step.set(event.titan_step)
         self._last_commit.set(event.time)
         self._participants.set(len(event.participants))
         for gauge, value in ((self._loss, event.loss), (self._grad_norm, event.grad_norm), (self._lr, event.lr)):

@@ -12,6 +12,7 @@ from typing import Any
 from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.terminal import clock
+from titan_ft.history.unit import STEP, Unit
 from titan_ft.live import status
 from titan_ft.run import events as ev
 
@@ -109,8 +110,11 @@ class RunStatus:
         """Ranks of each group; 0 where there is no launcher."""
         self.steps = CommittedSteps()
         self.step: int | None = None
+        """The last commit: a step, or a round."""
+        self.unit = STEP
+        """What one commit stands for."""
         self.target: int | None = None
-        """The step that is to be the last one; None if unknown."""
+        """torchtitan's step that is to be the last one; None if unknown."""
         self.loss: float | None = None
         self.participants: tuple[int, ...] = ()
         self.faults = InjectedFaults()
@@ -160,7 +164,7 @@ class RunStatus:
         line = status.describe(before, self.groups, event)
         match event:
             case ev.WorkerStarted() if event.config is not None:
-                self.target = event.config.steps
+                self.target, self.unit = event.config.steps, Unit.of(event.config)
             case ev.StepCommitted():
                 line = self._take_step(event)
             case ev.LighthouseRestarted():
@@ -195,12 +199,19 @@ class RunStatus:
         self._tokens.append((event.time, event.tokens))
         if before is None or event.step > before:
             return None
-        again = f"step {before} is" if event.step == before else f"steps {event.step} to {before} are"
-        return f"training went back to step {event.step - 1}: {again} made again"
+        noun = self.unit.noun
+        again = f"{noun} {before} is" if event.step == before else f"{noun}s {event.step} to {before} are"
+        return f"training went back to {self.unit.name(event.step - 1)}: {again} made again"
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the start, up to the end where it is over."""
         return 0.0 if self.started is None else max(0.0, (self.last if self.end else now) - self.started)
+
+    @property
+    def usual_seconds(self) -> float:
+        """Return the time from one of the last commits to the next; 0 before the second one."""
+        recent, seconds = self._recent(self.last)
+        return seconds / (len(recent) - 1) if seconds else 0.0
 
     def tokens_per_second(self, now: float) -> float | None:
         """Return the rate of the last steps; it falls when no step comes. None before the second step."""
@@ -212,14 +223,15 @@ class RunStatus:
         recent, seconds = self._recent(now)
         if self.target is None or self.step is None or not seconds or self.end:
             return None
-        return max(0, self.target - self.step) * seconds / (len(recent) - 1)
+        commits = max(0, self.target - self.unit.step_after(self.step)) / self.unit.steps
+        return commits * seconds / (len(recent) - 1)
 
     def progress(self, now: float) -> str | None:
         """Return one line on how far the run is, or None before its first step."""
         if self.step is None:
             return None
         loss = f"{self.loss:.5f}" if self.loss is not None else "-"
-        parts = [f"step {self.step}", f"loss {loss}", f"groups {len(self.participants)}/{len(self.groups)}"]
+        parts = [self.unit.name(self.step), f"loss {loss}", f"groups {len(self.participants)}/{len(self.groups)}"]
         parts += [f"restarts {self.restarts}"]
         rate, left = self.tokens_per_second(now), self.seconds_left(now)
         parts += [f"tokens/s {rate:,.0f}"] if rate is not None else []

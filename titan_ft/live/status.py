@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titan_ft.history.unit import STEP, Unit
 from titan_ft.run import events as ev
 
 STATES = ("waiting", "starting", "joined", "healing", "training", "died", "draining", "drained", "finished", "failed")
@@ -21,7 +22,7 @@ class GroupStatus:
     replica: int
     state: str = WAITING
     step: int | None = None
-    """Last step committed."""
+    """Last step, or round, committed."""
     loss: float | None = None
     participants: tuple[int, ...] = ()
     """Groups that took part in that step, or in the quorum joined last."""
@@ -40,6 +41,8 @@ class GroupStatus:
     """Name of the fault injected into it last."""
     fault_time: float = 0.0
     """Unix seconds of that."""
+    unit: Unit = STEP
+    """What it commits: steps, or rounds."""
 
 
 Groups = dict[int, GroupStatus]
@@ -98,14 +101,15 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
 
 def _starting(group: GroupStatus, attempt: int) -> GroupStatus:
     """Return a group of which a new attempt begins: it has made nothing yet, whatever the one before it had."""
-    kept = {name: getattr(group, name) for name in ("restarts", "host", "fault", "fault_time")}
+    kept = {name: getattr(group, name) for name in ("restarts", "host", "fault", "fault_time", "unit")}
     return GroupStatus(group.replica, STARTING, attempt=attempt, **kept)
 
 
 def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
     match event:
         case ev.WorkerStarted():
-            return replace(_starting(group, event.attempt), host=event.host)
+            unit = group.unit if event.config is None else Unit.of(event.config)
+            return replace(_starting(group, event.attempt), host=event.host, unit=unit)
         case ev.Joined():
             state = JOINED if group.state in (WAITING, STARTING) else group.state
             return replace(group, state=state, participants=tuple(event.participants))
@@ -114,7 +118,7 @@ def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
         case ev.HealFinished():
             return replace(group, state=JOINED, step=event.step)
         case ev.CheckpointLoaded():
-            return replace(group, step=event.step)
+            return replace(group, step=group.unit.commits_after(event.step))
         case ev.StepCommitted():
             return replace(
                 group,
@@ -133,39 +137,39 @@ def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
 
 
 # The line that an event becomes. `replica N` stands before those of a group itself, of which rank 0's count.
-_LINES: dict[type[ev.Event], Callable[[Any], str]] = {
-    ev.LighthouseRestarted: lambda e: f"{e.reason}; it is back at the same address after {e.seconds:.2f} s",
-    ev.ChaosStarted: lambda e: f"chaos begins: {e.plan}, seed {e.seed}: {e.schedule}",
-    ev.ChaosFinished: lambda e: f"chaos ends: faults injected: {e.injected}, skipped: {e.skipped}",
-    ev.FaultInjected: lambda e: f"fault: {_fault(e)}{_params(e)}",
-    ev.FaultUndone: lambda e: f"fault undone: {_fault(e)}",
-    ev.FaultSkipped: lambda e: f"fault skipped: {_fault(e)}{_because(e.reason)}",
-    ev.Straggler: lambda e: f"replica {e.slot} is slow: {e.factor:.1f} times the others' step time",
-    ev.StragglerRecovered: lambda e: f"replica {e.slot} is as fast as the others again",
-    ev.GradientExcluded: lambda e: (
-        f"step {e.step} goes without replica {_listed(e.slots)}: gradient not finite; the batch is trained again"
+_LINES: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
+    ev.LighthouseRestarted: lambda e, u: f"{e.reason}; it is back at the same address after {e.seconds:.2f} s",
+    ev.ChaosStarted: lambda e, u: f"chaos begins: {e.plan}, seed {e.seed}: {e.schedule}",
+    ev.ChaosFinished: lambda e, u: f"chaos ends: faults injected: {e.injected}, skipped: {e.skipped}",
+    ev.FaultInjected: lambda e, u: f"fault: {_fault(e)}{_params(e)}",
+    ev.FaultUndone: lambda e, u: f"fault undone: {_fault(e)}",
+    ev.FaultSkipped: lambda e, u: f"fault skipped: {_fault(e)}{_because(e.reason)}",
+    ev.Straggler: lambda e, u: f"replica {e.slot} is slow: {e.factor:.1f} times the others' step time",
+    ev.StragglerRecovered: lambda e, u: f"replica {e.slot} is as fast as the others again",
+    ev.GradientExcluded: lambda e, u: (
+        f"{u.name(e.step)} goes without replica {_listed(e.slots)}: gradient not finite; the batch is trained again"
     ),
 }
-_LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any], str]] = {
-    ev.HealStarted: lambda e: f"healing from replica {e.donor} at step {e.from_step}",
-    ev.HealFinished: lambda e: f"healed in {e.seconds:.2f} s",
-    ev.HealFailed: lambda e: f"got no state from replica {e.donor}: {_first_line(e.error)}",
-    ev.RolledBack: lambda e: f"goes on from step {e.step}: steps lost with their groups: {e.lost}",
-    ev.CheckpointFailed: lambda e: (
+_LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
+    ev.HealStarted: lambda e, u: f"healing from replica {e.donor} at {u.name(e.from_step)}",
+    ev.HealFinished: lambda e, u: f"healed in {e.seconds:.2f} s",
+    ev.HealFailed: lambda e, u: f"got no state from replica {e.donor}: {_first_line(e.error)}",
+    ev.RolledBack: lambda e, u: f"goes on from {u.name(e.step)}: {u.noun}s lost with their groups: {e.lost}",
+    ev.CheckpointFailed: lambda e, u: (
         f"could not save the checkpoint of step {e.step}: {_first_line(e.error)}{_latest_checkpoint(e.latest)}"
     ),
-    ev.DigestMismatch: lambda e: (
-        f"sees different digests at step {e.step} (minority: {_listed(e.minority) or 'none, a tie'})"
+    ev.DigestMismatch: lambda e, u: (
+        f"sees different digests at {u.name(e.step)} (minority: {_listed(e.minority) or 'none, a tie'})"
     ),
-    ev.Waiting: lambda e: f"waits after step {e.step}: {e.reason or 'too few groups'}",
-    ev.CatchUpWaiting: lambda e: f"cannot queue more updates: the others wait until it has step {e.step}",
-    ev.Drained: lambda e: f"left after step {e.step}{_because(e.reason)}",
-    ev.ForeignMember: lambda e: f"leaves {e.member} aside{_because(e.reason)}",
-    ev.StartedAnew: lambda e: "starts anew from step 0: no group holds the state of its earlier attempt",
-    ev.CheckpointLoaded: lambda e: f"goes on from the checkpoint of step {e.step}",
-    ev.CheckpointSaved: lambda e: f"saved the checkpoint of step {e.step}",
-    ev.DataReset: lambda e: f"starts its data anew{_because(e.reason)}",
-    ev.TrainingFinished: lambda e: f"finished at step {e.step}",
+    ev.Waiting: lambda e, u: f"waits after {u.name(e.step)}: {e.reason or 'too few groups'}",
+    ev.CatchUpWaiting: lambda e, u: f"cannot queue more updates: the others wait until it has {u.name(e.step)}",
+    ev.Drained: lambda e, u: f"left after {u.name(e.step)}{_because(e.reason)}",
+    ev.ForeignMember: lambda e, u: f"leaves {e.member} aside{_because(e.reason)}",
+    ev.StartedAnew: lambda e, u: "starts anew from step 0: no group holds the state of its earlier attempt",
+    ev.CheckpointLoaded: lambda e, u: f"goes on from the checkpoint of step {e.step}",
+    ev.CheckpointSaved: lambda e, u: f"saved the checkpoint of step {e.step}",
+    ev.DataReset: lambda e, u: f"starts its data anew{_because(e.reason)}",
+    ev.TrainingFinished: lambda e, u: f"finished at {u.name(e.step)}",
 }
 # Every group comes to the same finding: one line is enough.
 _SEEN_BY_ALL = (ev.Waiting, ev.Straggler, ev.StragglerRecovered, ev.DigestMismatch, ev.GradientExcluded, ev.RolledBack)
@@ -177,7 +181,7 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
     if isinstance(event, ev.FaultEvent) and event.rank and _hits_groups(event):
         return None  # the agents of all ranks report what hit their group
     if line is not None and not isinstance(event, ev.RankEvent):
-        return line(event)
+        return line(event, STEP)
     replica = event.replica
     if replica is None or replica not in after:
         return None
@@ -206,8 +210,8 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
     if isinstance(event, _SEEN_BY_ALL) and not _is_first_to_train(after, replica):
         return None
     if line is not None:
-        return line(event)
-    return None if line_of_group is None else f"{name} {line_of_group(event)}"
+        return line(event, new.unit)
+    return None if line_of_group is None else f"{name} {line_of_group(event, new.unit)}"
 
 
 def _is_first_to_train(groups: Groups, replica: int) -> bool:

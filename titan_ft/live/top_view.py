@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 SILENT_SECONDS = 10.0
-"""Without an event for so long, a run that is not over may be stuck, or its launcher killed."""
+"""Without an event for so long, and for two steps, a run that is not over may be stuck, or its launcher killed."""
 NUM_LINES = 10
 """Of what happened, where the height is not limited."""
 
@@ -92,7 +92,7 @@ def _state(run: RunStatus, now: float) -> Text:
         code = "" if run.code is None else f" (exit status {run.code})"
         return _text(f"over after {elapsed}: {run.end}{code}; {what}", "red" if run.code else "green")
     line = _text(f"running for {elapsed}; {what}")
-    if now - run.last > SILENT_SECONDS:
+    if now - run.last > max(SILENT_SECONDS, 2 * run.usual_seconds):
         line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
     return line
 
@@ -101,8 +101,10 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     """Return the figures of the whole run, in as many lines as the width asks for."""
     rate, left, steps = run.tokens_per_second(now), run.seconds_left(now), run.steps
     share = f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)" if steps.num_attempted else ""
+    step = None if run.step is None else run.unit.step_after(run.step)
     figures = [
-        ("step", number(run.step) + ("" if run.target is None else f"/{run.target}")),
+        *([("round", number(run.step))] if run.unit.method else []),
+        ("step", number(step) + ("" if run.target is None else f"/{run.target}")),
         ("loss", number(run.loss, ".5f")),
         ("tokens/s", number(rate, ",.0f")),
         *([] if left is None else [("ETA", clock(left))]),

@@ -64,7 +64,7 @@ class ChaosEvent(Event, kw_only=True):
 # Parts of events
 
 
-class WorkerConfig(msgspec.Struct, kw_only=True):
+class WorkerConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a reader of the history needs of a worker's config: fields of `[fault_tolerance]` by their own names."""
 
     group_size: int  # replica groups of the job
@@ -77,6 +77,9 @@ class WorkerConfig(msgspec.Struct, kw_only=True):
     chaos: bool  # whether the worker has a chaos agent
     steps: int  # `training.steps`
     checkpoint: bool  # `checkpoint.enable`
+    # "local_sgd" or "diloco": what the job commits, and `step` counts in all events, is a round of several steps then
+    semi_sync_method: str | None = None
+    sync_steps: int | None = None  # torchtitan's steps of a round; with a semi-synchronous method only
 
 
 class Setup(msgspec.Struct, kw_only=True):
@@ -137,8 +140,9 @@ class StepCommitted(RankEvent, kw_only=True):
     """A step is committed and applied."""
 
     step: int  # its number, from 1; with a semi-synchronous method that of the round
-    inner_step: int | None = None  # torchtitan's step behind it: more than `step` where a round has several
-    inner_steps: int | None = None  # steps of its own that this group made for it; null in older histories
+    # torchtitan's step behind it: more than `step` where a round has several; not in older histories
+    inner_step: int | None = None
+    inner_steps: int | None = None  # steps of its own that this group made for it; not in older histories
     lineage: str  # names the state that it made, hex; the same in all groups that made it
     parent: str  # lineage of the state that it changed; twelve zeros for the initial one
     participants: list[int]  # groups whose gradients are in it
@@ -162,6 +166,11 @@ class StepCommitted(RankEvent, kw_only=True):
     # memory of this rank in bytes: what the accelerator's allocator held at most since torchtitan's last line of
     # metrics; on a CPU, what the process holds
     memory_bytes: int | None = None
+
+    @property
+    def titan_step(self) -> int:
+        """torchtitan's step behind it."""
+        return self.step if self.inner_step is None else self.inner_step
 
     @property
     def contributed(self) -> bool:
@@ -192,6 +201,8 @@ class Drained(RankEvent, kw_only=True):
     in_order: bool  # whether it finished its step first
     digest: str | None = None  # hash of this rank's part of the state, hex; only in order
     lineage: str | None = None  # names that state; only in order
+    # batches of the round that it broke off, as this rank read them: they are void, and trained again
+    void: list[Batches] | None = None
 
 
 class Hung(RankEvent, kw_only=True):
@@ -369,14 +380,14 @@ class StartedAnew(RankEvent, kw_only=True):
 class CheckpointSaved(RankEvent, kw_only=True):
     """Rank 0 of the writing group: a checkpoint is complete."""
 
-    step: int  # step after which it is
+    step: int  # torchtitan's step after which it is, as its folder is named; not the number of a round
     seconds: float  # from its begin
 
 
 class CheckpointFailed(RankEvent, kw_only=True):
     """A checkpoint could not be written; the next due step tries again."""
 
-    step: int  # step after which it would be
+    step: int  # torchtitan's step after which it would be
     error: str  # why
     latest: int | None = None  # step of the latest complete checkpoint, 0 without any
 
@@ -384,20 +395,20 @@ class CheckpointFailed(RankEvent, kw_only=True):
 class CheckpointWithdrawn(RankEvent, kw_only=True):
     """Rank 0 of the writing group: a checkpoint of a state that turned out to be corrupt is removed."""
 
-    step: int  # step after which it was
+    step: int  # torchtitan's step after which it was
 
 
 class CheckpointLoaded(RankEvent, kw_only=True):
     """The worker goes on from a checkpoint."""
 
-    step: int  # step after which it is
+    step: int  # torchtitan's step after which it is, as its folder is named; not the number of a round
     lineage: str  # names its state
 
 
 class DataReset(RankEvent, kw_only=True):
     """The data begins anew behind a checkpoint, so that batches may be trained again."""
 
-    step: int  # step after which the checkpoint is
+    step: int  # torchtitan's step after which the checkpoint is
     reason: str  # why its place in the data does not fit
 
 

@@ -69,6 +69,8 @@ def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
         chaos=config.chaos,
         steps=job_config.training.steps,
         checkpoint=job_config.checkpoint.enable,
+        semi_sync_method=config.semi_sync_method,
+        sync_steps=None if config.semi_sync_method is None else config.sync_steps,
     )
     events.emit(
         WorkerStarted(

@@ -25,22 +25,25 @@ def check_counters(record: RunRecord, found: Judgement) -> None:
     _check_finished(record, found)
     saved = _check_saved(record, found)
     _check_sizes(record, found)
-    steps = count(len(record.chain), "step")
-    found.statement = f"{steps} by one each, LR of {count(compared, 'commit')} by step, {count(saved, 'checkpoint')}"
+    unit = record.unit
+    steps = unit.count(len(record.chain)) + (f" of {count(unit.steps, 'step')} ({unit.method})" if unit.method else "")
+    rates = f"LR of {count(compared, 'commit')} by {unit.noun}"
+    found.statement = f"{steps} by one each, {rates}, {count(saved, 'checkpoint')}"
     if not record.chain:
-        found.unknown.append("no event tells of a committed step")
+        found.unknown.append(f"no event tells of a committed {unit.noun}")
 
 
 def _check_steps(record: RunRecord, found: Judgement) -> None:
+    noun = record.unit.noun
     for state in record.states.values():
         parent = record.states.get(state.parent)
         before = 0 if state.parent == ROOT else None if parent is None else parent.step
         if before is not None and state.step != before + 1:
-            text = f"step {state.step} changes the state of step {before}; steps must go up by one"
+            text = f"{noun} {state.step} changes the state of {noun} {before}; {noun}s must go up by one"
             found.object_to(text, record.commits_of[state.lineage][0])
         for event in record.commits_of[state.lineage]:
             if (event.step, event.parent) != (state.step, state.parent):
-                found.object_to(f"step and parent of the state {state.lineage} are not what others report", event)
+                found.object_to(f"{noun} and parent of the state {state.lineage} are not what others report", event)
 
 
 def _check_rates(record: RunRecord, found: Judgement) -> int:
@@ -49,6 +52,7 @@ def _check_rates(record: RunRecord, found: Judgement) -> int:
     A schedule that advanced on a failed exchange gives another LR to the same step of a group that did not see it
     fail, and to its repetition.
     """
+    noun = record.unit.noun
     rates: dict[tuple[object, ...], tuple[float | None, StepCommitted]] = {}
     compared = 0
     for process in record.processes:
@@ -63,9 +67,8 @@ def _check_rates(record: RunRecord, found: Judgement) -> int:
             compared += other is not event
             # Within one state a difference is that of its groups' arithmetic.
             if first != rate and other.lineage != event.lineage:
-                found.object_to(
-                    f"LR {rate!r}; it was {first!r} at this step before, of the same share of the batch", event
-                )
+                text = f"LR {rate!r}; it was {first!r} at this {noun} before, of the same share of the batch"
+                found.object_to(text, event)
     return compared
 
 
@@ -75,7 +78,8 @@ def _check_finished(record: RunRecord, found: Judgement) -> None:
     for event in record.of(TrainingFinished):
         state, tokens_seen = record.states.get(event.lineage), event.tokens
         if state is not None and event.step != state.step:
-            found.object_to(f"finished with step {event.step} in the state of step {state.step}", event)
+            noun = record.unit.noun
+            found.object_to(f"finished with {noun} {event.step} in the state of {noun} {state.step}", event)
         if tokens.setdefault(event.lineage, tokens_seen) != tokens_seen:
             found.object_to(f"finished with {tokens_seen} tokens, others with {tokens[event.lineage]}", event)
         elif record.chain and event.lineage == record.chain[-1].lineage and record.chain[0].parent == ROOT:
@@ -88,16 +92,23 @@ def _check_tokens(record: RunRecord, event: TrainingFinished, found: Judgement) 
     batches = [sum(number for _, number in state.batches.values()) for state in record.chain]
     full = {point.event.tokens / number for point, number in zip(record.curve, batches, strict=True) if number}
     if tokens_seen < total or (len(full) == 1 and tokens_seen != total):
-        found.object_to(f"finished with {tokens_seen} tokens, the steps' own are {total}", event)
+        found.object_to(f"finished with {tokens_seen} tokens, the {record.unit.noun}s' own are {total}", event)
 
 
 def _check_saved(record: RunRecord, found: Judgement) -> int:
-    """Check that each checkpoint is of a state that its writer had made; return their number."""
+    """Check that each checkpoint is of a state that its writer had made; return their number.
+
+    A checkpoint's step is torchtitan's, which is another number where the job counts rounds.
+    """
     saved = 0
     for process in record.processes:
         held = set()
         for event in process.events:
-            if isinstance(event, StepCommitted | HealFinished | CheckpointLoaded | TrainingFinished):
+            if isinstance(event, StepCommitted):
+                held.add(event.titan_step)
+            elif isinstance(event, HealFinished | TrainingFinished):
+                held.add(record.unit.step_after(event.step))
+            elif isinstance(event, CheckpointLoaded):
                 held.add(event.step)
             elif isinstance(event, CheckpointSaved):
                 saved += 1

@@ -56,6 +56,7 @@ def check_digests(record: RunRecord, found: Judgement) -> None:
 def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Judgement) -> None:
     """Object to digests of one state that differ, unless the differing groups were named, healed, or gone at once."""
     named = {group for event in record.of(DigestMismatch) if event.step == step for group in event.minority}
+    noun = record.unit.noun
     mended, left, kept = [], [], []
     for process, event, digest in words:
         after = _after(process, event)
@@ -63,7 +64,7 @@ def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Ju
             # Commits without its gradient spread no wrong bytes; from a heal on its state is the others'.
             again = next((each for each in after if not isinstance(each, StepCommitted) or each.contributed), None)
             if isinstance(again, StepCommitted | TrainingFinished):
-                text = f"contributed again without a heal, though its digest at step {step} was found to differ"
+                text = f"contributed again without a heal, though its digest at {noun} {step} was found to differ"
                 found.object_to(text, again)
             mended.append(process.replica)
         elif not after and not isinstance(event, TrainingFinished) and process.exit is not None:
@@ -80,7 +81,7 @@ def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Ju
     mended += [process.replica for process, digest in left if digest not in digests]
     if mended:
         who = ", ".join(map(str, sorted(set(mended))))
-        found.notes.append(f"step {step}: the digest of group {who} differed; it was named, and healed or ended")
+        found.notes.append(f"{noun} {step}: the digest of group {who} differed; it was named, and healed or ended")
 
 
 def _after(process: ProcessHistory, event: Event) -> list[StepCommitted | HealFinished | TrainingFinished]:
@@ -95,7 +96,7 @@ def _compare_ends(record: RunRecord, found: Judgement) -> str:
     last = {(event.replica, event.rank): event for event in record.of(TrainingFinished) if event.time >= since}
     ends = {event.lineage: event for event in last.values()}
     if len(ends) > 1:
-        states = ", ".join(f"step {event.step} ({lineage})" for lineage, event in ends.items())
+        states = ", ".join(f"{record.unit.noun} {event.step} ({lineage})" for lineage, event in ends.items())
         found.object_to(f"groups finished with different states: {states}", next(reversed(last.values())))
     groups = len({replica for replica, _ in last})
     return f"; {count(groups, 'group')} finished, with one state" if len(ends) == 1 else ""

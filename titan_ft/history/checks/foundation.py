@@ -32,7 +32,7 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
         found.unknown.append("the history is empty: the folder has no events (events/*.jsonl)")
         return
     if not record.states:
-        found.unknown.append("no event tells of a committed step")
+        found.unknown.append(f"no event tells of a committed {record.unit.noun}")
         return
     _check_end(record, found)
     begun = {(event.pid, event.replica) for event in record.of(WorkerStarted)}
@@ -42,13 +42,15 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
     first = record.chain[0]
     loaded = {event.lineage for event in record.of(CheckpointLoaded)}
     if first.parent != ROOT and first.parent not in loaded:
-        found.unknown.append(f"the history is cut: no event tells how the state before step {first.step} was made")
+        state = f"the state before {record.unit.noun} {first.step}"
+        found.unknown.append(f"the history is cut: no event tells how {state} was made")
     elif first.parent == ROOT and first.step != 1:
-        found.notes.append(f"the first step is {first.step}")
+        found.notes.append(f"the first {record.unit.noun} is {first.step}")
     known = {process.replica for process in record.processes}
     silent = sorted({slot for point in record.curve for slot in point.event.participants} - known)
     if silent:
-        found.unknown.append(f"the history is cut: groups {silent} took part in steps and have no events of their own")
+        who = f"groups {silent} took part in {record.unit.noun}s"
+        found.unknown.append(f"the history is cut: {who} and have no events of their own")
 
 
 def _check_end(record: RunRecord, found: Judgement) -> None:

@@ -17,7 +17,8 @@ from titan_ft.history.record import ProcessHistory, RunRecord
 from titan_ft.run import events as ev
 
 LONG_STEPS = 4
-"""Usual steps that a heal must last to show anything; what a shorter one could stall is no more than that."""
+"""Usual steps that a heal must last to show anything; what a shorter one could stall is no more than that. In a round
+of several steps, those that others may wait."""
 LEAST_RATE = 0.5
 """Share of the usual rate of commits that the others must keep, over all heals together."""
 LEAST_RATE_OF_ONE = 0.25
@@ -72,7 +73,7 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
 
     The usual time of a step is `RunRecord.usual_step_us`, longer by as much as the steps' computing took
     longer during the heals: a joiner on the same machine takes its share of it, and that is no wait. A group that asks
-    the others to wait says so (`catch_up_waiting`).
+    the others to wait says so (`catch_up_waiting`). Of rounds of several steps see `_check_rounds`.
     """
     if any(process.config is not None and process.config.catch_up == "wait" for process in record.processes):
         found.asked = False
@@ -85,6 +86,9 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
         return
     if not heals or usual is None:
         found.statement = "no group had to catch up while others trained"
+        return
+    if record.unit.steps > 1:
+        _check_rounds(heals, record, found)
         return
     longest = max(after.time - before.time for heal in heals for before, after in pairwise(heal.around))
     scale = usual * _slowdown(heals, median(event.compute_seconds for event in record.commits))
@@ -110,6 +114,35 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
         found.object_to(f"others committed at {share}", clean[0].event)
     else:
         found.unknown.append("other failures during the heals hide what the joiners cost")
+
+
+def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -> None:
+    """Check that nobody waited for a joiner by more than `LONG_STEPS` of torchtitan's steps.
+
+    A heal is short beside a round, so that the rate of commits tells nothing. What does is the time from the end of a
+    group's own steps to the commit: it waits then for those that come to the exchange later. In a round with a heal it
+    may be longer than the usual one by a few steps, as the joiner ends the step that it is in.
+    """
+    usual = median(commit.exchange_seconds for commit in record.commits)
+    step = median(commit.compute_seconds / (commit.inner_steps or record.unit.steps) for commit in record.commits)
+    disturbed, longest = list(_disturbances(record)), 0.0
+    for heal in heals:
+        begin, end = heal.start, heal.around[-1].time
+        clean = not any(since <= end and until >= begin for since, until in disturbed)
+        for after in heal.around[1:]:
+            waited, own = after.exchange_seconds, after.compute_seconds / (after.inner_steps or record.unit.steps)
+            longest = max(longest, waited)
+            if waited <= usual + LONG_STEPS * max(step, own):
+                continue
+            text = f"others waited {waited:.2f} s at the end of round {after.step}, {usual:.2f} s are usual"
+            if clean:
+                found.object_to(text, heal.event)
+            else:
+                found.unknown.append(f"{text}: other failures during the heal hide what the joiner cost")
+    found.statement = (
+        f"others waited {longest:.2f} s at most at the end of rounds with {count(len(heals), 'heal')} (usual "
+        f"{usual:.2f} s, a step takes {step:.2f} s)"
+    )
 
 
 def _rate(heals: Sequence[_Heal], scale: float) -> float:

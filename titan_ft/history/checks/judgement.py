@@ -31,10 +31,10 @@ class Offence:
     rank: int | None = None
     step: int | None = None
 
-    def describe(self, start: float) -> str:
-        """Return it in words: when (seconds since `start`), where, what."""
+    def describe(self, start: float, noun: str = "step") -> str:
+        """Return it in words: when (seconds since `start`), where, what; `noun` is what `step` counts."""
         where = [] if self.time is None else [f"{self.time - start:.2f} s"]
-        places = (("replica", self.replica), ("rank", self.rank), ("step", self.step))
+        places = (("replica", self.replica), ("rank", self.rank), (noun, self.step))
         where += [f"{name} {value}" for name, value in places if value is not None]
         return f"{', '.join(where)}: {self.text}" if where else self.text
 
@@ -65,10 +65,16 @@ class Judgement:
             return "not asked"
         return f"{self.verdict}, but" if self.reservation and self.verdict == "holds" else self.verdict
 
-    def details(self, start: float) -> list[str]:
-        """Return what stands below it: offences, what is unknown, notes; `start` is the run's, Unix seconds."""
+    def details(self, start: float, noun: str = "step") -> list[str]:
+        """Return what stands below it: offences, what is unknown, notes.
+
+        Args:
+            start: the run's, Unix seconds.
+            noun: what the job commits, steps or rounds.
+        """
         unknown = [f"unknown: {reason}" if self.asked else reason for reason in dict.fromkeys(self.unknown)]
-        return [*(each.describe(start) for each in self.offences), *unknown, *(f"note: {note}" for note in self.notes)]
+        offences = [each.describe(start, noun) for each in self.offences]
+        return [*offences, *unknown, *(f"note: {note}" for note in self.notes)]
 
     def object_to(self, text: str, event: Event | None = None) -> None:
         """Add an offence, where and when `event` was."""

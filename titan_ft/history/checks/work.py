@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from titan_ft.history.checks.judgement import Judgement, Offence, count
 from titan_ft.history.record import Healed, ProcessHistory, RunRecord
@@ -33,8 +34,11 @@ def check_work(record: RunRecord, found: Judgement) -> None:
     behind = sum(_fell_behind(process) for process in record.processes)
     if behind:
         found.notes.append(f"{count(behind, 'time')} a rank fell behind and healed while it lived")
+    fewer = [text for process in record.processes if process.rank == 0 for text in _skipped_steps(process, record)]
+    if fewer:
+        found.notes.append(f"fewer steps in a round than it has, by a group that had not healed: {'; '.join(fewer)}")
     if not commits:
-        found.unknown.append("no event tells of a committed step")
+        found.unknown.append(f"no event tells of a committed {record.unit.noun}")
 
 
 def _check_passes(process: ProcessHistory, found: Judgement) -> int:
@@ -54,6 +58,7 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
 
     A state without any event is missing from the history: who made it is unknown.
     """
+    noun = record.unit.noun
     held: StepCommitted | None = None
     # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
     free = not any(isinstance(event, WorkerStarted) for event in process.events)
@@ -64,16 +69,32 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
             parent = event.parent
             known = parent == ROOT or parent in record.states
             if not known and not free and (held is None or parent != held.lineage):
-                found.unknown.append(f"the history is cut: no event of {process.name} before step {event.step}")
+                found.unknown.append(f"the history is cut: no event of {process.name} before {noun} {event.step}")
             elif not free and held is None and parent != ROOT:
                 found.object_to(
                     f"its first commit changes the state {parent}, which it did not get from anybody", event
                 )
             elif not free and held is not None and parent != held.lineage:
-                before = f"{held.lineage} (step {held.step})"
+                before = f"{held.lineage} ({noun} {held.step})"
                 text = f"goes on from the state {parent}; it held {before}, and did not heal between"
                 found.object_to(text, event)
             held, free = event, False
+
+
+def _skipped_steps(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
+    """Yield the rounds for which a process made fewer steps although it held the state since the round before.
+
+    Who has healed joins in the midst of a round. Who comes so late to a round that the others are at its end skips it.
+    """
+    holds = False
+    for event in process.events:
+        if isinstance(event, Healed):
+            holds = False
+        elif isinstance(event, StepCommitted):
+            length = record.unit.step_after(event.step) - record.unit.step_after(event.step - 1)
+            if holds and event.inner_steps is not None and event.inner_steps < length:
+                yield f"replica {event.replica} made {event.inner_steps} of {length} of round {event.step}"
+            holds = True
 
 
 def _fell_behind(process: ProcessHistory) -> int:
@@ -95,7 +116,7 @@ def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) 
     excluded: set[int] = set()
     for event in process.events:
         if isinstance(event, Healed | FaultInjected):
-            void = {batch: why or "steps that were thrown away" for batch, why in void.items()}
+            void = {batch: why or f"{record.unit.noun}s that were thrown away" for batch, why in void.items()}
         elif isinstance(event, GradientExcluded):
             excluded = set(event.slots)
         elif isinstance(event, StepCommitted):

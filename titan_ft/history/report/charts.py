@@ -38,11 +38,13 @@ def draw_charts(record: RunRecord) -> dict[str, Chart]:
         loss(record),
         groups_over_time(record),
         participants(record),
-        stalls(find_recoveries(record)),
-        step_times([event.seconds for event in record.commits]),
+        stalls(find_recoveries(record), record.unit.noun),
+        step_times([event.seconds for event in record.commits], record.unit.noun),
         time_spent(record),
         _of_steps(record, "grad-norm", "Gradient norm", "Before clipping.", lambda point: point.event.grad_norm),
-        _of_steps(record, "lr", "Learning rate", "Of the update of each step.", lambda point: point.event.lr),
+        _of_steps(
+            record, "lr", "Learning rate", f"Of the update of each {record.unit.noun}.", lambda point: point.event.lr
+        ),
         memory(record),
     )
     return {chart.name: chart for chart in charts if chart is not None}
@@ -58,16 +60,18 @@ def loss(record: RunRecord) -> Chart | None:
     if not known:
         return None
     (first, begin), (last, end) = known[0], known[-1]
-    caption = f"Mean over the tokens of each committed step: {begin:.3f} at step {first:,}, {end:.3f} at step {last:,}."
+    name = record.unit.name
+    caption = f"Mean over the tokens of each committed {record.unit.noun}: "
+    caption += f"{begin:.3f} at {name(first, ',')}, {end:.3f} at {name(last, ',')}."
     broken = len(values) - len(known)
     caption += f" {broken:,} not finite, or not told (crosses)." if broken else ""
-    layers, thinned = curve(values, "loss")
+    layers, thinned = curve(values, "loss", noun=record.unit.noun)
     hits = [(fault, float(fault.step), 1.0) for fault in find_recoveries(record) if fault.step is not None]
     if hits:
-        caption += " A red line is a fault, at the first step that was committed after it."
+        caption += f" A red line is a fault, at the first {record.unit.noun} that was committed after it."
         marks = fault_marks(hits, beside=True)
         layers = [Rules(sorted({x for each in marks for x in each.x})), *layers, *marks]
-    return _over_steps("loss", "Loss", caption + thinned, layers, values[-1][0], height=3.3)
+    return _over_steps(record, "loss", "Loss", caption + thinned, layers, values[-1][0], height=3.3)
 
 
 def _of_steps(
@@ -77,10 +81,10 @@ def _of_steps(
     known = [value for _, value in values if value is not None]
     if not known:
         return None
-    layers, thinned = curve(values, title.lower())
+    layers, thinned = curve(values, title.lower(), noun=record.unit.noun)
     middle = median(known)
     kind: Literal["linear", "log"] = "log" if min(known) > 0 and max(known) > 30 * middle else "linear"
-    return _over_steps(name, title, caption + thinned, layers, values[-1][0], kind=kind)
+    return _over_steps(record, name, title, caption + thinned, layers, values[-1][0], kind=kind)
 
 
 def memory(record: RunRecord) -> Chart | None:
@@ -93,12 +97,13 @@ def memory(record: RunRecord) -> Chart | None:
         return None
     caption = "In GiB, of the rank that held most: peak of the accelerator's allocator; on a CPU, the whole process."
     values = sorted(most.items())
-    layers, thinned = curve(values, "memory", unit=" GiB")
+    layers, thinned = curve(values, "memory", unit=" GiB", noun=record.unit.noun)
     top = 1.1 * max(most.values())
-    return _over_steps("memory", "Memory", caption + thinned, layers, values[-1][0], bounds=(0.0, top))
+    return _over_steps(record, "memory", "Memory", caption + thinned, layers, values[-1][0], bounds=(0.0, top))
 
 
 def _over_steps(
+    record: RunRecord,
     name: str,
     title: str,
     caption: str,
@@ -108,12 +113,14 @@ def _over_steps(
     kind: Literal["linear", "log"] = "linear",
     bounds: tuple[float, float] | None = None,
 ) -> Chart:
-    across = Axis("step", bounds=(0.0, last * 1.005 + 0.5))
+    across = Axis(record.unit.noun, bounds=(0.0, last * 1.005 + 0.5))
     return Chart(name, title, caption, across, Axis(kind=kind, bounds=bounds), layers, height, shared="steps")
 
 
-def curve(values: Sequence[tuple[int, float | None]], what: str, unit: str = "") -> tuple[list[Layer], str]:
-    """Return the layers of a curve over steps, and a sentence for the caption where it is thinned.
+def curve(
+    values: Sequence[tuple[int, float | None]], what: str, unit: str = "", noun: str = "step"
+) -> tuple[list[Layer], str]:
+    """Return the layers of a curve over steps, or rounds, and a sentence for the caption where it is thinned.
 
     Beyond `MAX_POINTS` steps each point is the mean of a few in a row, in a band from the least to the most of them;
     one whose values are all missing is a gap. What is missing has a cross at the bottom.
@@ -124,7 +131,7 @@ def curve(values: Sequence[tuple[int, float | None]], what: str, unit: str = "")
     lost: list[tuple[float, str]] = []
     for part in bins:
         known = [value for _, value in part if value is not None]
-        steps = f"step {part[0][0]:,}" if len(part) == 1 else f"steps {part[0][0]:,} to {part[-1][0]:,}"
+        steps = f"{noun} {part[0][0]:,}" if len(part) == 1 else f"{noun}s {part[0][0]:,} to {part[-1][0]:,}"
         x.append(fmean(step for step, _ in part))
         mean.append(fmean(known) if known else None)
         low.append(min(known, default=None))
@@ -140,7 +147,8 @@ def curve(values: Sequence[tuple[int, float | None]], what: str, unit: str = "")
     if lost:
         marked, told = zip(*lost, strict=True)
         layers.append(Marks("not finite", "x", marked, [0.04] * len(lost), told, beside=True))
-    return layers, f" Thinned: a point is the mean of {size} steps, in a band from least to most." if size > 1 else ""
+    thinned = f" Thinned: a point is the mean of {size} {noun}s, in a band from least to most."
+    return layers, thinned if size > 1 else ""
 
 
 # What groups did over time
@@ -207,12 +215,13 @@ def participants(record: RunRecord) -> Chart | None:
         columns = [min(here, key=lambda point: point[1]) for _, here in groupby(points, lambda p: int(p[0] / width))]
         changes = columns
     changes.append((seconds, points[-1][1], points[-1][2]))
-    texts = [f"from {clock(time)}, step {step:,}: {number} groups" for time, number, step in changes]
+    texts = [f"from {clock(time)}, {record.unit.noun} {step:,}: {number} groups" for time, number, step in changes]
     most = max(record.group_size, *(number for _, number, _ in points))
     stride = -(-most // 5)
     line = Line([time for time, _, _ in changes], [number for _, number, _ in changes], texts, stairs=True)
     up = Axis(bounds=(0.0, most * 1.08), ticks={float(n): str(n) for n in range(0, most + 1, stride)})
-    caption = "Groups whose gradients are in the step that was committed last. One that catches up does not count yet."
+    caption = f"Groups whose gradients are in the {record.unit.noun} that was committed last."
+    caption += " One that catches up does not count yet."
     title = "Contributing groups"
     return Chart("participants", title, caption + thinned, _time(seconds), up, [line], 1.7, shared="time")
 
@@ -229,7 +238,7 @@ def _rows(names: Sequence[str]) -> Axis:
 # What faults cost
 
 
-def stalls(recoveries: Sequence[Recovery]) -> Chart | None:
+def stalls(recoveries: Sequence[Recovery], noun: str = "step") -> Chart | None:
     """Draw a row per kind of fault: a dot per failure, and a bar at the median."""
     found: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for each in recoveries:
@@ -250,7 +259,7 @@ def stalls(recoveries: Sequence[Recovery]) -> Chart | None:
     ]
     bounds = (FLOOR * 0.8, max(2.0, 1.4 * max(x)))
     across = Axis("stall of the survivor hit hardest", "log", bounds, log_ticks(*bounds, least="≤ 10 ms"))
-    caption = "Time beyond a usual step. A dot for each failure, a bar at the median; in brackets how many."
+    caption = f"Time beyond a usual {noun}. A dot for each failure, a bar at the median; in brackets how many."
     if len(dots) < sum(map(len, found.values())):
         caption += f" Thinned: {MAX_MARKS // 5} of each kind, the least and the most among them."
     names = [kind if len(kind) <= MAX_NAME else f"{kind[:MAX_NAME]}…" for kind in kinds]
@@ -265,8 +274,8 @@ def _few(values: Sequence[tuple[float, str]], most: int = MAX_MARKS // 5) -> lis
     return ranked if len(ranked) <= most else [ranked[round(i * (len(ranked) - 1) / (most - 1))] for i in range(most)]
 
 
-def step_times(seconds: Iterable[float]) -> Chart | None:
-    """Draw how many steps took how long. Both axes are logarithmic where there are many steps, to show the tail."""
+def step_times(seconds: Iterable[float], noun: str = "step") -> Chart | None:
+    """Draw how many steps, or rounds, took how long. Both axes are logarithmic where there are many: the tail shows."""
     values = sorted(value for value in seconds if value > 0)
     if not values:
         return None
@@ -279,13 +288,15 @@ def step_times(seconds: Iterable[float]) -> Chart | None:
             place += 1
         counts[place] += 1
     between = zip(pairwise(edges), counts, strict=True)
-    texts = [f"{duration(left)} to {duration(right)}: {number:,} steps" for (left, right), number in between]
+    texts = [f"{duration(left)} to {duration(right)}: {number:,} {noun}s" for (left, right), number in between]
     middle, most = (values[min(len(values) - 1, int(share * len(values)))] for share in (0.5, 0.99))
-    caption = f"Steps of all groups by duration: median {duration(middle)}, 99 % within {duration(most)}."
+    caption = (
+        f"{noun.capitalize()}s of all groups by duration: median {duration(middle)}, 99 % within {duration(most)}."
+    )
     many = len(values) > 500
-    up = Axis("steps", "log" if many else "linear", bounds=(0.7, 1.6 * max(counts)) if many else None)
-    across = Axis("time of a step", "log", (low, high), log_ticks(low, high))
-    return Chart("step-times", "Time of a step", caption, across, up, [Bars(edges, counts, texts)], wide=False)
+    up = Axis(f"{noun}s", "log" if many else "linear", bounds=(0.7, 1.6 * max(counts)) if many else None)
+    across = Axis(f"time of a {noun}", "log", (low, high), log_ticks(low, high))
+    return Chart("step-times", f"Time of a {noun}", caption, across, up, [Bars(edges, counts, texts)], wide=False)
 
 
 def log_ticks(low: float, high: float, least: str | None = None) -> dict[float, str]:

@@ -121,7 +121,8 @@ def describe_run(record: RunRecord) -> list[tuple[str, str]]:
         found["data"] = f"{one.dataset}; sequences of {one.seq_len:,} tokens, {batch}"
     if configs:
         names = ("min_replica_size", "batch_policy", "lr_policy", "catch_up", "digest_every", "hang_timeout_seconds")
-        settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in names)
+        rounds = ("semi_sync_method", "sync_steps") if record.unit.method else ()
+        settings = ", ".join(f"{name} {getattr(configs[-1], name)}" for name in (*names, *rounds))
         path = _each(event.config_file for event in record.of(ev.LaunchStarted)[-1:] if event.config_file)
         found["config"] = f"{path}; {settings}" if path else settings
     injected = count_faults(record)
@@ -163,9 +164,10 @@ def headline(record: RunRecord) -> list[tuple[str, str, str]]:
     return [
         ("tokens per second", "unknown" if not rate else f"{rate:,.0f}", f"{s.tokens:,} tokens in the whole time"),
         (
-            "steps committed",
+            f"{s.unit.noun}s committed",
             f"{s.steps_committed:,}",
-            f"{f'of {planned[-1]:,}; ' if planned else ''}{duration(s.step_seconds)} a step",
+            f"{f'of {s.unit.commits_after(planned[-1]):,}; ' if planned else ''}"
+            f"{duration(s.step_seconds)} a {s.unit.noun}",
         ),
         ("goodput", percent(spent.effective_training_time), "effective training time, start and end included"),
         ("stall per failure", duration(median(known)) if known else DASH, stall),
@@ -174,7 +176,7 @@ def headline(record: RunRecord) -> list[tuple[str, str, str]]:
 
 def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
     """Return the figures of a run's time and work: the term, its value, and what it means in a sentence."""
-    s, spent = summarize(record), goodput(record)
+    s, spent, noun = summarize(record), goodput(record), record.unit.noun
     counted = spent.forward_passes - spent.num_wasted
     share = percent(spent.effective_training_time_in_training)
     waste = "; ".join(f"{number:,} {why}" for why, number in spent.wasted.items())
@@ -182,8 +184,8 @@ def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
         (
             "Effective training time",
             percent(spent.effective_training_time),
-            "Committed steps, each with the usual step at most and the share of groups that took part in it, as a part "
-            f"of the whole time from launch to end. From the first step to the last it is {share}.",
+            f"Committed {noun}s, each with the usual {noun} at most and the share of groups that took part in it, as a "
+            f"part of the whole time from launch to end. From the first {noun} to the last it is {share}.",
         ),
         (
             "Committed work",
@@ -194,13 +196,13 @@ def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
         (
             "Exchanges at the first try",
             percent(spent.exchanges_committed / spent.exchanges_attempted if spent.exchanges_attempted else None),
-            f"Exchanges of gradients that became a step: {spent.exchanges_committed:,} of {spent.exchanges_attempted:,}"
-            ". One that breaks is repeated from the same gradients.",
+            f"Exchanges of gradients that became a {noun}: {spent.exchanges_committed:,} of "
+            f"{spent.exchanges_attempted:,}. One that breaks is repeated from the same gradients.",
         ),
         (
-            "Usual step",
+            f"Usual {noun}",
             duration(spent.usual_step_seconds),
-            "Median time from a step to the next, where all groups made both at the first try.",
+            f"Median time from a {noun} to the next, where all groups made both at the first try.",
         ),
         (
             "Every batch once",

@@ -28,6 +28,7 @@ from titan_ft.history.report.image import png
 from titan_ft.history.report.interactive import figure
 from titan_ft.history.report.layers import Boxes, Chart, Marks
 from titan_ft.history.report.style import GLYPHS, STATES
+from titan_ft.history.rounds import find_rounds
 from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
 
@@ -81,6 +82,8 @@ def render(
         headline=headline(record),
         recoveries=find_recoveries(record),
         transfers=summarize(record).transfers,
+        rounds=find_rounds(record),
+        unit=record.unit,
         terms=goodput_terms(record),
         states=states_spent(record),
         notes=find_notes(record),

@@ -1,0 +1,95 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The rounds of a run with a semi-synchronous method: what they are called, and who made fewer steps for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.event_builder import change
+from titan_ft.history.record import RunRecord
+from titan_ft.history.report.facts import goodput_terms, headline, report_figures
+from titan_ft.history.rounds import ShortRound, find_rounds
+from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.terminal import text_of
+from titan_ft.history.unit import STEP, Unit
+from titan_ft.run.events import WorkerConfig
+
+DILOCO = {"semi_sync_method": "diloco", "sync_steps": 10, "steps": 306}
+"""Of the run with 31 rounds: the last one has six steps."""
+
+
+@pytest.fixture
+def run(run_builder: Callable[..., Any]) -> Any:
+    """A run of three groups in rounds: group 2 is away in rounds 7 to 21, and makes 8 of 10 steps in round 22."""
+    run = run_builder(**DILOCO)
+    for event in run.named("step_committed", step=22, replica=2):
+        event.inner_steps = 8
+    for event in run.named("step_committed", step=31):
+        change(event, inner_step=306, inner_steps=6)
+    return run
+
+
+def test_names_of_what_is_committed() -> None:
+    """A commit is a step, or a round with the step of torchtitan's behind it; the last one may be short."""
+    unit = Unit("diloco", 10, 95)
+    assert (STEP.name(1234), STEP.name(1234, ","), STEP.count(1)) == ("step 1234", "step 1,234", "1 step")
+    assert (unit.name(4), unit.name(10), unit.count(2)) == ("round 4 (step 40)", "round 10 (step 95)", "2 rounds")
+    assert [unit.commits_after(step) for step in (0, 1, 10, 11, 95)] == [0, 1, 1, 2, 10]
+    assert [STEP.step_after(7), STEP.commits_after(7), STEP.describe()] == [7, 7, ""]
+
+
+def test_unit_of_an_older_history() -> None:
+    """A config that tells no method, and none at all, mean that each step is committed."""
+    assert Unit.of(None) == STEP
+    known = {"steps": 9, "semi_sync_method": None, "sync_steps": None}
+    config = WorkerConfig(**{name: known.get(name, 0) for name in WorkerConfig.__struct_fields__})  # type: ignore[arg-type]
+    assert Unit.of(config) == Unit(last=9)
+
+
+def test_who_made_fewer_steps(run: Any) -> None:
+    """A joiner is named with what it made, one that was away or left out with none; a last round may be short for
+    all."""
+    rounds = find_rounds(RunRecord(run.events))
+    assert rounds is not None
+    assert rounds.committed == 31
+    assert rounds.short[0] == ShortRound(7, 70, rounds.short[0].time, 10, {2: 0})
+    assert [(each.number, each.fewer) for each in rounds.short[-2:]] == [(22, {2: 8}), (26, {1: 0})]
+    assert len(rounds.short) == 17
+    assert rounds.steps == ((0, 306), (1, 296), (2, 154))
+    assert rounds.short[-2].describe() == "group 2: 8 of 10"
+
+
+def test_steps_of_a_group_that_died_behind_its_exchange(run: Any) -> None:
+    """Its change is in the state, and no event tells how many steps it had made for it: that is no zero."""
+    for event in run.named("step_committed", step=6, replica=2):
+        run.events.remove(event)
+    rounds = find_rounds(RunRecord(run.events))
+    assert rounds is not None
+    assert rounds.short[0].fewer == {2: None}
+    assert rounds.short[0].describe() == "group 2: unknown of 10"
+
+
+def test_report_speaks_of_rounds(run: Any) -> None:
+    """Terminal and JSON; a run that commits each step has neither the word nor the figure."""
+    record = RunRecord(run.events)
+    text = text_of(summary_table(summarize(record)))
+    assert "rounds committed               31, of 10 steps each (diloco); 154 to 306 steps of a group; not all" in text
+    assert " s a round (median)" in text
+    figures = report_figures(record)
+    assert figures["unit"] == "round"
+    assert figures["rounds"]["committed"] == 31
+    assert figures["rounds"]["short"][-1]["fewer"] == {1: 0}
+    assert headline(record)[1][:2] == ("rounds committed", "31")
+    assert headline(record)[1][2].startswith("of 31; ")
+    assert "Usual round" in [term for term, _, _ in goodput_terms(record)]
+
+
+def test_a_run_without_rounds_has_none(good_run: Any) -> None:
+    record = RunRecord(good_run.events)
+    assert find_rounds(record) is None
+    assert report_figures(record)["rounds"] is None
+    assert "round" not in text_of(summary_table(summarize(record)))
