@@ -119,6 +119,10 @@ class State:
         octets = self.array.tobytes() + str(self.progress.steps).encode()
         return hashlib.blake2b(octets, digest_size=16).hexdigest()
 
+    def flip(self, momentum: bool, place: int, bit: int) -> None:
+        """Flip a bit of a number of the weights or of the momentum."""
+        self.array[int(momentum)].view("uint32")[place] ^= 1 << bit
+
     def zero_grad(self) -> None:
         """Drop the gradients."""
         for parameter in self.parameters:

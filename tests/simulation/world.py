@@ -20,7 +20,9 @@ from tests.simulation.lighthouse import Lighthouse, ManagerClient, ManagerServer
 from tests.simulation.network import LIGHTHOUSE, Network, Node, PrefixStore, Store, StoreServer
 from tests.simulation.oracle import Oracle, Rules
 from tests.simulation.rank import Rank
+from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
+from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Done, GiveUp, Wait
 from titan_ft.replica.row import Standing
 
@@ -70,6 +72,8 @@ class Options:
         min_replicas: of the lighthouse.
         coupling: how much gradients depend on weights; 0 where bytes are flipped, so that only the flipped differ.
         switch: chance that a pause point lets another task run.
+        speeds: for each slot what a batch takes longer than `compute_seconds`, as a factor; empty = all alike.
+        last_steps: of the last round of a semi-synchronous method; 0 = as many as the others have.
     """
 
     groups: int
@@ -100,6 +104,27 @@ class Options:
     min_replicas: int = 1
     coupling: float = 0.1
     switch: float = 0.3
+    speeds: tuple[float, ...] = ()
+    last_steps: int = 0
+
+    @property
+    def round_steps(self) -> int:
+        """Return how many steps a group makes from one exchange to the next."""
+        return int(self.fault_tolerance["sync_steps"]) if self.fault_tolerance.get("semi_sync_method") else 1
+
+    @property
+    def round_seconds(self) -> float:
+        """Return how long the slowest group is at them, about."""
+        return self.round_steps * self.compute_seconds * max(self.speeds, default=1.0)
+
+    def seconds_of(self, slot: int) -> float:
+        """Return how long a group is at a batch, about."""
+        return self.compute_seconds * (self.speeds[slot] if self.speeds else 1.0)
+
+    def steps_of(self, updates: int) -> int:
+        """Return how many steps of a group so many updates have."""
+        total = self.steps * self.round_steps - (self.round_steps - self.last_steps if self.last_steps else 0)
+        return min(updates * self.round_steps, total)
 
 
 @dataclass(frozen=True)
@@ -174,7 +199,7 @@ class GroupRun:
         self.ranks: list[Rank] = []
         for number in range(options.ranks):
             process = world.new_process(f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), (slot, number))
-            self.ranks.append(Rank(world, self, number, process))
+            self.ranks.append(world.make_rank(world, self, number, process))
             process.on_end.append(lambda: world.process_ended(self))
         for rank in self.ranks:
             world.ranks[rank.process] = rank
@@ -239,16 +264,19 @@ class World(standins.World):
         self.folder = Folder(kernel, options.ranks, options.sight, look) if options.folder else None
         self.armed: dict[str, list[_Armed]] = {}
         not_finite = any(fault.spoils for fault in faults)
-        self.oracle = Oracle(
-            Rules(
-                options.groups,
-                config["batch_policy"],
-                config["lr_policy"],
-                config["min_replica_size"],
-                options.coupling,
-                not_finite,
-            ),
-            self.report,
+        rules = Rules(
+            options.groups,
+            config["batch_policy"],
+            config["lr_policy"],
+            config["min_replica_size"],
+            options.coupling,
+            not_finite,
+        )
+        self.make_rank: Callable[..., Rank] = RoundRank if config["semi_sync_method"] else Rank
+        self.oracle = (
+            RoundOracle(rules, self.report, FaultTolerance(**options.fault_tolerance), options.steps_of)
+            if config["semi_sync_method"]
+            else Oracle(rules, self.report)
         )
         self.traces = traces
         self.trace: list[tuple[float, str, str]] = []
@@ -295,6 +323,7 @@ class World(standins.World):
                 kernel.after(fault.at, functools.partial(self._inject, fault))
             self._watch()
             limit = max(self.last_fault, *self.options.late.values(), 0.0) + self.bound * 4 + 60.0
+            limit += 3 * self.options.steps * self.options.round_seconds if self.config["semi_sync_method"] else 0.0
             went_on = kernel.run(limit)
             if kernel.missing:
                 self._problem("simulation", kernel.missing[0])
@@ -316,7 +345,8 @@ class World(standins.World):
         """Return the seconds within which a step must be committed while nothing happens to the world."""
         config = self.config
         waits = config["join_timeout_ms"] + config["process_group_timeout_ms"] + config["heartbeat_timeout_ms"]
-        return 30.0 + waits / 1000 + config["start_timeout_seconds"] + config["finish_timeout_seconds"]
+        rounds = 3 * self.options.round_seconds if config["semi_sync_method"] else 0.0
+        return 30.0 + rounds + waits / 1000 + config["start_timeout_seconds"] + config["finish_timeout_seconds"]
 
     def say(self, who: str, text: str) -> None:
         """Write a line of the trace."""
@@ -739,19 +769,32 @@ class World(standins.World):
 
     def heals(self, rank: Rank, computed: bool) -> None:
         """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
-        if computed and rank.ready and not rank.state.tainted:
+        if computed and rank.ready and not rank.state.tainted and not self.config["semi_sync_method"]:
             self._judge_lost_work(rank)
         rank.ready = False
         if rank.group.heals_since is None and self.config["catch_up"] == "replay":
             rank.group.heals_since = self.kernel.now
             self.kernel.after(self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now))
 
+    def lost_steps(self, rank: Rank, number: int, ahead: bool) -> None:
+        """Look why the steps that a rank had made in the round under way are in no update, now that it has healed.
+
+        A group's failure costs no other group a step. Fair is what the group itself is the reason of (it was stopped,
+        slow or cut off, its bytes or gradients were bad), and the one case that the design has: a group whose exchange
+        was complete while it broke for more others goes back to theirs, without its change in it.
+        """
+        since = self.kernel.now - 4 * self._patience - self.bound
+        own = self.thawed.get(rank.slot, -math.inf) > since or any(fault.concerns(rank.slot) for fault in self.faults)
+        self.say(rank.process.name, f"has lost {number} steps" + (", was ahead" if ahead else ""))
+        if not (own or ahead or rank.slot in self.flipped):
+            self.report("no work lost", f"{rank.process.name} heals and loses {number} steps of its round")
+
     @property
     def _patience(self) -> float:
         """Return the seconds in which a step is committed while nothing but heals keeps the groups from it."""
         options = self.options
         slots = options.groups if self.config["batch_policy"] == "constant" else 1
-        usual = slots * 1.6 * options.compute_seconds + options.apply_seconds + 4 * options.jitter
+        usual = slots * 1.6 * options.round_seconds + options.apply_seconds + 4 * options.jitter
         return _USUAL_STEPS * (usual + 4 * options.lag) + _LATE_SECONDS
 
     def _judge_stall(self, group: GroupRun, heal: float) -> None:
@@ -795,6 +838,8 @@ class World(standins.World):
     def made_round(self, rank: Rank, made: Round) -> None:
         """Take note of a round that worked on all ranks of a group, before anything follows from it."""
         rank.met = made.quorum.slots
+        own = made.rows[made.quorum.rank]
+        rank.ahead = own.has_state and own.step > made.verdict.step
         rank.tied = rank.tied and made.verdict.tie
         if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
             self.report(
@@ -1146,8 +1191,6 @@ class _WatchedClient(ManagerClient):
 
 def _config(options: Options) -> dict[str, Any]:
     from dataclasses import asdict
-
-    from titan_ft.config import FaultTolerance
 
     return asdict(FaultTolerance(**options.fault_tolerance))
 
