@@ -390,13 +390,13 @@ class _DrawRounds(_Draw):
         self.seconds = rng.choice([0.2, 0.5, 1.0, 2.0])  # of a round
         self.patience = 5.0  # of the lighthouse
         slow = rng.choice([1.0, 1.0, 1.3, 2.0])
-        self.changes["speeds"] = tuple(rng.choice([1.0, slow]) for _ in range(self.groups))
+        self.changes["speeds"] = tuple(rng.choice([1.0, slow]) for _ in range(5))  # as many as there may be
         self.changes["overlap"] = False
         self._plan()
 
     def _plan(self) -> None:
         self.compute = self.changes["compute_seconds"] = round(self.seconds / self.length, 4)
-        self.span = 0.3 + self.steps * (self.seconds * max(self.changes["speeds"]) + 0.1)
+        self.span = 0.3 + self.steps * (self.seconds * max(self.changes["speeds"], default=1.0) + 0.1)
 
     def _draw_config(self) -> None:
         super()._draw_config()
@@ -417,12 +417,13 @@ class _DrawRounds(_Draw):
         """All groups but one die in a round that is long, and come back in the midst of it."""
         self.length, self.seconds, self.patience = 8, 12.0, self.rng.choice([5.0, 60.0, 60.0])
         self.steps = self.rng.choice([2, 3])
-        self.changes["speeds"] = (1.0,) * self.groups
+        self.changes["speeds"] = ()
         self._plan()
         self.config["sync_steps"], self.config["join_timeout_ms"] = self.length, int(1000 * self.patience)
-        others = tuple(slot for slot in range(self.groups) if slot != self._slot())
+        holder = self._slot()
+        others = tuple(slot for slot in range(self.groups) if slot != holder)
         for _ in range(self.rng.randint(1, 2)):
-            self.faults.append(KillGroups(self._time(1.0), others[: self.groups - 1]))
+            self.faults.append(KillGroups(self._time(1.0), others))
 
     def joiner(self) -> None:
         """A group comes back in the midst of a round; its transfer takes a part of it."""

@@ -48,10 +48,10 @@ class _Schedulers:
         self.schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last_epoch": self.schedulers[0].last_epoch}
+        return self.schedulers[0].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_lr(self, state_dict["last_epoch"])
+        self.schedulers[0].load_state_dict(dict(state_dict))
 
 
 class State(OuterState):
