@@ -388,7 +388,8 @@ class _DrawRounds(_Draw):
         self.steps = rng.choice([2, 3, 3, 4, 5])
         self.length = rng.choice([1, 2, 3, 3, 5, 8])
         self.seconds = rng.choice([0.2, 0.5, 1.0, 2.0])  # of a round
-        self.patience = 5.0  # of the lighthouse
+        # Of the lighthouse: more than a round, or groups that came to be at different places in it are left out.
+        self.patience = rng.choice([5.0, 60.0])
         slow = rng.choice([1.0, 1.0, 1.3, 2.0])
         self.changes["speeds"] = tuple(rng.choice([1.0, slow]) for _ in range(5))  # as many as there may be
         self.changes["overlap"] = False
@@ -408,29 +409,43 @@ class _DrawRounds(_Draw):
             "batch_policy": "shrink",
             "lr_policy": "none",
             "join_timeout_ms": int(1000 * self.patience),
-            "drain_timeout_seconds": rng.choice([15.0, 15.0, 2 * self.seconds + 1]),
         }
         if rng.random() < 0.3:
             self.changes["last_steps"] = rng.randint(1, length)
 
     def alone(self) -> None:
         """All groups but one die in a round that is long, and come back in the midst of it."""
-        self.length, self.seconds, self.patience = 8, 12.0, self.rng.choice([5.0, 60.0, 60.0])
-        self.steps = self.rng.choice([2, 3])
-        self.changes["speeds"] = ()
-        self._plan()
-        self.config["sync_steps"], self.config["join_timeout_ms"] = self.length, int(1000 * self.patience)
+        self._lengthen(12.0)
         holder = self._slot()
         others = tuple(slot for slot in range(self.groups) if slot != holder)
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(KillGroups(self._time(1.0), others))
 
+    def impatient(self) -> None:
+        """The same, and the lighthouse does not wait for a group as long as that is in a round."""
+        self.alone()
+        self.config["join_timeout_ms"] = 5000
+
+    def leave(self) -> None:
+        """A group is told to leave in the midst of a round that takes longer than it has."""
+        self._lengthen(20.0)
+        for _ in range(self.rng.randint(1, 2)):
+            rank = self._rank() if self.rng.random() < 0.4 else -1
+            self.faults.append(DrainGroup(self._time(), self._slot(), self.rng.random() < 0.7, rank))
+
+    def _lengthen(self, seconds: float) -> None:
+        """Make the rounds of a schedule long."""
+        self.length, self.seconds, self.patience = self.rng.choice([4, 8]), seconds, 60.0
+        self.steps = self.rng.choice([2, 3])
+        self._plan()
+        self.config |= {"sync_steps": self.length, "join_timeout_ms": 60_000}
+        self.changes.pop("last_steps", None)
+
     def joiner(self) -> None:
         """A group comes back in the midst of a round; its transfer takes a part of it."""
-        self.length, self.seconds = self.rng.choice([4, 8]), self.rng.choice([3.0, 6.0])
-        self.patience = 60.0
+        self._lengthen(self.rng.choice([3.0, 6.0]))
+        self.steps = self.rng.choice([3, 4, 5])
         self._plan()
-        self.config["sync_steps"], self.config["join_timeout_ms"] = self.length, int(1000 * self.patience)
         self.changes["transfer_seconds"] = (0.0, self.rng.choice([0.1, 0.5, 1.0]) * self.seconds)
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(Kill(self._time(0.5), self._slot(), self._rank(), self.rng.choice(MOMENTS)))
@@ -489,6 +504,7 @@ ROUND_KINDS = (
         "least",
         "alone",
         "joiner",
+        "leave",
 )
 """The same with a semi-synchronous method."""
 

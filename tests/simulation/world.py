@@ -178,6 +178,7 @@ class GroupRun:
         ended_at: when the first of its processes that did not end in order was seen to have ended.
         heals_since: when it began to heal; None = it does not.
         others_wait: the others wait for its transfer, because its queue is as long as it may be.
+        missed: rounds since it came in which it had no part; None = it has had a part in one.
     """
 
     def __init__(self, world: World, slot: int, attempt: int) -> None:
@@ -192,6 +193,7 @@ class GroupRun:
         self.ended_at: float | None = None
         self.heals_since: float | None = None
         self.others_wait = False
+        self.missed: int | None = 0
         self.delays = [options.build_seconds + kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
@@ -727,6 +729,28 @@ class World(standins.World):
                 self.calm_since = self.kernel.now
             self.undisturbed_steps += 1
             self._judge_saves(step)
+            if self.config["semi_sync_method"]:
+                self._judge_joiners(participants)
+
+    def _judge_joiners(self, participants: Collection[int]) -> None:
+        """A group has a part in the second round after it came, unless something happens, or its transfer is long.
+
+        The first one is that which it came in. A holder serves one joiner after the other.
+        """
+        options = self.options
+        least = options.round_steps * options.compute_seconds
+        fetching = int((options.transfer_seconds[1] + 0.5 + 8 * options.lag) / least)  # whole rounds
+        joining = sum(group.missed is not None and group.runs for group in self.groups.values())
+        for group in self.groups.values():
+            if group.slot in participants:
+                group.missed = None
+            if group.missed is None or group.entered is None or not group.runs or group.ended:
+                continue
+            group.missed += 1
+            quiet = self.disturbed <= group.entered and self.network.calm and self.lighthouse.listens
+            if quiet and group.missed > (1 + fetching) * joining:
+                text = f"g{group.slot} has had no part in the {group.missed} rounds since it came"
+                self.report("no stall for a joiner", text)
 
     def save_failed(self, rank: Rank, step: int) -> None:
         """Take note that a group could not save a step."""
