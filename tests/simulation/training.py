@@ -109,6 +109,9 @@ class State:
         self.tainted = self.inherited = header["tainted"]
         self.held = (snapshot.step, snapshot.lineage)
 
+    def restore(self) -> None:
+        """There is nothing to undo: weights change by updates only."""
+
     def digest(self) -> str:
         """Hash the bytes of weights, momentum and LR, to be shown to others."""
         self.shown = self.tainted

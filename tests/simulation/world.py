@@ -178,6 +178,8 @@ class GroupRun:
         ended_at: when the first of its processes that did not end in order was seen to have ended.
         heals_since: when it began to heal; None = it does not.
         others_wait: the others wait for its transfer, because its queue is as long as it may be.
+        was_outside: it was not in the largest clique once.
+        rolled_back: it has once gone on from its own state because that of others was lost.
         missed: rounds since it came in which it had no part; None = it has had a part in one.
     """
 
@@ -194,6 +196,7 @@ class GroupRun:
         self.heals_since: float | None = None
         self.others_wait = False
         self.missed: int | None = 0
+        self.was_outside = self.rolled_back = False
         self.delays = [options.build_seconds + kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
@@ -650,7 +653,9 @@ class World(standins.World):
             rank.group.members = frozenset(fields["participants"])
         if event == "exchange_failed":
             self.moment("broke", rank.node)
+        rank.group.rolled_back |= event == "rolled_back"
         if event == "outside":
+            rank.group.was_outside = True
             rank.group.met_from = math.inf
             self.moment("outside", rank.node)
         if event == "link_back":
@@ -703,7 +708,9 @@ class World(standins.World):
             # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
             lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
             lately = self.kernel.now - self.changed < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
-            fair = lately or lonely or not group.runs or not self._reaches(group)
+            # It waits for groups that are in the midst of a round, and may have longer to go.
+            long = self.options.round_steps > 1 and self.options.round_seconds > self.config["drain_timeout_seconds"]
+            fair = lately or lonely or long or not group.runs or not self._reaches(group)
         rank.abandoned = True
         if not fair:
             self.report("no work lost", f"{rank.process.name} ends without having left in order: {reason}")
@@ -738,8 +745,10 @@ class World(standins.World):
         The first one is that which it came in. A holder serves one joiner after the other.
         """
         options = self.options
-        least = options.round_steps * options.compute_seconds
-        fetching = int((options.transfer_seconds[1] + 0.5 + 8 * options.lag) / least)  # whole rounds
+        fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
+        # The others ask for their quorum at the beginning of their last step: from then on they wait for a joiner.
+        fits = fetch < (options.round_steps - 1) * options.compute_seconds
+        fetching = 0 if fits else 1 + int(fetch / (options.round_steps * options.compute_seconds))  # rounds
         joining = sum(group.missed is not None and group.runs for group in self.groups.values())
         for group in self.groups.values():
             if group.slot in participants:
@@ -804,13 +813,18 @@ class World(standins.World):
         """Look why the steps that a rank had made in the round under way are in no update, now that it has healed.
 
         A group's failure costs no other group a step. Fair is what the group itself is the reason of (it was stopped,
-        slow or cut off, its bytes or gradients were bad), and the one case that the design has: a group whose exchange
-        was complete while it broke for more others goes back to theirs, without its change in it.
+        slow or cut off, its bytes or gradients were bad), and what the design has:
+
+        - A group whose exchange was complete while it broke for more others goes back to theirs, without its change.
+        - A joiner which was given the state before an exchange that broke for it, as for others, is behind if a group
+          goes on for which it was complete.
+        - A group that goes back to its own state, because that which others had is lost with them.
+        - One outside of the largest clique, because it could not reach a group that was frozen, for instance.
         """
-        since = self.kernel.now - 4 * self._patience - self.bound
-        own = self.thawed.get(rank.slot, -math.inf) > since or any(fault.concerns(rank.slot) for fault in self.faults)
+        own = rank.slot in self.thawed or any(fault.concerns(rank.slot) for fault in self.faults)
+        own |= rank.group.was_outside or rank.group.rolled_back
         self.say(rank.process.name, f"has lost {number} steps" + (", was ahead" if ahead else ""))
-        if not (own or ahead or rank.slot in self.flipped):
+        if not (own or ahead or rank.slot in self.flipped or rank.group.missed is not None):
             self.report("no work lost", f"{rank.process.name} heals and loses {number} steps of its round")
 
     @property
