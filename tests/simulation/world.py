@@ -708,8 +708,10 @@ class World(standins.World):
             # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
             lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
             lately = self.kernel.now - self.changed < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
-            # It waits for groups that are in the midst of a round, and may have longer to go.
-            long = self.options.round_steps > 1 and self.options.round_seconds > self.config["drain_timeout_seconds"]
+            # It waits at the lighthouse for groups that are in the midst of a round, and have longer to go.
+            hangs = any(other.hangs for one in self.groups.values() for other in one.ranks)
+            patient = self.config["join_timeout_ms"] / 1000 > self.config["drain_timeout_seconds"]
+            long = patient and (hangs or self.options.round_seconds > self.config["drain_timeout_seconds"])
             fair = lately or lonely or long or not group.runs or not self._reaches(group)
         rank.abandoned = True
         if not fair:
@@ -749,6 +751,7 @@ class World(standins.World):
         # The others ask for their quorum at the beginning of their last step: from then on they wait for a joiner.
         fits = fetch < (options.round_steps - 1) * options.compute_seconds
         fetching = 0 if fits else 1 + int(fetch / (options.round_steps * options.compute_seconds))  # rounds
+        short = self.furthest == options.steps and options.last_steps > 0
         joining = sum(group.missed is not None and group.runs for group in self.groups.values())
         for group in self.groups.values():
             if group.slot in participants:
@@ -756,7 +759,7 @@ class World(standins.World):
             if group.missed is None or group.entered is None or not group.runs or group.ended:
                 continue
             group.missed += 1
-            quiet = self.disturbed <= group.entered and self.network.calm and self.lighthouse.listens
+            quiet = not short and self.disturbed <= group.entered and self.network.calm and self.lighthouse.listens
             if quiet and group.missed > (1 + fetching) * joining:
                 text = f"g{group.slot} has had no part in the {group.missed} rounds since it came"
                 self.report("no stall for a joiner", text)
