@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import standins
-from tests.simulation.faults import CutLighthouse, Freeze, KillGroups, LighthouseDies, Slow
+from tests.simulation.faults import CutLighthouse, Freeze, Hang, KillGroups, LighthouseDies, Slow
 from tests.simulation.schedule import Schedule, draw
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
@@ -118,10 +118,49 @@ def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
     }
     options = Options(4, 2, 2, fault_tolerance, lag=0.05, restart_seconds=(0.3, 1.5), overlap=True, silent=True)
     faults = KillGroups(0.3874, (0,)), CutLighthouse(0.4727, 1, "to", 3.0)
+    link_dead = 0
     with standins.installed():
-        world = Schedule(2891, options, faults).run(traces=True)
-    assert any("link_dead" in line for line in map(str, world.trace))
+        for seed in (2889, 2892, 2893):
+            world = Schedule(seed, options, faults).run(traces=True)
+            assert not world.problems
+            link_dead += sum("link_dead" in text for _, _, text in world.trace)
+    assert link_dead
+
+
+def test_ranks_that_wait_long_get_the_same_quorum() -> None:
+    """A group waits for one that hangs, and its ranks see one after the other that `quorum_timeout_seconds` is over."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+        "quorum_timeout_seconds": 0.3,
+        "hang_timeout_seconds": 6.0,
+    }
+    options = Options(2, 2, 3, fault_tolerance, lag=0.05, restart_seconds=(1.0, 1.0))
+    with standins.installed():
+        for seed in range(4, 12):
+            assert not Schedule(seed, options, (Hang(0.35, 0, 1),)).run().problems
+
+
+def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
+    """The group that held the other one was frozen in its last round, in which all others died, and thaws later."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+    }
+    options = Options(2, 1, 4, fault_tolerance, restart_seconds=(1.0, 1.0), compute_seconds=0.4)
+    with standins.installed():
+        world = Schedule(3, options, (Freeze(1.945, 1, -1, 4.0), KillGroups(2.4, (0,)))).run(traces=True)
     assert not world.problems
+    assert sum("commits step 1 " in text for _, _, text in world.trace) == 3
+    assert any(who == "g1r0" and text.startswith("finished") for _, who, text in world.trace)
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:
