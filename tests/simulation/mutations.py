@@ -91,6 +91,16 @@ MUTATIONS = [
         first=160,
     ),
     Mutation(
+        "a rank asks for a quorum again when its own time is over",
+        _one(
+            "seat",
+            "                deadline = time.monotonic() + timeout\n                continue\n",
+            "                deadline, answer = time.monotonic() + timeout, self._ask(step, failures)\n                continue\n",
+        ),
+        ("hang",),
+        ("ranks never part", "liveness", "no state given up"),
+    ),
+    Mutation(
         "nobody tells of groups that cannot reach each other",
         _one("partition", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"),
         ("cut",),
