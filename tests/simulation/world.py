@@ -1042,7 +1042,9 @@ class World(standins.World):
         """
         lineages, digests = fields.get("lineages", {}), fields.get("digests", {})
         for lineage in sorted(set(lineages.values())):
-            alike = {slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)}
+            shown = {slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)}
+            # Who has yet to begin has it from a checkpoint, which is no witness beside those that train.
+            alike = {slot for slot in shown if all(rank.ready for rank in self.groups[slot].ranks)} or shown
             yield {slot for slot in alike & self.flipped if tainted[slot]}, alike
 
     def _judge_end(self, rank: Rank) -> None:
