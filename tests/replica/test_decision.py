@@ -124,7 +124,7 @@ def test_groups_that_have_yet_to_begin_do_not_outvote_one_that_is_ahead() -> Non
 
 
 def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None:
-    """A bit flips in group 0, which then saves; group 2 comes back with that, and must not outvote the sound group 1."""
+    """A bit flips in group 0, which then saves; group 2 comes back with that, and must not outvote group 1."""
     loaded = ready(2, digest=8, valid_tokens=0, training=0)
     assert judge([ready(0, digest=8), ready(1), loaded]).tie
     verdict = judge([ready(0, digest=8), ready(1), loaded, ready(3)])

@@ -95,7 +95,7 @@ MUTATIONS = [
         _one(
             "seat",
             "                deadline = time.monotonic() + timeout\n                continue\n",
-            "                deadline, answer = time.monotonic() + timeout, self._ask(step, failures)\n                continue\n",
+            "                answer = self._ask(step, failures)\n                continue\n",
         ),
         ("hang",),
         ("ranks never part", "liveness", "no state given up"),

@@ -267,7 +267,7 @@ class _Draw:
             self.faults.append(Freeze(self._time(), self._slot(), rank, seconds, self.rng.choice(MOMENTS[:5])))
 
     def hang(self) -> None:
-        """A training thread hangs; the others may wait for it longer than a rank waits before it looks for the lighthouse."""
+        """A training thread hangs, perhaps for longer than the others wait before they look for the lighthouse."""
         self.faults.append(Hang(self._time(0.2), self._slot(), self._rank()))
         if not any(kind.endswith("lighthouse") for kind in self.kinds):
             self.config["quorum_timeout_seconds"] = self.rng.choice([0.3, 2.0, 20.0])
