@@ -124,7 +124,8 @@ class FaultTolerance:
 
     start_timeout_seconds: float = 300.0
     """Seconds that the first step waits for `group_size` groups before it goes on with those present, if they are at
-    least `min_replica_size`; > 0."""
+    least `min_replica_size`; > 0. A group that heartbeats and is not among them is waited for for longer: it may be in
+    the midst of a long step, and hold the job's state."""
 
     finish_timeout_seconds: float = 60.0
     """Seconds that groups which finished the last step wait for a missing group before they leave; > 0."""

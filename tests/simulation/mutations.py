@@ -79,11 +79,11 @@ MUTATIONS = [
     Mutation(
         "the wait for the first step is judged by each rank's own clock",
         (
-            Change("step", "        began = self._group.clock()\n", "        began = time.monotonic()\n"),
+            Change("step", "began, seen = self._group.clock(), -math.inf", "began, seen = time.monotonic(), -math.inf"),
             Change(
                 "step",
-                "self._position.wait(self._group.clock() - began)",
-                "self._position.wait(time.monotonic() - began)",
+                "            now = self._group.clock()\n            is_soon_over",
+                "            now = time.monotonic()\n            is_soon_over",
             ),
         ),
         ("absent",),
@@ -99,6 +99,12 @@ MUTATIONS = [
         ),
         ("hang",),
         ("ranks never part", "liveness", "no state given up"),
+    ),
+    Mutation(
+        "a job is begun anew although a group in the midst of a long step lives",
+        _one("step", "if is_soon_over and isinstance(outcome, Round) and self._sees_outsiders(outcome):", "if False:"),
+        ("long",),
+        ("no state given up",),
     ),
     Mutation(
         "nobody tells of groups that cannot reach each other",

@@ -279,6 +279,15 @@ class _Draw:
         else:
             self.faults.append(SlowLink(self._time(), *self._pair(), self.rng.choice([0.02, 0.2]), 2.0))
 
+    def long(self) -> None:
+        """All groups but one die, and come back while that one is in the midst of a step that takes long."""
+        self.groups, self.ranks = self.rng.choice([3, 3, 4]), self.rng.choice([1, 1, 2])
+        self.config |= {"group_size": self.groups, "min_replica_size": self.rng.choice([1, 2])}
+        at, slot, seconds = self._time(0.3), self._slot(), self.rng.choice([6.0, 9.0, 12.0])
+        self.faults.append(Slow(at, slot, self._rank(), seconds, 2 * self.compute))
+        others = tuple(other for other in range(self.groups) if other != slot)
+        self.faults.append(KillGroups(at + 2 * self.compute + 0.2, others))
+
     def lossy(self) -> None:
         """Packets between two groups are lost, and connections are reset."""
         for _ in range(self.rng.randint(0, 2)):
@@ -394,6 +403,7 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "freeze",
         "hang",
         "slow",
+        "long",
         "lossy",
         "cut",
         "cut_lighthouse",
@@ -412,7 +422,7 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "shape",
     )
 }
-_SIZES = ("fork", "last", "lost", "tail")
+_SIZES = ("fork", "last", "long", "lost", "tail")
 KINDS = tuple(_KINDS)
 """What is drawn from unless kinds are given."""
 

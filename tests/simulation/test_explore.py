@@ -22,6 +22,7 @@ from tests.simulation.schedule import Schedule, draw
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
 from titan_ft.replica.heal import Heal
+from titan_ft.replica.step import ReplicaDimension
 
 SCHEDULES = 2000
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,53 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
         assert not world.problems
     else:
         assert "every group that held the state" in world.problems[0].text
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, waits: bool
+) -> None:
+    """All others die and have a quorum of their own before it asks for one: they wait for it, and heal from it."""
+    if not waits:
+        monkeypatch.setattr(ReplicaDimension, "_sees_outsiders", lambda dimension, made: False)
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 3000,
+        "process_group_timeout_ms": 30_000,
+        "transfer_timeout_seconds": 20.0,
+    }
+    options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
+    with standins.installed():
+        world = Schedule(1, options, (Slow(1.25, 2, 0, 10.0, 0.5), KillGroups(1.5, (0, 1)))).run()
+    if waits:
+        assert not world.problems
+    else:
+        assert "started anew at step 0 while groups [2] hold more" in world.problems[0].text
+
+
+def test_a_group_that_hangs_keeps_the_others_from_beginning_until_it_has_ended() -> None:
+    """It heartbeats, and nobody can tell that it will ask for no quorum."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 3000,
+        "process_group_timeout_ms": 30_000,
+        "hang_timeout_seconds": 15.0,
+    }
+    options = Options(3, 1, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
+    with standins.installed():
+        world = Schedule(1, options, (Hang(1.25, 2, 0), KillGroups(1.5, (0, 1)))).run(traces=True)
+    assert not world.problems
+    (hung,) = (at for at, _, text in world.trace if text.startswith("hung"))
+    begun = [at for at, _, text in world.trace if text.startswith("commits step 1 ")]
+    assert len(begun) == 6
+    assert all(at > hung for at in begun[3:])
 
 
 @pytest.mark.parametrize("fooled", [False, True])

@@ -10,13 +10,14 @@ quorum (asked for at the last commit) -> forward and backward -> round (exchange
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision as decisions
-from titan_ft.replica.decision import Broken, Decision, Round, Update, decide
+from titan_ft.replica.decision import ALONE_SECONDS, Broken, Decision, Round, Update, decide
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
@@ -82,6 +83,7 @@ class ReplicaDimension:
         self._stragglers = Stragglers(config.straggler_factor, config.straggler_steps)
         self._nominal_tokens, self._pauses_after = nominal_tokens, pauses_after
         self._waiting = False
+        self._outsiders: list[int] = []  # slots of groups that lived outside of the last round, as rank 0 has seen it
         self.heal_seconds = 0.0
 
     def join(self, step: int = 0) -> bool:
@@ -100,16 +102,23 @@ class ReplicaDimension:
     def start(self, step: int) -> bool:
         """Begin to train together, holding `step` committed updates; returns False if this group must `heal` first.
 
-        The job's first step, also behind a checkpoint, waits for `group_size` groups, up to `start_timeout_seconds`.
+        The job's first step, also behind a checkpoint, waits for `group_size` groups, up to `start_timeout_seconds`,
+        and longer while groups live that are not in the quorum: in the midst of a long step they are in none, and what
+        they hold would be given up.
 
         Raises:
             GaveUpError: fewer than `min_replica_size` groups came.
         """
-        began = self._group.clock()
+        began, seen = self._group.clock(), -math.inf
+        outcome: Round | Broken | None = None
         self._position.start_at(step)
         self.digest_if_due()
         while True:
-            self._position.wait(self._group.clock() - began)
+            now = self._group.clock()
+            is_soon_over = now - began >= self._config.start_timeout_seconds - ALONE_SECONDS
+            if is_soon_over and isinstance(outcome, Round) and self._sees_outsiders(outcome):
+                seen = now
+            self._position.wait(now - began if now - seen >= ALONE_SECONDS else 0.0)
             outcome = self._rounds.make()
             match decide(self._position, outcome, self._config):
                 case decisions.Begin(missing) if isinstance(outcome, Round):
@@ -236,6 +245,14 @@ class ReplicaDimension:
                 return digest
             if not complete:
                 time.sleep(PAUSE_SECONDS)
+
+    def _sees_outsiders(self, made: Round) -> bool:
+        """Say whether groups live that were not in a round; the same on all ranks. A collective of the group."""
+        slots = self._rounds.find_outsiders(made)
+        if slots and slots != self._outsiders:
+            logger.warning("groups %s live, are in no quorum and may hold the job's state: waiting for them", slots)
+        self._outsiders = slots
+        return any(self._group.gather(len(slots)))
 
     def _is_needed(self, outcome: Round | Broken) -> bool:
         """Say whether a group may be there that lacks the final state.
