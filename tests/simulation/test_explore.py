@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import standins
-from tests.simulation.faults import CutLighthouse, Freeze, Hang, KillGroups, LighthouseDies, Slow
+from tests.simulation.faults import CutLighthouse, Flip, Freeze, Hang, KillGroups, LighthouseDies, Slow
 from tests.simulation.schedule import Schedule, draw
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
@@ -209,6 +209,32 @@ def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
     assert not world.problems
     assert sum("commits step 1 " in text for _, _, text in world.trace) == 3
     assert any(who == "g1r0" and text.startswith("finished") for _, who, text in world.trace)
+
+
+def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one() -> None:
+    """Its bytes differ after the last step; all others die before it has theirs, and begin anew."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "digest_every": 4,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+        "transfer_timeout_seconds": 20.0,
+    }
+    options = Options(3, 1, 7, fault_tolerance, restart_seconds=(0.3, 0.3), transfer_seconds=(0.5, 0.5), coupling=0.0)
+    faults = Flip(0.9, 2, 0, True, 3, 22), KillGroups(1.2, (0, 1), "fetching", of=2)
+    with standins.installed():
+        world = Schedule(1, options, faults).run(traces=True)
+    assert not world.problems
+    (back,) = (text for _, who, text in world.trace if who == "g2r0" and text.startswith("has step "))
+    assert 0 < int(back.split()[2].strip(",")) < 7
+    assert {who for _, who, text in world.trace if text.startswith("finished at step 7")} == {
+        "g0r0a1",
+        "g1r0a1",
+        "g2r0",
+    }
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:

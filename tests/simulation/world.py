@@ -786,7 +786,12 @@ class World(standins.World):
         # Those of the round, also one that has died since. Who cannot reach all of the others is in the lighthouse's
         # quorum, and outside.
         members = [group for slot, group in self.groups.items() if slot in rank.met]
-        holders = [group for group in members if all(other.ready for other in group.ranks)]
+        # Also who has loaded a checkpoint and has yet to begin: its row claims that state.
+        holders = [
+            group
+            for group in members
+            if all(other.ready or other.position.standing is Standing.READY for other in group.ranks)
+        ]
         held = [group.ranks[rank.number].held for group in holders]
         # One that has healed for this very round has computed nothing yet.
         rear = sum(

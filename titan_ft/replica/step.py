@@ -213,11 +213,12 @@ class ReplicaDimension:
         self.digest_if_due()
         return self._position.step
 
-    def finish(self) -> str:
+    def finish(self) -> str | None:
         """Stay until every group holds the final state, or `finish_timeout_seconds` passed without news; then leave.
 
         Returns:
-            This rank's digest of the final state, in hex.
+            This rank's digest of the final state, in hex. None if this group turns out not to hold it: it must `heal`,
+            and train on if the state that it gets is an earlier one, for all that held the final one may have died.
         """
         digest = self._rounds.take_digest()
         self._position.finish()
@@ -229,8 +230,7 @@ class ReplicaDimension:
                 return digest
             decision = decide(self._position, outcome, self._config)
             if isinstance(decision, decisions.Heal):
-                self.heal()
-                return self.finish()
+                return None
             _end_if_decided(decision)
             # Ranks may have seen different rows of a group that is leaving: they must agree here.
             complete = all(self._group.gather(int(isinstance(decision, decisions.Done))))
