@@ -61,6 +61,7 @@ class ReplicaTrainer(Trainer):
     """
 
     launch: Launch  # set by titan_ft.train on the subclass that it runs
+    step: int
     ntokens_seen: int
     _links: Links
     _work: Work  # on the step under way
