@@ -299,3 +299,29 @@ def test_a_group_that_leaves_in_the_midst_of_a_round_tells_its_batches() -> None
     ((event,), (void,)) = told, told[0].void
     assert (event.step, event.in_order) == (3, False)
     assert (void.slot, void.first_batch, void.num_batches) == (1, 30, 2)
+
+
+@pytest.mark.parametrize(("healed", "goes_on"), [(5, True), (7, False)])
+def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: int, goes_on: bool) -> None:
+    """All that held the final state may have died meanwhile, and the others have begun anew."""
+    digests = ["d1ge57", None]
+    finished: list[str] = []
+
+    def heal(replica: object) -> None:
+        this.step = healed
+
+    this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
+    vars(this).update(
+        step=7,
+        ntokens_seen=0,
+        job_config=SimpleNamespace(training=SimpleNamespace(steps=7)),
+        _replica=SimpleNamespace(finish=digests.pop),
+        _position=SimpleNamespace(lineage=0),
+        _heal=heal,
+        checkpointer=SimpleNamespace(
+            withdraw=lambda: None, finish=lambda step: None, raise_last_failure=lambda: finished.append("raised")
+        ),
+        _events=SimpleNamespace(emit=lambda event: finished.append(event.digest)),
+    )
+    assert this.should_continue_training() is goes_on
+    assert finished == ([] if goes_on else ["d1ge57", "raised"])

@@ -133,8 +133,8 @@ class FaultTolerance:
     """Address of the lighthouse, http://host:port. Empty takes the environment variable TORCHFT_LIGHTHOUSE."""
 
     quorum_timeout_seconds: float = 60.0
-    """Seconds that one quorum request to the lighthouse may take before it is repeated and the lighthouse named as
-    unreachable; > 0. A lighthouse that answers may let the groups wait for each other for longer."""
+    """Seconds without a quorum after which it is looked whether the lighthouse is there, and it is named as unreachable
+    if it is not; > 0. A lighthouse that is there may let the groups wait for each other for longer."""
 
     vote_timeout_seconds: float = 60.0
     """Seconds that the ranks of a group wait for each other in the vote on a step; > 0."""
@@ -144,7 +144,8 @@ class FaultTolerance:
 
     start_timeout_seconds: float = 300.0
     """Seconds that the first step waits for `group_size` groups before it goes on with those present, if they are at
-    least `min_replica_size`; > 0."""
+    least `min_replica_size`; > 0. A group that heartbeats and is not among them is waited for for longer: it may be in
+    the midst of a long step, and hold the job's state."""
 
     finish_timeout_seconds: float = 60.0
     """Seconds that groups which finished the last step wait for a missing group before they leave; > 0."""

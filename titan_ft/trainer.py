@@ -62,6 +62,7 @@ class ReplicaTrainer(Trainer):
     """
 
     launch: Launch  # set by titan_ft.train on the subclass that it runs
+    step: int
     ntokens_seen: int
     _links: Links
     _work: Work  # on the step under way
@@ -217,7 +218,9 @@ class ReplicaTrainer(Trainer):
             return True
         if self._replica is not None:
             digest = self._replica.finish()
-            self.step = self._steps_of(self._position.step)
+            if digest is None:
+                self._heal(self._replica)
+                return self.should_continue_training()
             self.checkpointer.withdraw()
             self.checkpointer.finish(self.step)
             lineage = f"{self._position.lineage:012x}"
@@ -310,6 +313,7 @@ class ReplicaTrainer(Trainer):
         return True
 
     def _heal(self, replica: ReplicaDimension) -> None:
+        self._begun = True
         first = self.step == 1
         self._checkpoint_host.participants = []
         self.optimizers.zero_grad()

@@ -123,6 +123,17 @@ def test_groups_that_have_yet_to_begin_do_not_outvote_one_that_is_ahead() -> Non
     assert judge([ready(0, step=STEP + 1), ready(1, **waiting), ready(2, **waiting)]).step == STEP + 1
 
 
+def test_a_checkpoint_is_no_second_witness_for_the_group_that_wrote_it() -> None:
+    """A bit flips in group 0, which then saves; group 2 comes back with that, and must not outvote group 1."""
+    loaded = ready(2, digest=8, valid_tokens=0, training=0)
+    assert judge([ready(0, digest=8), ready(1), loaded]).tie
+    verdict = judge([ready(0, digest=8), ready(1), loaded, ready(3)])
+    assert (verdict.holders, verdict.corrupt) == ((1, 3), (0, 2))
+    assert judge([ready(1), loaded]).tie, "its writer is gone: nobody can tell whose bytes are right"
+    assert judge([ready(0), ready(1), loaded, dataclasses.replace(loaded, slot=3)]).corrupt == (2, 3)
+    assert judge([ready(0, training=0), ready(1, training=0), ready(2, training=0, digest=8)]).corrupt == (2,)
+
+
 def test_a_group_that_has_yet_to_begin_does_not_make_up_the_number() -> None:
     """It heals in the very round that it was counted in: the step would be one group's alone."""
     rows = [ready(0), ready(1, valid_tokens=0, training=0)]

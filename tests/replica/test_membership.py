@@ -97,14 +97,22 @@ def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
 def test_waiting_for_others_is_no_error(
     seats: Any, start_lighthouse: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beyond quorum_timeout_seconds a group that waits for others says so and goes on waiting."""
+    """Beyond quorum_timeout_seconds a group that waits for others says so and goes on waiting, with the same request.
+
+    A rank that asked again would be counted for the next quorum, which its siblings would get without it.
+    """
     seats.lighthouse = start_lighthouse(min_replicas=2)
     one, two = (seats.take(slot, config=seats.config(slot, quorum_timeout_seconds=0.3)) for slot in (0, 1))
+    asked = []
+    client = one._seat._client
+    one._seat._client = SimpleNamespace(_quorum=lambda **request: asked.append(request) or client._quorum(**request))
     one.begin(7)
     with pytest.raises(TimeoutError):
         one._pending.result(0.8)
     assert "no quorum after step 7" in caplog.text
+    one._seat._client = client
     seats.meet(one, two, steps=[7, 7])
+    assert len(asked) == 1
 
 
 # Vote

@@ -16,6 +16,7 @@ import torch
 
 from tests.event_builder import untyped
 from titan_ft.config import FaultTolerance
+from titan_ft.replica import decision as decisions
 from titan_ft.replica import heal, step
 from titan_ft.replica.decision import Round
 from titan_ft.replica.errors import NonFiniteError
@@ -100,6 +101,10 @@ class Seat:
     def peer_address(self, rank: int) -> str:
         """Name no real one."""
         return f"rank {rank}"
+
+    def find_outsiders(self, quorum: Quorum) -> list[int]:
+        """See nobody."""
+        return []
 
 
 class Exchange:
@@ -298,6 +303,31 @@ class OneGroup:
             apply=apply,
             **self.shared,
         ).run()
+
+
+def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond `start_timeout_seconds`, and until they have not been heard of for a while; who that is is said once."""
+    group = Groups(3, Hub([0]), start_timeout_seconds=8.0).all[0]
+    group.position.training = False
+    now, looks = [100.0], list[float]()
+
+    def find_outsiders(quorum: Quorum) -> list[int]:
+        looks.append(now[0])
+        return [2] if now[0] < 120.0 and now[0] != 110.0 else []  # it was silent for a moment
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(group.seat, "find_outsiders", find_outsiders)
+    monkeypatch.setattr(group.shared["group"], "clock", clock)
+    assert group.dimension.start(0)
+    assert now[0] == 119.0 + decisions.ALONE_SECONDS
+    assert looks[0] == 101.0 + 8.0 - decisions.ALONE_SECONDS, "the page is not read while there is time anyway"
+    said = [text for text in caplog.messages if text.startswith("groups [2] live")]
+    assert len(said) == 2, "and again when it is back"
 
 
 def told(committed: Committed) -> tuple[list[int], list[int]]:

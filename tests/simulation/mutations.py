@@ -79,16 +79,32 @@ MUTATIONS = [
     Mutation(
         "the wait for the first step is judged by each rank's own clock",
         (
-            Change("step", "        began = self._group.clock()\n", "        began = time.monotonic()\n"),
+            Change("step", "began, seen = self._group.clock(), -math.inf", "began, seen = time.monotonic(), -math.inf"),
             Change(
                 "step",
-                "self._position.wait(self._group.clock() - began)",
-                "self._position.wait(time.monotonic() - began)",
+                "            now = self._group.clock()\n            is_soon_over",
+                "            now = time.monotonic()\n            is_soon_over",
             ),
         ),
         ("absent",),
         ("ranks never part",),
         first=160,
+    ),
+    Mutation(
+        "a rank asks for a quorum again when its own time is over",
+        _one(
+            "seat",
+            "                deadline = time.monotonic() + timeout\n                continue\n",
+            "                answer = self._ask(step, failures)\n                continue\n",
+        ),
+        ("hang",),
+        ("ranks never part", "liveness", "no state given up"),
+    ),
+    Mutation(
+        "a job is begun anew although a group in the midst of a long step lives",
+        _one("step", "if is_soon_over and isinstance(outcome, Round) and self._sees_outsiders(outcome):", "if False:"),
+        ("long",),
+        ("no state given up",),
     ),
     Mutation(
         "nobody tells of groups that cannot reach each other",

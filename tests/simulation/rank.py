@@ -302,9 +302,13 @@ class Rank:
                 world.started(self, step)
             else:
                 self._heal(computed=False)
-        while self.position.step < world.options.steps:
-            self._step()
-        digest = dimension.finish()
+        digest = None
+        while digest is None:
+            while self.position.step < world.options.steps:
+                self._step()
+            digest = dimension.finish()
+            if digest is None:
+                self._heal(computed=False)
         self.saves.withdraw()
         self.saves.finish(self.position.step)
         self._end("finished", digest)

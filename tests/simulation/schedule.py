@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,8 +267,10 @@ class _Draw:
             self.faults.append(Freeze(self._time(), self._slot(), rank, seconds, self.rng.choice(MOMENTS[:5])))
 
     def hang(self) -> None:
-        """A training thread hangs."""
+        """A training thread hangs, perhaps for longer than the others wait before they look for the lighthouse."""
         self.faults.append(Hang(self._time(0.2), self._slot(), self._rank()))
+        if not any(kind.endswith("lighthouse") for kind in self.kinds):
+            self.config["quorum_timeout_seconds"] = self.rng.choice([0.3, 2.0, 20.0])
 
     def slow(self) -> None:
         """A rank or a link is slow."""
@@ -276,6 +278,15 @@ class _Draw:
             self.faults.append(Slow(self._time(), self._slot(), self._rank(), 0.5, 2.0))
         else:
             self.faults.append(SlowLink(self._time(), *self._pair(), self.rng.choice([0.02, 0.2]), 2.0))
+
+    def long(self) -> None:
+        """All groups but one die, and come back while that one is in the midst of a step that takes long."""
+        self.groups, self.ranks = self.rng.choice([3, 3, 4]), self.rng.choice([1, 1, 2])
+        self.config |= {"group_size": self.groups, "min_replica_size": self.rng.choice([1, 2])}
+        at, slot, seconds = self._time(0.3), self._slot(), self.rng.choice([6.0, 9.0, 12.0])
+        self.faults.append(Slow(at, slot, self._rank(), seconds, 2 * self.compute))
+        others = tuple(other for other in range(self.groups) if other != slot)
+        self.faults.append(KillGroups(at + 2 * self.compute + 0.2, others))
 
     def lossy(self) -> None:
         """Packets between two groups are lost, and connections are reset."""
@@ -450,61 +461,63 @@ class _DrawRounds(_Draw):
         for _ in range(self.rng.randint(1, 2)):
             self.faults.append(Kill(self._time(0.5), self._slot(), self._rank(), self.rng.choice(MOMENTS)))
 
+
 KINDS = (
-        "none",
-        "absent",
-        "late",
-        "kill",
-        "many",
-        "groups_die",
-        "donor",
-        "freeze",
-        "hang",
-        "slow",
-        "lossy",
-        "cut",
-        "cut_lighthouse",
-        "lighthouse",
-        "drain",
-        "flip",
-        "nan",
-        "tail",
-        "fork",
-        "last",
-        "lost",
-        "rejoin",
-        "least",
-        "checkpoint",
-        "save",
-        "shape",
+    "none",
+    "absent",
+    "late",
+    "kill",
+    "many",
+    "groups_die",
+    "donor",
+    "freeze",
+    "hang",
+    "slow",
+    "long",
+    "lossy",
+    "cut",
+    "cut_lighthouse",
+    "lighthouse",
+    "drain",
+    "flip",
+    "nan",
+    "tail",
+    "fork",
+    "last",
+    "lost",
+    "rejoin",
+    "least",
+    "checkpoint",
+    "save",
+    "shape",
 )
-_SIZES = ("fork", "last", "lost", "tail")
+_SIZES = ("fork", "last", "long", "lost", "tail")
 """What is drawn from unless kinds are given."""
 
 ROUND_KINDS = (
-        "none",
-        "absent",
-        "late",
-        "kill",
-        "many",
-        "groups_die",
-        "donor",
-        "freeze",
-        "hang",
-        "slow",
-        "lossy",
-        "cut",
-        "cut_lighthouse",
-        "lighthouse",
-        "drain",
-        "flip",
-        "nan",
-        "tail",
-        "lost",
-        "least",
-        "alone",
-        "joiner",
-        "leave",
+    "none",
+    "absent",
+    "late",
+    "kill",
+    "many",
+    "groups_die",
+    "donor",
+    "freeze",
+    "hang",
+    "slow",
+    "lossy",
+    "cut",
+    "cut_lighthouse",
+    "lighthouse",
+    "drain",
+    "flip",
+    "nan",
+    "tail",
+    "lost",
+    "least",
+    "alone",
+    "joiner",
+    "leave",
 )
 """The same with a semi-synchronous method."""
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import standins
-from tests.simulation.faults import CutLighthouse, Freeze, KillGroups, LighthouseDies, Slow
+from tests.simulation.faults import CutLighthouse, Flip, Freeze, Hang, KillGroups, LighthouseDies, Slow
 from tests.simulation.schedule import Schedule, draw
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
 from titan_ft.replica.heal import Heal
+from titan_ft.replica.step import ReplicaDimension
 
 SCHEDULES = 2000
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,53 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
         assert "every group that held the state" in world.problems[0].text
 
 
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, waits: bool
+) -> None:
+    """All others die and have a quorum of their own before it asks for one: they wait for it, and heal from it."""
+    if not waits:
+        monkeypatch.setattr(ReplicaDimension, "_sees_outsiders", lambda dimension, made: False)
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 3000,
+        "process_group_timeout_ms": 30_000,
+        "transfer_timeout_seconds": 20.0,
+    }
+    options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
+    with standins.installed():
+        world = Schedule(1, options, (Slow(1.25, 2, 0, 10.0, 0.5), KillGroups(1.5, (0, 1)))).run()
+    if waits:
+        assert not world.problems
+    else:
+        assert "started anew at step 0 while groups [2] hold more" in world.problems[0].text
+
+
+def test_a_group_that_hangs_keeps_the_others_from_beginning_until_it_has_ended() -> None:
+    """It heartbeats, and nobody can tell that it will ask for no quorum."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 3000,
+        "process_group_timeout_ms": 30_000,
+        "hang_timeout_seconds": 15.0,
+    }
+    options = Options(3, 1, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
+    with standins.installed():
+        world = Schedule(1, options, (Hang(1.25, 2, 0), KillGroups(1.5, (0, 1)))).run(traces=True)
+    assert not world.problems
+    (hung,) = (at for at, _, text in world.trace if text.startswith("hung"))
+    begun = [at for at, _, text in world.trace if text.startswith("commits step 1 ")]
+    assert len(begun) == 6
+    assert all(at > hung for at in begun[3:])
+
+
 @pytest.mark.parametrize("fooled", [False, True])
 def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     monkeypatch: pytest.MonkeyPatch, fooled: bool
@@ -118,10 +166,75 @@ def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
     }
     options = Options(4, 2, 2, fault_tolerance, lag=0.05, restart_seconds=(0.3, 1.5), overlap=True, silent=True)
     faults = KillGroups(0.3874, (0,)), CutLighthouse(0.4727, 1, "to", 3.0)
+    link_dead = 0
     with standins.installed():
-        world = Schedule(2891, options, faults).run(traces=True)
-    assert any("link_dead" in line for line in map(str, world.trace))
+        for seed in (2889, 2892, 2893):
+            world = Schedule(seed, options, faults).run(traces=True)
+            assert not world.problems
+            link_dead += sum("link_dead" in text for _, _, text in world.trace)
+    assert link_dead
+
+
+def test_ranks_that_wait_long_get_the_same_quorum() -> None:
+    """A group waits for one that hangs, and its ranks see one after the other that `quorum_timeout_seconds` is over."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+        "quorum_timeout_seconds": 0.3,
+        "hang_timeout_seconds": 6.0,
+    }
+    options = Options(2, 2, 3, fault_tolerance, lag=0.05, restart_seconds=(1.0, 1.0))
+    with standins.installed():
+        for seed in range(4, 12):
+            assert not Schedule(seed, options, (Hang(0.35, 0, 1),)).run().problems
+
+
+def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
+    """The group that held the other one was frozen in its last round, in which all others died, and thaws later."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+    }
+    options = Options(2, 1, 4, fault_tolerance, restart_seconds=(1.0, 1.0), compute_seconds=0.4)
+    with standins.installed():
+        world = Schedule(3, options, (Freeze(1.945, 1, -1, 4.0), KillGroups(2.4, (0,)))).run(traces=True)
     assert not world.problems
+    assert sum("commits step 1 " in text for _, _, text in world.trace) == 3
+    assert any(who == "g1r0" and text.startswith("finished") for _, who, text in world.trace)
+
+
+def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one() -> None:
+    """Its bytes differ after the last step; all others die before it has theirs, and begin anew."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "digest_every": 4,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+        "transfer_timeout_seconds": 20.0,
+    }
+    options = Options(3, 1, 7, fault_tolerance, restart_seconds=(0.3, 0.3), transfer_seconds=(0.5, 0.5), coupling=0.0)
+    faults = Flip(0.9, 2, 0, True, 3, 22), KillGroups(1.2, (0, 1), "fetching", of=2)
+    with standins.installed():
+        world = Schedule(1, options, faults).run(traces=True)
+    assert not world.problems
+    (back,) = (text for _, who, text in world.trace if who == "g2r0" and text.startswith("has step "))
+    assert 0 < int(back.split()[2].strip(",")) < 7
+    assert {who for _, who, text in world.trace if text.startswith("finished at step 7")} == {
+        "g0r0a1",
+        "g1r0a1",
+        "g2r0",
+    }
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:

@@ -200,7 +200,7 @@ class GroupRun:
         self.delays = [options.build_seconds + kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
-        self.members: frozenset[int] = frozenset()  # slots of the quorum that it was in last
+        self.members: frozenset[GroupRun] = frozenset()  # of the quorum that it was in last
         self.ranks: list[Rank] = []
         for number in range(options.ranks):
             process = world.new_process(f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), (slot, number))
@@ -237,6 +237,11 @@ class GroupRun:
     def ready(self) -> bool:
         """Say whether all its ranks hold a committed state."""
         return self.alive and all(rank.ready for rank in self.ranks)
+
+    @property
+    def stays(self) -> bool:
+        """Say the same of a group of which some ranks may have ended in order."""
+        return all(rank.ready and (rank.ended or not rank.process.dead) for rank in self.ranks)
 
 
 class World(standins.World):
@@ -311,7 +316,7 @@ class World(standins.World):
         self.commits = 0
         self.due: dict[int, float] = {}  # steps to be saved, and since when
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
-        self.final: set[int] | None = None  # slots of the quorum in which the first group finished
+        self.final: set[GroupRun] | None = None  # groups of the quorum in which the first one finished
         self._pids = 100
 
     # Running
@@ -650,7 +655,7 @@ class World(standins.World):
             told = " ".join(f"{name}={_short(value)}" for name, value in fields.items() if not name.endswith("seconds"))
             self.say(rank.process.name, f"{event} {told}")
         if event == "joined":
-            rank.group.members = frozenset(fields["participants"])
+            rank.group.members = frozenset(self.groups[slot] for slot in fields["participants"])
         if event == "exchange_failed":
             self.moment("broke", rank.node)
         rank.group.rolled_back |= event == "rolled_back"
@@ -865,7 +870,12 @@ class World(standins.World):
         # Those of the round, also one that has died since. Who cannot reach all of the others is in the lighthouse's
         # quorum, and outside.
         members = [group for slot, group in self.groups.items() if slot in rank.met]
-        holders = [group for group in members if all(other.ready for other in group.ranks)]
+        # Also who has loaded a checkpoint and has yet to begin: its row claims that state.
+        holders = [
+            group
+            for group in members
+            if all(other.ready or other.position.standing is Standing.READY for other in group.ranks)
+        ]
         held = [group.ranks[rank.number].held for group in holders]
         # One that has healed for this very round has computed nothing yet.
         rear = sum(
@@ -959,14 +969,14 @@ class World(standins.World):
         if group.ended == "drained" and not group.comes_back:
             self.gone[group.slot] = "drained"
         if self.final is None and group.ended == "finished":
-            # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late.
-            others = [self.groups[slot] for slot in sorted(group.members) if slot in self.groups]
-            self.final = {other.slot for other in others if other.ready and self._linked(group, other)}
-            self.final.add(rank.slot)
+            # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late. So
+            # has who has come since: after a freeze that group's last round may be one of long ago.
+            self.final = {other for other in group.members if other.stays and self._linked(group, other)}
+            self.final.add(group)
         self._judge_end(rank)
 
     def _late(self, group: GroupRun) -> bool:
-        return self.final is not None and group.slot not in self.final
+        return self.final is not None and group not in self.final
 
     def process_ended(self, group: GroupRun) -> None:
         """Let the supervisor see that a process of a group has ended."""
@@ -1123,7 +1133,9 @@ class World(standins.World):
         """
         lineages, digests = fields.get("lineages", {}), fields.get("digests", {})
         for lineage in sorted(set(lineages.values())):
-            alike = {slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)}
+            shown = {slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)}
+            # Who has yet to begin has it from a checkpoint, which is no witness beside those that train.
+            alike = {slot for slot in shown if all(rank.ready for rank in self.groups[slot].ranks)} or shown
             yield {slot for slot in alike & self.flipped if tainted[slot]}, alike
 
     def _judge_end(self, rank: Rank) -> None:

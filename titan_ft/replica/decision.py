@@ -524,8 +524,14 @@ def _find_digest(rows: Sequence[Row], same_lineage: Sequence[int]) -> tuple[int,
 
     Different bytes of one lineage mean that some are corrupt: only a majority of those that have looked at theirs can
     tell which. At step 0 nothing is trained yet, so the lowest rank's initial state is as good as any.
+
+    One that has yet to begin has its state from a checkpoint, and beside groups that train it is no witness for bytes
+    that one of them shows as well: that one may have written it.
     """
-    digests = [rows[rank].digest for rank in same_lineage if rows[rank].digest]
+    shown = [rank for rank in same_lineage if rows[rank].digest]
+    trained = [rows[rank].digest for rank in shown if rows[rank].training]
+    loaded = [rows[rank].digest for rank in shown if not rows[rank].training]
+    digests = trained + sorted({*loaded} - {*trained}) if trained else loaded
     if not digests:
         return 0, False
     (digest, most), *others = Counter(digests).most_common(2)

@@ -35,7 +35,7 @@ class Position:
     training: bool = False  # the job's first step has begun, as far as this group knows
     leaving: bool = False  # told to leave; it asks for no quorum any more
     failures: int = 0  # rounds in a row that broke
-    waited: float = 0.0  # seconds by the group's clock, for the job's first step
+    waited: float = 0.0  # seconds by the group's clock, for the job's first step; 0 while others live outside
     exclusions: int = 0  # steps in a row that were made without this group's gradients
 
     # The heal under way.

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +27,12 @@ from titan_ft.run.address import bracketed, split_address
 
 logger = logging.getLogger(__name__)
 
-# torchft's server repeats a request that a restarted lighthouse lost, once for all ranks of the group.
-_LIGHTHOUSE_RETRIES = 1000
+# The ranks of a group ask together. One whose request timed out would have missed the answer that its siblings get a
+# moment later, or be counted for the next quorum when it asks again: they would go on without it. So requests last.
+_REQUEST = timedelta(days=30)
+# torchft's server repeats a request that a restarted lighthouse lost, once for all ranks of the group; it pauses for
+# the request's time / the number of retries, or 0.1 s.
+_LIGHTHOUSE_RETRIES = 10**8
 _LEFT = "this group has left the job"
 
 
@@ -135,33 +140,26 @@ class Seat:
     def request(self, step: int, failures: int) -> Any:
         """Ask until there is a quorum; gives up only when the lighthouse cannot be reached.
 
-        One request lasts the whole timeout: the ranks of a group ask together, and one that asked again by itself
-        would be counted for the next quorum already.
-
         Raises:
             LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`, or this group has left.
         """
         timeout = self._config.quorum_timeout_seconds
         deadline = time.monotonic() + timeout
+        answer = self._ask(step, failures)
         while not self.closed:
             try:
-                return self._client._quorum(
-                    group_rank=self._group_rank,
-                    step=step,
-                    checkpoint_metadata="",
-                    shrink_only=False,
-                    timeout=timedelta(seconds=timeout),
-                    init_sync=False,
-                    commit_failures=failures,
-                )
-            except TimeoutError as error:  # torchft raises it for a dead lighthouse as well
-                self._probe_lighthouse(timeout, error)
+                error = answer.exception(timeout)
+            except TimeoutError as waited:
+                self._probe_lighthouse(timeout, waited)
                 logger.warning("no quorum after step %d for %g s; still waiting for other groups", step, timeout)
                 deadline = time.monotonic() + timeout
-            except Exception as error:  # torchft raises RuntimeError for every other gRPC status
-                if time.monotonic() >= deadline:
-                    raise self._unreachable("quorum", timeout, error) from error
-                time.sleep(0.1)
+                continue
+            if error is None:
+                return answer.result()
+            if time.monotonic() >= deadline:
+                raise self._unreachable("quorum", timeout, error) from error
+            time.sleep(0.1)
+            answer = self._ask(step, failures)
         raise LighthouseError(_LEFT)
 
     def vote(self, step: int, ok: bool) -> bool:
@@ -177,6 +175,30 @@ class Seat:
             if self.closed:
                 raise LighthouseError(_LEFT) from error
             raise
+
+    def _ask(self, step: int, failures: int) -> Future[Any]:
+        """Ask for a quorum once; the group's server answers when all of its ranks have asked, and a quorum is there."""
+        client, answer = self._client, Future[Any]()
+
+        def ask() -> None:
+            try:
+                quorum = client._quorum(
+                    group_rank=self._group_rank,
+                    step=step,
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=_REQUEST,
+                    init_sync=False,
+                    commit_failures=failures,
+                )
+            except Exception as error:  # noqa: BLE001  # the future carries it
+                answer.set_exception(error)
+            else:
+                answer.set_result(quorum)
+
+        # No pool's thread: the interpreter would wait for it when it ends.
+        threading.Thread(target=ask, name="titan_ft_ask", daemon=True).start()
+        return answer
 
     def _replace_server(self, successor: Any) -> None:
         """Stop the heartbeats of this rank's server; `successor` is the server from now on."""
@@ -195,7 +217,7 @@ class Seat:
         except OSError as refused:
             raise self._unreachable("quorum", timeout, refused) from error
 
-    def _unreachable(self, what: str, seconds: float, error: Exception) -> LighthouseError:
+    def _unreachable(self, what: str, seconds: float, error: BaseException) -> LighthouseError:
         return LighthouseError(
             f"the lighthouse at {self._lighthouse} did not answer within fault_tolerance.{what}_timeout_seconds "
             f"({seconds:g} s): {error}; check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "

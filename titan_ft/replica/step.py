@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance, steps_per_round
 from titan_ft.replica import decision as decisions
-from titan_ft.replica.decision import Broken, Decision, Round, Update, decide
+from titan_ft.replica.decision import ALONE_SECONDS, Broken, Decision, Round, Update, decide
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
@@ -95,6 +96,7 @@ class ReplicaDimension:
         self._stragglers = Stragglers(config.straggler_factor, config.straggler_steps)
         self._nominal_tokens, self._pauses_after = nominal_tokens, pauses_after
         self._waiting = False
+        self._outsiders: list[int] = []  # slots of groups that lived outside of the last round, as rank 0 has seen it
         self.heal_seconds = 0.0
 
     def join(self, step: int = 0) -> bool:
@@ -113,16 +115,23 @@ class ReplicaDimension:
     def start(self, step: int) -> bool:
         """Begin to train together, holding `step` committed updates; returns False if this group must `heal` first.
 
-        The job's first step, also behind a checkpoint, waits for `group_size` groups, up to `start_timeout_seconds`.
+        The job's first step, also behind a checkpoint, waits for `group_size` groups, up to `start_timeout_seconds`,
+        and longer while groups live that are not in the quorum: in the midst of a long step they are in none, and what
+        they hold would be given up.
 
         Raises:
             GaveUpError: fewer than `min_replica_size` groups came.
         """
-        began = self._group.clock()
+        began, seen = self._group.clock(), -math.inf
+        outcome: Round | Broken | None = None
         self._position.start_at(step)
         self.digest_if_due()
         while True:
-            self._position.wait(self._group.clock() - began)
+            now = self._group.clock()
+            is_soon_over = now - began >= self._config.start_timeout_seconds - ALONE_SECONDS
+            if is_soon_over and isinstance(outcome, Round) and self._sees_outsiders(outcome):
+                seen = now
+            self._position.wait(now - began if now - seen >= ALONE_SECONDS else 0.0)
             outcome = self._rounds.make()
             match decide(self._position, outcome, self._config):
                 case decisions.Begin(missing) if isinstance(outcome, Round):
@@ -268,11 +277,12 @@ class ReplicaDimension:
         """Say whether the others `open` a round behind the update that this group's heal has ended with."""
         return self._heal.ended_on_update
 
-    def finish(self) -> str:
+    def finish(self) -> str | None:
         """Stay until every group holds the final state, or `finish_timeout_seconds` passed without news; then leave.
 
         Returns:
-            This rank's digest of the final state, in hex.
+            This rank's digest of the final state, in hex. None if this group turns out not to hold it: it must `heal`,
+            and train on if the state that it gets is an earlier one, for all that held the final one may have died.
         """
         digest = self._rounds.take_digest()
         self._position.finish()
@@ -284,8 +294,7 @@ class ReplicaDimension:
                 return digest
             decision = decide(self._position, outcome, self._config)
             if isinstance(decision, decisions.Heal):
-                self.heal()
-                return self.finish()
+                return None
             _end_if_decided(decision)
             # Ranks may have seen different rows of a group that is leaving: they must agree here.
             complete = all(self._group.gather(int(isinstance(decision, decisions.Done))))
@@ -300,6 +309,14 @@ class ReplicaDimension:
                 return digest
             if not complete:
                 time.sleep(PAUSE_SECONDS)
+
+    def _sees_outsiders(self, made: Round) -> bool:
+        """Say whether groups live that were not in a round; the same on all ranks. A collective of the group."""
+        slots = self._rounds.find_outsiders(made)
+        if slots and slots != self._outsiders:
+            logger.warning("groups %s live, are in no quorum and may hold the job's state: waiting for them", slots)
+        self._outsiders = slots
+        return any(self._group.gather(len(slots)))
 
     def _is_needed(self, outcome: Round | Broken) -> bool:
         """Say whether a group may be there that lacks the final state.
