@@ -316,7 +316,7 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: i
         ntokens_seen=0,
         job_config=SimpleNamespace(training=SimpleNamespace(steps=7)),
         _replica=SimpleNamespace(finish=digests.pop),
-        _position=SimpleNamespace(lineage=0),
+        _position=SimpleNamespace(step=7, lineage=0),
         _heal=heal,
         checkpointer=SimpleNamespace(
             withdraw=lambda: None, finish=lambda step: None, raise_last_failure=lambda: finished.append("raised")

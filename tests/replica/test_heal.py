@@ -76,6 +76,7 @@ class World:
         self.corrupt: set[int] = set()
         self.release = threading.Event()  # lets fetches end
         self.applied: list[int] = []
+        self.restored = 0  # how often the steps of a round that is in no update were dropped
         self.seconds = 0.0  # of the group's clock
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
@@ -187,6 +188,9 @@ class World:
 
     def load(self, snapshot: Snapshot) -> None:
         self.value = int(snapshot.header)
+
+    def restore(self) -> None:
+        self.restored += 1
 
     def _apply(self, update: Update) -> None:
         assert update.gradients is not None
@@ -318,7 +322,7 @@ def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
     position = world.position
     assert (position.standing, position.step, position.lineage) == (Standing.READY, 4, 44)
     assert world.value == value_after(4)
-    assert world.applied == []
+    assert (world.applied, world.restored) == ([], 1)
     assert world.made >= 5
     (event,) = world.named("rolled_back")
     assert (event.step, event.lost) == (4, 1)  # type: ignore[attr-defined]  # a RolledBack
