@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_ft import device
 from titan_ft.config import OuterOptimizer
 from titan_ft.replica.outer import OuterModel, OuterState, set_lr
 
@@ -67,6 +68,23 @@ def test_the_mean_of_one_group_is_what_it_has_trained() -> None:
     rank.update()
     for weight, expected in zip(rank.weights(), trained, strict=True):
         torch.testing.assert_close(weight, expected)
+
+
+def test_an_update_waits_for_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange copies them from the device without waiting."""
+    rank = Rank(MEAN)
+    rank.outer.take_changes(1.0)
+    before = rank.weights()
+
+    def arrive() -> None:
+        for anchor in rank.outer.anchors:
+            assert anchor.grad is not None
+            anchor.grad.fill_(1.0)
+        monkeypatch.undo()
+
+    monkeypatch.setattr(device, "synchronize", arrive)
+    rank.outer.step()
+    assert torch.equal(rank.weights()[0], before[0] - 1.0)
 
 
 def test_the_digest_is_of_what_all_groups_have_alike() -> None:
