@@ -119,7 +119,7 @@ def test_a_group_that_heals_drops_what_its_steps_have_changed(monkeypatch: pytes
 
 
 def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
-    """A checkpoint has the model's weights, and would round what the groups agree on; frozen ones may be of any type."""
+    """A checkpoint has the model's weights, and would round what the groups agree on; frozen ones may be any."""
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad = False
     model.bias.data = model.bias.data.bfloat16()
