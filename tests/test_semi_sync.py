@@ -129,3 +129,25 @@ def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
     model.weight.data = model.weight.data.bfloat16()
     with pytest.raises(ConfigError, match=r'training\.dtype must be "float32" .* got "bfloat16" for weight'):
         trainer._check_dtypes()
+
+
+@pytest.mark.parametrize(
+    ("step", "exclusions", "done"), [(8, 0, ["open"]), (8, 1, ["clear", "heal"]), (12, 0, []), (12, 1, [])]
+)
+def test_what_follows_an_update(step: int, exclusions: int, done: list[str]) -> None:
+    """A group whose change was not finite gets other moments, and keeps none if nobody is left who has some.
+
+    Behind the last update there is nothing to open, and no step for which moments would matter.
+    """
+    found: list[str] = []
+    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
+    vars(trainer).update(
+        step=step,
+        job_config=SimpleNamespace(training=SimpleNamespace(steps=12)),
+        optimizers=[SimpleNamespace(state=SimpleNamespace(clear=lambda: found.append("clear")))],
+        _position=SimpleNamespace(step=step // 4, exclusions=exclusions),
+        _open=lambda replica: found.append("open"),
+        _heal=lambda replica: found.append("heal"),
+    )
+    trainer._go_on(None)  # type: ignore[arg-type]
+    assert found == done
