@@ -657,6 +657,7 @@ class World(standins.World):
         if event == "joined":
             rank.group.members = frozenset(self.groups[slot] for slot in fields["participants"])
         if event == "exchange_failed":
+            self._judge_break(rank)
             self.moment("broke", rank.node)
         rank.group.rolled_back |= event == "rolled_back"
         if event == "outside":
@@ -679,6 +680,15 @@ class World(standins.World):
             self._judge_loss(rank, int(fields["step"]), event)
         elif event == "digest_mismatch":
             self._judge_mismatch(rank, fields)
+
+    def _judge_break(self, rank: Rank) -> None:
+        """A group that others wait for in an exchange, since it has joined and trains, must not let that break."""
+        quiet = self.kernel.now - self.disturbed > self.config["process_group_timeout_ms"] / 1000 + self._patience
+        at_work = all(group.runs for group in self.groups.values() if not group.over)
+        if self.config["semi_sync_method"] and quiet and at_work and self.network.calm and self.lighthouse.listens:
+            self.report(
+                "no stall for a joiner", f"an exchange of {rank.process.name} breaks though nothing has happened"
+            )
 
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
         """Send SIGTERM to these ranks of a group, some milliseconds apart."""

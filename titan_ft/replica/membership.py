@@ -14,9 +14,9 @@ heartbeats, quorum, the vote within a group and the reconfigurable process group
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import logging
 import time
 import uuid
@@ -174,7 +174,11 @@ class Membership:
 
     def wait_briefly(self, seconds: float) -> None:
         """Wait for it, no longer than so."""
-        concurrent.futures.wait([] if self._pending is None else [self._pending], seconds)
+        if self._pending is None:
+            time.sleep(seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            self._pending.exception(seconds)
 
     def wait(self) -> Quorum:
         """Wait for the quorum asked for; if this group cannot reach all of the others, until it can or they are gone.
@@ -283,7 +287,7 @@ class Membership:
         """
         former_id, former_names, former = self._former
         restarted, earlier = False, self._former[:2]
-        for again in range(_REUNION_ASKS + 1):
+        for again in itertools.count():
             # Failures give the quorum a new id: reported once, so that another new id shows others' failures.
             reply = self._seat.request(step, 0 if again else failures)
             names = reply.replica_ids
@@ -299,12 +303,30 @@ class Membership:
             another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
             if another_broke or not (restarted and missing):
                 break
+            if again >= _REUNION_ASKS and not self._are_in_a_round(missing, admission):
+                break
             earlier = reply.quorum_id, names
             if again == 0:
                 logger.warning("the lighthouse was started again; waiting for groups %s to reconnect", missing)
             time.sleep(_REUNION_PAUSE_SECONDS)
         self._former = reply.quorum_id, names, admission
         return reply, admission
+
+    def _are_in_a_round(self, missing: Sequence[int], admission: Admission) -> bool:
+        """Say whether one of these groups lives: its round may take long, and without it would be void. A collective.
+
+        The quorum of a lighthouse that was started again has who asked first, and it waits for no others from then on.
+        """
+        if not self._config.semi_sync_method:
+            return False
+
+        def decide(_: set[str]) -> str:
+            beat = self._config.heartbeat_timeout_ms / 1000
+            status = self._page.read(beat)
+            living = [] if status is None else find_outsiders(self.member, admission.members, status, beat)
+            return "live" if set(missing) & set(living) else ""
+
+        return self._agreement.rank0_decides((), decide) == "live"
 
     def _report_strangers(self, admission: Admission) -> None:
         """Report each stranger once, on one rank of the group."""
