@@ -22,6 +22,7 @@ from titan_ft.replica.errors import Leaving  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import NOTHING, Contribution  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402
+from titan_ft.training.step_log import Work  # noqa: E402
 
 LABELS = torch.tensor([[1, 2, IGNORE_INDEX], [3, 4, 5]])
 
@@ -170,9 +171,9 @@ def test_the_exchange_is_armed_before_the_last_backward() -> None:
         slot: SimpleNamespace(batches=[({}, LABELS), ({}, LABELS)], entry=Entry(slot, 0, 2, b"")) for slot in (0, 2)
     }
 
-    def read(slot: int, count: int) -> Any:
+    def read(slot: int, count: int, behind: int) -> Any:
         this.ntokens_seen += 999  # as torchtitan's batch_generator does
-        assert count == 2
+        assert (count, behind) == (2, 0)
         return readings[slot]
 
     def backward(inputs: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -186,7 +187,7 @@ def test_the_exchange_is_armed_before_the_last_backward() -> None:
         _feed=SimpleNamespace(read=read),
         _watchdog=SimpleNamespace(beat=lambda: None),
         _forward_backward=backward,
-        _work=SimpleNamespace(readings=[], compute_seconds=0.0),
+        _work=Work(1, lr=0.1),
         _gather_contribution=lambda *facts: given.append(facts) or NOTHING,
     )
     ReplicaTrainer._train(this, [0, 2], lambda: order.append("arm"))
@@ -197,6 +198,13 @@ def test_the_exchange_is_armed_before_the_last_backward() -> None:
     assert entries == (readings[0].entry, readings[2].entry)
     assert this._work.readings == [readings[0], readings[2]]
     assert ReplicaTrainer._train(this, []) is NOTHING
+
+
+@pytest.mark.parametrize(("pp", "scale"), [(False, 1.0), (True, 1 / 80)])
+def test_a_pipeline_s_gradients_are_divided_by_the_tokens(pp: bool, scale: float) -> None:
+    """torchtitan does that before backward, but for pipelines, which go backward from the sum of the losses."""
+    this = trainer(_nominal_tokens=80, parallel_dims=SimpleNamespace(pp_enabled=pp))
+    assert ReplicaTrainer._gradient_scale.fget(this) == scale  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +239,7 @@ class Step:
             _chaos=None,
             step=4,
             _zero_gradients=lambda: None,
-            lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
+            _lr=0.1,
             _train=lambda slots, arm: NOTHING,
             _discard=None,
             _heal=note("heal"),
@@ -240,7 +248,8 @@ class Step:
             _lr_factor=lambda update: 1.0,
             _step_log=SimpleNamespace(emit=note("emit"), log=note("log")),
             ntokens_seen=0,
-            _position=SimpleNamespace(leaving=leaving),
+            _position=SimpleNamespace(leaving=leaving, step=3),
+            _go_on=note("go on"),
             _feed=SimpleNamespace(drop=self.dropped.append),
             job_config=SimpleNamespace(fault_tolerance=SimpleNamespace(replica_id=0)),
         )
@@ -256,7 +265,7 @@ def test_a_commit_is_applied_and_recorded() -> None:
     """In this order: what is recorded is in the state."""
     step = Step(COMMITTED)
     step.make()
-    assert step.done == ["apply", "emit", "log"]
+    assert step.done == ["apply", "emit", "log", "go on"]
     assert step.this._checkpoint_host.participants == [0, 1]
     assert step.dropped == [{0}]
 

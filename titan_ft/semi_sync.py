@@ -37,6 +37,7 @@ class SemiSyncTrainer(ReplicaTrainer):
     """One rank of a replica group that trains `sync_steps` steps by itself before it meets the others."""
 
     _outer: OuterModel
+    _made: Contribution  # what the steps of the round under way contribute
 
     def __init__(self, job_config: JobConfig) -> None:
         self._steps_per_round = steps_per_round(job_config.fault_tolerance)
@@ -54,6 +55,7 @@ class SemiSyncTrainer(ReplicaTrainer):
                 f"{TABLE}.semi_sync_method must be left out for a model that balances the load of its experts, got "
                 f"{self.job_config.fault_tolerance.semi_sync_method!r}; it is {self.job_config.model.name!r}"
             )
+        self._check_dtypes()
         self._outer = OuterModel(self.model_parts, outer_optimizer(self.job_config.fault_tolerance))
         return OuterState(
             self.model_parts,
@@ -63,6 +65,21 @@ class SemiSyncTrainer(ReplicaTrainer):
             outer=self._outer,
             on_load=self._take_state,
         )
+
+    def _check_dtypes(self) -> None:
+        """Refuse weights that could not hold what the groups agree on: a checkpoint has the model's, no anchors.
+
+        Raises:
+            ConfigError: says which field.
+        """
+        for part in self.model_parts:
+            for name, parameter in part.named_parameters():
+                if parameter.requires_grad and parameter.dtype != torch.float32:
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    raise ConfigError(
+                        f'training.dtype must be "float32" with {TABLE}.semi_sync_method, got "{dtype}" for {name}; '
+                        "training.mixed_precision_param lets the steps compute in another one"
+                    )
 
     def _take_state(self) -> None:
         self._outer.restore_model()
@@ -88,43 +105,44 @@ class SemiSyncTrainer(ReplicaTrainer):
     # A round
 
     def _train(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
-        """Make the steps of a round, and let the exchange have what came of them.
+        """Make the steps of a round, or those that are left of it, and let the exchange have what came of all of them.
 
-        A group that has just healed makes as many as it can until the others are at the end of theirs.
+        A group that has asked for the exchange already makes as many as it can until the others are there.
         """
-        if self._late or not slots:
+        if self._late:
             self._late = False
-            return NOTHING
+            return Contribution(early=True)
         assert self._replica is not None
-        began, early = time.monotonic(), self._replica.early
+        work, early, ended = self._work, self._replica.early, False
         last = self._steps_of(self._position.step + 1)
-        contribution, num_steps = NOTHING, 0
-        first = self.step
-        set_lr(self.lr_schedulers, first - 1)  # a donor's copy may be of the end of a round
-        for step in range(first, last + 1):
+        if not work.inner_steps:
+            self._made = NOTHING
+            set_lr(self.lr_schedulers, work.first_step - 1)  # a donor's copy may be of the end of a round
+        for step in range(work.first_step + work.inner_steps, last + 1):
             if early and self._replica.awaited():
                 break
-            if num_steps:
-                self._leave_if_told(began, num_steps, last + 1 - step)
+            if work.inner_steps:
+                self._leave_if_told(last + 1 - step)
                 self.gc_handler.run(step)
             self.step = step
             if step == last and not early:
-                arm()  # the others need not wait for the quorum after the step; a healed group has asked already
+                arm()  # the others need not wait for the quorum after the step; else it is asked for already
             try:
-                contribution = contribution.plus(self._make_step(slots))
+                self._make_step(slots)
             except DataloaderExhaustedError:
-                if not num_steps:
+                if not work.inner_steps:
                     raise
-                break  # the round ends here; the next one finds no data, and training ends
-            num_steps += 1
-        self._work.inner_steps = num_steps
-        self._outer.take_changes(contribution.valid_tokens / self._nominal_tokens)
-        self._work.readings = merge(self._work.readings)
-        self._work.compute_seconds = time.monotonic() - began
-        return replace(contribution, entries=tuple(reading.entry for reading in self._work.readings))
+                ended = True  # the round ends here; the next one finds no data, and training ends
+                break
+        self._outer.take_changes(self._made.valid_tokens / self._nominal_tokens)
+        entries = tuple(reading.entry for reading in work.readings)
+        is_whole = ended or work.first_step + work.inner_steps > last
+        return replace(self._made, entries=entries, early=not is_whole)
 
-    def _make_step(self, slots: Sequence[int]) -> Contribution:
+    def _make_step(self, slots: Sequence[int]) -> None:
         """Make one step of this group by itself, as torchtitan would."""
+        work, num_steps = self._work, self._work.inner_steps
+        began, seconds = time.monotonic(), work.compute_seconds
         self._zero_gradients()
         contribution = super()._train(slots)
         # Local losses are divided by the tokens of all groups; this step has only those of its own.
@@ -138,7 +156,9 @@ class SemiSyncTrainer(ReplicaTrainer):
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
         self.lr_schedulers.step()
-        return contribution
+        self._made = self._made.plus(contribution)
+        work.inner_steps, work.readings = num_steps + 1, merge(work.readings)
+        work.compute_seconds = seconds + time.monotonic() - began
 
     def _apply(self, update: Update) -> float:
         """Apply a round's update, live or replayed; returns the norm of the mean change, the same in all groups."""
@@ -165,6 +185,8 @@ class SemiSyncTrainer(ReplicaTrainer):
             )
         if self._position.exclusions:
             logger.warning("this group's change was not finite: it begins the next round with a peer's state")
+            for optimizer in self.optimizers:
+                optimizer.state.clear()  # should every peer be gone by then
             self._heal(replica)
         elif self.step < self.job_config.training.steps:
             self._open(replica)
@@ -186,7 +208,7 @@ class SemiSyncTrainer(ReplicaTrainer):
 
     # Leaving in the midst of it
 
-    def _leave_if_told(self, began: float, num_steps: int, remaining: int) -> None:
+    def _leave_if_told(self, remaining: int) -> None:
         """Leave at once, if a rank of this group was told to and the round would take too long. All ranks.
 
         Raises:
@@ -194,7 +216,7 @@ class SemiSyncTrainer(ReplicaTrainer):
         """
         if not any(self._group.gather(self._drain.requested)):
             return
-        needed = (time.monotonic() - began) / num_steps * remaining
+        needed = self._work.compute_seconds / self._work.inner_steps * remaining
         allowed = self.job_config.fault_tolerance.drain_timeout_seconds / 2
         if not any(self._group.gather(needed > allowed)):
             return

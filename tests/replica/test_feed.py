@@ -93,6 +93,22 @@ def test_what_was_not_committed_is_used_again(build: Build) -> None:
     assert [reading.checksum, following.checksum] == straight(build, 0, 3)[1:]
 
 
+def test_the_steps_of_a_round_are_read_one_behind_the_other(build: Build) -> None:
+    """Nothing of a round is committed before all of it is; one that was void is read again from its beginning."""
+    ledger = Ledger(NUM_SLOTS)
+    whole, feed = Feed(Ledger(NUM_SLOTS), build, iter).read(0, 6), Feed(ledger, build, iter)
+    for _ in range(2):
+        readings: list[Reading] = []
+        for behind in (0, 2, 4):
+            readings = merge([*readings, feed.read(0, 2, behind)])
+        (reading,) = readings
+        assert (reading.entry.first_batch, reading.entry.num_batches) == (0, 6)
+        assert reading.checksum == whole.checksum
+        assert not reading.batches, "they would fill the memory in a long round"
+    commit(ledger, reading)
+    assert [each.read(0, 2).checksum for each in (feed, Feed(ledger, build, iter))] == straight(build, 0, 4)[3:] * 2
+
+
 def test_it_follows_a_ledger_that_others_moved(build: Build) -> None:
     """What this group read while another one trained its slot is void; so is a ledger that went back."""
     ledger, others = Ledger(NUM_SLOTS), Ledger(NUM_SLOTS)

@@ -70,6 +70,7 @@ class World:
         self.broken: set[int] = set()  # numbers of rounds that break
         self.made = 0
         self.on_round: Callable[[int], None] = lambda number: None
+        self.on_pause: Callable[[int], None] = lambda number: None
         self.fetches: list[tuple[int, int]] = []
         self.fail: set[int] = set()  # numbers of fetches
         self.corrupt: set[int] = set()
@@ -107,6 +108,15 @@ class World:
 
     def ask(self) -> None:
         pass
+
+    awaited = told_to_leave = False
+    pauses = 0
+
+    def pause(self) -> None:
+        self.pauses += 1
+        self.on_pause(self.pauses)
+        if self.release.is_set() and self.heal._attempt is not None:
+            concurrent.futures.wait([self.heal._attempt._fetch], 20)
 
     def peer_address(self, rank: int) -> str:
         return str(rank)
@@ -370,4 +380,59 @@ def test_told_to_leave_it_leaves(make: Callable[..., World]) -> None:
     world.on_round = lambda number: world.position.leave() if number == 3 else None
     with pytest.raises(Leaving):
         world.heal.run()
+    world.release.set()
+
+
+def rounds(make: Callable[..., World]) -> World:
+    """Return a world in which the others have just opened a round: they make no update until they are at its end."""
+    world = make(semi_sync_method="diloco", sync_steps=4)
+    world.idle = True
+    return world
+
+
+def test_the_state_comes_while_the_others_train_their_round(make: Callable[..., World]) -> None:
+    """Then the group trains as well: it sits in no further round."""
+    world = rounds(make)
+    world.on_pause = lambda number: world.release.set() if number == 3 else None
+    world.heal.run()
+    assert healed(world)
+    assert world.made == 1
+    assert not world.heal.ended_on_update
+
+
+def test_a_transfer_that_lasts_longer_than_a_round_is_followed_by_a_replay(make: Callable[..., World]) -> None:
+    """The group meets the others at the end of their round, queues its update, and meets them once more behind it."""
+    world = rounds(make)
+
+    def come(number: int) -> None:
+        world.awaited, world.idle = True, False  # the others are at the end of their round
+
+    def go_on(number: int) -> None:
+        if number == 3:
+            world.idle, world.awaited = True, False  # they open the next one
+            world.on_pause = lambda _: world.release.set()
+
+    world.on_pause, world.on_round = come, go_on
+    world.heal.run()
+    assert healed(world)
+    assert (world.made, world.applied) == (3, [6])
+
+
+def test_a_donor_that_dies_in_mid_round_is_followed_by_the_next(make: Callable[..., World]) -> None:
+    """Whose round the group then asks for; nobody answers before the others are at the end of theirs."""
+    world = rounds(make)
+    world.fail = {1}
+    world.on_pause = lambda number: world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert len(world.fetches) == 2
+
+
+def test_a_group_leaves_while_it_fetches(make: Callable[..., World]) -> None:
+    """The others' round may last longer than it may take to leave."""
+    world = rounds(make)
+    world.on_pause = lambda number: setattr(world, "told_to_leave", True)
+    with pytest.raises(Leaving):
+        world.heal.run()
+    assert world.position.leaving
     world.release.set()

@@ -51,6 +51,8 @@ def test_row_survives_the_exchange() -> None:
         excluded=1,
         resting=1,
         training=1,
+        opening=1,
+        early=1,
     )
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"

@@ -17,6 +17,7 @@ import torch
 from tests.event_builder import untyped
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import heal, step
+from titan_ft.replica.decision import Round
 from titan_ft.replica.errors import NonFiniteError
 from titan_ft.replica.exchange import OwnFacts, Reduced
 from titan_ft.replica.heal import Heal
@@ -79,6 +80,11 @@ class Seat:
         while self.slot not in self.hub.slots(self.number):
             self.number += 1
         self.asked = True
+
+    answered = True
+
+    def wait_briefly(self, seconds: float) -> None:
+        """The quorum is there."""
 
     def wait(self) -> Quorum:
         """Return it."""
@@ -524,3 +530,101 @@ def test_a_quorum_asked_for_at_the_commit_tells_the_new_step() -> None:
     group.seat.begin = note  # type: ignore[method-assign]
     groups.run(lambda group: group.steps(2))
     assert claims == [0, 1, 2]
+
+
+# Rounds of a semi-synchronous method
+
+
+def in_rounds(size: int, hub: Hub, **config: Any) -> Groups:
+    """Return groups that train rounds of 4 steps; each of them has `made` steps of its own."""
+    return Groups(size, hub, semi_sync_method="diloco", sync_steps=4, **config)
+
+
+def open_and_train(group: OneGroup, made: int = 4) -> Committed | None:
+    """Open a round, as a group does behind an update, and make so many steps of it; the rest when it trains on."""
+    group.read = []
+    opening = group.dimension.open()
+    return commit(group, made if opening is step.Opening.TRAIN else 0)
+
+
+def commit(group: OneGroup, made: int) -> Committed | None:
+    """Meet the others with so many steps of four, and make the rest when nobody is at the end of them."""
+    group.read = [group.slot] * made
+
+    def contribute() -> Contribution:
+        tokens = TOKENS * len(group.read)
+        entries = (Entry(group.slot, group.ledger.end(group.slot), len(group.read), b"state"),) if group.read else ()
+        return Contribution(tokens, tokens, 1.0, 1.0, 0.1, entries, early=len(group.read) < 4)
+
+    def train(slots: list[int]) -> Contribution:
+        group.read = [group.slot] * 4
+        return contribute()
+
+    return group.dimension.commit(contribute(), train, group.read.clear)
+
+
+def steps_of(committed: Committed | None) -> dict[int, int]:
+    """Return how many steps of each group an update has."""
+    assert committed is not None
+    return {entry.slot: entry.num_batches for entry in committed.update.entries}
+
+
+def test_a_group_that_meets_others_at_the_begin_of_their_round_trains_on() -> None:
+    """It has healed while they opened the round for others: nobody's update may be made of its first step alone."""
+    groups = in_rounds(3, Hub([0, 1, 2]))
+    for committed in groups.run(lambda group: commit(group, 1), open_and_train):
+        assert steps_of(committed) == {0: 4, 1: 4, 2: 4}
+
+
+@pytest.mark.parametrize("made", [0, 1])
+def test_a_group_that_is_left_alone_in_mid_round_trains_on(made: int) -> None:
+    """It was broken off for others, which have died since: it has no gradient to wait with, or an update of a step."""
+    groups = in_rounds(2, Hub([0]))
+    assert steps_of(commit(groups.all[0], made)) == {0: 4}
+
+
+def test_a_group_that_others_wait_for_gives_the_steps_that_it_has() -> None:
+    """They have made all of theirs."""
+    groups = in_rounds(2, Hub([0, 1]))
+    for committed in groups.run(lambda group: commit(group, 1), lambda group: commit(group, 4)):
+        assert steps_of(committed) == {0: 1, 1: 4}
+
+
+def test_a_group_that_opens_a_round_at_whose_end_the_others_are_makes_its_update() -> None:
+    """With nothing of its own; it would have nobody to meet later."""
+    groups = in_rounds(2, Hub([0, 1]))
+    for committed in groups.run(open_and_train, lambda group: commit(group, 4)):
+        assert steps_of(committed) == {1: 4}
+
+
+def test_a_group_does_not_wait_for_others_that_train_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their opening round was complete and its own broke: it trains like them, with its request at the lighthouse."""
+    monkeypatch.setattr(step, "_OPENING_SECONDS", 0.0)
+    groups = in_rounds(2, Hub([0, 1]))
+    for group in groups.all:
+        group.seat.answered = False
+    assert groups.run(lambda group: group.dimension.open()) == [step.Opening.TRAIN] * 2
+    assert all(group.dimension.early for group in groups.all)
+    assert not any(group.seat.number > 0 for group in groups.all)
+
+
+def test_a_group_that_meets_others_early_shows_its_bytes_to_a_joiner() -> None:
+    """The round is not the update that it might be: without its digest nobody would be named a donor."""
+    groups = in_rounds(2, Hub([0], [0, 1]))
+    for group in groups.all:
+        group.position.load(3, 7)
+    groups.all[0].rounds.make()  # alone; the other one comes after it
+    groups.all[0].position.take_digest(0)
+
+    def give_early(group: OneGroup) -> None:
+        group.read = [group.slot]
+        group.rounds.make(Contribution(TOKENS, TOKENS, 1.0, 1.0, 0.1, early=True))
+
+    def join(group: OneGroup) -> int:
+        group.position.fall_behind()
+        group.seat.number = 0
+        made = group.rounds.make()
+        assert isinstance(made, Round)
+        return made.verdict.donors.get(1, -1)
+
+    assert groups.run(give_early, join) == [None, 0]

@@ -116,6 +116,7 @@ class Run:
         self.ledger, self.events = Ledger(slots), Events()
         self.position = Position()
         self.is_writer, self.heals = True, False
+        self.outer, self.per_round = None, 1
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
         self.loaded: list[int] = []  # steps, as the state is when `on_load` is called
@@ -146,6 +147,12 @@ class Run:
     def on_load(self) -> None:
         self.loaded.append(self.progress.step)
 
+    def updates(self, step: int) -> int:
+        return -(-step // self.per_round)
+
+    def steps(self, updates: int) -> int:
+        return updates * self.per_round
+
     def gather(self, value: int) -> list[int]:
         self.gathered.append(value)
         return [value]
@@ -163,8 +170,9 @@ class Run:
         self.optimizers.step()
         self.optimizers.zero_grad()
         self.schedulers.step()
-        self.progress.step += 1
+        self.progress.step += self.per_round
         self.progress.ntokens_seen += 64
+        self.position.start_at(self.updates(self.progress.step))
         self.position.restore(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
         entries = [Entry(slot, self.ledger.end(slot), 1, b"place %d" % self.progress.step) for slot in slots]
@@ -299,6 +307,42 @@ def test_without_checkpoints_nothing_happens(make_run: Callable[..., Run]) -> No
     run.checkpoints.finish(5)
     assert not run.folder.exists()
     assert run.gathered == []
+
+
+def test_rounds_are_saved_behind_the_steps_that_fall_due_in_them(make_run: Callable[..., Run]) -> None:
+    """Once each: a checkpoint is called after torchtitan's step, what the groups tell each other counts rounds."""
+    run = make_run(interval=15, keep_latest_k=0)
+    run.per_round = 10
+    run.train(60)
+    assert complete_steps(run.folder) == [20, 30, 50, 60]
+    assert run.position.saved == 6
+
+
+def test_the_last_round_is_saved_where_a_shorter_one_was_resumed_from(make_run: Callable[..., Run]) -> None:
+    """A run of 25 steps goes on to 30: its third round ended at step 25, and the fourth at 30, where a third would."""
+    run = make_run()
+    run.per_round = 10
+    run.position.start_at(3)
+    run.position.note_saved(3)
+    run.progress.step = 30
+    run.position.start_at(4)
+    run.checkpoints.save(30, last_step=True)
+    assert complete_steps(run.folder) == [30]
+    assert run.position.saved == 4
+
+
+def test_a_failed_save_names_the_step_that_is_left_and_not_its_round(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the number of a folder."""
+    run = make_run(interval=10)
+    run.per_round = 10
+    run.train(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", fail)
+        run.train(20)
+    (failed,) = run.events.named("checkpoint_failed")
+    assert (failed["step"], failed["latest"]) == (20, 10)
 
 
 def test_load_only_saves_nothing(make_run: Callable[..., Run]) -> None:
@@ -809,6 +853,7 @@ def test_a_withdrawal_spares_what_another_group_has_saved(make_run: Callable[...
     run, other = make_run(), make_run(slot=1)
     run.train(5)
     run.position.saved_corrupt = True
+    other.position.start_at(5)
     other.checkpoints.save(5)
     run.checkpoints.withdraw()
     assert complete_steps(run.folder) == [5]
@@ -825,6 +870,7 @@ def test_a_slow_save_of_a_corrupt_state_replaces_nothing(
         gate = Gate(patch)
         run.train(5)
     run.position.saved_corrupt = True
+    other.position.start_at(5)
     other.checkpoints.save(5)
     gate.open.set()
     run.checkpoints.withdraw()
@@ -1314,6 +1360,7 @@ def test_a_run_that_was_lost_behind_its_last_save_comes_back(make_run: Callable[
     other = make_run()
     assert other.checkpoints.load()
     assert other.progress.step == 5
+    run.position.start_at(7)
     run.checkpoints.save(7, last_step=True)  # purges step 5
     with pytest.raises(ConfigError, match="got a model only"):
         make_run().checkpoints.load()

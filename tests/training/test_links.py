@@ -100,17 +100,18 @@ def test_every_rank_counts() -> None:
     assert shape(model, group=TwoRanks(1)) == shape(model, group=TwoRanks(1)) != shape(model, group=TwoRanks(2))
 
 
-@pytest.mark.parametrize(("pp", "scale", "overlap"), [(1, 1.0, True), (2, 1 / 80, False)])
-def test_a_pipeline_s_gradients_are_divided_by_the_tokens(
-    monkeypatch: pytest.MonkeyPatch, pp: int, scale: float, overlap: bool
+@pytest.mark.parametrize(("pp", "method", "overlap"), [(1, None, True), (2, None, False), (1, "diloco", False)])
+def test_the_exchange_overlaps_with_a_backward_that_calls_each_hook_once(
+    monkeypatch: pytest.MonkeyPatch, pp: int, method: str | None, overlap: bool
 ) -> None:
-    """torchtitan does that before backward, but for pipelines, which call autograd's hooks for parts of a batch."""
+    """A pipeline calls autograd's hooks for parts of a batch; what a semi-synchronous method exchanges has none."""
     built: dict[str, Any] = {}
     monkeypatch.setattr(links, "GradientExchange", lambda *_, **settings: built.update(settings))
-    this: Any = SimpleNamespace(_config=FaultTolerance(enable=True), membership=None)
+    this: Any = SimpleNamespace(_config=FaultTolerance(enable=True, semi_sync_method=method), membership=None)
     dims = SimpleNamespace(pp_enabled=pp > 1, fsdp_enabled=True, dp_replicate_enabled=False)
-    links.Links._build_exchange(this, [nn.Linear(2, 3)], dims, 80)  # type: ignore[arg-type]
-    assert (built["gradient_scale"], built["overlap"]) == (scale, overlap)
+    model = nn.Linear(2, 3)
+    links.Links._build_exchange(this, model.parameters(), [model], dims, 0.5)  # type: ignore[arg-type]
+    assert (built["gradient_scale"], built["overlap"]) == (0.5, overlap)
 
 
 def test_all_links_are_closed_although_one_cannot_be() -> None:

@@ -78,6 +78,7 @@ class Verdict:
         excluded: those of them whose gradient does not, because it is not finite.
         resting: those of them that keep theirs back, because the step could not be committed.
         opening: those of them that make the round for others, right behind an update (`Row.opening`).
+        early: those of them that have steps of their round left (`Row.early`).
         donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
         serving: holders that a member fetches from.
         awaited: members whose transfer must end before the next update.
@@ -97,6 +98,7 @@ class Verdict:
     excluded: tuple[int, ...]
     resting: tuple[int, ...]
     opening: tuple[int, ...]
+    early: tuple[int, ...]
     donors: dict[int, int]
     serving: tuple[int, ...]
     awaited: tuple[int, ...]
@@ -104,6 +106,11 @@ class Verdict:
     tokens: int
     loss: float
     max_loss: float
+
+    @property
+    def due(self) -> bool:
+        """Say whether a member has made all of its steps, so that an update may follow."""
+        return not set(self.ready) <= {*self.opening, *self.early}
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,11 @@ class Commit(Decision):
 @dataclass(frozen=True)
 class Repeat(Decision):
     """Make a round again, at once, with the same gradients."""
+
+
+@dataclass(frozen=True)
+class TrainOn(Decision):
+    """Make more steps of the round: nobody has made all of them yet, and the others only met for those that heal."""
 
 
 @dataclass(frozen=True)
@@ -329,8 +341,10 @@ def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
         return Repeat()  # they come back as joiners; what they sent is not in the next sum
     if verdict.doubled:
         return Discard() if made.quorum.rank in verdict.doubled else Repeat()
+    if not verdict.due:
+        return TrainOn()
     if verdict.opening:
-        return Repeat()  # some have yet to train their next round, and must not miss its update
+        return Repeat()  # they could not apply an update in this round, and will be here in the next one
     if reason := _reason_to_wait(made, config):
         return Wait(reason)
     if verdict.resting:
@@ -370,7 +384,9 @@ def is_update(made: Round, config: FaultTolerance) -> bool:
     """Say whether the round is an update: all that hold the state apply it, all that catch up queue it."""
     verdict = made.verdict
     spoiled_sum = verdict.tie or verdict.strays or verdict.doubled or verdict.resting or verdict.opening
-    return verdict.valid_tokens > 0 and not (spoiled_sum or _reason_to_wait(made, config) or uncovered(made, config))
+    if not verdict.due or spoiled_sum:
+        return False
+    return verdict.valid_tokens > 0 and not (_reason_to_wait(made, config) or uncovered(made, config))
 
 
 def gives_next(made: Round, config: FaultTolerance) -> bool:
@@ -457,6 +473,7 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         excluded=tuple(rank for rank in ready if rows[rank].excluded),
         resting=tuple(rank for rank in ready if rows[rank].resting),
         opening=tuple(rank for rank in ready if rows[rank].opening),
+        early=tuple(rank for rank in ready if rows[rank].early),
         # Only when all have taken their digest: a corrupt donor and its joiner would outvote the sound groups later.
         donors=_send_to_donors(rows, [rank for rank in holders if verified and rows[rank].slot not in fetched_from]),
         serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,19 +43,23 @@ class Reading:
         )
 
 
-def merge(readings: Sequence[Reading]) -> list[Reading]:
-    """Return what one update is made of: the readings of each slot, which follow on each other, as one."""
-    of_slots: dict[int, list[Reading]] = {}
+def merge(readings: Iterable[Reading]) -> list[Reading]:
+    """Return what one update is made of: the readings of each slot, which follow on each other, as one.
+
+    Without their batches: those of a long round would fill the memory.
+    """
+    of_slots: dict[int, Reading] = {}
     for reading in readings:
-        of_slots.setdefault(reading.entry.slot, []).append(reading)
-    return [_join(parts) if len(parts) > 1 else parts[0] for parts in of_slots.values()]
+        slot = reading.entry.slot
+        former = of_slots.get(slot)
+        of_slots[slot] = Reading(reading.entry, [], reading.checksum) if former is None else _join(former, reading)
+    return list(of_slots.values())
 
 
-def _join(parts: Sequence[Reading]) -> Reading:
-    first, last = parts[0].entry, parts[-1].entry
-    batches = [batch for part in parts for batch in part.batches]
-    entry = Entry(first.slot, first.first_batch, sum(part.entry.num_batches for part in parts), last.state)
-    return Reading(entry, batches, _checksum(batches))
+def _join(former: Reading, reading: Reading) -> Reading:
+    first, last = former.entry, reading.entry
+    entry = Entry(first.slot, first.first_batch, first.num_batches + last.num_batches, last.state)
+    return Reading(entry, [], _checksum(reading.batches, int(former.checksum, 16)))
 
 
 class Feed:
@@ -142,8 +146,7 @@ def load_loader(loader: Any, packed: bytes) -> None:
         loader.load_state_dict(state)
 
 
-def _checksum(batches: Iterable[Batch]) -> str:
-    value = 0
+def _checksum(batches: Iterable[Batch], value: int = 0) -> str:
     for inputs, labels in batches:
         tensors = [inputs[name] for name in sorted(inputs) if isinstance(inputs[name], torch.Tensor)]
         for tensor in (*tensors, labels):

@@ -111,9 +111,15 @@ class Heal:
 
         The quorum is asked for, so that they do not wait for this group; without this the group would sit in the next
         round until they come, though its state may be there in a fraction of that time.
+
+        Raises:
+            Leaving: the group was told to leave; it has nothing to finish.
         """
         self._rounds.ask()
         while self._attempt is attempt and not any(self._group.gather(self._rounds.awaited)):
+            if any(self._group.gather(self._rounds.told_to_leave)):
+                self._position.leave()
+                raise Leaving
             if attempt.whole:
                 self._replay_some(attempt)  # void if the bytes are not the agreed ones
             else:

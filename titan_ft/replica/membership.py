@@ -14,6 +14,7 @@ heartbeats, quorum, the vote within a group and the reconfigurable process group
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import hashlib
 import logging
@@ -170,6 +171,10 @@ class Membership:
     def answered(self) -> bool:
         """Say whether the quorum asked for is there, or why there is none."""
         return self._pending is not None and self._pending.done()
+
+    def wait_briefly(self, seconds: float) -> None:
+        """Wait for it, no longer than so."""
+        concurrent.futures.wait([] if self._pending is None else [self._pending], seconds)
 
     def wait(self) -> Quorum:
         """Wait for the quorum asked for; if this group cannot reach all of the others, until it can or they are gone.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,6 +105,8 @@ class OuterModel:
 
         Before the first update there is none; then it is zeros, which make the same first update.
         """
+        if not self.has_state:
+            return {}
         return {
             f"momentum.{name}": like(parameter, self._momentum(anchor).to(parameter.device, copy=True))
             for anchor, (name, parameter) in zip(self.anchors, self._named, strict=True)
@@ -115,6 +118,11 @@ class OuterModel:
             momentum = self._momentum(anchor)
             momentum.copy_(local(state_dict[f"momentum.{name}"]))
             self.optimizer.state[anchor]["momentum_buffer"] = momentum
+
+    @property
+    def has_state(self) -> bool:
+        """Say whether the outer optimizer keeps a state."""
+        return self.optimizer.defaults["momentum"] > 0
 
     def _momentum(self, anchor: nn.Parameter) -> torch.Tensor:
         momentum = self.optimizer.state[anchor].get("momentum_buffer")
@@ -155,7 +163,9 @@ def set_lr(lr_schedulers: Any, step: int) -> None:
     for scheduler in lr_schedulers.schedulers:
         if scheduler.last_epoch != step:
             scheduler.last_epoch = step - 1
-            scheduler.step()
+            with warnings.catch_warnings():  # torch's, if this group has yet to make its first step
+                warnings.simplefilter("ignore")
+                scheduler.step()
 
 
 def join_norm(squares: list[float]) -> float:

@@ -45,6 +45,7 @@ class Contribution:
         max_loss: largest mean loss of one of the group's ranks.
         seconds: that the group's slowest rank spent on it.
         entries: the batches that it was made of, as this rank read them.
+        early: whether steps of the round are left, with a semi-synchronous method.
     """
 
     valid_tokens: int = 0
@@ -53,6 +54,7 @@ class Contribution:
     max_loss: float = 0.0
     seconds: float = 0.0
     entries: tuple[Entry, ...] = ()
+    early: bool = False
 
     def plus(self, other: Contribution) -> Contribution:
         """Add what further microbatches contribute."""
@@ -123,10 +125,15 @@ class Rounds:
         """Say whether the quorum asked for is there, as this rank sees it: the others are at their next round."""
         return self._membership.answered
 
+    @property
+    def told_to_leave(self) -> bool:
+        """Say whether this rank knows that its group is to leave."""
+        return self._drain.requested
+
     def pause(self) -> None:
-        """Do nothing for a moment, which is no hang."""
+        """Wait a moment for the quorum asked for, which is no hang."""
         with self._watchdog.paused():
-            time.sleep(PAUSE_SECONDS)
+            self._membership.wait_briefly(PAUSE_SECONDS)
 
     def meet(self) -> Quorum:
         """Ask for the next round's quorum and wait for it."""
@@ -165,7 +172,8 @@ class Rounds:
             self.ask()
             started = time.monotonic()
             quorum = self._membership.wait()
-            if not (self._config.semi_sync_method and use.gives and contribution != NOTHING):
+            ends = use.gives and contribution != NOTHING and not contribution.early
+            if not (self._config.semi_sync_method and ends):
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
             gives = use.gives and contribution != NOTHING and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
@@ -265,6 +273,7 @@ class Rounds:
             resting=resting,
             training=position.training and claims,
             opening=claims and use is GradientUse.OPEN,
+            early=claims and contribution.early,
         )
         return row.encode(), encode(facts.entries)
 

@@ -62,6 +62,7 @@ class Row:
         training: whether the member has begun to train; one that has not waits for the job's first step.
         opening: whether the member has just made an update and gives nothing in this round, which is for those that
             missed it; only with a semi-synchronous method.
+        early: whether the member has steps of its round left, which it makes unless others are at the end of theirs.
     """
 
     slot: int
@@ -87,6 +88,7 @@ class Row:
     resting: int = 0
     training: int = 0
     opening: int = 0
+    early: int = 0
 
     def encode(self) -> list[float]:
         """Return the row as floats, in field order."""

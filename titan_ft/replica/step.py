@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_OPENINGS = 5  # rounds behind an update, for those that missed it; after these they wait for the next one
+_OPENING_SECONDS = 5.0  # for the others to come to one of them; who trains already comes at the end of its round
 
 
 class Opening(enum.Enum):
@@ -158,7 +159,8 @@ class ReplicaDimension:
 
         Args:
             contribution: what this group's gradients are made of.
-            train: adds the gradients of one more step's share of each of these slots to the local ones.
+            train: adds the gradients of one more step's share of each of these slots to the local ones; with a
+                semi-synchronous method goes on with the round and returns what all of its steps contribute.
             discard: drops the local gradients.
 
         Returns:
@@ -186,6 +188,10 @@ class ReplicaDimension:
                     use = given = GradientUse.FORCE
                 case decisions.TakeOver(slots):
                     contribution = contribution.plus(train(slots))
+                case decisions.TrainOn() if isinstance(outcome, Round):
+                    if outcome.verdict.opening:
+                        self._rounds.ask()  # they may meet again: nobody is to wait for this group's steps
+                    contribution = train(self.slots_to_read())
                 case decisions.Discard():
                     discard()
                     contribution, use, given = NOTHING, GradientUse.GIVE, GradientUse.GIVE
@@ -201,22 +207,36 @@ class ReplicaDimension:
         """Meet the others once more right behind an update, before a round of steps begins.
 
         A group that missed the update, or has just come, gets a donor here; else it would know at the end of the round.
+        Who is alone in this, because the others saw another end of the last such round, does not wait for them: it
+        begins to train, and meets them when they are there.
         """
         for _ in range(_MAX_OPENINGS):
+            if not self._others_come():
+                break
             outcome = self._rounds.make(use=GradientUse.OPEN)
             decision = decide(self._position, outcome, self._config)
             if isinstance(decision, decisions.Heal):
                 return Opening.HEAL
             _end_if_decided(decision)
-            if isinstance(outcome, Round) and outcome.verdict.contributors:
+            if isinstance(outcome, Round) and outcome.verdict.due:
                 return Opening.EXCHANGE
             if isinstance(outcome, Round) and not (outcome.asked_for or outcome.verdict.strays):
                 break
         return Opening.TRAIN
 
+    def _others_come(self) -> bool:
+        """Ask for the next round's quorum; says whether it is there before long."""
+        self._rounds.ask()
+        deadline = self._group.clock() + _OPENING_SECONDS
+        while not self.awaited():
+            if self._group.clock() >= deadline:
+                return False
+            self._rounds.pause()
+        return True
+
     @property
     def early(self) -> bool:
-        """Say whether this group is at the next round already, as far as the others know: it has just healed."""
+        """Say whether this group has asked for the next round already: it has just healed, or opened without others."""
         return self._rounds.asked
 
     def awaited(self) -> bool:

@@ -90,6 +90,7 @@ class _Save:
     """A save of this group; `done` once its checkpoint is published, as far as this rank knows."""
 
     step: int
+    updates: int  # committed ones in its state
     started: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
     done: Future[None] = field(default_factory=Future)
@@ -116,8 +117,8 @@ class ReplicaCheckpoints(CheckpointManager):
     def __init__(self, **kwargs: Any) -> None:
         self._host: CheckpointHost | None = None
         self._under_way: _Save | None = None
-        self._published: set[int] = set()  # steps that this process saved
-        self._failed = 0  # step of the latest save of this group that failed
+        self._published: dict[int, int] = {}  # steps that this process saved, with the updates in their state
+        self._failed: _Save | None = None  # the latest save of this group that did
         self._failure = ""  # why it did
         self._last_failure: SaveError | None = None
         self._num_shards = 0
@@ -141,7 +142,7 @@ class ReplicaCheckpoints(CheckpointManager):
         if self.enable:
             self.states[DATALOADER] = _Shards(host.ledger)
             self.states[QUORUM_STATE] = _QuorumState(host)
-            if host.outer is not None:
+            if host.outer is not None and host.outer.has_state:
                 self.states[OUTER_STATE] = host.outer
             # Shards are numbered from 0 through the whole job; the last data rank of a group has the largest number.
             self._num_shards = max(host.gather(max(map(int, host.ledger.shards())))) + 1
@@ -196,13 +197,13 @@ class ReplicaCheckpoints(CheckpointManager):
         self._settle(wait=last_step)
         due = latest_due(curr_step, self.interval, self.enable_first_step_checkpoint, last_step)
         # Due since an earlier step, if a writer was lost with its save or was slower than the interval.
-        if self.host.is_writer and self._under_way is None and self._lacks(due):
+        updates = self.host.position.step if due == curr_step else self.host.updates(due)
+        if self.host.is_writer and self._under_way is None and self._lacks(updates):
             self._write(curr_step, last_step)
 
-    def _lacks(self, step: int) -> bool:
-        """Say whether the state that is due since `step` is neither saved nor tried in vain."""
-        updates = self.host.updates
-        return updates(step) > max(self.host.position.saved, updates(self._failed))
+    def _lacks(self, updates: int) -> bool:
+        """Say whether a state of so many updates, or a later one, is neither saved nor tried in vain."""
+        return updates > max(self.host.position.saved, 0 if self._failed is None else self._failed.updates)
 
     def pauses_after(self, step: int) -> bool:
         """Say whether a group may stop for a while after `step` to save, if only to take over from a lost writer."""
@@ -219,7 +220,7 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self._settle(wait=True)
         # In all groups that are left: then at least one of them saves. Not again in one that could not.
-        if self._lacks(step):
+        if self._lacks(self.host.position.step):
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
 
@@ -241,10 +242,10 @@ class ReplicaCheckpoints(CheckpointManager):
         if not (self.enable and host.position.saved_corrupt):
             return
         self._settle(wait=True)
-        self._failed = 0  # this group may save these steps again, from the state that it gets
+        self._failed = None  # this group may save these steps again, from the state that it gets
         host.position.withdraw_saved()
-        for step in sorted(step for step in self._published if host.updates(step) > host.position.agreed):
-            self._published.remove(step)
+        for step in sorted(step for step, updates in self._published.items() if updates > host.position.agreed):
+            del self._published[step]
             target = Path(self._create_checkpoint_id(step))
             # Another group may have saved its own state of this step in its place.
             is_own = dist.get_rank() == 0 and writer_of(target) == self._name
@@ -401,12 +402,12 @@ class ReplicaCheckpoints(CheckpointManager):
     def _write(self, step: int, last_step: bool) -> None:
         """Save the state after `step`; the last one in another way if it cannot be saved as asked."""
         self._write_once(step, last_step)
-        if not last_step or self._failed < step:
+        if not last_step or self._failed_at() < step:
             return
         reason, target = self._failure, self._create_checkpoint_id(step)
         text = (
             f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {reason}; "
-            f"{_latest(self.host.position.saved)}; make room there, or give another one, and start the run again"
+            f"{_latest(self._latest_step())}; make room there, or give another one, and start the run again"
         )
         # What keeps it from being saved as asked may be mended, and that save made up for: not the training.
         for model_only, what in self._other_ways():
@@ -430,7 +431,7 @@ class ReplicaCheckpoints(CheckpointManager):
             yield True, "the model"  # a third of the size: there may be room for that
 
     def _write_once(self, step: int, last_step: bool) -> None:
-        self._under_way = save = _Save(step)
+        self._under_way = save = _Save(step, self.host.position.step)
         try:
             super().save(step, last_step)
         except (CheckpointException, _PartError) as error:
@@ -460,14 +461,14 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self._under_way = None
         if _State.FAILED in states:
-            reason, latest = _reason_of_all(save.done.exception()), self.host.position.saved
+            reason, latest = _reason_of_all(save.done.exception()), self._latest_step()
             logger.error("the checkpoint of step %d could not be written: %s; %s", save.step, reason, _latest(latest))
-            if self._failed < save.step:  # once, in however many ways the last step is tried
-                self._failed, self._failure = save.step, reason
+            if self._failed_at() < save.step:  # once, in however many ways the last step is tried
+                self._failed, self._failure = save, reason
                 self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
             return
-        self.host.position.note_saved(max(self.host.position.saved, self.host.updates(save.step)))
-        self._published.add(save.step)
+        self.host.position.note_saved(max(self.host.position.saved, save.updates))
+        self._published[save.step] = save.updates
         self._emit_saved(save)
         join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
         if self.async_mode == AsyncMode.DISABLED and save.seconds > join_seconds:
@@ -478,6 +479,14 @@ class ReplicaCheckpoints(CheckpointManager):
                 join_seconds,
             )
         self._purge_stale_checkpoints()
+
+    def _failed_at(self) -> int:
+        """Return the step of the latest save of this group that failed; 0 = none."""
+        return 0 if self._failed is None else self._failed.step
+
+    def _latest_step(self) -> int:
+        """Return the step of the latest complete checkpoint that this group knows of; 0 = none."""
+        return self.host.steps(self.host.position.saved)
 
     def _emit_saved(self, save: _Save) -> None:
         if dist.get_rank() == 0:

@@ -77,7 +77,7 @@ class StepLog:
             exchange_seconds=work.exchange_seconds,
             compute_seconds=work.compute_seconds,
             apply_seconds=work.seconds - work.exchange_seconds - work.compute_seconds,
-            forward_passes=sum(len(reading.batches) for reading in work.readings),
+            forward_passes=sum(reading.entry.num_batches for reading in work.readings),
             data=read.pop(self._slot, None),
             extra_data=list(read.values()),
             batches={entry.slot: (entry.first_batch, entry.num_batches) for entry in update.entries},
