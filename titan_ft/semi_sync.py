@@ -183,12 +183,14 @@ class SemiSyncTrainer(ReplicaTrainer):
             dist_utils.set_pg_timeouts(
                 timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims
             )
+        if self.step >= self.job_config.training.steps:
+            return
         if self._position.exclusions:
             logger.warning("this group's change was not finite: it begins the next round with a peer's state")
             for optimizer in self.optimizers:
                 optimizer.state.clear()  # should every peer be gone by then
             self._heal(replica)
-        elif self.step < self.job_config.training.steps:
+        else:
             self._open(replica)
 
     def _open(self, replica: ReplicaDimension) -> None:
@@ -199,6 +201,7 @@ class SemiSyncTrainer(ReplicaTrainer):
                 self._late = True
 
     def _heal(self, replica: ReplicaDimension) -> None:
+        self._outer.restore_model()  # its steps are void, also if its own state turns out to be all that is left
         super()._heal(replica)
         if replica.opens and self.step < self.job_config.training.steps:
             self._open(replica)

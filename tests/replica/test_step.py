@@ -73,6 +73,7 @@ class Seat:
 
     def __init__(self, hub: Hub, slot: int) -> None:
         self.hub, self.slot, self.number, self.asked = hub, slot, -1, False
+        self.outsiders: list[int] = []
 
     def begin(self, step: int) -> None:
         """Take the next quorum that this group is in."""
@@ -100,6 +101,10 @@ class Seat:
     def peer_address(self, rank: int) -> str:
         """Name no real one."""
         return f"rank {rank}"
+
+    def find_outsiders(self, quorum: Quorum) -> list[int]:
+        """Return who is not in the quorum and lives, as long as it does."""
+        return [self.outsiders.pop()] if self.outsiders else []
 
 
 class Exchange:
@@ -628,3 +633,15 @@ def test_a_group_that_meets_others_early_shows_its_bytes_to_a_joiner() -> None:
         return made.verdict.donors.get(1, -1)
 
     assert groups.run(give_early, join) == [None, 0]
+
+
+def test_nobody_starts_anew_while_a_group_lives_that_may_be_in_mid_round() -> None:
+    """Its state may be the job's; it comes to the lighthouse at the end of its round only."""
+    groups = in_rounds(3, Hub([0, 1]), start_timeout_seconds=1e-3)
+    for group in groups.all[:2]:
+        group.position.training = False
+        group.seat.outsiders = [2, 2]
+        vars(group.dimension)["_group"].clock = iter(range(100)).__next__
+    started = Groups.run(groups, lambda group: group.slot == 2 or group.dimension.start(0))
+    assert started == [True] * 3
+    assert [group.seat.number for group in groups.all[:2]] == [2, 2], "two rounds more"

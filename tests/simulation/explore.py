@@ -21,7 +21,7 @@ from titan_ft import device
 device.prepare()
 
 from tests.simulation import standins  # noqa: E402
-from tests.simulation.schedule import KINDS, Schedule, draw, drawn_kinds, shrink  # noqa: E402
+from tests.simulation.schedule import KINDS, MODES, ROUND_KINDS, Schedule, draw, drawn_kinds, shrink  # noqa: E402
 from tests.simulation.world import Problem, World  # noqa: E402
 
 _CHUNK = 25  # schedules that a process takes at once
@@ -56,14 +56,14 @@ def kind_of(problem: Problem) -> str:
     return f"{problem.promise}: {re.sub(r'[#, ]*#', '#', text)[:90]}"
 
 
-def explore(seeds: Sequence[int], kinds: Sequence[str] = KINDS) -> Findings:
+def explore(seeds: Sequence[int], kinds: Sequence[str] = (), mode: str = "sync") -> Findings:
     """Run the schedules of these seeds; the stand-ins must be installed."""
     findings = Findings()
     gc.collect()
     gc.freeze()  # what is here stays: torch alone is a million objects
     gc.disable()  # most of the garbage is a world, which goes as a whole
     for number, seed in enumerate(seeds):
-        schedule = draw(seed, kinds)
+        schedule = draw(seed, kinds, mode)
         world = schedule.run()
         findings.schedules += 1
         findings.virtual_seconds += world.kernel.now
@@ -79,15 +79,16 @@ def explore(seeds: Sequence[int], kinds: Sequence[str] = KINDS) -> Findings:
     return findings
 
 
-def _explore_apart(work: tuple[Sequence[int], Sequence[str]]) -> Findings:
+def _explore_apart(work: tuple[Sequence[int], Sequence[str], str]) -> Findings:
     with standins.installed():
         return explore(*work)
 
 
-def run_all(first: int, count: int, kinds: Sequence[str], jobs: int) -> Iterator[Findings]:
+def run_all(first: int, count: int, kinds: Sequence[str], mode: str, jobs: int) -> Iterator[Findings]:
     """Explore in several processes; yields what each chunk of seeds came to."""
     chunks = [
-        (range(start, min(start + _CHUNK, first + count)), kinds) for start in range(first, first + count, _CHUNK)
+        (range(start, min(start + _CHUNK, first + count)), kinds, mode)
+        for start in range(first, first + count, _CHUNK)
     ]
     if jobs <= 1:
         yield from map(_explore_apart, chunks)
@@ -108,7 +109,7 @@ def show(world: World, schedule: Schedule) -> None:
         print(f"{problem.at:10.4f}  BROKEN: {problem.promise}: {problem.text}")
 
 
-def _print_findings(findings: Findings, seconds: float, kinds: Sequence[str]) -> None:
+def _print_findings(findings: Findings, seconds: float, kinds: Sequence[str], mode: str) -> None:
     hours = findings.virtual_seconds / 3600
     print(
         f"{findings.schedules} schedules, {hours:.2f} virtual hours, {findings.commits} commits in {seconds:.0f} s "
@@ -122,7 +123,7 @@ def _print_findings(findings: Findings, seconds: float, kinds: Sequence[str]) ->
         seed, text = findings.first[kind]
         print(f"{number:6} x {kind}")
         print(f"         first: seed {seed}: {text[:200]}")
-        chosen = "" if tuple(kinds) == KINDS else f" --kinds {','.join(kinds)}"
+        chosen = (f" --kinds {','.join(kinds)}" if kinds else "") + ("" if mode == "mixed" else f" --mode {mode}")
         print(f"         bash scripts/explore.sh --schedules 1 --seed {seed}{chosen} --trace")
 
 
@@ -132,16 +133,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--schedules", type=int, default=1000, help="how many (1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one (0); the next ones follow")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"faults to draw from ({','.join(KINDS)})")
+    known = list(dict.fromkeys((*KINDS, *ROUND_KINDS)))
+    parser.add_argument("--kinds", default="", help=f"faults to draw from (all that the mode has): {','.join(known)}")
+    parser.add_argument(
+        "--mode", choices=MODES, default="mixed", help="semi: with a semi-synchronous method; mixed: one in five (mixed)"
+    )
     parser.add_argument("--trace", action="store_true", help="print the trace of the first schedule that fails")
     parser.add_argument("--shrink", action="store_true", help="make that schedule small before")
     parser.add_argument(
         "--replay", metavar="JSON", help="run this schedule, which --shrink has printed, with its trace"
     )
     options = parser.parse_args(arguments)
-    kinds = tuple(options.kinds.split(","))
-    if unknown := set(kinds) - {*KINDS}:
-        parser.error(f"--kinds must be of {','.join(KINDS)}, got {','.join(sorted(unknown))}")
+    kinds, mode = tuple(filter(None, options.kinds.split(","))), options.mode
+    if kinds and mode == "mixed":
+        mode = "sync"  # most kinds are of one of the modes
+    if unknown := set(kinds) - {*(ROUND_KINDS if mode == "semi" else KINDS)}:
+        parser.error(f"--kinds must be of {','.join(known)} and of the mode, got {','.join(sorted(unknown))}")
     if options.replay:
         with standins.installed():
             schedule = Schedule.decode(options.replay)
@@ -149,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
         show(world, schedule)
         return 1 if world.problems else 0
     began, findings, told = time.monotonic(), Findings(), time.monotonic()
-    for found in run_all(options.seed, options.schedules, kinds, options.jobs):
+    for found in run_all(options.seed, options.schedules, kinds, mode, options.jobs):
         findings.add(found)
         for seed, text in found.first.values():
             print(f"... seed {seed}: {text[:200]}", flush=True)
@@ -164,16 +171,16 @@ def main(arguments: Sequence[str]) -> int:
     if findings.problems and (options.trace or options.shrink):
         seed = min(seed for seed, _ in findings.first.values())
         with standins.installed():
-            schedule = draw(seed, kinds)
+            schedule = draw(seed, kinds, mode)
             world = schedule.run()
             if options.shrink:
                 schedule = shrink(schedule, world.problems[0])
             world = schedule.run(traces=True)
-        print(f"seed {seed}, kinds {', '.join(drawn_kinds(seed, kinds))}:")
+        print(f"seed {seed}, kinds {', '.join(drawn_kinds(seed, kinds, mode))}:")
         show(world, schedule)
         if options.shrink:
             print(f"bash scripts/explore.sh --replay '{schedule.encode()}'")
-    _print_findings(findings, time.monotonic() - began, kinds)
+    _print_findings(findings, time.monotonic() - began, kinds, mode)
     return 1 if findings.problems else 0
 
 

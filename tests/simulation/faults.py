@@ -44,6 +44,12 @@ class Fault:
         """Say whether a rank may end by this error because of it."""
         return False
 
+    def concerns(self, slot: int) -> bool:
+        """Say whether a group's own work may be void because of it: it, or a link of it, does not do its part."""
+        return not isinstance(self, Kill | KillGroups) and slot in {
+            getattr(self, name, None) for name in ("slot", "a", "b")
+        }
+
     def __str__(self) -> str:
         words = [f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self) if field.name != "at"]
         return f"{type(self).__name__} at {self.at:.3f} s: {' '.join(words)}"
@@ -396,8 +402,7 @@ class Flip(Fault):
         if group.ranks[self.rank].held[0] == 0:
             return
         state = group.ranks[self.rank].state
-        octets = state.array[int(self.momentum)].view("uint32")
-        octets[self.place] ^= 1 << self.bit
+        state.flip(self.momentum, self.place, self.bit)
         state.tainted = True
         world.flipped.add(group.slot)
         world.say("fault", f"flips a bit of g{group.slot}r{self.rank}")

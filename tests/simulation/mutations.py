@@ -46,6 +46,7 @@ class Mutation:
         kinds: of faults that find it soon.
         promises: of which it breaks one.
         first: seed to begin with.
+        mode: of the schedules, as `schedule.draw` has it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Mutation:
     kinds: tuple[str, ...]
     promises: tuple[str, ...]
     first: int = 0
+    mode: str = "sync"
 
 
 @dataclass(frozen=True)
@@ -383,6 +385,66 @@ MUTATIONS = [
         ("flip", "kill"),
         ("one trajectory",),
     ),
+    Mutation(
+        "nobody meets the others right behind a round's update",
+        _one("step", "        for _ in range(_MAX_OPENINGS):", "        for _ in ():"),
+        ("joiner",),
+        ("no stall for a joiner", "no work lost", "liveness"),
+        mode="semi",
+    ),
+    Mutation(
+        "an update is made while some have yet to train their round",
+        _one("decision", "    if verdict.opening:\n", "    if False:\n"),
+        ("many",),
+        ("one trajectory", "no work lost", "no state given up"),
+        mode="semi",
+    ),
+    Mutation(
+        "a joiner lets the others wait until it has trained a whole round",
+        _one("step", "        return any(self._group.gather(self._rounds.awaited))", "        return False"),
+        ("alone",),
+        ("no stall for a joiner", "liveness"),
+        mode="semi",
+    ),
+    Mutation(
+        "a joiner sits in the next round although its state is there long before",
+        _one("heal", "self._config.semi_sync_method and not self.ended_on_update:", "False:"),
+        ("joiner",),
+        ("no stall for a joiner",),
+        mode="semi",
+    ),
+    Mutation(
+        "a group that goes on from its own state keeps the steps that are in no update",
+        _one("heal", "        self._state.restore()\n", ""),
+        ("freeze", "kill", "groups_die"),
+        ("one trajectory", "exact average"),
+        mode="semi",
+    ),
+    Mutation(
+        "moments of its own are in a group's digest",
+        _one("outer", "        return [self._outer.optimizer]", "        return self._optimizers"),
+        ("none",),
+        ("one trajectory", "no state given up"),
+        mode="semi",
+    ),
+    Mutation(
+        "a group's change is not weighted by its tokens",
+        _one("outer", "out=anchor.grad).mul_(weight)", "out=anchor.grad).mul_(1 / 3)"),
+        ("none",),
+        ("exact average",),
+        mode="semi",
+    ),
+    Mutation(
+        "a group whose change was not finite goes on with its moments",
+        _one(
+            "tests.simulation.semi_sync",
+            "        if self.position.exclusions:\n            self._heal(computed=False)\n        elif",
+            "        if",
+        ),
+        ("nan",),
+        ("no state given up",),
+        mode="semi",
+    ),
 ]
 
 
@@ -459,7 +521,7 @@ def _find(mutation: Mutation, schedules: int, send: Connection) -> None:
         with standins.installed():
             for number in range(schedules):
                 seed = mutation.first + number
-                for problem in draw(seed, mutation.kinds).run().problems[:1]:
+                for problem in draw(seed, mutation.kinds, mutation.mode).run().problems[:1]:
                     if problem.promise in mutation.promises:
                         send.send(
                             (seed, number + 1, problem.promise, problem.text)

@@ -101,12 +101,13 @@ class Rank:
         self.nominal_tokens = 10 * options.groups
         self.ledger = Ledger(options.groups, number, options.ranks)
         self.shapes = training.OTHER_SHAPES if group.slot in options.odd else training.SHAPES
-        self.state = training.State(number, self.ledger, self.shapes)
+        self.state = self._make_state()
         self.ended: Ended | None = None
         self.ready = False  # holds a committed state, as far as the world knows
         self.spoiled = 0  # backwards to come whose gradients are not finite
         self.hangs = False
         self.slowness = 0.0  # seconds that each backward takes longer
+        self.ahead = False  # in its last round it was an update ahead of more groups that had missed that
         self.met: list[int] = []  # slots of the groups in the last round that worked
         self.tied = False  # nobody could tell in its last round whose bytes are right, and rightly so
         self.voted = self.voted_when_told = False
@@ -120,6 +121,9 @@ class Rank:
         self._sent_before = 0
         self._read: set[tuple[int, int]] = set()
         self.drain: Drain | None = None
+
+    def _make_state(self) -> Any:
+        return training.State(self.number, self.ledger, self.shapes)
 
     @property
     def held(self) -> tuple[int, int]:
@@ -269,9 +273,12 @@ class Rank:
             heal=heal,
             ledger=self.ledger,
             nominal_tokens=self.nominal_tokens,
-            pauses_after=lambda step: step >= world.options.steps or self.saves.due_at(step),
+            pauses_after=self._pauses_after,
             **shared,
         )
+
+    def _pauses_after(self, step: int) -> bool:
+        return step >= self.world.options.steps or self.saves.due_at(step)
 
     def _watch_agreements(self, agreement: Agreement) -> None:
         decide = agreement.rank0_decides
@@ -333,7 +340,11 @@ class Rank:
         if self.position.leaving:
             raise Leaving
         self.saves.participants = committed.participants
-        self.saves.save(update.step, last=update.step >= world.options.steps)
+        self._go_on()
+        self.saves.save(self.position.step, last=self.position.step >= world.options.steps)
+
+    def _go_on(self) -> None:
+        """Do what is to be done behind an update before the next step."""
 
     @property
     def unreplayed(self) -> int:

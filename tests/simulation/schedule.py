@@ -69,7 +69,7 @@ class Schedule:
         """Return what `encode` was given."""
         values = json.loads(text)
         options = values["options"]
-        for name in ("absent", "odd", "restart_seconds", "transfer_seconds"):
+        for name in ("absent", "odd", "restart_seconds", "transfer_seconds", "speeds"):
             if name in options:
                 options[name] = tuple(options[name])
         if "late" in options:
@@ -106,7 +106,7 @@ class _Draw:
         rng = self.rng
         self._draw_config()
         for kind in sorted(self.kinds, key=lambda kind: kind not in _SIZES):  # those that say how many there are first
-            _KINDS[kind](self)
+            getattr(self, kind)()
         flips = any(isinstance(fault, Flip) for fault in self.faults)
         lost = any(isinstance(fault, KillGroups) and fault.for_good for fault in self.faults)
         if lost or self.changes.get("absent") or self.changes.get("odd"):
@@ -379,9 +379,78 @@ class _Draw:
         self.faults.append(NotFinite(self._time(), self._slot(), self._rank(), times))
 
 
-_KINDS: dict[str, Callable[[_Draw], None]] = {
-    name: getattr(_Draw, name)
-    for name in (
+class _DrawRounds(_Draw):
+    """Draws one of a semi-synchronous method: rounds of steps, and groups of different speed."""
+
+    def __init__(self, seed: int, kinds: Sequence[str]) -> None:
+        super().__init__(seed, kinds)
+        rng = self.rng
+        self.steps = rng.choice([2, 3, 3, 4, 5])
+        self.length = rng.choice([1, 2, 3, 3, 5, 8])
+        self.seconds = rng.choice([0.2, 0.5, 1.0, 2.0])  # of a round
+        # Of the lighthouse: more than a round, or groups that came to be at different places in it are left out.
+        self.patience = rng.choice([5.0, 60.0])
+        slow = rng.choice([1.0, 1.0, 1.3, 2.0])
+        self.changes["speeds"] = tuple(rng.choice([1.0, slow]) for _ in range(5))  # as many as there may be
+        self.changes["overlap"] = False
+        self._plan()
+
+    def _plan(self) -> None:
+        self.compute = self.changes["compute_seconds"] = round(self.seconds / self.length, 4)
+        self.span = 0.3 + self.steps * (self.seconds * max(self.changes["speeds"], default=1.0) + 0.1)
+
+    def _draw_config(self) -> None:
+        super()._draw_config()
+        rng, length = self.rng, self.length
+        self.config |= {
+            "semi_sync_method": rng.choice(["diloco", "diloco", "local_sgd"]),
+            "sync_steps": length,
+            "digest_every": rng.choice([1, length, 2 * length + 1]),
+            "batch_policy": "shrink",
+            "lr_policy": "none",
+            "join_timeout_ms": int(1000 * self.patience),
+        }
+        if rng.random() < 0.3:
+            self.changes["last_steps"] = rng.randint(1, length)
+
+    def alone(self) -> None:
+        """All groups but one die in a round that is long, and come back in the midst of it."""
+        self._lengthen(12.0)
+        holder = self._slot()
+        others = tuple(slot for slot in range(self.groups) if slot != holder)
+        for _ in range(self.rng.randint(1, 2)):
+            self.faults.append(KillGroups(self._time(1.0), others))
+
+    def impatient(self) -> None:
+        """The same, and the lighthouse does not wait for a group as long as that is in a round."""
+        self.alone()
+        self.config["join_timeout_ms"] = 5000
+
+    def leave(self) -> None:
+        """A group is told to leave in the midst of a round that takes longer than it has."""
+        self._lengthen(20.0)
+        for _ in range(self.rng.randint(1, 2)):
+            rank = self._rank() if self.rng.random() < 0.4 else -1
+            self.faults.append(DrainGroup(self._time(), self._slot(), self.rng.random() < 0.7, rank))
+
+    def _lengthen(self, seconds: float) -> None:
+        """Make the rounds of a schedule long."""
+        self.length, self.seconds, self.patience = self.rng.choice([4, 8]), seconds, 60.0
+        self.steps = self.rng.choice([2, 3])
+        self._plan()
+        self.config |= {"sync_steps": self.length, "join_timeout_ms": 60_000}
+        self.changes.pop("last_steps", None)
+
+    def joiner(self) -> None:
+        """A group comes back in the midst of a round; its transfer takes a part of it."""
+        self._lengthen(self.rng.choice([3.0, 6.0]))
+        self.steps = self.rng.choice([3, 4, 5])
+        self._plan()
+        self.changes["transfer_seconds"] = (0.0, self.rng.choice([0.1, 0.5, 1.0]) * self.seconds)
+        for _ in range(self.rng.randint(1, 2)):
+            self.faults.append(Kill(self._time(0.5), self._slot(), self._rank(), self.rng.choice(MOMENTS)))
+
+KINDS = (
         "none",
         "absent",
         "late",
@@ -408,21 +477,60 @@ _KINDS: dict[str, Callable[[_Draw], None]] = {
         "checkpoint",
         "save",
         "shape",
-    )
-}
+)
 _SIZES = ("fork", "last", "lost", "tail")
-KINDS = tuple(_KINDS)
 """What is drawn from unless kinds are given."""
 
+ROUND_KINDS = (
+        "none",
+        "absent",
+        "late",
+        "kill",
+        "many",
+        "groups_die",
+        "donor",
+        "freeze",
+        "hang",
+        "slow",
+        "lossy",
+        "cut",
+        "cut_lighthouse",
+        "lighthouse",
+        "drain",
+        "flip",
+        "nan",
+        "tail",
+        "lost",
+        "least",
+        "alone",
+        "joiner",
+        "leave",
+)
+"""The same with a semi-synchronous method."""
 
-def draw(seed: int, kinds: Sequence[str] = KINDS) -> Schedule:
-    """Return the schedule of a seed."""
-    return _Draw(seed, kinds).schedule(seed)
+MODES = ("sync", "semi", "mixed")
+_EVERY = 5  # one seed in so many is of a semi-synchronous method if modes are mixed
 
 
-def drawn_kinds(seed: int, kinds: Sequence[str] = KINDS) -> list[str]:
+def is_semi(seed: int, mode: str) -> bool:
+    """Say whether the schedule of a seed is one of a semi-synchronous method."""
+    return mode == "semi" or (mode == "mixed" and seed % _EVERY == _EVERY - 1)
+
+
+def draw(seed: int, kinds: Sequence[str] = (), mode: str = "sync") -> Schedule:
+    """Return the schedule of a seed, with faults of these kinds; none = of all."""
+    return _drawing(seed, kinds, mode).schedule(seed)
+
+
+def drawn_kinds(seed: int, kinds: Sequence[str] = (), mode: str = "sync") -> list[str]:
     """Return the kinds of faults of a seed's schedule."""
-    return _Draw(seed, kinds).kinds
+    return _drawing(seed, kinds, mode).kinds
+
+
+def _drawing(seed: int, kinds: Sequence[str], mode: str) -> _Draw:
+    if is_semi(seed, mode):
+        return _DrawRounds(seed, kinds or ROUND_KINDS)
+    return _Draw(seed, kinds or KINDS)
 
 
 def shrink(schedule: Schedule, problem: Problem, tries: int = 4, budget: int = 400) -> Schedule:

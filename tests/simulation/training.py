@@ -109,6 +109,9 @@ class State:
         self.tainted = self.inherited = header["tainted"]
         self.held = (snapshot.step, snapshot.lineage)
 
+    def restore(self) -> None:
+        """There is nothing to undo: weights change by updates only."""
+
     def digest(self) -> str:
         """Hash the bytes of weights, momentum and LR, to be shown to others."""
         self.shown = self.tainted
@@ -118,6 +121,10 @@ class State:
         """Return the same digest to the world, which shows it to nobody."""
         octets = self.array.tobytes() + str(self.progress.steps).encode()
         return hashlib.blake2b(octets, digest_size=16).hexdigest()
+
+    def flip(self, momentum: bool, place: int, bit: int) -> None:
+        """Flip a bit of a number of the weights or of the momentum."""
+        self.array[int(momentum)].view("uint32")[place] ^= 1 << bit
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

@@ -20,7 +20,9 @@ from tests.simulation.lighthouse import Lighthouse, ManagerClient, ManagerServer
 from tests.simulation.network import LIGHTHOUSE, Network, Node, PrefixStore, Store, StoreServer
 from tests.simulation.oracle import Oracle, Rules
 from tests.simulation.rank import Rank
+from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
+from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Done, GiveUp, Wait
 from titan_ft.replica.row import Standing
 
@@ -70,6 +72,8 @@ class Options:
         min_replicas: of the lighthouse.
         coupling: how much gradients depend on weights; 0 where bytes are flipped, so that only the flipped differ.
         switch: chance that a pause point lets another task run.
+        speeds: for each slot what a batch takes longer than `compute_seconds`, as a factor; empty = all alike.
+        last_steps: of the last round of a semi-synchronous method; 0 = as many as the others have.
     """
 
     groups: int
@@ -100,6 +104,27 @@ class Options:
     min_replicas: int = 1
     coupling: float = 0.1
     switch: float = 0.3
+    speeds: tuple[float, ...] = ()
+    last_steps: int = 0
+
+    @property
+    def round_steps(self) -> int:
+        """Return how many steps a group makes from one exchange to the next."""
+        return int(self.fault_tolerance["sync_steps"]) if self.fault_tolerance.get("semi_sync_method") else 1
+
+    @property
+    def round_seconds(self) -> float:
+        """Return how long the slowest group is at them, about."""
+        return self.round_steps * self.compute_seconds * max(self.speeds, default=1.0)
+
+    def seconds_of(self, slot: int) -> float:
+        """Return how long a group is at a batch, about."""
+        return self.compute_seconds * (self.speeds[slot] if self.speeds else 1.0)
+
+    def steps_of(self, updates: int) -> int:
+        """Return how many steps of a group so many updates have."""
+        total = self.steps * self.round_steps - (self.round_steps - self.last_steps if self.last_steps else 0)
+        return min(updates * self.round_steps, total)
 
 
 @dataclass(frozen=True)
@@ -153,6 +178,9 @@ class GroupRun:
         ended_at: when the first of its processes that did not end in order was seen to have ended.
         heals_since: when it began to heal; None = it does not.
         others_wait: the others wait for its transfer, because its queue is as long as it may be.
+        was_outside: it was not in the largest clique once.
+        rolled_back: it has once gone on from its own state because that of others was lost.
+        missed: rounds since it came in which it had no part; None = it has had a part in one.
     """
 
     def __init__(self, world: World, slot: int, attempt: int) -> None:
@@ -167,6 +195,8 @@ class GroupRun:
         self.ended_at: float | None = None
         self.heals_since: float | None = None
         self.others_wait = False
+        self.missed: int | None = 0
+        self.was_outside = self.rolled_back = False
         self.delays = [options.build_seconds + kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
@@ -174,7 +204,7 @@ class GroupRun:
         self.ranks: list[Rank] = []
         for number in range(options.ranks):
             process = world.new_process(f"g{slot}r{number}" + (f"a{attempt}" if attempt else ""), (slot, number))
-            self.ranks.append(Rank(world, self, number, process))
+            self.ranks.append(world.make_rank(world, self, number, process))
             process.on_end.append(lambda: world.process_ended(self))
         for rank in self.ranks:
             world.ranks[rank.process] = rank
@@ -239,16 +269,19 @@ class World(standins.World):
         self.folder = Folder(kernel, options.ranks, options.sight, look) if options.folder else None
         self.armed: dict[str, list[_Armed]] = {}
         not_finite = any(fault.spoils for fault in faults)
-        self.oracle = Oracle(
-            Rules(
-                options.groups,
-                config["batch_policy"],
-                config["lr_policy"],
-                config["min_replica_size"],
-                options.coupling,
-                not_finite,
-            ),
-            self.report,
+        rules = Rules(
+            options.groups,
+            config["batch_policy"],
+            config["lr_policy"],
+            config["min_replica_size"],
+            options.coupling,
+            not_finite,
+        )
+        self.make_rank: Callable[..., Rank] = RoundRank if config["semi_sync_method"] else Rank
+        self.oracle = (
+            RoundOracle(rules, self.report, FaultTolerance(**options.fault_tolerance), options.steps_of)
+            if config["semi_sync_method"]
+            else Oracle(rules, self.report)
         )
         self.traces = traces
         self.trace: list[tuple[float, str, str]] = []
@@ -295,6 +328,7 @@ class World(standins.World):
                 kernel.after(fault.at, functools.partial(self._inject, fault))
             self._watch()
             limit = max(self.last_fault, *self.options.late.values(), 0.0) + self.bound * 4 + 60.0
+            limit += 3 * self.options.steps * self.options.round_seconds if self.config["semi_sync_method"] else 0.0
             went_on = kernel.run(limit)
             if kernel.missing:
                 self._problem("simulation", kernel.missing[0])
@@ -316,7 +350,8 @@ class World(standins.World):
         """Return the seconds within which a step must be committed while nothing happens to the world."""
         config = self.config
         waits = config["join_timeout_ms"] + config["process_group_timeout_ms"] + config["heartbeat_timeout_ms"]
-        return 30.0 + waits / 1000 + config["start_timeout_seconds"] + config["finish_timeout_seconds"]
+        rounds = 3 * self.options.round_seconds if config["semi_sync_method"] else 0.0
+        return 30.0 + rounds + waits / 1000 + config["start_timeout_seconds"] + config["finish_timeout_seconds"]
 
     def say(self, who: str, text: str) -> None:
         """Write a line of the trace."""
@@ -617,8 +652,11 @@ class World(standins.World):
         if event == "joined":
             rank.group.members = frozenset(fields["participants"])
         if event == "exchange_failed":
+            self._judge_break(rank)
             self.moment("broke", rank.node)
+        rank.group.rolled_back |= event == "rolled_back"
         if event == "outside":
+            rank.group.was_outside = True
             rank.group.met_from = math.inf
             self.moment("outside", rank.node)
         if event == "link_back":
@@ -637,6 +675,13 @@ class World(standins.World):
             self._judge_loss(rank, int(fields["step"]), event)
         elif event == "digest_mismatch":
             self._judge_mismatch(rank, fields)
+
+    def _judge_break(self, rank: Rank) -> None:
+        """A group that others wait for in an exchange, since it has joined and trains, must not let that break."""
+        quiet = self.kernel.now - self.disturbed > self.config["process_group_timeout_ms"] / 1000 + self._patience
+        at_work = all(group.runs for group in self.groups.values() if not group.over)
+        if self.config["semi_sync_method"] and quiet and at_work and self.network.calm and self.lighthouse.listens:
+            self.report("no stall for a joiner", f"an exchange of {rank.process.name} breaks though nothing has happened")
 
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
         """Send SIGTERM to these ranks of a group, some milliseconds apart."""
@@ -671,7 +716,11 @@ class World(standins.World):
             # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
             lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
             lately = self.kernel.now - self.changed < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
-            fair = lately or lonely or not group.runs or not self._reaches(group)
+            # It waits at the lighthouse for groups that are in the midst of a round, and have longer to go.
+            hangs = any(other.hangs for one in self.groups.values() for other in one.ranks)
+            patient = self.config["join_timeout_ms"] / 1000 > self.config["drain_timeout_seconds"]
+            long = patient and (hangs or self.options.round_seconds > self.config["drain_timeout_seconds"])
+            fair = lately or lonely or long or not group.runs or not self._reaches(group)
         rank.abandoned = True
         if not fair:
             self.report("no work lost", f"{rank.process.name} ends without having left in order: {reason}")
@@ -697,6 +746,31 @@ class World(standins.World):
                 self.calm_since = self.kernel.now
             self.undisturbed_steps += 1
             self._judge_saves(step)
+            if self.config["semi_sync_method"]:
+                self._judge_joiners(participants)
+
+    def _judge_joiners(self, participants: Collection[int]) -> None:
+        """A group has a part in the second round after it came, unless something happens, or its transfer is long.
+
+        The first one is that which it came in. A holder serves one joiner after the other.
+        """
+        options = self.options
+        fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
+        # The others ask for their quorum at the beginning of their last step: from then on they wait for a joiner.
+        fits = fetch < (options.round_steps - 1) * options.compute_seconds
+        fetching = 0 if fits else 1 + int(fetch / (options.round_steps * options.compute_seconds))  # rounds
+        short = self.furthest == options.steps and options.last_steps > 0
+        joining = sum(group.missed is not None and group.runs for group in self.groups.values())
+        for group in self.groups.values():
+            if group.slot in participants:
+                group.missed = None
+            if group.missed is None or group.entered is None or not group.runs or group.ended:
+                continue
+            group.missed += 1
+            quiet = not short and self.disturbed <= group.entered and self.network.calm and self.lighthouse.listens
+            if quiet and group.missed > (1 + fetching) * joining:
+                text = f"g{group.slot} has had no part in the {group.missed} rounds since it came"
+                self.report("no stall for a joiner", text)
 
     def save_failed(self, rank: Rank, step: int) -> None:
         """Take note that a group could not save a step."""
@@ -739,19 +813,37 @@ class World(standins.World):
 
     def heals(self, rank: Rank, computed: bool) -> None:
         """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
-        if computed and rank.ready and not rank.state.tainted:
+        if computed and rank.ready and not rank.state.tainted and not self.config["semi_sync_method"]:
             self._judge_lost_work(rank)
         rank.ready = False
         if rank.group.heals_since is None and self.config["catch_up"] == "replay":
             rank.group.heals_since = self.kernel.now
             self.kernel.after(self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now))
 
+    def lost_steps(self, rank: Rank, number: int, ahead: bool) -> None:
+        """Look why the steps that a rank had made in the round under way are in no update, now that it has healed.
+
+        A group's failure costs no other group a step. Fair is what the group itself is the reason of (it was stopped,
+        slow or cut off, its bytes or gradients were bad), and what the design has:
+
+        - A group whose exchange was complete while it broke for more others goes back to theirs, without its change.
+        - A joiner which was given the state before an exchange that broke for it, as for others, is behind if a group
+          goes on for which it was complete.
+        - A group that goes back to its own state, because that which others had is lost with them.
+        - One outside of the largest clique, because it could not reach a group that was frozen, for instance.
+        """
+        own = rank.slot in self.thawed or any(fault.concerns(rank.slot) for fault in self.faults)
+        own |= rank.group.was_outside or rank.group.rolled_back
+        self.say(rank.process.name, f"has lost {number} steps" + (", was ahead" if ahead else ""))
+        if not (own or ahead or rank.slot in self.flipped or rank.group.missed is not None):
+            self.report("no work lost", f"{rank.process.name} heals and loses {number} steps of its round")
+
     @property
     def _patience(self) -> float:
         """Return the seconds in which a step is committed while nothing but heals keeps the groups from it."""
         options = self.options
         slots = options.groups if self.config["batch_policy"] == "constant" else 1
-        usual = slots * 1.6 * options.compute_seconds + options.apply_seconds + 4 * options.jitter
+        usual = slots * 1.6 * options.round_seconds + options.apply_seconds + 4 * options.jitter
         return _USUAL_STEPS * (usual + 4 * options.lag) + _LATE_SECONDS
 
     def _judge_stall(self, group: GroupRun, heal: float) -> None:
@@ -795,6 +887,8 @@ class World(standins.World):
     def made_round(self, rank: Rank, made: Round) -> None:
         """Take note of a round that worked on all ranks of a group, before anything follows from it."""
         rank.met = made.quorum.slots
+        own = made.rows[made.quorum.rank]
+        rank.ahead = own.has_state and own.step > made.verdict.step
         rank.tied = rank.tied and made.verdict.tie
         if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
             self.report(
@@ -1146,8 +1240,6 @@ class _WatchedClient(ManagerClient):
 
 def _config(options: Options) -> dict[str, Any]:
     from dataclasses import asdict
-
-    from titan_ft.config import FaultTolerance
 
     return asdict(FaultTolerance(**options.fault_tolerance))
 

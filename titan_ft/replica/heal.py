@@ -308,5 +308,7 @@ class Heal:
             self._attempt.cancel()
         self._attempt = None
         position.roll_back()
+        # The steps of a round that this group gave up are in no update, and their batches will be read again.
+        self._state.restore()
         # Nobody reads for another group until all have met again: what is missing is dealt out in the round.
         self._ledger.readers = tuple(range(self._config.group_size))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import logging
 import time
 import uuid
@@ -283,7 +284,7 @@ class Membership:
         """
         former_id, former_names, former = self._former
         restarted, earlier = False, self._former[:2]
-        for again in range(_REUNION_ASKS + 1):
+        for again in itertools.count():
             # Failures give the quorum a new id: reported once, so that another new id shows others' failures.
             reply = self._seat.request(step, 0 if again else failures)
             names = reply.replica_ids
@@ -299,12 +300,30 @@ class Membership:
             another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
             if another_broke or not (restarted and missing):
                 break
+            if again >= _REUNION_ASKS and not self._are_in_a_round(missing, admission):
+                break
             earlier = reply.quorum_id, names
             if again == 0:
                 logger.warning("the lighthouse was started again; waiting for groups %s to reconnect", missing)
             time.sleep(_REUNION_PAUSE_SECONDS)
         self._former = reply.quorum_id, names, admission
         return reply, admission
+
+    def _are_in_a_round(self, missing: Sequence[int], admission: Admission) -> bool:
+        """Say whether one of these groups lives: its round may take long, and without it would be void. A collective.
+
+        The quorum of a lighthouse that was started again has who asked first, and it waits for no others from then on.
+        """
+        if not self._config.semi_sync_method:
+            return False
+
+        def decide(_: set[str]) -> str:
+            beat = self._config.heartbeat_timeout_ms / 1000
+            status = self._page.read(beat)
+            living = [] if status is None else find_outsiders(self.member, admission.members, status, beat)
+            return "live" if set(missing) & set(living) else ""
+
+        return self._agreement.rank0_decides((), decide) == "live"
 
     def _report_strangers(self, admission: Admission) -> None:
         """Report each stranger once, on one rank of the group."""

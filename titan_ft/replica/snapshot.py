@@ -118,6 +118,10 @@ class TrainState:
         device.synchronize()
         self._on_load()
 
+    def restore(self) -> None:
+        """Undo what training has made of the weights since the last update, if it has; on all ranks of a group."""
+        self._on_load()
+
     @torch.no_grad()
     def digest(self) -> str:
         """Hash the bytes of parameters, buffers, optimizer state and LR of this rank.

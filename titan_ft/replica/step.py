@@ -126,6 +126,9 @@ class ReplicaDimension:
             outcome = self._rounds.make()
             match decide(self._position, outcome, self._config):
                 case decisions.Begin(missing) if isinstance(outcome, Round):
+                    if missing and self._holder_may_live(outcome):
+                        time.sleep(PAUSE_SECONDS)
+                        continue
                     if missing:
                         logger.warning("start_timeout_seconds is over: beginning without %d groups", missing)
                     self._position.begin()
@@ -137,6 +140,12 @@ class ReplicaDimension:
                     time.sleep(PAUSE_SECONDS)
                 case other:
                     _end_if_decided(other)
+
+    def _holder_may_live(self, outcome: Round) -> bool:
+        """Say whether a group lives outside of the quorum: in mid-round, it would not be heard of for long."""
+        if not self._config.semi_sync_method:
+            return False
+        return any(self._group.gather(len(self._rounds.find_outsiders(outcome))))
 
     def arm(self) -> None:
         """Let the next backward launch the exchange; call it before the step's last backward."""
