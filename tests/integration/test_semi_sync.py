@@ -161,8 +161,10 @@ def rounds_of(events: list[Event], replica: int) -> dict[int, Event]:
     ("ranks", "flags"),
     [
         (1, []),
+        pytest.param(1, ["--fault_tolerance.digest_every=0"], **NOT_QUICK),  # holders take one for the joiner
         pytest.param(2, SHARDED, **NOT_QUICK),
         pytest.param(2, ["--parallelism.pipeline_parallel_degree=2"], **NOT_QUICK),
+        pytest.param(2, ["--parallelism.tensor_parallel_degree=2"], **NOT_QUICK),
     ],
 )
 def test_a_group_that_comes_back_in_the_midst_of_a_round(
@@ -173,13 +175,13 @@ def test_a_group_that_comes_back_in_the_midst_of_a_round(
     Back before the second round ends, it has the state at the third's beginning, trains what there is time for and
     counts by its tokens.
     """
-    survivor = [("down-1-0", 6), ("ready-1-1", 7), ("healed-1-1", 9)]  # marks, and the steps that wait for them
-    joiner = ("awaited", 10)  # its second step of that round goes on when the others wait for it
+    # Marks, and the survivor's steps that wait for them. The joiner's second step goes on when it is waited for.
+    survivor = [("down-1-0", 6), ("ready-1-1", 7), ("reached-awaited-1-1-0", 10)]
     hooks = {
         "faults": [kill(1, "forward", step=6, rank=ranks - 1)],
         "gates": [
             *(gate(name, 0, step, rank) for name, step in survivor for rank in range(ranks)),
-            *(gate(*joiner[:1], 1, joiner[1], rank, attempt=1) for rank in range(ranks)),
+            *(gate("awaited", 1, 10, rank, attempt=1) for rank in range(ranks)),
         ],
     }
     steps = LENGTH * ROUNDS
@@ -356,6 +358,76 @@ def test_kill_in_the_last_round(make_job: Callable[..., Job]) -> None:
     check_data(events)
     assert rounds_of(events, 0)[ROUNDS]["participants"] == [0]
     assert [event["step"] for event in named(events, "heal_finished")] == [ROUNDS]
+
+
+@pytest.mark.slow
+def test_a_group_that_comes_late_to_the_job(make_job: Callable[..., Job]) -> None:
+    """It was never there: the others begin without it, and it joins in the midst of a round."""
+    flags = round_flags("--fault_tolerance.start_timeout_seconds=1")
+    hooks = {"gates": [gate("ready-1-0", 0, 6), gate("healed-1-0", 0, 9)]}
+    job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
+    job.start(absent=[1])
+    job.wait_for_gate("ready-1-0", 0)
+    job.start_again(1)
+    job.finish()
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_data(events)
+    ours = rounds_of(events, 0)
+    assert [ours[number]["participants"] for number in (1, 2, ROUNDS)] == [[0], [0], [0, 1]]
+
+
+@pytest.mark.slow
+def test_rounds_wait_for_min_replica_size(make_job: Callable[..., Job]) -> None:
+    """The survivor keeps the change of its whole round until enough groups hold the state, and makes no step again."""
+    hooks = {"faults": [kill(1, "forward", step=6)], "gates": [gate("down-1-0", 0, 6)]}
+    flags = round_flags("--fault_tolerance.min_replica_size=2")
+    job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks, late=False)
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_killed(job, events, [(1, 0, "sigkill:forward")])
+    check_data(events)
+    assert rounds_of(events, 0)[ROUNDS]["participants"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_dies_in_a_round(make_job: Callable[..., Job]) -> None:
+    """Nobody needs it before the round's end."""
+    job = make_job(
+        groups=2, steps=LENGTH * ROUNDS, flags=round_flags(), hooks={"gates": [gate("go", r, 6) for r in (0, 1)]}
+    )
+    job.start()
+    for replica in (0, 1):
+        job.wait_for_gate("go", replica)
+    job.restart_lighthouse()
+    job.mark("go")
+    job.finish()
+    events = check(job, survivors=[0, 1], steps=ROUNDS)
+    assert all(event["participants"] == [0, 1] for event in named(events, "step_committed"))
+
+
+@pytest.mark.slow
+def test_rounds_of_one_step_survive_a_kill(make_job: Callable[..., Job]) -> None:
+    """Rounds may be as short as steps."""
+    flags = round_flags("--fault_tolerance.sync_steps=1")
+    job = make_job(groups=2, steps=16, flags=flags, hooks={"faults": [kill(1, "backward", step=4)], "hold": 2})
+    job.run()
+    events = check(job, survivors=[0])
+    check_killed(job, events, [(1, 0, "sigkill:backward")])
+    check_data(events)
+    assert rounds_of(events, 0)[16]["participants"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_group_that_the_others_do_not_wait_for(make_job: Callable[..., Job]) -> None:
+    """Slower than join_timeout_ms allows, it heals instead of taking part; the others lose nothing by it."""
+    hooks = {"delays": [{"replica": 2, "seconds": 0.3, "step": None}]}
+    job = make_job(
+        groups=3, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks, lighthouse={"join_timeout_ms": 200}
+    )
+    job.run()
+    events = check(job, survivors=[0, 1], steps=ROUNDS)
+    assert not named(events, "started_anew", "digest_mismatch")
+    assert all({0, 1} <= set(event["participants"]) for event in rounds_of(events, 0).values())
 
 
 @pytest.mark.slow

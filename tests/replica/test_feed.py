@@ -165,17 +165,6 @@ def test_a_round_reads_on_behind_what_it_has_read(build: Build) -> None:
     assert opened == [1]
 
 
-def test_a_round_that_was_given_up_is_read_again(build: Build) -> None:
-    """Its batches are void, in this process and in the next: both begin where the last commit ends."""
-    ledger = Ledger(NUM_SLOTS)
-    feed = Feed(ledger, build, iter)
-    commit(ledger, *merge(read_round(feed, 0, 2)))
-    read_round(feed, 0, 3)
-    again = Feed(ledger, build, iter)
-    for reader in (feed, again):
-        assert [reading.checksum for reading in read_round(reader, 0, 2)] == straight(build, 0, 4)[2:]
-
-
 def test_what_is_merged_is_one_reading(build: Build) -> None:
     """Of each slot: number, checksum and the loader's state are those of a single reading of all these batches."""
     rounds, single = Feed(Ledger(NUM_SLOTS), build, iter), Feed(Ledger(NUM_SLOTS), build, iter)

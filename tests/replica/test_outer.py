@@ -308,8 +308,9 @@ def test_names_are_those_of_the_model_without_wrappers() -> None:
 class Training:
     """A group of the tests' tiny model under an outer model."""
 
-    def __init__(self, tiny: Any, seed: int) -> None:
+    def __init__(self, tiny: Any, seed: int, frozen: bool = False) -> None:
         self.inner = tiny(seed)
+        self.inner.model.scale.requires_grad = not frozen
         self.outer = OuterModel([self.inner.model], DILOCO)
         self.loads = 0
         self.state = OuterState(
@@ -354,7 +355,7 @@ def test_a_joiner_has_all_of_its_donor(tiny: Any) -> None:
 
 
 def test_the_digest_is_of_what_the_groups_agree_on(tiny: Any) -> None:
-    """Anchors, outer momentum and outer LR count; local weights and moments, which differ, do not."""
+    """Anchors, outer momentum, outer LR and what is frozen count; weights and moments of a group's own do not."""
     group, other = Training(tiny, 1), Training(tiny, 1)
     group.make_round()
     digest = group.state.digest()
@@ -375,6 +376,10 @@ def test_the_digest_is_of_what_the_groups_agree_on(tiny: Any) -> None:
     assert group.state.digest() != digest
     other.make_round()
     assert other.state.digest() == digest
+    frozen = Training(tiny, 1, frozen=True)
+    digest = frozen.state.digest()
+    frozen.inner.model.scale.detach().add_(1.0)
+    assert frozen.state.digest() != digest
 
 
 def test_a_copy_names_each_tensor_once(tiny: Any) -> None:
