@@ -170,9 +170,9 @@ def _count_broken_off(record: RunRecord, found: Audit) -> None:
     cut = [one for one in timeline(record).unfinished if not (one.kept or one.told)] if record.unit.method else []
     found.num_cut_short = sum(one.forward_passes for one in cut)
     if found.num_cut_short:
-        number = f"about {found.num_cut_short}, in {record.unit.count(len(cut))}, by the time that there was"
+        guess = f"about {found.num_cut_short}, in {record.unit.count(len(cut))}, by the time that there was"
         found.notes.append(
-            f"batches of rounds that ended with their groups: {number}; they are void too, and trained again"
+            f"batches of rounds that ended with their groups: {guess}; they are void too, and trained again"
         )
 
 
