@@ -99,22 +99,6 @@ def test_dry_run_says_what_would_be_started(
     assert shown.count("--training.steps=3") == 2
 
 
-def test_dry_run_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What moves, and when, is of rounds; the outer model has its place in memory and in the state that heals."""
-    monkeypatch.chdir(tmp_path)
-    flags = "--replicas 2 --ranks-per-replica 1 --run-dir run --dry-run -- --fault_tolerance.semi_sync_method=diloco"
-    assert main(["launch", "llama3_debug", *flags.split(), "--fault_tolerance.sync_steps=30"]) == 0
-    shown = capsys.readouterr().out
-    for part in (
-        "rounds       3, of 30 steps each (diloco)\n",
-        "copy of the state 94.05 MiB, outer model 70.54 MiB, buckets of the exchange 23.51 MiB",
-        "a round moves 23.51 MiB of each rank's changes: 23.51 MiB out and in (a ring of 2)\n",
-        " s, behind its 30 steps\n",
-        "a heal moves 94.05 MiB for each rank, 94.05 MiB for the group\n",
-    ):
-        assert part in shown
-
-
 def test_dry_run_of_a_job_for_other_hosts_needs_no_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,7 +117,6 @@ class Run:
         self.position = Position()
         self.is_writer, self.heals = True, False
         self.outer = None
-        self.steps_per_update = 1
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
         self.loaded: list[int] = []  # steps, as the state is when `on_load` is called
@@ -149,10 +148,7 @@ class Run:
         self.loaded.append(self.progress.step)
 
     def updates(self, step: int) -> int:
-        return -(-step // self.steps_per_update)
-
-    def steps(self, updates: int) -> int:
-        return updates * self.steps_per_update
+        return step
 
     def gather(self, value: int) -> list[int]:
         self.gathered.append(value)
@@ -500,20 +496,6 @@ def test_each_save_that_fails_says_what_is_left(make_run: Callable[..., Run], mo
     told = [(each["step"], each["error"], each["latest"]) for each in run.events.named("checkpoint_failed")]
     assert told == [(step, "No space left on device", 5) for step in (10, 15)]
     run.checkpoints.raise_last_failure()  # of the last step there is none
-
-
-def test_a_save_that_fails_names_the_latest_one_as_its_folder_is_named(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That is torchtitan's step, also where the groups count rounds of several."""
-    run = make_run()
-    run.steps_per_update = 5
-    run.train(5)
-    assert run.position.saved == 1
-    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
-    run.train(10)
-    (told,) = run.events.named("checkpoint_failed")
-    assert (told["step"], told["latest"]) == (10, 5)
 
 
 def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from titan_ft.replica.member import Member, Quorum
@@ -23,9 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.models.llama3 import Transformer, llama3_args  # noqa: E402
 
-from titan_ft.config import outer_optimizer  # noqa: E402
 from titan_ft.replica.exchange import GradientExchange  # noqa: E402
-from titan_ft.replica.outer import OuterModel, OuterState  # noqa: E402
 from titan_ft.replica.snapshot import TrainState  # noqa: E402
 from titan_ft.training.sizes import measure  # noqa: E402
 
@@ -84,27 +81,6 @@ def test_a_rank_holds_and_moves_what_was_predicted() -> None:
     rows = [4, 2 * 2 * 8]  # how many give; the rows of both members
     assert predicted.exchange == sum(wire.sent) - sum(rows)
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("method", ["diloco", "local_sgd"])
-def test_a_rank_holds_an_outer_model_as_predicted(method: str) -> None:
-    """Anchors, changes and momentum, as far as the method has one; the state that heals has them, byte for byte."""
-    own = read_config(f"--job.config_file={CONFIG}", f"--fault_tolerance.semi_sync_method={method}")
-    predicted = measure(own, num_ranks=1).largest
-    model = Transformer(llama3_args["debugmodel"])
-    optimizers = build_optimizers([model], own.optimizer, None)
-    model(torch.zeros((1, 8), dtype=torch.long)).sum().backward()
-    optimizers.step()
-    outer = OuterModel([model], outer_optimizer(own.fault_tolerance))
-    outer.take_changes(1.0)
-    outer.step()
-    schedulers = counters = SimpleNamespace(state_dict=dict)
-    state = OuterState([model], optimizers, schedulers, counters, outer=outer, on_load=lambda: None)
-    assert predicted.state == state.copy(1, 1).payload.numel()
-    held = [*outer.anchors, *(anchor.grad for anchor in outer.anchors)]
-    held += [value for values in outer.optimizer.state.values() for value in values.values() if value is not None]
-    assert predicted.outer == sum(tensor.numel() * tensor.element_size() for tensor in held)
-    assert measure(config, num_ranks=1).largest.outer == 0
 
 
 def test_shards_add_up_to_the_model() -> None:

@@ -15,9 +15,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE, ConfigError, load_toml, read_flags, steps_per_round
+from titan_ft.config import TABLE, ConfigError, load_toml, read_flags
 from titan_ft.data.assets import SCHEME
-from titan_ft.history.checks.judgement import count
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.training.job_config import read_config
@@ -132,8 +131,7 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     )
     cut = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one rank"
     own = training.local_batch_size * dims.dp_replicate * dims.dp_shard * sizes.accumulation
-    total, length = own * plan.num_replicas, steps_per_round(config.fault_tolerance)
-    rounds = f"rounds       {-(-training.steps // length):,}, of {count(length, 'step')} each"
+    total = own * plan.num_replicas
     return [
         f"model        {config.model.name} {config.model.flavor}, {sizes.num_parameters:,} parameters",
         f"ranks        {plan.num_replicas * plan.num_ranks} in all; a group is {cut}",
@@ -141,14 +139,13 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
         f"ranks that read data x {sizes.accumulation} microbatches), {total} in all",
         f"tokens       {total * training.seq_len:,} per step ({total} x {training.seq_len}), "
         f"{total * training.seq_len * training.steps:,} in {training.steps} steps",
-        *([f"{rounds} ({method})"] if (method := config.fault_tolerance.semi_sync_method) else []),
     ]
 
 
 def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, standby: int) -> list[str]:
     rank, ft = sizes.largest, config.fault_tolerance
     on_gpu = {"parameters": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
-    on_host = {"copy of the state": rank.state} | ({"outer model": rank.outer} if rank.outer else {})
+    on_host = {"copy of the state": rank.state}
     (on_host if ft.process_group == "gloo" else on_gpu)["buckets of the exchange"] = rank.exchange
     if ft.catch_up == "replay" and ft.catch_up_max_steps:
         on_host[f"queue of {ft.catch_up_max_steps} updates while it heals"] = ft.catch_up_max_steps * rank.exchange
@@ -172,15 +169,10 @@ def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     sent = rank.exchange * 2 * (groups - 1) // groups
     staged = 2 * rank.exchange if ft.process_group == "gloo" else 0  # to host memory and back
     step = _seconds(sent, link) + _seconds(staged, host)
-    what, when = "step", "beside the backward pass as far as that lasts"
-    if ft.semi_sync_method:  # of anchors in host memory: those who exchange on the GPU stage them as well
-        step += _seconds(0 if staged else 4 * rank.exchange, host)
-        what, when = "round", f"behind its {count(steps_per_round(ft), 'step')}"
     copied, fetched = _seconds(rank.state, host), _seconds(rank.state, served)
     return [
-        f"a {what} moves {_size(rank.exchange)} of each rank's {'changes' if ft.semi_sync_method else 'gradients'}: "
-        f"{_size(sent)} out and in (a ring of {groups})",
-        f"             {step:.2g} s, {when}",
+        f"a step moves {_size(rank.exchange)} of each rank's gradients: {_size(sent)} out and in (a ring of {groups})",
+        f"             {step:.2g} s, beside the backward pass as far as that lasts",
         f"a heal moves {_size(rank.state)} for each rank, {_size(sizes.group_state)} for the group",
         f"             {copied:.2g} s of copying, in which the donor stands still; {fetched:.2g} s of transfer, "
         f"beside training; {copied:.2g} s to load",

@@ -406,7 +406,7 @@ class ReplicaCheckpoints(CheckpointManager):
         reason, target = self._failure, self._create_checkpoint_id(step)
         text = (
             f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {reason}; "
-            f"{_latest(self._saved_step)}; make room there, or give another one, and start the run again"
+            f"{_latest(self.host.position.saved)}; make room there, or give another one, and start the run again"
         )
         # What keeps it from being saved as asked may be mended, and that save made up for: not the training.
         for model_only, what in self._other_ways():
@@ -460,7 +460,7 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self._under_way = None
         if _State.FAILED in states:
-            reason, latest = _reason_of_all(save.done.exception()), self._saved_step
+            reason, latest = _reason_of_all(save.done.exception()), self.host.position.saved
             logger.error("the checkpoint of step %d could not be written: %s; %s", save.step, reason, _latest(latest))
             if self._failed < save.step:  # once, in however many ways the last step is tried
                 self._failed, self._failure = save.step, reason
@@ -478,11 +478,6 @@ class ReplicaCheckpoints(CheckpointManager):
                 join_seconds,
             )
         self._purge_stale_checkpoints()
-
-    @property
-    def _saved_step(self) -> int:
-        """Return the step of the latest complete checkpoint, as that is named; 0 without any."""
-        return self.host.steps(self.host.position.saved)
 
     def _emit_saved(self, save: _Save) -> None:
         if dist.get_rank() == 0:

@@ -27,7 +27,6 @@ class CheckpointHost:
         on_load: to be called after each load of a checkpoint, on all ranks of a group.
         updates: says how many updates are committed when torchtitan's step of that number is: what checkpoints are
             named after, and what the groups count, differ with a semi-synchronous method.
-        steps: says the other way round which step of torchtitan's it is after so many updates.
         outer: with such a method, the outer optimizer's state.
         participants: slots that contributed to the last step; the trainer sets them.
     """
@@ -40,7 +39,6 @@ class CheckpointHost:
     heals_instead: Callable[[int], bool]
     on_load: Callable[[], None]
     updates: Callable[[int], int]
-    steps: Callable[[int], int]
     outer: OuterModel | None = None
     participants: list[int] = field(default_factory=list)
 

@@ -19,7 +19,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
-from titan_ft.config import outer_optimizer
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.training.spec import token_counts
@@ -35,9 +34,7 @@ class RankSizes:
     state: int
     """A copy of its state in host memory: what a donor keeps and a joiner fetches."""
     exchange: int
-    """Its buckets: what each step (or round) sums over the groups, and what each queued update of a joiner takes."""
-    outer: int = 0
-    """With a semi-synchronous method: anchors, how far this group has moved from them, and the outer momentum."""
+    """Its buckets: what each step sums over the groups, and what each queued update of a joiner takes."""
 
 
 @dataclass(frozen=True)
@@ -138,21 +135,13 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
         overlap=False,
         counts=token_counts(parts),
     )
-    state = TrainState(parts, optimizers, None, _NoCounters()).payload_bytes
-    outer = 0
-    if config.fault_tolerance.semi_sync_method is not None:  # all of it fp32, in host memory
-        anchors = 4 * sum(local(parameter).numel() for parameter in trained)
-        momentum = anchors if outer_optimizer(config.fault_tolerance).momentum else 0
-        outer = 2 * anchors + momentum
-        state += anchors - sum(map(_num_bytes, trained)) + momentum
     held = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
     return RankSizes(
         parameters=sum(map(_num_bytes, parameters)),
         gradients=sum(map(_num_bytes, trained)),
         optimizer=sum(map(_num_bytes, held)),
-        state=state,
+        state=TrainState(parts, optimizers, None, _NoCounters()).payload_bytes,
         exchange=exchange.num_bytes,
-        outer=outer,
     )
 
 
