@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.event_builder import change
 from titan_ft.cli import main
 from titan_ft.history import check as check_module
 from titan_ft.history.check import Verdicts, check_table
@@ -153,3 +154,21 @@ def test_damaged_reference_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixt
     EventLog(good / "events" / "b.jsonl").emit(LaunchFinished(code=0, reason="all groups finished"))
     assert main(["check", str(good), "--against", str(bad)]) == 1
     assert "bad/events/a.jsonl:1 must be a JSON object" in capsys.readouterr().out
+
+
+def test_a_round_that_a_group_joined_in_the_midst_of_is_not_compared_bit_for_bit(synthetic_run: Any) -> None:
+    """A group may die and be back within one round; all take part in that then, and it has fewer batches."""
+
+    def rounds() -> Any:
+        run = synthetic_run(2, semi_sync_method="diloco", sync_steps=10)
+        run.begin()
+        run.steps(60)
+        run.finish()
+        return run
+
+    run = rounds()
+    for event in run.named("step_committed", step=20):
+        change(event, loss=event.loss + 1e-6, inner_steps=10 - 3 * event.replica)
+    report = judge(run, rounds())
+    assert report.verdict == "holds", format_check(report)
+    assert report[1].statement.startswith("the first 19 rounds agree bit for bit")

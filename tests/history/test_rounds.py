@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import change
+from titan_ft.history.goodput import effective_training_time
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report.facts import goodput_terms, headline, report_figures
 from titan_ft.history.rounds import ShortRound, find_rounds
@@ -86,6 +87,21 @@ def test_report_speaks_of_rounds(run: Any) -> None:
     assert headline(record)[1][:2] == ("rounds committed", "31")
     assert headline(record)[1][2].startswith("of 31; ")
     assert "Usual round" in [term for term, _, _ in goodput_terms(record)]
+
+
+def test_a_joiner_counts_by_its_part_of_a_round(run_builder: Callable[..., Any]) -> None:
+    """Who makes 2 of 10 steps of one round of 31 was away for the rest of it: that is no effective time of training."""
+    shares = []
+    for made in (10, 2):
+        run = run_builder(semi_sync_method="diloco", sync_steps=10)
+        for event in run.named("step_committed", step=22, replica=2):
+            event.inner_steps = made
+        record = RunRecord(run.events)
+        share, _ = effective_training_time(record)
+        assert share is not None
+        begin, end = record.span_us
+        shares.append(share * (end - begin) / record.usual_step_us)
+    assert shares[0] - shares[1] == pytest.approx(0.8 / 3, rel=0.05)
 
 
 def test_a_run_without_rounds_has_none(good_run: Any) -> None:

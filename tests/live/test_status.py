@@ -370,3 +370,11 @@ def test_progress_in_rounds() -> None:
     assert told == "round 3 (step 30)  loss 2.50000  groups 2/2  restarts 0  tokens/s 100  ETA 1:05 (step 95)"
     line = run.observe(step(2, time=40.0, lineage="other", inner_step=20))
     assert line == "training went back to round 1 (step 10): rounds 2 to 3 are made again"
+
+
+def test_own_seconds_are_those_of_a_step() -> None:
+    """A group that made few steps of a round is not faster for that; one that made none has no pace."""
+    groups = status.initial(3)
+    for replica, (made, seconds) in enumerate(((10, 5.0), (2, 1.0), (0, 0.0))):
+        groups = status.fold(groups, step(4, replica, inner_step=40, inner_steps=made, compute_seconds=seconds))
+    assert [groups[replica].own_seconds for replica in range(3)] == [0.5, 0.5, None]

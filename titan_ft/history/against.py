@@ -38,12 +38,14 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
     """
     ours, theirs = record.curve, reference.curve
     if not ours or not theirs:
-        found.unknown.append(f"no event of {'this run' if not ours else 'the other run'} tells of a committed step")
+        found.unknown.append(
+            f"no event of {'this run' if not ours else 'the other run'} tells of a committed {record.unit.noun}"
+        )
         return
     if not _comparable(record, reference, ours, theirs, found):
         return
     common = _common_steps(ours, theirs)
-    prefix = _compare_prefix(ours[:common], theirs[:common], record.group_size, found)
+    prefix = _compare_prefix(ours[:common], theirs[:common], record, found)
     total = min(ours[-1].tokens, theirs[-1].tokens)
     found.statement = (
         f"{prefix}; final loss {_loss(ours[-1])} after {ours[-1].tokens} tokens, without failures {_loss(theirs[-1])} "
@@ -51,7 +53,7 @@ def check_against(record: RunRecord, reference: RunRecord, found: Judgement) -> 
     )
     if common and common == min(len(ours), len(theirs)):
         return  # all that can be compared was, step by step
-    _compare_ends(ours, theirs, total, found)
+    _compare_ends(ours, theirs, total, record.unit.noun, found)
 
 
 def _comparable(
@@ -64,7 +66,7 @@ def _comparable(
     if digests[0] and digests[1] and digests[0] != digests[1]:
         found.unknown.append("the two runs have different configs (config_digest)")
     if ours[0].event.parent != ROOT or theirs[0].event.parent != ROOT:
-        found.unknown.append("the history of one of the runs does not begin with step 1")
+        found.unknown.append(f"the history of one of the runs does not begin with {record.unit.noun} 1")
     if not all(point.whole for point in theirs):
         found.notes.append("groups were missing in the other run too")
     if found.unknown:
@@ -81,9 +83,9 @@ def _common_steps(ours: Sequence[Point], theirs: Sequence[Point]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0].whole and pair[1].whole, pairs))
 
 
-def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], groups: int, found: Judgement) -> str:
+def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], record: RunRecord, found: Judgement) -> str:
     """Compare the first steps one by one; return what was found."""
-    largest = 0.0
+    largest, noun = 0.0, record.unit.noun
     for our, their in zip(ours, theirs, strict=True):
         for name in ("loss", "grad_norm", "lr", "tokens"):
             mine, other = (getattr(point.event, name) for point in (our, their))
@@ -91,26 +93,26 @@ def _compare_prefix(ours: Sequence[Point], theirs: Sequence[Point], groups: int,
                 continue
             difference = abs(mine - other) / max(abs(other), 1e-30)
             largest = max(largest, difference)
-            exact = groups <= 2 or name in ("lr", "tokens")
+            exact = record.group_size <= 2 or name in ("lr", "tokens")
             allowed = 0.0 if exact else min(ROUNDING * our.step, MOST_ROUNDING)
             if difference > allowed:
                 found.object_to(f"{name} {mine!r}; {other!r} without failures, all groups present in both", our.event)
     if not ours:
-        return "no step that both runs made with all groups, from the first on"
+        return f"no {noun} that both runs made with all groups, from the first on"
     if found.offences:
-        return f"the first {len(ours)} steps differ"
+        return f"the first {len(ours)} {noun}s differ"
     how = "bit for bit" if largest == 0 else f"to {largest:.1e} at most"
-    return f"the first {count(len(ours), 'step')} agree {how}"
+    return f"the first {count(len(ours), noun)} agree {how}"
 
 
-def _compare_ends(ours: Sequence[Point], theirs: Sequence[Point], total: int, found: Judgement) -> None:
+def _compare_ends(ours: Sequence[Point], theirs: Sequence[Point], total: int, noun: str, found: Judgement) -> None:
     """Compare the mean loss of the last window of tokens that both runs have."""
     mine, other = (
         [point.loss for point in points if (1 - WINDOW) * total < point.tokens <= total and point.loss is not None]
         for points in (ours, theirs)
     )
     if min(len(mine), len(other)) < LEAST_STEPS:
-        text = f"{len(mine)} and {len(other)} steps with a loss in the last {WINDOW:.0%} of the common tokens"
+        text = f"{len(mine)} and {len(other)} {noun}s with a loss in the last {WINDOW:.0%} of the common tokens"
         found.unknown.append(f"{text}, {LEAST_STEPS} are needed")
         return
     difference = mean(mine) - mean(other)

@@ -108,7 +108,8 @@ def effective_training_time(record: RunRecord) -> tuple[float | None, float | No
 
     sum over committed steps of min(time since the step before, usual step) x contributing groups / all groups, divided
     by the time. So a stall counts as lost for all groups, a group that is away for itself, and a step that was slower
-    than usual for whatever reason counts as a usual one; one that was faster does not make up for it. On a machine on
+    than usual for whatever reason counts as a usual one; one that was faster does not make up for it. A group that
+    joins in the midst of a round counts by the steps that it made for it. On a machine on
     which steps take now more and now less time it is therefore below 100 % even without failures.
 
     Source: "effective training time" of FT-HSDP (Salpekar et al., "Training LLMs with Fault Tolerant HSDP on 100,000
@@ -122,12 +123,24 @@ def effective_training_time(record: RunRecord) -> tuple[float | None, float | No
         return None, None
     effective, before = 0.0, begin
     for _, event in sorted(steps.items()):
-        time, share = microseconds(event), len(event.participants) / len(record.groups)
+        time, share = microseconds(event), _groups_in(record, event) / len(record.groups)
         effective += min(max(0, time - before), usual_us) * min(1.0, share)
         before = time
     times = [microseconds(event) for event in steps.values()]
     training = min(max(times) - min(times) + usual_us, end - begin)
     return effective / (end - begin), min(1.0, effective / training)
+
+
+def _groups_in(record: RunRecord, event: StepCommitted) -> float:
+    """Return how many groups contributed to a step; of a round, each by its part of the steps, as far as known."""
+    groups, unit = float(len(event.participants)), record.unit
+    if unit.steps == 1:
+        return groups
+    length = unit.step_after(event.step) - unit.step_after(event.step - 1)
+    for own in record.commits_of[event.lineage]:
+        if own.rank == 0 and own.contributed and own.inner_steps is not None:
+            groups -= max(0.0, 1 - own.inner_steps / length)
+    return groups
 
 
 @view

@@ -68,7 +68,7 @@ class Point:
     Attributes:
         tokens: of this step and all before.
         loss: mean over the tokens of the step; None where it was not finite, or is not in the history.
-        whole: whether all groups took part.
+        whole: whether all groups took part, and made all steps of it where it is a round.
         event: the first commit of it.
     """
 
@@ -233,9 +233,16 @@ class RunRecord:
         losses = [next((event.loss for event in events if event.loss is not None), None) for events in commits]
         totals = accumulate(events[0].tokens for events in commits)
         return [
-            Point(events[0].step, total, loss, len(events[0].participants) >= self.group_size, events[0])
+            Point(events[0].step, total, loss, self._is_whole(events), events[0])
             for events, loss, total in zip(commits, losses, totals, strict=True)
         ]
+
+    def _is_whole(self, events: list[ev.StepCommitted]) -> bool:
+        step, unit = events[0].step, self.unit
+        length = unit.step_after(step) - unit.step_after(step - 1)
+        if unit.method and any(event.inner_steps is not None and event.inner_steps < length for event in events):
+            return False  # a group has joined in the midst of the round
+        return len(events[0].participants) >= self.group_size
 
     @cached_property
     def commits(self) -> list[ev.StepCommitted]:

@@ -31,7 +31,7 @@ class GroupStatus:
     own_loss: float | None = None
     """Mean loss of its own tokens in that step; None where it had none."""
     own_seconds: float | None = None
-    """What that step took it without the exchange."""
+    """What that step took it without the exchange; of a round, each of its steps."""
     donor: int | None = None
     """Group that it fetched its state from last, or is fetching from."""
     host: str = ""
@@ -127,13 +127,19 @@ def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
                 loss=event.loss,
                 participants=tuple(event.participants),
                 own_loss=event.own_loss,
-                own_seconds=event.compute_seconds + event.apply_seconds,
+                own_seconds=_own_seconds(event),
             )
         case ev.Drained():
             return replace(group, state=DRAINED, step=event.step)
         case ev.TrainingFinished():
             return replace(group, state=FINISHED, step=event.step)
     return group
+
+
+def _own_seconds(commit: ev.StepCommitted) -> float | None:
+    """Return what a step took a group by itself. Who joins in the midst of a round makes fewer, not faster ones."""
+    steps = 1 if commit.inner_steps is None else commit.inner_steps
+    return (commit.compute_seconds + commit.apply_seconds) / steps if steps else None
 
 
 # The line that an event becomes. `replica N` stands before those of a group itself, of which rank 0's count.
