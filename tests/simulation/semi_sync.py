@@ -130,7 +130,9 @@ class State(OuterState):
     @torch.no_grad()
     def make_step(self, values: np.ndarray) -> None:
         """Make one step of the inner optimizer with these gradients."""
-        for parameter, grad in zip(self.model, torch.from_numpy(values.astype(np.float32)).split(self._shapes), strict=True):
+        for parameter, grad in zip(
+            self.model, torch.from_numpy(values.astype(np.float32)).split(self._shapes), strict=True
+        ):
             parameter.grad = grad.clone()
         self.inner.step()
         self.schedulers.schedulers[0].step()
@@ -195,7 +197,9 @@ class RoundRank(Rank):
         if not num_steps:
             return contribution
         entry = contribution.entries[0]
-        return replace(contribution, entries=(Entry(entry.slot, entry.first_batch, num_steps, _loader(entry, num_steps)),))
+        return replace(
+            contribution, entries=(Entry(entry.slot, entry.first_batch, num_steps, _loader(entry, num_steps)),)
+        )
 
     def _make_step(self, slot: int, behind: int) -> Contribution:
         kernel, options = self.world.kernel, self.world.options
