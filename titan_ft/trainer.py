@@ -109,6 +109,7 @@ class ReplicaTrainer(Trainer):
             self._heals_instead,
             self._take_checkpoint,
             self._updates_of,
+            self._steps_of,
             self._outer,
         )
         self.checkpointer.attach(self._checkpoint_host)

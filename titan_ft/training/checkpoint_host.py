@@ -40,6 +40,7 @@ class CheckpointHost:
     heals_instead: Callable[[int], bool]
     on_load: Callable[[], None]
     updates: Callable[[int], int]
+    steps: Callable[[int], int]
     outer: OuterModel | None = None
     participants: list[int] = field(default_factory=list)
 
