@@ -148,7 +148,8 @@ class FaultTolerance:
     the midst of a long step, and hold the job's state."""
 
     finish_timeout_seconds: float = 60.0
-    """Seconds that groups which finished the last step wait for a missing group before they leave; > 0."""
+    """Seconds that groups which finished the last step wait for a missing group before they leave; > 0. One that
+    heartbeats is waited for for longer."""
 
     heartbeat_interval_ms: int = 50
     """Milliseconds between two heartbeats of a group; > 0 and at most half of heartbeat_timeout_ms."""

@@ -109,6 +109,17 @@ MUTATIONS = [
         ("no state given up",),
     ),
     Mutation(
+        "a group that heals after the last step takes any state for the final one",
+        _one(
+            "step",
+            "return None\n            _end_if_decided(decision)",
+            "self.heal()\n                return self.finish()\n            _end_if_decided(decision)",
+        ),
+        ("flip", "groups_die"),
+        ("counters",),
+        first=740,
+    ),
+    Mutation(
         "nobody tells of groups that cannot reach each other",
         _one("partition", "return known or failures >= _PROBE_AFTER or bool(self._accusers)", "return False"),
         ("cut",),

@@ -100,6 +100,26 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
         assert "started anew at step 0 while groups [2] hold more" in world.problems[0].text
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """It was silent for a moment: the other one goes on alone, finishes, and waits for it."""
+    if not waits:
+        monkeypatch.setattr(ReplicaDimension, "_sees_outsiders", lambda dimension, made: False)
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 30_000,
+    }
+    options = Options(2, 1, 8, fault_tolerance)
+    with standins.installed():
+        world = Schedule(1, options, (Slow(0.9, 1, 0, 10.0, 0.15), Freeze(1.3, 1, -1, 1.6))).run(traces=True)
+    assert not world.problems
+    assert [who for _, who, text in world.trace if text.startswith("finished")] == ["g0r0", "g1r0"][: 1 + waits]
+
+
 def test_a_group_that_hangs_keeps_the_others_from_beginning_until_it_has_ended() -> None:
     """It heartbeats, and nobody can tell that it will ask for no quorum."""
     fault_tolerance = {

@@ -280,6 +280,8 @@ class ReplicaDimension:
     def finish(self) -> str | None:
         """Stay until every group holds the final state, or `finish_timeout_seconds` passed without news; then leave.
 
+        Not while groups live that are not in the quorum: in the midst of a long step they are in none.
+
         Returns:
             This rank's digest of the final state, in hex. None if this group turns out not to hold it: it must `heal`,
             and train on if the state that it gets is an earlier one, for all that held the final one may have died.
@@ -301,6 +303,8 @@ class ReplicaDimension:
             now = self._group.clock()
             if self._is_needed(outcome):
                 deadline = now + self._config.finish_timeout_seconds
+            if now >= deadline and isinstance(outcome, Round) and self._sees_outsiders(outcome):
+                deadline = now + ALONE_SECONDS
             if now >= deadline:
                 logger.warning(
                     "leaving without the groups that are down: fault_tolerance.finish_timeout_seconds (%g s) is over",
@@ -314,7 +318,7 @@ class ReplicaDimension:
         """Say whether groups live that were not in a round; the same on all ranks. A collective of the group."""
         slots = self._rounds.find_outsiders(made)
         if slots and slots != self._outsiders:
-            logger.warning("groups %s live, are in no quorum and may hold the job's state: waiting for them", slots)
+            logger.warning("groups %s live and are in no quorum, in a long step perhaps: waiting for them", slots)
         self._outsiders = slots
         return any(self._group.gather(len(slots)))
 
