@@ -257,6 +257,24 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
     }
 
 
+def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along() -> None:
+    """It has finished, waits for the sibling, which is frozen in the last vote, and ends; its store goes with it."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 3000,
+    }
+    options = Options(2, 2, 4, fault_tolerance, store_survives=False)
+    with standins.installed():
+        world = Schedule(1, options, (Freeze(0.675, 1, 1, 4.0),)).run(traces=True)
+    assert not world.problems
+    own = [text.split()[0] for _, who, text in world.trace if who == "g1r0"]
+    assert own[-2:] == ["finished", "rank_silent"]
+
+
 def test_a_world_goes_when_it_is_dropped() -> None:
     """Nothing of a schedule stays in memory: thousands are run in a process."""
     with standins.installed():
