@@ -201,7 +201,6 @@ class SemiSyncTrainer(ReplicaTrainer):
                 self._late = True
 
     def _heal(self, replica: ReplicaDimension) -> None:
-        self._outer.restore_model()  # its steps are void, also if its own state turns out to be all that is left
         super()._heal(replica)
         if replica.opens and self.step < self.job_config.training.steps:
             self._open(replica)

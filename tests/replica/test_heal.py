@@ -79,6 +79,7 @@ class World:
         self.seconds = 0.0  # of the group's clock
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
+        self.restored = 0  # how often training's own changes of it were undone
         self.position = Position()
         self.ledger = Ledger(GROUPS)
         log = EventLog(None)
@@ -123,6 +124,9 @@ class World:
 
     def find_outsiders(self, made: Round) -> list[int]:
         return self.outsiders
+
+    def restore(self) -> None:
+        self.restored += 1
 
     def take_digest(self) -> str:
         self.position.take_digest(self._digest(self.value))
@@ -323,6 +327,7 @@ def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
     (event,) = world.named("rolled_back")
     assert (event.step, event.lost) == (4, 1)  # type: ignore[attr-defined]  # a RolledBack
     assert world.ledger.readers == (0, 1, 2)
+    assert world.restored == 1
 
 
 def test_a_group_that_lives_outside_of_the_quorum_is_waited_for(make: Callable[..., World]) -> None:

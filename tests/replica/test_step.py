@@ -600,6 +600,7 @@ def test_a_group_that_opens_a_round_at_whose_end_the_others_are_makes_its_update
     groups = in_rounds(2, Hub([0, 1]))
     for committed in groups.run(open_and_train, lambda group: commit(group, 4)):
         assert steps_of(committed) == {1: 4}
+    assert [group.exchange.contributed for group in groups.all] == [False, True], "its gradients are the last sums"
 
 
 def test_a_group_does_not_wait_for_others_that_train_already(monkeypatch: pytest.MonkeyPatch) -> None:

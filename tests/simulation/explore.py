@@ -87,8 +87,7 @@ def _explore_apart(work: tuple[Sequence[int], Sequence[str], str]) -> Findings:
 def run_all(first: int, count: int, kinds: Sequence[str], mode: str, jobs: int) -> Iterator[Findings]:
     """Explore in several processes; yields what each chunk of seeds came to."""
     chunks = [
-        (range(start, min(start + _CHUNK, first + count)), kinds, mode)
-        for start in range(first, first + count, _CHUNK)
+        (range(start, min(start + _CHUNK, first + count)), kinds, mode) for start in range(first, first + count, _CHUNK)
     ]
     if jobs <= 1:
         yield from map(_explore_apart, chunks)
@@ -136,7 +135,10 @@ def main(arguments: Sequence[str]) -> int:
     known = list(dict.fromkeys((*KINDS, *ROUND_KINDS)))
     parser.add_argument("--kinds", default="", help=f"faults to draw from (all that the mode has): {','.join(known)}")
     parser.add_argument(
-        "--mode", choices=MODES, default="mixed", help="semi: with a semi-synchronous method; mixed: one in five (mixed)"
+        "--mode",
+        choices=MODES,
+        default="mixed",
+        help="semi: with a semi-synchronous method; mixed: one in five (mixed)",
     )
     parser.add_argument("--trace", action="store_true", help="print the trace of the first schedule that fails")
     parser.add_argument("--shrink", action="store_true", help="make that schedule small before")

@@ -130,7 +130,9 @@ class State(OuterState):
     @torch.no_grad()
     def make_step(self, values: np.ndarray) -> None:
         """Make one step of the inner optimizer with these gradients."""
-        for parameter, grad in zip(self.model, torch.from_numpy(values.astype(np.float32)).split(self._shapes), strict=True):
+        for parameter, grad in zip(
+            self.model, torch.from_numpy(values.astype(np.float32)).split(self._shapes), strict=True
+        ):
             parameter.grad = grad.clone()
         self.inner.step()
         self.schedulers.schedulers[0].step()
@@ -170,32 +172,38 @@ class RoundRank(Rank):
 
     def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
         """Make the steps of a round, as `SemiSyncTrainer._train`."""
-        if self._late or not slots:
+        if self._late:
             self._late = False
-            return NOTHING
+            return Contribution(early=True)
         kernel, dimension, oracle = self.world.kernel, self.dimension, self.world.oracle
         began, early = kernel.now, dimension.early
         first, last = self._steps_of(self.position.step) + 1, self._steps_of(self.position.step + 1)
-        set_lr(self.state.schedulers, first - 1)
         assert isinstance(oracle, RoundOracle)
-        oracle.began(self.slot, self.number, self.state, self._moments)
-        contribution, num_steps = NOTHING, 0
-        for step in range(first, last + 1):
+        if not self._num_steps:
+            set_lr(self.state.schedulers, first - 1)
+            oracle.began(self.slot, self.number, self.state, self._moments)
+        for step in range(first + self._num_steps, last + 1):
             if early and dimension.awaited():
                 break
-            if num_steps:
-                self._leave_if_told(began, num_steps, last + 1 - step)
+            if self._num_steps:
+                self._leave_if_told(began, self._num_steps, last + 1 - step)
             if step == last and not early:
                 arm()
-            contribution = contribution.plus(self._make_step(slots[0], num_steps))
-            num_steps += 1
+            self._made = self._made.plus(self._make_step(slots[0], self._num_steps))
+            self._num_steps += 1
         self._moments = self.state.moments
-        self.state.outer.take_changes(contribution.valid_tokens / self.nominal_tokens)
+        self.state.outer.take_changes(self._made.valid_tokens / self.nominal_tokens)
         oracle.ended(self.slot, self.number, self.state)
-        if not num_steps:
-            return contribution
-        entry = contribution.entries[0]
-        return replace(contribution, entries=(Entry(entry.slot, entry.first_batch, num_steps, _loader(entry, num_steps)),))
+        made = replace(self._made, early=first + self._num_steps <= last)
+        if not self._num_steps:
+            return made
+        entry = made.entries[0]
+        whole = Entry(entry.slot, entry.first_batch, self._num_steps, _loader(entry, self._num_steps))
+        return replace(made, entries=(whole,))
+
+    def _step(self) -> None:
+        self._num_steps, self._made = 0, NOTHING
+        super()._step()
 
     def _make_step(self, slot: int, behind: int) -> Contribution:
         kernel, options = self.world.kernel, self.world.options
@@ -239,9 +247,11 @@ class RoundRank(Rank):
 
     def _go_on(self) -> None:
         self._read.clear()
+        if self._is_over:
+            return
         if self.position.exclusions:
             self._heal(computed=False)
-        elif not self._is_over:
+        else:
             self._open()
 
     def _open(self) -> None:

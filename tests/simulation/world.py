@@ -681,7 +681,9 @@ class World(standins.World):
         quiet = self.kernel.now - self.disturbed > self.config["process_group_timeout_ms"] / 1000 + self._patience
         at_work = all(group.runs for group in self.groups.values() if not group.over)
         if self.config["semi_sync_method"] and quiet and at_work and self.network.calm and self.lighthouse.listens:
-            self.report("no stall for a joiner", f"an exchange of {rank.process.name} breaks though nothing has happened")
+            self.report(
+                "no stall for a joiner", f"an exchange of {rank.process.name} breaks though nothing has happened"
+            )
 
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
         """Send SIGTERM to these ranks of a group, some milliseconds apart."""

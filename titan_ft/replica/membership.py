@@ -14,7 +14,6 @@ heartbeats, quorum, the vote within a group and the reconfigurable process group
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import hashlib
 import itertools
@@ -175,7 +174,11 @@ class Membership:
 
     def wait_briefly(self, seconds: float) -> None:
         """Wait for it, no longer than so."""
-        concurrent.futures.wait([] if self._pending is None else [self._pending], seconds)
+        if self._pending is None:
+            time.sleep(seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            self._pending.exception(seconds)
 
     def wait(self) -> Quorum:
         """Wait for the quorum asked for; if this group cannot reach all of the others, until it can or they are gone.

@@ -56,6 +56,11 @@ class Contribution:
     entries: tuple[Entry, ...] = ()
     early: bool = False
 
+    @property
+    def empty(self) -> bool:
+        """Say whether nothing was trained: what gradients there are, are others'."""
+        return not (self.entries or self.tokens)
+
     def plus(self, other: Contribution) -> Contribution:
         """Add what further microbatches contribute."""
         return Contribution(
@@ -172,10 +177,10 @@ class Rounds:
             self.ask()
             started = time.monotonic()
             quorum = self._membership.wait()
-            ends = use.gives and contribution != NOTHING and not contribution.early
+            ends = use.gives and not contribution.empty and not contribution.early
             if not (self._config.semi_sync_method and ends):
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
-            gives = use.gives and contribution != NOTHING and not self._is_outdated(quorum)
+            gives = use.gives and not contribution.empty and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
             if not self._vote(made is not None):
                 error = error or "broke on another rank of this group"
@@ -247,7 +252,7 @@ class Rounds:
         position, given = self._position, self._exchange.contributed
         self._nonfinite = given and not self._exchange.finite
         claims = position.standing.has_state and not self._is_outdated(quorum)
-        resting = claims and use is GradientUse.REST and contribution != NOTHING
+        resting = claims and use is GradientUse.REST and not contribution.empty
         facts = contribution if given or resting else NOTHING
         row = Row(
             slot=self._config.replica_id,
