@@ -108,16 +108,6 @@ def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> 
         Round(monkeypatch, data=0).train()
 
 
-def test_a_group_that_heals_drops_what_its_steps_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nobody may be left to heal from: its batches are void, and trained again from where the round began."""
-    done: list[str] = []
-    monkeypatch.setattr(semi_sync.ReplicaTrainer, "_heal", lambda self, replica: done.append("heal"))
-    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    vars(trainer).update(_outer=SimpleNamespace(restore_model=lambda: done.append("restore")))
-    trainer._heal(SimpleNamespace(opens=False))  # type: ignore[arg-type]
-    assert done == ["restore", "heal"]
-
-
 def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
     """A checkpoint has the model's weights, and would round what the groups agree on; frozen ones may be any."""
     model = torch.nn.Linear(2, 2)
