@@ -441,6 +441,13 @@ MUTATIONS = [
         mode="semi",
     ),
     Mutation(
+        "groups in the midst of a round are not waited for when the lighthouse was started again",
+        _one("membership", '        return self._agreement.rank0_decides((), decide) == "live"', "        return False"),
+        ("lighthouse", "leave", "alone"),
+        ("no work lost",),
+        mode="semi",
+    ),
+    Mutation(
         "a group that goes on from its own state keeps the steps that are in no update",
         _one("heal", "        self._state.restore()\n", ""),
         ("freeze", "kill", "groups_die"),

@@ -135,6 +135,12 @@ class Round:
         """Say whether a member asks for a donor, or may in the next round."""
         return any(not row.has_state and row.donor < 0 for row in self.rows)
 
+    @property
+    def unserved(self) -> bool:
+        """Say whether a member asks for a donor and is given none in this round."""
+        donors = self.verdict.donors
+        return any(not row.has_state and row.donor < 0 and rank not in donors for rank, row in enumerate(self.rows))
+
     def slots(self, ranks: Sequence[int]) -> list[int]:
         """Return the slots of `ranks`."""
         return [self.quorum.slots[rank] for rank in ranks]

@@ -301,9 +301,9 @@ class Membership:
                 restarted |= reply.quorum_id == former_id and names != former_names
             # A member that knows of no restart goes on to its exchange, which fails as long as this group waits here.
             another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
-            if another_broke or not (restarted and missing):
+            if not (restarted and missing):
                 break
-            if again >= _REUNION_ASKS and not self._are_in_a_round(missing, admission):
+            if (another_broke or again >= _REUNION_ASKS) and not self._are_in_a_round(missing, admission):
                 break
             earlier = reply.quorum_id, names
             if again == 0:

@@ -229,7 +229,8 @@ class ReplicaDimension:
             _end_if_decided(decision)
             if isinstance(outcome, Round) and outcome.verdict.due:
                 return Opening.EXCHANGE
-            if isinstance(outcome, Round) and not (outcome.asked_for or outcome.verdict.strays):
+            # Once more for one that has a donor now would find it healed, and with no time for a step of its own.
+            if isinstance(outcome, Round) and not (outcome.unserved or outcome.verdict.strays):
                 break
         return Opening.TRAIN
 
