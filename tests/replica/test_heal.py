@@ -76,7 +76,6 @@ class World:
         self.corrupt: set[int] = set()
         self.release = threading.Event()  # lets fetches end
         self.applied: list[int] = []
-        self.restored = 0  # how often the steps of a round that is in no update were dropped
         self.seconds = 0.0  # of the group's clock
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
@@ -192,9 +191,6 @@ class World:
 
     def load(self, snapshot: Snapshot) -> None:
         self.value = int(snapshot.header)
-
-    def restore(self) -> None:
-        self.restored += 1
 
     def _apply(self, update: Update) -> None:
         assert update.gradients is not None
@@ -331,7 +327,6 @@ def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
     (event,) = world.named("rolled_back")
     assert (event.step, event.lost) == (4, 1)  # type: ignore[attr-defined]  # a RolledBack
     assert world.ledger.readers == (0, 1, 2)
-    assert world.restored == 1
 
 
 def test_a_group_that_lives_outside_of_the_quorum_is_waited_for(make: Callable[..., World]) -> None:
