@@ -415,7 +415,9 @@ MUTATIONS = [
     ),
     Mutation(
         "groups in the midst of a round are not waited for when the lighthouse was started again",
-        _one("membership", '        return self._agreement.rank0_decides((), decide) == "live"', "        return False"),
+        _one(
+            "membership", '        return self._agreement.rank0_decides((), decide) == "live"', "        return False"
+        ),
         ("lighthouse", "leave", "alone"),
         ("no work lost",),
         mode="semi",
