@@ -512,6 +512,8 @@ ROUND_KINDS = (
     "leave",
 )
 """The same with a semi-synchronous method."""
+KNOWN_LIMITS = ("impatient",)
+"""Kinds that break promises, and are drawn if they are asked for only."""
 
 MODES = ("sync", "semi", "mixed")
 _EVERY = 5  # one seed in so many is of a semi-synchronous method if modes are mixed
