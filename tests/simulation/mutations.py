@@ -452,7 +452,7 @@ MUTATIONS = [
     Mutation(
         "a group that goes on from its own state keeps the steps that are in no update",
         _one("heal", "        self._state.restore()\n", ""),
-        ("freeze", "kill", "groups_die"),
+        ("lost", "donor"),
         ("one trajectory", "exact average"),
         mode="semi",
     ),

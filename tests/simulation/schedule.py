@@ -408,7 +408,10 @@ class _DrawRounds(_Draw):
 
     def _plan(self) -> None:
         self.compute = self.changes["compute_seconds"] = round(self.seconds / self.length, 4)
-        self.span = 0.3 + self.steps * (self.seconds * max(self.changes["speeds"], default=1.0) + 0.1)
+        slowest = max(self.changes["speeds"], default=1.0)
+        self.span = 0.3 + self.steps * (self.seconds * slowest + 0.1)
+        # Of the exchange: more than a step of the slowest group, as the config's text asks for.
+        self.config["process_group_timeout_ms"] = max(3000, int(3000 * self.compute * slowest))
 
     def _draw_config(self) -> None:
         super()._draw_config()
@@ -421,6 +424,7 @@ class _DrawRounds(_Draw):
             "lr_policy": "none",
             "join_timeout_ms": int(1000 * self.patience),
         }
+        self._plan()
         if rng.random() < 0.3:
             self.changes["last_steps"] = rng.randint(1, length)
 
@@ -520,6 +524,8 @@ ROUND_KINDS = (
     "leave",
 )
 """The same with a semi-synchronous method."""
+KNOWN_LIMITS = ("impatient",)
+"""Kinds that break promises, and are drawn if they are asked for only."""
 
 MODES = ("sync", "semi", "mixed")
 _EVERY = 5  # one seed in so many is of a semi-synchronous method if modes are mixed
