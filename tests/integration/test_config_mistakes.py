@@ -37,8 +37,8 @@ MISTAKES = {
     "zero duration": ("vote_timeout_seconds = 0.0", ["fault_tolerance.vote_timeout_seconds must be > 0"]),
     "unknown method": ('semi_sync_method = "dilico"', ["fault_tolerance.semi_sync_method", "did you mean diloco"]),
     "method, not its needs": (
-        'semi_sync_method = "diloco"',
-        ["join_timeout_ms must be >=", "hang_timeout_seconds (600)"],
+        'semi_sync_method = "diloco"\nbatch_policy = "constant"',
+        ['batch_policy must be "shrink" with semi_sync_method'],
     ),
     "unknown backend": ('process_group = "mpi"', ["fault_tolerance.process_group must be one of gloo, nccl"]),
     "bad lighthouse": ('lighthouse = "localhost:1"', ["fault_tolerance.lighthouse must look like http://host:port"]),

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tests.simulation.faults import (
     Cut,
     CutLighthouse,
@@ -52,7 +54,9 @@ class Schedule:
     def run(self, traces: bool = False) -> World:
         """Run it; the stand-ins must be installed."""
         world = World(self.seed, self.options, list(self.faults), traces)
-        world.run()
+        # Autograd's mode is the thread's, and tasks that share it are switched in the midst of a no_grad block.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            world.run()
         return world
 
     def encode(self) -> str:

@@ -382,7 +382,8 @@ def install_chaos() -> None:
             if what["fault"] in names and step in what["steps"]:
                 worker = TargetWorker(
                     model_parts=trainer.model_parts,
-                    optimizers=trainer.optimizers,
+                    parameters=trainer._agreed_parameters(),
+                    optimizers=trainer._agreed_optimizers(),
                     process_group=None,
                     server=trainer._links.server,
                     group_pids=(),
