@@ -502,7 +502,8 @@ def terminate(job: Job, replica: int) -> None:
 )
 def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: bool, ranks: int) -> None:
     """The group leaves with the round's update if that fits drain_timeout_seconds; else at once, its batches void."""
-    hooks: dict[str, Any] = {"gates": [gate("go", 1, 6, rank) for rank in range(ranks)], "hold": 2}
+    # The survivor has yet to come to the end of this round: the one that leaves waits for it there.
+    hooks: dict[str, Any] = {"gates": [gate("go", 1, 6, rank) for rank in range(ranks)], "hold": LENGTH}
     flags = round_flags(*SHARDED if ranks > 1 else ())
     if not fits:  # two steps are left, each as long as the first
         hooks["delays"] = [{"replica": 1, "rank": rank, "step": 5, "seconds": 2.2} for rank in range(ranks)]

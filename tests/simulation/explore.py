@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
         "--mode",
         choices=MODES,
         default="mixed",
-        help="semi: with a semi-synchronous method; mixed: one in ten (mixed)",
+        help="semi: with a semi-synchronous method; mixed: one in twenty (mixed)",
     )
     parser.add_argument("--trace", action="store_true", help="print the trace of the first schedule that fails")
     parser.add_argument("--shrink", action="store_true", help="make that schedule small before")

@@ -532,7 +532,7 @@ KNOWN_LIMITS = ("impatient",)
 """Kinds that break promises, and are drawn if they are asked for only."""
 
 MODES = ("sync", "semi", "mixed")
-_EVERY = 10  # one seed in so many is of a semi-synchronous method if modes are mixed
+_EVERY = 20  # one seed in so many is of a semi-synchronous method if modes are mixed
 
 
 def is_semi(seed: int, mode: str) -> bool:
