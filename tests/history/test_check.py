@@ -444,7 +444,7 @@ def test_slow_machine_is_no_stall(run_builder: Callable[..., Any]) -> None:
     report = check(run.events)
     assert failed(report) == {5}
     assert report[5].offences[0].text.startswith("others committed at 37% of their usual rate")
-    for event in run.named("step_committed", seconds=3.0):
+    for event in run.named("step_committed", seconds=3.0, replica=1):  # one is enough: the others wait for it
         event.compute_seconds = 2.8
     assert check(run.events).verdict == "holds"
 

@@ -71,8 +71,9 @@ class _Heal:
 def check_joiner(record: RunRecord, found: Judgement) -> None:
     """Check that the others committed while groups healed, at no less than half of their usual rate.
 
-    The usual time of a step is `RunRecord.usual_step_us`, longer by as much as the steps' computing took
-    longer during the heals: a joiner on the same machine takes its share of it, and that is no wait. A group that asks
+    The usual time of a step is `RunRecord.usual_step_us`, longer by as much as the computing of each step's slowest
+    group took longer during the heals: a joiner on the same machine takes its share of it, as others that start do, and
+    that is no wait. A group that asks
     the others to wait says so (`catch_up_waiting`). Of rounds of several steps see `_check_rounds`.
     """
     if any(process.config is not None and process.config.catch_up == "wait" for process in record.processes):
@@ -91,27 +92,26 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
         _check_rounds(heals, record, found)
         return
     longest = max(after.time - before.time for heal in heals for before, after in pairwise(heal.around))
-    scale = usual * _slowdown(heals, median(event.compute_seconds for event in record.commits))
-    long = [heal for heal in heals if heal.calm(scale)[0] >= LONG_STEPS * scale]
+    spans = [_span(heal, usual * slowdown) for heal, slowdown in zip(heals, _slowdowns(heals, record), strict=True)]
+    long = [span for span in spans if span.expected >= LONG_STEPS]
     if not long:
         found.statement = (
             f"{count(len(heals), 'heal')} beside a group that trained on throughout, none longer than {LONG_STEPS} "
             "steps without another failure: nobody could wait for long"
         )
         return
-    clean = [heal for heal in long if not heal.disturbances]
-    rate = _rate(long, scale)
+    clean = [span for span in long if not span.heal.disturbances]
+    rate = _rate(long)
     share = f"{rate:.0%} of their usual rate during {count(len(long), 'heal')}"
     found.statement = f"others committed at {share}, longest step {longest:.2f} s (usual {usual:.2f} s)"
-    for heal in clean:
-        expected, made = (heal.end - heal.start) / scale, len(heal.commits)
-        if expected >= TELLING_STEPS and made < LEAST_RATE_OF_ONE * expected:
-            text = f"others committed {count(made, 'step')} during its heal, {expected:.0f} are usual in that time"
-            found.object_to(text, heal.event)
+    for span in clean:
+        if span.expected >= TELLING_STEPS and span.commits < LEAST_RATE_OF_ONE * span.expected:
+            text = f"others committed {count(span.commits, 'step')} during its heal, "
+            found.object_to(f"{text}{span.expected:.0f} are usual in that time", span.heal.event)
     if found.offences or rate >= LEAST_RATE:
         return
-    if sum(heal.end - heal.start for heal in clean) >= 2 * LONG_STEPS * scale and _rate(clean, scale) < LEAST_RATE:
-        found.object_to(f"others committed at {share}", clean[0].event)
+    if sum(span.expected for span in clean) >= 2 * LONG_STEPS and _rate(clean) < LEAST_RATE:
+        found.object_to(f"others committed at {share}", clean[0].heal.event)
     else:
         found.unknown.append("other failures during the heals hide what the joiners cost")
 
@@ -145,16 +145,34 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
     )
 
 
-def _rate(heals: Sequence[_Heal], scale: float) -> float:
+@dataclass(frozen=True)
+class _Span:
+    """The part of a heal in which nothing else had failed: commits in it, and those that are usual in that time."""
+
+    heal: _Heal
+    commits: int
+    expected: float
+
+
+def _span(heal: _Heal, usual: float) -> _Span:
+    seconds, commits = heal.calm(usual)
+    return _Span(heal, commits, seconds / usual)
+
+
+def _rate(spans: Sequence[_Span]) -> float:
     """Return commits during heals / those that are usual in that time; what other failures cost is left out."""
-    seconds, commits = zip(*(heal.calm(scale) for heal in heals), strict=True)
-    return sum(commits) / (sum(seconds) / scale)
+    return sum(span.commits for span in spans) / sum(span.expected for span in spans)
 
 
-def _slowdown(heals: Sequence[_Heal], usual: float) -> float:
-    """Return how much longer the others' own computing took during heals; 1 if unknown."""
-    seconds = [commit.compute_seconds for heal in heals for commit in heal.commits]
-    return max(1.0, median(seconds) / usual) if seconds and usual else 1.0
+def _slowdowns(heals: Sequence[_Heal], record: RunRecord) -> Iterator[float]:
+    """Yield for each heal how much longer computing took, that of each step's slowest group, for which all wait."""
+    slowest: dict[str, float] = {}
+    for commit in record.commits:
+        slowest[commit.lineage] = max(slowest.get(commit.lineage, 0.0), commit.compute_seconds)
+    usual = median(slowest.values())
+    for heal in heals:
+        seconds = median(slowest[commit.lineage] for commit in heal.around[1:])
+        yield max(1.0, seconds / usual) if usual else 1.0
 
 
 def _find_heals(record: RunRecord) -> Iterator[_Heal]:
