@@ -62,18 +62,18 @@ class Round:
         made = len(self.steps)
         trainer._work.inner_steps = made
         trainer._work.readings = [Reading(Entry(0, 8, made, b"state"), [], "0")]
-        trainer._made = trainer._made.plus(Contribution(TOKENS, TOKENS))
+        trainer._made = trainer._made.plus(Contribution(TOKENS, TOKENS, seconds=0.5))
 
     def train(self) -> Contribution:
         return self.trainer._train([0], lambda: self.armed_at.append(len(self.steps)))
 
 
 def test_a_round_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchange is armed before the last one; what all of them changed weighs their tokens."""
+    """The exchange is armed before the last one; what all of them changed weighs their tokens; seconds are of one."""
     made = (this := Round(monkeypatch)).train()
     assert this.steps == [9, 10, 11, 12]
     assert (this.armed_at, this.changes, this.lr_steps) == ([3], [4 * TOKENS / 100], [8])
-    assert made == Contribution(4 * TOKENS, 4 * TOKENS, entries=(Entry(0, 8, 4, b"state"),))
+    assert made == Contribution(4 * TOKENS, 4 * TOKENS, seconds=0.5, entries=(Entry(0, 8, 4, b"state"),))
 
 
 @pytest.mark.parametrize("made", [0, 2])
@@ -84,6 +84,7 @@ def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
     this = Round(monkeypatch, early=True, awaited=made)
     first = this.train()
     assert (first.early, first.valid_tokens, len(this.steps)) == (True, made * TOKENS, made)
+    assert first.seconds == (0.5 if made else 0.0)
     this.replica.early = False
     whole = this.train()
     assert this.steps == [9, 10, 11, 12]

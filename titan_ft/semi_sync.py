@@ -26,10 +26,10 @@ from titan_ft.replica.errors import Leaving
 from titan_ft.replica.feed import merge
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr
 from titan_ft.replica.round import NOTHING, Contribution
-from titan_ft.replica.snapshot import TrainState
+from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import Opening, ReplicaDimension
 from titan_ft.run.events import Drained
-from titan_ft.trainer import Counters, ReplicaTrainer
+from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training import spec
 
 
@@ -143,7 +143,9 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._outer.take_changes(self._made.valid_tokens / self._nominal_tokens)
         entries = tuple(reading.entry for reading in work.readings)
         is_whole = ended or work.first_step + work.inner_steps > last
-        return replace(self._made, entries=entries, early=not is_whole)
+        # The groups are compared by what a step takes: one that has made fewer is not the faster for it.
+        seconds = self._made.seconds / max(work.inner_steps, 1)
+        return replace(self._made, entries=entries, seconds=seconds, early=not is_whole)
 
     def _make_step(self, slots: Sequence[int]) -> None:
         """Make one step of this group by itself, as torchtitan would."""

@@ -38,7 +38,7 @@ from titan_ft.replica.lr_policy import lr_factor, scaled_lr
 from titan_ft.replica.outer import OuterModel
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, Contribution, Rounds
-from titan_ft.replica.snapshot import TrainState
+from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
 from titan_ft.run.events import Drained, Hung, StartedAnew, TrainingFinished
@@ -86,7 +86,7 @@ class ReplicaTrainer(Trainer):
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
-        self._state = self._build_state(Counters(self, self._ledger))
+        self._state = self._build_state(_Counters(self, self._ledger))
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
@@ -533,7 +533,7 @@ class ReplicaTrainer(Trainer):
         return step >= config.training.steps or saves or validates
 
 
-class Counters:
+class _Counters:
     """The trainer's count of committed tokens and the ledger, as part of the state that heals."""
 
     def __init__(self, trainer: ReplicaTrainer, ledger: Ledger) -> None:

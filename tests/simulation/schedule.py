@@ -499,34 +499,11 @@ KINDS = (
     "save",
     "shape",
 )
-_SIZES = ("fork", "last", "long", "lost", "tail")
 """What is drawn from unless kinds are given."""
+_SIZES = ("fork", "last", "long", "lost", "tail")
 
-ROUND_KINDS = (
-    "none",
-    "absent",
-    "late",
-    "kill",
-    "many",
-    "groups_die",
-    "donor",
-    "freeze",
-    "hang",
-    "slow",
-    "lossy",
-    "cut",
-    "cut_lighthouse",
-    "lighthouse",
-    "drain",
-    "flip",
-    "nan",
-    "tail",
-    "lost",
-    "least",
-    "alone",
-    "joiner",
-    "leave",
-)
+_NOT_IN_ROUNDS = ("long", "fork", "last", "rejoin", "checkpoint", "save", "shape")
+ROUND_KINDS = (*(kind for kind in KINDS if kind not in _NOT_IN_ROUNDS), "alone", "joiner", "leave")
 """The same with a semi-synchronous method."""
 KNOWN_LIMITS = ("impatient",)
 """Kinds that break promises, and are drawn if they are asked for only."""
