@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +199,8 @@ def test_copies_that_nothing_shards_are_refused(make_job: Callable[..., Job]) ->
     """Two ranks, two copies: the shard degree of -1 comes out as 1, which only a worker can tell."""
     job = make_job(groups=1, ranks=2, flags=parallel(data_parallel_replicate_degree=2))
     job.run()
-    assert [worker.code for worker in job.groups[0].workers] == [2, 2]
+    codes = {worker.code for worker in job.groups[0].workers}
+    assert 2 in codes <= {2, -signal.SIGTERM}  # once one has refused, the other is ended, maybe on its way to the line
     (line,) = [line for line in job.output(0).splitlines() if line.startswith("titan_ft: ")]
     assert line.startswith("titan_ft: parallelism.data_parallel_replicate_degree must be 1 in a group that does not ")
 
