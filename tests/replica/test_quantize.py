@@ -1,0 +1,207 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Changes in 8 bits: how far they are off, and that what is lost in one exchange comes with the next."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from titan_ft.replica.quantize import BLOCK, Residual, add_up, decode, encode, payload_bytes
+
+TINY = torch.finfo(torch.float32).tiny
+HALF = 0.5 * (1 + 2**-15)  # of a scale: the nearest multiple, but for the rounding of the scale and of the quotient
+
+
+def draw(numel: int, seed: int = 0) -> torch.Tensor:
+    """Return values whose sizes differ by up to six orders of magnitude from block to block."""
+    dice = torch.Generator().manual_seed(seed)
+    sizes = 10.0 ** torch.randint(-6, 1, (-(-numel // BLOCK),), generator=dice)
+    return torch.randn(numel, generator=dice) * sizes.repeat_interleave(BLOCK)[:numel]
+
+
+def travel(values: torch.Tensor) -> torch.Tensor:
+    """Return what arrives of values."""
+    return decode(encode(values, 0), 0)[0][: values.numel()]
+
+
+def scales_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each value's block, for each value."""
+    scales = [max(block.abs().max().item() / 127, TINY) for block in values.split(BLOCK)]
+    return torch.tensor(scales, dtype=torch.float64).repeat_interleave(BLOCK)[: values.numel()]
+
+
+@pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7, 40 * BLOCK + 255])
+def test_no_value_is_off_by_more_than_half_of_its_blocks_scale(numel: int) -> None:
+    """Whatever the size of the others, in blocks that are full and in one that is not."""
+    values = draw(numel)
+    off = (travel(values).double() - values.double()).abs()
+    assert bool((off <= HALF * scales_of(values)).all())
+    assert encode(values, 0).numel() == payload_bytes(numel, 0)
+
+
+def test_a_large_value_spoils_its_own_block_only() -> None:
+    """Block ends are where they are said to be: the first value of a block has nothing to do with the one before."""
+    values = torch.full((2 * BLOCK,), 1e-3)
+    values[BLOCK - 1] = 1e3
+    arrived = travel(values)
+    assert arrived[:BLOCK].tolist() == [0.0] * (BLOCK - 1) + [1e3]
+    assert torch.allclose(arrived[BLOCK:], values[BLOCK:], rtol=1e-6)
+
+
+def test_the_largest_values_of_a_block_are_sent_as_they_are() -> None:
+    """To the rounding of the scale, with either sign; none of them wraps around."""
+    values = torch.tensor([3.7, -3.7, 0.0, 3.7 / 127])
+    assert torch.allclose(travel(values), values, rtol=1e-6, atol=0)
+
+
+def test_zeros_are_zeros() -> None:
+    """A block of zeros has no largest value to divide by."""
+    values = torch.zeros(BLOCK + 5)
+    values[-1] = 2.0
+    assert torch.equal(travel(values), values)
+
+
+@pytest.mark.parametrize("size", [2.0**-149, 2.0**-140, 2.0**-127, TINY, 100 * TINY])
+def test_subnormal_values_are_off_by_a_subnormal_number(size: float) -> None:
+    """Their scale would be one of a few bits, or zero; nothing becomes an inf."""
+    values = torch.tensor([size, -size, size / 2, 0.0])
+    off = (travel(values).double() - values.double()).abs()
+    assert off.max().item() <= 0.5 * max(size / 127, TINY) * (1 + 2**-15)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_arrives_as_that(bad: float) -> None:
+    """A block with an inf or a NaN comes out as NaNs, the others as they are: never a finite number in its place."""
+    values = draw(3 * BLOCK)
+    values[BLOCK + 3] = bad
+    arrived = travel(values)
+    assert bool(arrived[BLOCK : 2 * BLOCK].isnan().all())
+    assert torch.equal(arrived[:BLOCK], travel(values[:BLOCK]))
+    assert torch.equal(arrived[2 * BLOCK :], travel(values[2 * BLOCK :]))
+
+
+@pytest.mark.parametrize("numel", [0, 1, BLOCK + 3])
+def test_some_are_not_rounded(numel: int) -> None:
+    """What ends a bucket arrives bit for bit, whatever the values before it."""
+    exact = torch.tensor([1 / 3, 0.0, 1e-30])
+    payload = encode(torch.cat([torch.full((numel,), 1e20), exact]), 3)
+    assert payload.dtype == torch.uint8
+    assert payload.numel() == payload_bytes(numel, 3)
+    assert torch.equal(decode(payload, 3)[1], exact)
+
+
+def test_a_payload_is_a_quarter() -> None:
+    """One byte for each value and four for each block of them, not counting what fills up the last one."""
+    assert payload_bytes(1000 * BLOCK, 10) == 1000 * BLOCK + 4000 + 40
+
+
+def test_payloads_are_added_up_in_their_order() -> None:
+    """In fp32, the exact ones too: 1 + 2**24 - 2**24 is 0 in one order and 1 in another."""
+    flats = [torch.tensor([number, number]) for number in (1.0, 2.0**24, -(2.0**24))]
+    total = torch.full((2,), 9.0)
+    for order, expected in [((0, 1, 2), 0.0), ((1, 2, 0), 1.0)]:
+        add_up(torch.stack([encode(flats[place], 1) for place in order]), 1, total)
+        assert total[1].item() == expected
+        assert total[0].item() == pytest.approx(expected, abs=2.0)  # its scale is rounded
+
+
+# Error feedback
+
+
+def exchange(residual: Residual, change: torch.Tensor) -> torch.Tensor:
+    """Send a change once; return what arrives."""
+    residual.begin()
+    sent = change.clone()
+    residual.add_to(sent)
+    return decode(residual.send(sent, 0), 0)[0][: change.numel()]
+
+
+def test_what_rounding_leaves_behind_comes_later() -> None:
+    """The sum of what arrives in many exchanges is the exact one but for the last rounding; without, errors add up."""
+    rounds, numel = 300, 2 * BLOCK + 9
+    residual, exact = Residual(), torch.zeros(numel, dtype=torch.float64)
+    with_feedback, without = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    drift = draw(numel, seed=1) * 0.01
+    largest = torch.zeros(numel, dtype=torch.float64)
+    for number in range(rounds):
+        change = drift + torch.randn(numel, generator=torch.Generator().manual_seed(number)) * drift.abs().max()
+        exact += change.double()
+        with_feedback += exchange(residual, change).double()
+        without += travel(change).double()
+        residual.settle()
+        largest = torch.maximum(largest, scales_of(change))
+    off = (with_feedback - exact).abs()
+    assert bool((off <= 0.6 * largest).all()), "half a scale: that of the last exchange"
+    assert (without - exact).abs().max() > 5 * off.max()
+
+
+def test_a_change_below_half_a_scale_arrives_after_some_exchanges() -> None:
+    """Without feedback a small change beside a large one would never arrive."""
+    residual, change = Residual(), torch.tensor([127.0, 0.25])
+    arrived = []
+    for _ in range(8):
+        arrived.append(exchange(residual, change)[1].item())
+        residual.settle()
+    assert sum(arrived) == 2.0
+    assert set(arrived) == {0.0, 1.0}
+
+
+def test_a_repeated_exchange_sends_the_same_bytes() -> None:
+    """It may be repeated any number of times: what is left behind counts once, when the update is made."""
+    residual, change = Residual(), torch.tensor([127.0, 0.4])
+    exchange(residual, change)
+    residual.settle()
+    sent = [exchange(residual, change) for _ in range(3)]
+    assert all(torch.equal(each, sent[0]) for each in sent)
+    residual.settle()
+    third = exchange(residual, change)
+    assert third[1].item() == 0.0, "0.4 + 0.4 went as 1, which leaves -0.2"
+
+
+def test_an_exchange_without_this_groups_change_leaves_what_was_left() -> None:
+    """A change that was left out, or is void, was not sent: nothing of it is left, and nothing is made good."""
+    residual, change = Residual(), torch.tensor([127.0, 0.4])
+    exchange(residual, change)
+    residual.settle()
+    exchange(residual, change)  # broke; then an exchange to which this group gives nothing, whose update is made
+    residual.begin()
+    residual.settle()
+    assert exchange(residual, change)[1].item() == 1.0
+
+
+def test_nothing_is_left_when_there_is_nobody_to_send_it_to() -> None:
+    """A group alone takes its change as it is, with what was left of earlier ones."""
+    residual = Residual()
+    exchange(residual, torch.tensor([127.0, 0.4]))
+    residual.settle()
+    residual.begin()
+    alone = torch.tensor([127.0, 0.25])
+    residual.add_to(alone)
+    residual.send_whole()
+    residual.settle()
+    assert alone[1].item() == pytest.approx(0.65)
+    assert exchange(residual, torch.tensor([127.0, 0.25]))[1].item() == 0.0
+
+
+def test_what_is_left_is_dropped_with_the_state() -> None:
+    """Another state has nothing to be made good."""
+    residual = Residual()
+    for _ in range(2):
+        exchange(residual, torch.tensor([127.0, 0.4]))
+    residual.settle()
+    residual.drop()
+    residual.settle()
+    assert exchange(residual, torch.tensor([127.0, 0.2]))[1].item() == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_change_that_is_not_finite_leaves_nothing(bad: float) -> None:
+    """If nobody had another one and it was applied all the same, the next change is not spoiled by it."""
+    residual, change = Residual(), torch.tensor([127.0, 0.4, bad])
+    assert bool(exchange(residual, change).isnan().all())
+    residual.settle()
+    change = torch.tensor([127.0, 0.4, 1.0])
+    assert exchange(residual, change).tolist() == [127.0, 0.0, 1.0]
