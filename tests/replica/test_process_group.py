@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  # it is one of its exports
-from torch.distributed.distributed_c10d import AllreduceOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
 from titan_ft.replica.process_group import BreakableGloo
@@ -124,6 +124,22 @@ def all_reduce(group: BreakableGloo, elements: int = 1) -> str:
     return f"sum {numbers[0].item():g}"
 
 
+def all_gather(group: BreakableGloo, elements: int = 1) -> str:
+    """Gather numbers of all ranks, bytes as the exchange sends them; returns what became of them."""
+    options = AllgatherOptions()
+    options.timeout = TIMEOUT
+    own = torch.ones(elements).view(torch.uint8)
+    gathered = torch.zeros((group.size(), own.numel()), dtype=torch.uint8)
+    try:
+        group.allgather([list(gathered)], [own], options).wait()
+    except RuntimeError:
+        return "broke"
+    return f"sum {gathered.view(torch.float32)[:, -1].sum().item():g}"
+
+
+COLLECTIVES = {"all-reduce": all_reduce, "all-gather": all_gather}
+
+
 def shrink_send_buffers() -> None:
     """Let no connection take much that the other end does not read."""
     for descriptor, inode in own_sockets():
@@ -150,24 +166,27 @@ def wait_received(octets: int) -> None:
 def be_rank(order: dict[str, Any]) -> None:
     """Do what a test wants of one rank; it leads through the store, and is told there."""
     rank, name = order["rank"], order["name"]
-    store = TCPStore("127.0.0.1", order["port"], is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+    # One who waits at a store keeps others from telling it anything.
+    waits, tells = (
+        TCPStore("127.0.0.1", order["port"], is_master=False, timeout=TIMEOUT, wait_for_workers=False) for _ in range(2)
+    )
 
     def tell(what: str, value: object = None) -> None:
-        store.set(f"{name}/{rank}/{what}", json.dumps(value))
+        tells.set(f"{name}/{rank}/{what}", json.dumps(value))
 
     def wait(what: str) -> None:
-        store.wait([f"{name}/{rank}/{what}"], TIMEOUT)
+        waits.wait([f"{name}/{rank}/{what}"], TIMEOUT)
 
-    opened = open_meanwhile()
+    opened, collective = open_meanwhile(), COLLECTIVES[order["collective"]]
     group = BreakableGloo(timeout=TIMEOUT)
     group.configure(f"127.0.0.1:{order['port']}/{name}", "r", rank, order["ranks"])
-    tell("first", all_reduce(group))
+    tell("first", collective(group))
     if rank == order["sender"]:
         shrink_send_buffers()
     wait("again")
     kept = group._pg  # else its listener is closed, as it should be
     listeners = listening()
-    reducing = threading.Thread(target=lambda: tell("second", all_reduce(group, order["elements"])), daemon=True)
+    reducing = threading.Thread(target=lambda: tell("second", collective(group, order["elements"])), daemon=True)
     if order["reduces"]:
         reducing.start()
     if rank == order["sender"]:
@@ -203,7 +222,13 @@ class Ranks:
         self.pids: list[int] = []
 
     def start(
-        self, ranks: int, errored: bool = True, reduces: bool = True, elements: int = 1, sender: int | None = None
+        self,
+        ranks: int,
+        errored: bool = True,
+        reduces: bool = True,
+        elements: int = 1,
+        sender: int | None = None,
+        collective: str = "all-reduce",
     ) -> None:
         """Start all of them; returns when they have summed once.
 
@@ -212,11 +237,12 @@ class Ranks:
             reduces: whether they sum again.
             elements: of what they sum then.
             sender: a rank that sends little ahead, and tells when it has got two segments of 1 MiB.
+            collective: which one they make, a key of COLLECTIVES.
         """
         assert self._nursery.stdin is not None
         assert self._nursery.stdout is not None
         order = {"port": self._store.port, "name": self._name, "ranks": ranks, "errored": errored, "reduces": reduces}
-        order |= {"elements": elements, "sender": sender}
+        order |= {"elements": elements, "sender": sender, "collective": collective}
         for rank in range(ranks):
             print(json.dumps(order | {"rank": rank}), file=self._nursery.stdin, flush=True)
             self.pids.append(int(self._nursery.stdout.readline()))
@@ -296,10 +322,11 @@ def ranks(nursery: subprocess.Popen[str], request: pytest.FixtureRequest) -> Ite
             continue
 
 
+@pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, num_ranks: int) -> None:
+def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, num_ranks: int, collective: str) -> None:
     """Abort ends it long before its timeout; the process goes on, and can be in another process group."""
-    ranks.start(num_ranks)
+    ranks.start(num_ranks, collective=collective)
     *live, stopped = range(num_ranks)
     ranks.stop(stopped)
     for rank in live:
@@ -312,10 +339,14 @@ def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, n
         assert ranks.hear(rank, "alone") == "sum 1"
 
 
-def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends_with_abort(ranks: Ranks) -> None:
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends_with_abort(
+    ranks: Ranks, collective: str
+) -> None:
     """Gloo tells the others that the connection is gone, not this one; abort ends its wait, and waits for nothing."""
-    victim, sender, third = range(3)  # of a ring: the second sends to the first, and receives from the third
-    ranks.start(3, elements=SEGMENTS_OF_1_MIB, sender=sender)
+    # Of a ring: the sender sends to the victim, and receives from the third.
+    victim, sender, third = (0, 1, 2) if collective == "all-reduce" else (0, 2, 1)
+    ranks.start(3, elements=SEGMENTS_OF_1_MIB, sender=sender, collective=collective)
     for rank in (sender, third):
         ranks.stop(rank)
     ranks.tell(victim, "again")
@@ -333,6 +364,23 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends_with_abor
     for rank in (sender, third):
         assert ranks.hear(rank, "second") == "broke"
         assert ranks.hear(rank, "alone") == "sum 1"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_operation_that_waits_for_a_rank_that_dies_breaks_by_itself(
+    ranks: Ranks, num_ranks: int, collective: str
+) -> None:
+    """Nobody need abort: the end of the rank's connections reaches those that send to it, or receive from it."""
+    ranks.start(num_ranks, elements=SEGMENTS_OF_1_MIB, collective=collective)
+    *live, dying = range(num_ranks)
+    ranks.stop(dying)
+    for rank in live:
+        ranks.tell(rank, "again")
+    ranks.wait_unread(ranks.pids[dying])
+    os.kill(ranks.pids[dying], signal.SIGKILL)
+    for rank in live:
+        assert ranks.hear(rank, "second") == "broke"
 
 
 @pytest.mark.parametrize("errored", [True, False])
