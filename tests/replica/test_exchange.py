@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -81,6 +81,7 @@ class Rank:
         timeout_seconds: float,
         counts: bool = False,
         gradient_scale: float = 1.0,
+        fragments: Sequence[int] = (),
     ) -> None:
         self.model = Model(seed)
         self.count = torch.zeros(2)
@@ -92,6 +93,7 @@ class Rank:
             where=CPU,
             overlap=overlap,
             gradient_scale=gradient_scale,
+            fragments=fragments,
             counts=[self.count] if counts else (),
         )
 
@@ -383,6 +385,115 @@ def test_gradients_of_another_loss_are_scaled_once(ring: Ring, kept: bool) -> No
     check_gradients(rank, [None if gradient is None else gradient * 0.5 for gradient in before])
 
 
+# Fragments
+
+
+def fragmented(ring: Ring, number: int = 2) -> list[Rank]:
+    """Return ranks that know each other and have gradients of three fragments."""
+    ranks = []
+    for seed in range(number):
+        rank = Rank(0, 60, overlap=False, timeout_seconds=DEADLINE)
+        fragments = [place % 3 for place in range(len(rank.parameters))]
+        ranks.append(Rank(0, 60, overlap=False, timeout_seconds=DEADLINE, fragments=fragments))
+        for place, parameter in enumerate(ranks[-1].parameters):
+            parameter.grad = torch.full_like(parameter, 1.0 + place + 10 * seed)
+    ring.meet(*ranks)
+    return ranks
+
+
+def only(fragments: Collection[int], gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the gradients of these fragments, None for the others."""
+    return [gradient if place % 3 in fragments else None for place, gradient in enumerate(gradients)]
+
+
+@pytest.mark.parametrize("given", [[1], [0, 2]])
+@pytest.mark.parametrize("kept", [False, True])
+def test_only_what_is_given_travels(ring: Ring, given: list[int], kept: bool) -> None:
+    """The other fragments' parameters get no gradient, so that an optimizer leaves them alone; also where one heals."""
+    ranks = fragmented(ring, 3)
+    totals = only(given, sums(ranks[0].gradients(), ranks[1].gradients()))
+    for rank in ranks[:2]:
+        rank.exchange.give(dict.fromkeys(given, 1.0))
+    ranks[2].exchange.launch_empty()  # it knows of no fragment
+    ring.together(*[rank.finish for rank in ranks])
+    for rank in ranks:
+        reduced = rank.exchange.reduced()
+        held = [bucket.fragment in given for bucket in rank.exchange._buckets]
+        assert [each is not None for each in reduced] == held
+        assert set(held) == {False, True}
+        rank.exchange.write_gradients(reduced if kept else None, 1.0)
+        check_gradients(rank, totals)
+
+
+def test_a_mean_is_by_the_weights_that_were_given(ring: Ring) -> None:
+    """Each fragment has its own: a group may have trained more on one of them than on the other."""
+    ranks = fragmented(ring)
+    first, second = (only([0, 1], rank.gradients()) for rank in ranks)
+    for rank, weights in zip(ranks, ({0: 0.25, 1: 1.0}, {0: 0.75, 1: 3.0}), strict=True):
+        for place, parameter in enumerate(rank.parameters):
+            assert parameter.grad is not None
+            parameter.grad *= weights.get(place % 3, 1.0)
+        rank.exchange.give(weights)
+    ring.together(*[rank.finish for rank in ranks])
+    for rank in ranks:
+        rank.exchange.write_gradients(None, None)
+        for mean, one, other in zip(rank.gradients(), first, second, strict=True):
+            assert (mean is None) == (one is None)
+            if mean is not None and one is not None and other is not None:
+                torch.testing.assert_close(mean, 0.25 * one + 0.75 * other)
+
+
+def test_givers_of_different_fragments_send_rows_only(ring: Ring) -> None:
+    """One has made an update that the other has missed: the rows will show it, and no sum may be of two fragments."""
+    ranks = fragmented(ring)
+    before = [rank.gradients() for rank in ranks]
+    ranks[0].exchange.give({0: 1.0})
+    ranks[1].exchange.give({1: 1.0})
+    told = ring.together(*[rank.finish for rank in ranks])
+    for rank, reduced, own in zip(ranks, told, before, strict=True):
+        assert reduced.rows[:, 0].tolist() == [0.0, 1.0]
+        check_gradients(rank, own)
+        assert not any(each is not None for each in rank.exchange.reduced())
+
+
+def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring) -> None:
+    """Rows and sums go between the threads, while this rank does something else; what it does is in neither."""
+    ranks = fragmented(ring)
+    totals = only([0], sums(*[rank.gradients() for rank in ranks]))
+    facts: list[Callable[[Quorum], Any]] = [lambda quorum: ([float(quorum.rank)], b"x" * quorum.rank)] * 2
+    for rank, describe in zip(ranks, facts, strict=True):
+        rank.exchange.give({0: 1.0})
+        rank.exchange.send(lambda _: True, describe)
+        assert rank.exchange.sent
+    for rank in ranks:
+        assert rank.exchange._flight is not None
+        rank.exchange._flight._thread.join(DEADLINE)
+    for rank in ranks:
+        for parameter in rank.parameters:
+            parameter.grad = None
+        reduced = rank.finish()
+        assert (reduced.rows.tolist(), reduced.messages) == ([[0.0], [1.0]], [b"", b"x"])
+        rank.exchange.write_gradients(None, 1.0)
+        check_gradients(rank, totals)
+        assert not rank.exchange.sent
+
+
+def test_an_exchange_that_was_sent_and_broke_is_repeated(ring: Ring) -> None:
+    """It breaks while nobody looks; that it did is told when it is finished, and the next one has the same sums."""
+    ranks = fragmented(ring)
+    totals = only([0], ranks[0].gradients())
+    ranks[0].exchange.give({0: 1.0})
+    ranks[0].exchange.send(lambda _: True, lambda quorum: ([1.0], b""))
+    ranks[1].seat.process_group.abort()
+    with pytest.raises(ExchangeError):
+        ranks[0].finish()
+    assert ranks[0].seat.num_aborts == 1
+    ring.meet(ranks[0])
+    ranks[0].finish()
+    ranks[0].exchange.write_gradients(None, 1.0)
+    check_gradients(ranks[0], totals)
+
+
 def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
     """FSDP calls the hooks with sharded gradients: the exchange is launched by them and writes DTensors back."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -450,9 +561,9 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
         for bucket in order:
             rank.exchange._fill(bucket, [0])
     ring.together(*[rank.finish for rank in ranks])
-    # The number of givers comes first. Each bucket carries a flag per parameter besides the gradients; the rows, with
-    # the messages' sizes, and the messages come last.
-    assert launched[0] == launched[1] == [1, 41, 121, 4, 10, 4, 13, 6, 2]
+    # The numbers of givers come first, of all and of each fragment. Each bucket carries a weight per parameter besides
+    # the gradients; the rows, with the messages' sizes, and the messages come last.
+    assert launched[0] == launched[1] == [2, 41, 121, 4, 10, 4, 13, 6, 2]
     ranks[0].exchange.write_gradients(None, 1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
 
@@ -695,7 +806,7 @@ def test_a_broken_number_of_givers_is_no_number(ring: Ring, monkeypatch: pytest.
     monkeypatch.setattr(rank.seat.process_group, "errored", lambda: RuntimeError("the communicator was aborted"))
     with pytest.raises(ExchangeError, match="communicator was aborted"):
         rank.finish(gives=False)
-    assert sizes == [1], "after the number of givers nothing is sent"
+    assert sizes == [2], "after the number of givers nothing is sent"
 
 
 def test_no_thread_outlives_its_exchange(ring: Ring) -> None:

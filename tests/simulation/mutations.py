@@ -338,7 +338,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rounds without gradients send them nevertheless",
-        _one("exchange", "if self._count_givers() else ():", "if self._count_givers() + 1 else ():"),
+        _one("exchange", "if bucket.fragment not in self.travelling:", "if False:"),
         ("none",),
         ("no idle traffic",),
     ),

@@ -52,7 +52,7 @@ class Update:
     scale: float
     entries: list[Entry]
     readers: list[int]
-    gradients: list[torch.Tensor] | None = None
+    gradients: Sequence[torch.Tensor | None] | None = None
 
     @property
     def slots(self) -> list[int]:
@@ -145,7 +145,7 @@ class Round:
         """Return the slots of `ranks`."""
         return [self.quorum.slots[rank] for rank in ranks]
 
-    def update(self, nominal_tokens: int, gradients: list[torch.Tensor] | None = None) -> Update:
+    def update(self, nominal_tokens: int, gradients: Sequence[torch.Tensor | None] | None = None) -> Update:
         """Return the update that the round is, if `is_update` says that it is one.
 
         Args:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +60,13 @@ class _Gradient:
         gradient = self.parameter.grad
         return None if gradient is None else _shard(gradient, self.parameter)
 
-    def write(self, total: torch.Tensor, in_use: bool, scale: float) -> None:
+    def drop(self) -> None:
+        """Let the parameter have no gradient: an optimizer skips it, one of zeros would make it decay."""
+        self.parameter.grad = None
+
+    def write(self, total: torch.Tensor, scale: float) -> None:
         """Make `total`, the sum over the groups, times `scale` the gradient."""
         parameter = self.parameter
-        if not in_use:  # in no group: an optimizer skips it, a gradient of zeros would make it decay
-            parameter.grad = None
-            return
         if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
             parameter.grad = torch.zeros_like(parameter)
         local(parameter.grad).copy_(total if scale == 1.0 else total * scale, non_blocking=True)
@@ -82,7 +83,10 @@ class _Count:
         """Return what this rank has counted."""
         return self.buffer
 
-    def write(self, total: torch.Tensor, in_use: bool, scale: float) -> None:
+    def drop(self) -> None:
+        """Leave what is counted: nobody has counted more."""
+
+    def write(self, total: torch.Tensor, scale: float) -> None:
         """Put `total` in its place. Not times `scale`: it is no mean."""
         self.buffer.copy_(total, non_blocking=True)
 
@@ -93,11 +97,11 @@ _Part = _Gradient | _Count
 class _Bucket:
     """What travels together: a flat fp32 tensor and one view per part, in a fixed order.
 
-    It ends with a number for each part: how many groups have a gradient of it.
+    It ends with a number for each part: the weights of the groups that have a gradient of it, added up.
     """
 
-    def __init__(self, parts: Sequence[_Part], where: torch.device) -> None:
-        self.parts, self._where = list(parts), where
+    def __init__(self, parts: Sequence[_Part], fragment: int, where: torch.device) -> None:
+        self.parts, self.fragment, self._where = list(parts), fragment, where
         self.missing: set[int] = set()
         self.full: torch.Event | None = None
         self.renew()
@@ -109,7 +113,7 @@ class _Bucket:
         self.views, self.used = self.split(self.flat)
 
     def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the views of a flat tensor like the bucket's: one per part, and their numbers of users."""
+        """Return the views of a flat tensor like the bucket's: one per part, and their weights."""
         *views, used = flat.split([*(part.shape.numel() for part in self.parts), len(self.parts)])
         return [view.view(part.shape) for view, part in zip(views, self.parts, strict=True)], used
 
@@ -126,6 +130,8 @@ class GradientExchange:
             pipeline schedules.
         gradient_scale: what the local gradients are yet to be multiplied with to be those of the losses that are told;
             not 1 where backward starts from another loss, as a pipeline's does.
+        fragments: for each parameter the fragment that it is of; all are of fragment 0 if there is none. Only what the
+            groups `give` travels.
         counts: buffers in which the model counts what it trains since the gradients were zero, as whole numbers. They
             are summed with the gradients, in the same order in every group, and get the sums where these do. The sums
             are exact up to 2**24.
@@ -140,6 +146,7 @@ class GradientExchange:
         where: torch.device,
         overlap: bool,
         gradient_scale: float = 1.0,
+        fragments: Sequence[int] = (),
         counts: Iterable[torch.Tensor] = (),
     ) -> None:
         self._membership = membership
@@ -147,8 +154,16 @@ class GradientExchange:
         self._gradient_scale = gradient_scale
         # Autograd finishes the last layers first; counts are complete only behind all of it (recomputation counts too).
         gradients = [_Gradient(parameter) for parameter in parameters if parameter.requires_grad]
-        parts: list[_Part] = [*gradients[::-1], *map(_Count, counts)]
-        self._buckets = [_Bucket(run, where) for run in _partition(parts, bucket_bytes)]
+        parts: dict[int, list[_Part]] = {fragment: [] for fragment in sorted({*fragments, 0})}
+        for gradient, fragment in zip(gradients, fragments or [0] * len(gradients), strict=True):
+            parts[fragment].insert(0, gradient)
+        parts[0] += map(_Count, counts)
+        self._buckets = [
+            _Bucket(run, fragment, where) for fragment, own in parts.items() for run in _partition(own, bucket_bytes)
+        ]
+        self._num_fragments = max(parts) + 1
+        self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
+        self._reduced: Collection[int] = ()  # the fragments that the last exchange has summed
         self._armed = False
         self._flight: _Flight | None = None
         if overlap:
@@ -156,6 +171,13 @@ class GradientExchange:
                 for index, part in enumerate(bucket.parts):
                     if isinstance(part, _Gradient):
                         part.parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+
+    def give(self, weights: Mapping[int, float]) -> None:
+        """Say which fragments this rank gives from now on, each with its weight in the mean; before a launch.
+
+        Without it all are given, with a weight of 1, which counts the groups that have a gradient.
+        """
+        self._weights = dict(weights)
 
     def arm(self, contributes: Callable[[Quorum], bool]) -> None:
         """Let the backward that follows launch the exchange: call it before the step's last backward.
@@ -167,18 +189,27 @@ class GradientExchange:
 
     def launch_empty(self) -> None:
         """Launch an exchange to which this rank adds nothing; returns at once, and `finish` completes it."""
-        self._launch(lambda quorum: False)
-        assert self._flight is not None
-        for bucket in self._buckets:
-            bucket.missing.clear()
-            bucket.full = None
-            self._flight.hand_over(bucket)
+        self._launch(lambda quorum: False, gives=False)
+
+    def send(self, contributes: Callable[[Quorum], bool], describe: Callable[[Quorum], OwnFacts]) -> None:
+        """Launch a whole exchange, rows and messages too; returns at once, and `finish` completes it.
+
+        What `describe` says must hold until then. It is called on another thread.
+        """
+        self._launch(contributes, describe)
+        self._fill_all()
+
+    @property
+    def sent(self) -> bool:
+        """Say whether one is under way."""
+        return self._flight is not None
 
     def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
         """Complete the exchange and return the rows and messages of all members; the buckets then hold the sums.
 
-        Completes the exchange that was launched. Without one it makes a whole one, in which the local gradients, which
-        are only read, take part if this rank `gives` them. Gradients travel only if a member gives some.
+        Completes the exchange that was launched or sent. Without one it makes a whole one, in which the local
+        gradients, which are only read, take part if this rank `gives` them. Gradients travel only if a member gives
+        some.
 
         Args:
             describe: builds this member's row and message once the quorum is known.
@@ -187,19 +218,17 @@ class GradientExchange:
             ExchangeError: a member died or hung, or the process group could not be built. The process group has been
                 aborted, so that the other members see it at once.
         """
-        if self._flight is None and gives:
-            self._launch(lambda quorum: True)
-        elif self._flight is None:
-            self.launch_empty()
+        if self._flight is None:
+            self._launch(lambda quorum: gives, gives=gives)
         self._armed = False
         flight = self._flight
         assert flight is not None
         try:
-            for bucket in self._buckets:
-                if bucket.missing:
-                    self._fill(bucket, sorted(bucket.missing))
+            self._fill_all()
             with self._membership.waiting():
-                return flight.finish(describe)
+                reduced = flight.finish(describe)
+            self._reduced = flight.travelling
+            return reduced
         except ExchangeError:
             self._membership.abort()
             if self._where.type == "cpu":  # an operation of Gloo that was broken off may still touch its tensors
@@ -225,27 +254,53 @@ class GradientExchange:
         """Say whether they have neither an inf nor a NaN."""
         return self._flight is None or self._flight.finite
 
-    def reduced(self) -> list[torch.Tensor]:
-        """Copy the reduced gradients to host memory, one flat fp32 tensor per bucket."""
-        return [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
+    def reduced(self) -> list[torch.Tensor | None]:
+        """Copy the reduced gradients to host memory, one flat fp32 tensor per bucket; None for one that stayed here."""
+        return [
+            bucket.flat.to("cpu", copy=True) if bucket.fragment in self._reduced else None for bucket in self._buckets
+        ]
 
     @torch.no_grad()
-    def write_gradients(self, reduced: list[torch.Tensor] | None, scale: float) -> None:
+    def write_gradients(self, reduced: Sequence[torch.Tensor | None] | None, scale: float | None) -> None:
         """Make `reduced` (a result of `reduced()`; None = the buckets) times `scale` the parameters' gradients.
 
-        The counts become the sums as they are.
+        With a scale of None they become the means by the weights that the groups gave them. The counts become the sums
+        as they are.
         """
-        scale *= self._gradient_scale  # here, where the sums are multiplied anyway: no further pass over them
         for index, bucket in enumerate(self._buckets):
             # A replay leaves the buckets alone: an exchange may be under way in them.
-            views, used = (bucket.views, bucket.used) if reduced is None else bucket.split(reduced[index])
-            for part, view, in_use in zip(bucket.parts, views, used.tolist(), strict=True):
-                part.write(view, in_use, scale)
+            if (flat := self._flat(bucket) if reduced is None else reduced[index]) is None:
+                for part in bucket.parts:
+                    part.drop()
+                continue
+            views, used = bucket.split(flat)
+            for part, view, weight in zip(bucket.parts, views, used.tolist(), strict=True):
+                if weight:
+                    # Here, where the sums are multiplied anyway: no further pass over them.
+                    part.write(view, self._gradient_scale * (1 / weight if scale is None else scale))
+                else:  # no group has one
+                    part.drop()
 
-    def _launch(self, contributes: Callable[[Quorum], bool]) -> None:
+    def _flat(self, bucket: _Bucket) -> torch.Tensor | None:
+        return bucket.flat if bucket.fragment in self._reduced else None
+
+    def _launch(
+        self,
+        contributes: Callable[[Quorum], bool],
+        describe: Callable[[Quorum], OwnFacts] | None = None,
+        *,
+        gives: bool = True,
+    ) -> None:
+        given = frozenset(self._weights) if gives else frozenset()
+        self._flight = _Flight(
+            self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe
+        )
         for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.parts)))
-        self._flight = _Flight(self._membership, self._buckets, self._where, contributes)
+            bucket.missing = set(range(len(bucket.parts))) if bucket.fragment in given else set()
+            if not bucket.missing:
+                bucket.full = None
+                self._flight.hand_over(bucket)
+        self._flight.start()  # only now: it asks this object of itself
 
     def _hook(self, bucket: _Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def copy_gradient(parameter: torch.Tensor) -> None:
@@ -253,6 +308,11 @@ class GradientExchange:
                 self._fill(bucket, [index])
 
         return copy_gradient
+
+    def _fill_all(self) -> None:
+        for bucket in self._buckets:
+            if bucket.missing:
+                self._fill(bucket, sorted(bucket.missing))
 
     @torch.no_grad()
     def _fill(self, bucket: _Bucket, indices: Iterable[int]) -> None:
@@ -263,7 +323,7 @@ class GradientExchange:
                 bucket.views[index].zero_()
             else:
                 bucket.views[index].copy_(own, non_blocking=True)
-            bucket.used[index] = own is not None
+            bucket.used[index] = 0.0 if own is None else self._weights[bucket.fragment]
             bucket.missing.discard(index)
         if not bucket.missing and self._flight is not None:
             bucket.full = device.record_event()
@@ -279,9 +339,13 @@ class _Flight:
         buckets: list[_Bucket],
         where: torch.device,
         contributes: Callable[[Quorum], bool],
+        given: frozenset[int],
+        num_fragments: int,
+        describe: Callable[[Quorum], OwnFacts] | None,
     ) -> None:
         self._membership, self._buckets, self._where = membership, buckets, where
-        self._contributes = contributes
+        self._contributes, self._describe = contributes, describe
+        self._given, self._num_fragments = given, num_fragments
         self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._options = AllreduceOptions()
         self._options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
@@ -289,9 +353,13 @@ class _Flight:
         self._works: list[Any] = []
         self.contributed = False  # whether this rank's gradients are in it
         self.finite = True  # whether those are finite; both known when the thread has ended
+        self.travelling: frozenset[int] = frozenset()  # fragments that are summed; the same on all members
         self._quorum: Quorum | None = None
+        self._rows: Reduced | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="titan_ft_exchange", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def hand_over(self, bucket: _Bucket) -> None:
@@ -302,18 +370,21 @@ class _Flight:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        assert self._quorum is not None
         try:
-            row, message = describe(self._quorum)
-            rows = self._gather(torch.tensor([*row, len(message)], dtype=torch.float64))
-            sizes = [int(size) for size in rows[:, -1].tolist()]
-            messages = [b""] * len(sizes)
-            if any(sizes):  # a second collective, for they vary in length
-                padded = self._gather(torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8))
-                messages = [octets[:size].tobytes() for octets, size in zip(padded.numpy(), sizes, strict=True)]
-            return Reduced(self._quorum, rows[:, :-1], messages)
+            return self._rows or self._gather_rows(describe)
         except Exception as error:  # every backend raises its own kinds for a lost peer
             raise _broken(error) from error
+
+    def _gather_rows(self, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
+        assert self._quorum is not None
+        row, message = describe(self._quorum)
+        rows = self._gather(torch.tensor([*row, len(message)], dtype=torch.float64))
+        sizes = [int(size) for size in rows[:, -1].tolist()]
+        messages = [b""] * len(sizes)
+        if any(sizes):  # a second collective, for they vary in length
+            padded = self._gather(torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8))
+            messages = [octets[:size].tobytes() for octets, size in zip(padded.numpy(), sizes, strict=True)]
+        return Reduced(self._quorum, rows[:, :-1], messages)
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()], after everything that is in flight.
@@ -341,11 +412,14 @@ class _Flight:
                 raise ExchangeError(quorum.error)
             self._quorum = quorum
             self.contributed = self._contributes(quorum)
+            # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
+            self.travelling = self._agree_on_fragments()
             full: set[int] = set()
             sums: list[torch.Tensor] = []
             with device.side_stream(self._where):
-                # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
-                for bucket in self._buckets if self._count_givers() else ():
+                for bucket in self._buckets:
+                    if bucket.fragment not in self.travelling:
+                        continue
                     while id(bucket) not in full:
                         if (handed_over := self._full.get()) is None:
                             return
@@ -358,20 +432,28 @@ class _Flight:
                     self._all_reduce(bucket.flat)
                 if sums:  # here, on the stream that they are computed on
                     self.finite = bool(torch.stack(sums).isfinite().all())
+                if self._describe is not None:
+                    self._rows = self._gather_rows(self._describe)
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
             # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run.
             known = isinstance(error, ExchangeError) or self._quorum is None
             self._error = error if known else _broken(error)
 
-    def _count_givers(self) -> int:
-        """Count the members whose gradients are in this exchange, all of them alike."""
-        givers = torch.tensor([float(self.contributed)], device=self._where)
-        self._all_reduce(givers)
+    def _agree_on_fragments(self) -> frozenset[int]:
+        """Return the fragments that the members whose gradients are in this exchange give, all of them alike.
+
+        None if they give different ones: they are not at the same update, which the rows will show.
+        """
+        given = [float(self.contributed and fragment in self._given) for fragment in range(self._num_fragments)]
+        counts = torch.tensor([float(self.contributed), *given], device=self._where)
+        self._all_reduce(counts)
         self._await_works()
-        number = int(givers.item())
+        num_givers, *users = counts.tolist()
         # Garbage of a broken sum would let this rank send buckets where the others send rows.
         self._raise_errored()
-        return number
+        if any(number not in (0, num_givers) for number in users):
+            return frozenset()
+        return frozenset(fragment for fragment, number in enumerate(users) if number)
 
     def _raise_errored(self) -> None:
         """Raise the error that NCCL reports only when it is asked; without one its sums are complete."""
