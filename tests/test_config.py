@@ -22,6 +22,7 @@ from titan_ft.config import (
     check_toml,
     load_toml,
     outer_optimizer,
+    quantizes,
     resolve_lighthouse,
     steps_per_round,
     validate,
@@ -200,7 +201,6 @@ NOT_YET = "is not supported yet with semi_sync_method and must be "
     ("changes", "parts"),
     [
         ({"sync_steps": 0}, ["sync_steps must be >= 1", "0"]),
-        ({"should_quantize": True}, [f"should_quantize {NOT_YET}false", "True"]),
         ({"fragment_sync_delay": 1}, [f"fragment_sync_delay {NOT_YET}0", "1"]),
         ({"fragment_update_alpha": 0.5}, [f"fragment_update_alpha {NOT_YET}0.0", "0.5"]),
         ({"module_fqns_per_model_fragment": [["layers"]]}, [f"module_fqns_per_model_fragment {NOT_YET}[]", "layers"]),
@@ -208,6 +208,10 @@ NOT_YET = "is not supported yet with semi_sync_method and must be "
         ({"outer_lr": 0}, ["outer_lr must be > 0", "0.7"]),
         ({"outer_momentum": -0.1}, ["outer_momentum must be >= 0 and < 1", "-0.1"]),
         ({"outer_momentum": 1}, ["outer_momentum must be >= 0 and < 1", "0.9"]),
+        (
+            {"semi_sync_method": "local_sgd", "should_quantize": True},
+            ["should_quantize is not used", '"local_sgd"', "got True", '"diloco"'],
+        ),
         ({"semi_sync_method": "local_sgd", "outer_lr": 1.0}, ["outer_lr is not used", '"local_sgd"', '"diloco"']),
         ({"semi_sync_method": "local_sgd", "outer_momentum": 0.0}, ["outer_momentum is not used", "left out"]),
         ({"semi_sync_method": "local_sgd", "outer_nesterov": False}, ["outer_nesterov is not used", "False"]),
@@ -231,6 +235,7 @@ def test_broken_rule_of_semi_synchronous_training_is_named(changes: dict[str, An
         {"semi_sync_method": "local_sgd"},
         {"semi_sync_method": "local_sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True},
         {"sync_steps": 1, "outer_lr": 1, "outer_momentum": 0},
+        {"should_quantize": True},
     ],
 )
 def test_semi_synchronous_training_is_valid(changes: dict[str, Any]) -> None:
@@ -284,6 +289,13 @@ def test_a_round_and_what_makes_its_update() -> None:
     assert (steps_per_round(diloco), outer_optimizer(diloco)) == (30, (0.7, 0.9, True))
     diloco.outer_lr, diloco.outer_momentum = 0.4, 0.5
     assert outer_optimizer(diloco) == (0.4, 0.5, True)
+
+
+def test_only_rounds_are_quantized() -> None:
+    """torchtitan's field means nothing without a method, there as here: gradients of single steps travel whole."""
+    assert not quantizes(FaultTolerance(should_quantize=True))
+    assert not quantizes(FaultTolerance(semi_sync_method="diloco"))
+    assert quantizes(FaultTolerance(semi_sync_method="diloco", should_quantize=True))
 
 
 def test_nesterov_without_momentum_is_plain_sgd() -> None:

@@ -220,8 +220,14 @@ def side_stream(where: torch.device) -> Iterator[None]:
         yield
         return
     torch.accelerator.set_device_index(where.index or 0)
-    with torch.Stream(where):
+    with _stream_of_its_own(where):
         yield
+
+
+@functools.cache
+def _stream_of_its_own(where: torch.device) -> torch.Stream:
+    """Return the one stream beside compute: memory that was freed on a stream is taken again only there."""
+    return torch.Stream(where)
 
 
 def for_thread() -> Callable[[], None]:

@@ -250,6 +250,7 @@ class ReplicaTrainer(Trainer):
         self._checkpoint_host.participants = committed.participants
         work.seconds = time.monotonic() - started
         work.exchange_seconds = exchanged - started - work.compute_seconds
+        work.wire_bytes = self._links.exchange.take_wire_bytes()
         work.lr *= self._lr_factor(committed.update)
         digest = replica.digest_if_due()
         self._step_log.emit(committed, work, self.step, digest)

@@ -82,6 +82,7 @@ class Rank:
         counts: bool = False,
         gradient_scale: float = 1.0,
         fragments: Sequence[int] = (),
+        quantize: bool = False,
     ) -> None:
         self.model = Model(seed)
         self.count = torch.zeros(2)
@@ -94,6 +95,7 @@ class Rank:
             overlap=overlap,
             gradient_scale=gradient_scale,
             fragments=fragments,
+            quantize=quantize,
             counts=[self.count] if counts else (),
         )
 
@@ -388,13 +390,13 @@ def test_gradients_of_another_loss_are_scaled_once(ring: Ring, kept: bool) -> No
 # Fragments
 
 
-def fragmented(ring: Ring, number: int = 2) -> list[Rank]:
+def fragmented(ring: Ring, number: int = 2, quantize: bool = False) -> list[Rank]:
     """Return ranks that know each other and have gradients of three fragments."""
     ranks = []
     for seed in range(number):
         rank = Rank(0, 60, overlap=False, timeout_seconds=DEADLINE)
         fragments = [place % 3 for place in range(len(rank.parameters))]
-        ranks.append(Rank(0, 60, overlap=False, timeout_seconds=DEADLINE, fragments=fragments))
+        ranks.append(Rank(0, 60, overlap=False, timeout_seconds=DEADLINE, fragments=fragments, quantize=quantize))
         for place, parameter in enumerate(ranks[-1].parameters):
             parameter.grad = torch.full_like(parameter, 1.0 + place + 10 * seed)
     ring.meet(*ranks)
@@ -492,6 +494,244 @@ def test_an_exchange_that_was_sent_and_broke_is_repeated(ring: Ring) -> None:
     ranks[0].finish()
     ranks[0].exchange.write_gradients(None, 1.0)
     check_gradients(ranks[0], totals)
+
+
+# Quantization
+
+
+def quantized(ring: Ring, number: int = 2) -> list[Rank]:
+    """Return ranks that know each other, send 8 bits and have gradients of their own."""
+    ranks = [Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, quantize=True) for _ in range(number)]
+    for seed, rank in enumerate(ranks):
+        rank.backward(seed, sometimes=True)
+    ring.meet(*ranks)
+    return ranks
+
+
+def note_payloads(rank: Rank) -> list[bytes]:
+    """Return the list of what a rank gives to all-gathers from now on."""
+    sent: list[bytes] = []
+    gather = rank.seat.process_group.allgather
+
+    def noted(outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
+        sent.append(inputs[0].numpy().tobytes())
+        return gather(outputs, inputs, options)
+
+    rank.seat.process_group.allgather = noted
+    return sent
+
+
+def values_of(rank: Rank) -> torch.Tensor:
+    """Return the gradients of a rank in one vector."""
+    return torch.cat([gradient.flatten() for gradient in rank.gradients() if gradient is not None])
+
+
+def exchange_all(ring: Ring, ranks: list[Rank]) -> torch.Tensor:
+    """Let ranks exchange and make the update; their gradients then are what they were before. Returns the sums."""
+    before = [rank.gradients() for rank in ranks]
+    ring.meet(*ranks)
+    ring.together(*[rank.finish for rank in ranks])
+    for rank in ranks:
+        rank.exchange.write_gradients(None, 1.0)
+    sums_of_all = [values_of(rank) for rank in ranks]
+    for rank, own in zip(ranks, before, strict=True):
+        for parameter, gradient in zip(rank.parameters, own, strict=True):
+            parameter.grad = gradient
+    assert all(torch.equal(each, sums_of_all[0]) for each in sums_of_all)
+    return sums_of_all[0]
+
+
+def test_quantized_sums_have_the_same_bytes_everywhere(ring: Ring) -> None:
+    """In those that give, in one that heals, in what it keeps for its replay; near the sum, and no ring's rounding."""
+    *givers, joiner = quantized(ring, 4)
+    totals = sums(*[rank.gradients() for rank in givers])
+    joiner.exchange.launch_empty()
+    ring.together(*[rank.finish for rank in (*givers, joiner)])
+    kept = joiner.exchange.reduced()
+    for rank in givers:
+        for mine, theirs in zip(rank.exchange.reduced(), kept, strict=True):
+            assert mine is not None
+            assert theirs is not None
+            assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+    joiner.exchange.write_gradients(kept, 1.0)
+    assert all(bucket.used.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
+    for found, wanted in zip(joiner.gradients(), totals, strict=True):
+        assert found is not None
+        assert wanted is not None
+        assert 0 < (found - wanted).abs().max() < 3 * 0.51 / 127 * max(values_of(rank).abs().max() for rank in givers)
+
+
+def test_what_rounding_leaves_behind_is_sent_later(ring: Ring) -> None:
+    """The sums of many exchanges add up to the exact ones: errors neither grow nor drift."""
+    ranks = quantized(ring)
+    exact = sum(values_of(rank).double() for rank in ranks)
+    first = exchange_all(ring, ranks).double()
+    total, rounds = first.clone(), 40
+    for _ in range(rounds - 1):
+        total += exchange_all(ring, ranks).double()
+    assert (total - rounds * exact).abs().max() < 2.5 * (first - exact).abs().max()
+
+
+def test_a_broken_quantized_exchange_is_repeated_with_the_same_bytes(ring: Ring) -> None:
+    """It breaks in the last bucket; what rounding left of the others is not added to them, nor counted twice."""
+    ranks = quantized(ring, 3)
+    survivors, lost = ranks[:2], ranks[2]
+    exchange_all(ring, ranks)  # so that something is left
+    payloads = [note_payloads(rank) for rank in survivors]
+    gather, left = lost.seat.process_group.allgather, len(lost.exchange._buckets)
+
+    def die(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            lost.seat.process_group.abort()
+            raise RuntimeError("dead")
+        return gather(*arguments)
+
+    lost.seat.process_group.allgather = die
+    ring.meet(*ranks)
+    for broken in [ring.start(rank.finish) for rank in ranks]:
+        with pytest.raises(ExchangeError):
+            broken.result(DEADLINE)
+    ring.meet(*survivors)
+    ring.together(*[rank.finish for rank in survivors])
+    for sent in payloads:
+        half = len(sent) // 2
+        assert half == len(survivors[0].exchange._buckets)
+        assert sent[:half] == sent[half:]
+        sent.clear()
+    for rank in survivors:
+        rank.exchange.write_gradients(None, 1.0)
+        rank.model.zero_grad()
+        for parameter in rank.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+    total = exchange_all(ring, survivors)
+    assert total.abs().max() > 0, "what the last exchange has left, of nothing new"
+    assert exchange_all(ring, survivors).abs().max() < total.abs().max()
+
+
+@pytest.mark.parametrize("gives", ["nothing", "a replay"])
+def test_what_is_left_stays_where_this_rank_gives_nothing(ring: Ring, gives: str) -> None:
+    """An update without its gradients, which were void or not finite, makes nothing good; nor does a replayed one."""
+    rank, peer = quantized(ring)
+    exchange_all(ring, [rank, peer])
+    sent = note_payloads(rank)
+    ring.meet(rank, peer)
+    ring.together(rank.finish, peer.finish)  # broke elsewhere, say
+    kept = rank.exchange.reduced()
+    before = rank.gradients()
+    if gives == "nothing":
+        ring.meet(rank, peer)
+        ring.together(lambda: rank.finish(gives=False), peer.finish)
+    rank.exchange.write_gradients(None if gives == "nothing" else kept, 1.0)
+    for parameter, gradient in zip(rank.parameters, before, strict=True):
+        parameter.grad = gradient
+    ring.meet(rank, peer)
+    ring.together(rank.finish, peer.finish)
+    number = len(rank.exchange._buckets)
+    assert sent[-number:] == sent[:number]
+
+
+def test_what_is_left_goes_with_the_state(ring: Ring) -> None:
+    """A group that has loaded another group's state begins as one that has sent nothing yet."""
+    ranks = quantized(ring)
+    sent = note_payloads(ranks[0])
+    exchange_all(ring, ranks)
+    exchange_all(ring, ranks)
+    ranks[0].exchange.drop_residuals()
+    exchange_all(ring, ranks)
+    number = len(ranks[0].exchange._buckets)
+    assert sent[:number] == sent[2 * number :] != sent[number : 2 * number]
+
+
+def test_a_rank_alone_rounds_nothing(ring: Ring) -> None:
+    """In a quorum of one the sum is its own gradient and what earlier exchanges have left, which is nothing then."""
+    rank, peer = quantized(ring)
+    exact = sum(values_of(each).double() for each in (rank, peer))
+    left = exact - exchange_all(ring, [rank, peer]).double()
+    own = values_of(rank)
+    alone = exchange_all(ring, [rank])
+    assert not torch.equal(alone, own)
+    assert (alone - own).abs().max() <= 2 * left.abs().max()
+    assert torch.equal(exchange_all(ring, [rank]), own)
+
+
+def test_what_is_left_is_of_a_fragment(ring: Ring) -> None:
+    """An exchange of another fragment neither sends it nor makes it void."""
+    ranks = fragmented(ring, quantize=True)
+    for rank in ranks:
+        for place, parameter in enumerate(rank.parameters):
+            parameter.grad = torch.linspace(0.1, 1.0 + place, parameter.numel()).view_as(parameter)
+    totals = torch.zeros(())
+    exact = 0.0
+    before = ranks[0].gradients()
+    for given in (0, 1, 0, 2, 0):
+        for rank in ranks:
+            rank.exchange.give({given: 1.0})
+        ring.meet(*ranks)
+        ring.together(*[rank.finish for rank in ranks])
+        for rank in ranks:
+            rank.exchange.write_gradients(None, 1.0)
+        if given == 0:
+            totals = totals + torch.cat([g.flatten() for g in ranks[0].gradients() if g is not None])
+            exact += 2 * torch.cat([g.flatten() for g in only([0], before) if g is not None])
+        for rank in ranks:
+            for parameter, gradient in zip(rank.parameters, before, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+    assert (totals - exact).abs().max() < 1.1 * 4.0 / 127, "of the last exchange, two halves of a scale"
+
+
+def test_a_quantized_gradient_that_is_not_finite_is_seen(ring: Ring) -> None:
+    """Before it is rounded; the sum has no finite number in its place."""
+    ranks = quantized(ring)
+    assert ranks[0].parameters[0].grad is not None
+    ranks[0].parameters[0].grad[0, 0] = float("inf")
+    finite = [
+        ring.start(lambda r=r: r.exchange.finish(True, lambda _: ([float(r.exchange.finite)], b""))) for r in ranks
+    ]
+    assert [future.result(DEADLINE).rows.tolist() for future in finite] == [[[0.0], [1.0]]] * 2
+    ranks[1].exchange.write_gradients(None, 1.0)
+    first = ranks[1].parameters[0].grad
+    assert first is not None
+    assert not first.isfinite().any()
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_bytes_on_the_wire_are_counted(ring: Ring, quantize: bool) -> None:
+    """Those of gradients, whether the exchange works or breaks; a rank alone sends none."""
+    ranks = [Rank(0, 1 << 20, overlap=False, timeout_seconds=DEADLINE, quantize=quantize) for _ in range(3)]
+    for rank in ranks:
+        rank.backward(seed=1)
+    # 187 values, and the weights of 6 parameters; quantized in one block, with its scale.
+    full = 187 + 6
+    once = 2 * (256 + 4 + 4 * 6) if quantize else 2 * full * 4 * 2 // 3
+    ring.meet(*ranks)
+    ring.together(*[rank.finish for rank in ranks])
+    assert [rank.exchange.take_wire_bytes() for rank in ranks] == [once] * 3
+    assert ranks[0].exchange.wire_bytes(3) == once
+    ring.meet(*ranks)
+    ring.together(*[lambda rank=rank: rank.finish(gives=False) for rank in ranks])
+    assert ranks[0].exchange.take_wire_bytes() == 0, "rows"
+    name = "allgather" if quantize else "allreduce"
+    make = getattr(ranks[0].seat.process_group, name)
+
+    def die(*arguments: Any) -> Any:
+        if quantize or arguments[0][0].numel() == full:
+            ranks[0].seat.process_group.abort()
+        return make(*arguments)
+
+    setattr(ranks[0].seat.process_group, name, die)
+    ring.meet(*ranks)
+    for broken in [ring.start(rank.finish) for rank in ranks]:
+        with pytest.raises(ExchangeError):
+            broken.result(DEADLINE)
+    setattr(ranks[0].seat.process_group, name, make)
+    ring.meet(*ranks)
+    ring.together(*[rank.finish for rank in ranks])
+    assert [rank.exchange.take_wire_bytes() for rank in ranks] == [2 * once] * 3
+    ring.meet(ranks[0])
+    ranks[0].finish()
+    assert ranks[0].exchange.take_wire_bytes() == 0, "alone"
 
 
 def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from titan_ft.replica.quantize import BLOCK, Residual, add_up, decode, encode, payload_bytes
+from titan_ft.replica.quantize import BLOCK, Residual, add_up, decode, encode, left_behind, payload_bytes
 
 TINY = torch.finfo(torch.float32).tiny
 HALF = 0.5 * (1 + 2**-15)  # of a scale: the nearest multiple, but for the rounding of the scale and of the quotient
@@ -114,9 +114,11 @@ def test_payloads_are_added_up_in_their_order() -> None:
 def exchange(residual: Residual, change: torch.Tensor) -> torch.Tensor:
     """Send a change once; return what arrives."""
     residual.begin()
-    sent = change.clone()
-    residual.add_to(sent)
-    return decode(residual.send(sent, 0), 0)[0][: change.numel()]
+    given = change.clone()
+    residual.add_to(given)
+    payload = encode(given, 0)
+    residual.leave(left_behind(given, payload, 0))
+    return decode(payload, 0)[0][: change.numel()]
 
 
 def test_what_rounding_leaves_behind_comes_later() -> None:
@@ -180,7 +182,7 @@ def test_nothing_is_left_when_there_is_nobody_to_send_it_to() -> None:
     residual.begin()
     alone = torch.tensor([127.0, 0.25])
     residual.add_to(alone)
-    residual.send_whole()
+    residual.leave(None)
     residual.settle()
     assert alone[1].item() == pytest.approx(0.65)
     assert exchange(residual, torch.tensor([127.0, 0.25]))[1].item() == 0.0

@@ -18,13 +18,17 @@ from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import AllreduceOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,  # type: ignore[attr-defined]  # it is one of its imports, as torchft has it
+    AllreduceOptions,
+)
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
 from titan_ft.replica.errors import first_line
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.quantize import Residual, add_up, encode, left_behind, payload_bytes
 
 
 class ExchangeError(RuntimeError):
@@ -98,10 +102,14 @@ class _Bucket:
     """What travels together: a flat fp32 tensor and one view per part, in a fixed order.
 
     It ends with a number for each part: the weights of the groups that have a gradient of it, added up.
+
+    Attributes:
+        residual: with quantization, what rounding has left behind of this group's gradients; else None.
     """
 
-    def __init__(self, parts: Sequence[_Part], fragment: int, where: torch.device) -> None:
+    def __init__(self, parts: Sequence[_Part], fragment: int, where: torch.device, *, quantize: bool) -> None:
         self.parts, self.fragment, self._where = list(parts), fragment, where
+        self.residual = Residual() if quantize else None
         self.missing: set[int] = set()
         self.full: torch.Event | None = None
         self.renew()
@@ -116,6 +124,13 @@ class _Bucket:
         """Return the views of a flat tensor like the bucket's: one per part, and their weights."""
         *views, used = flat.split([*(part.shape.numel() for part in self.parts), len(self.parts)])
         return [view.view(part.shape) for view, part in zip(views, self.parts, strict=True)], used
+
+    def wire_bytes(self, num_members: int) -> int:
+        """Return what each of so many members sends for all of them to have the sum."""
+        numel, others = self.flat.numel(), num_members - 1
+        if self.residual is None:  # a ring adds up and passes on, each an n-th of it at a time
+            return 2 * others * numel * self.flat.element_size() // num_members
+        return others * payload_bytes(numel - len(self.parts), len(self.parts))  # a ring passes all payloads on
 
 
 class GradientExchange:
@@ -132,6 +147,8 @@ class GradientExchange:
             not 1 where backward starts from another loss, as a pipeline's does.
         fragments: for each parameter the fragment that it is of; all are of fragment 0 if there is none. Only what the
             groups `give` travels.
+        quantize: let gradients travel in 8 bits (`quantize.py`), and add what that leaves behind to this rank's next
+            ones. Not with counts, which would be rounded too.
         counts: buffers in which the model counts what it trains since the gradients were zero, as whole numbers. They
             are summed with the gradients, in the same order in every group, and get the sums where these do. The sums
             are exact up to 2**24.
@@ -147,6 +164,7 @@ class GradientExchange:
         overlap: bool,
         gradient_scale: float = 1.0,
         fragments: Sequence[int] = (),
+        quantize: bool = False,
         counts: Iterable[torch.Tensor] = (),
     ) -> None:
         self._membership = membership
@@ -159,13 +177,16 @@ class GradientExchange:
             parts[fragment].insert(0, gradient)
         parts[0] += map(_Count, counts)
         self._buckets = [
-            _Bucket(run, fragment, where) for fragment, own in parts.items() for run in _partition(own, bucket_bytes)
+            _Bucket(run, fragment, where, quantize=quantize)
+            for fragment, own in parts.items()
+            for run in _partition(own, bucket_bytes)
         ]
         self._num_fragments = max(parts) + 1
         self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
         self._reduced: Collection[int] = ()  # the fragments that the last exchange has summed
         self._armed = False
         self._flight: _Flight | None = None
+        self._wire_bytes = 0
         if overlap:
             for bucket in self._buckets:
                 for index, part in enumerate(bucket.parts):
@@ -238,6 +259,22 @@ class GradientExchange:
         finally:
             flight.join()
             self._flight = None
+            self._wire_bytes += flight.wire_bytes
+
+    def take_wire_bytes(self) -> int:
+        """Return the bytes of gradients that this rank has sent since it was asked last, in broken exchanges too."""
+        taken, self._wire_bytes = self._wire_bytes, 0
+        return taken
+
+    def wire_bytes(self, num_members: int) -> int:
+        """Return what an exchange of all fragments between so many members makes this rank send."""
+        return sum(bucket.wire_bytes(num_members) for bucket in self._buckets)
+
+    def drop_residuals(self) -> None:
+        """Forget what rounding has left behind of earlier gradients: this group has another state now."""
+        for bucket in self._buckets:
+            if bucket.residual is not None:
+                bucket.residual.drop()
 
     @property
     def num_bytes(self) -> int:
@@ -265,7 +302,7 @@ class GradientExchange:
         """Make `reduced` (a result of `reduced()`; None = the buckets) times `scale` the parameters' gradients.
 
         With a scale of None they become the means by the weights that the groups gave them. The counts become the sums
-        as they are.
+        as they are. If it is the buckets, this rank's gradients are in the update: what rounding left of them counts.
         """
         for index, bucket in enumerate(self._buckets):
             # A replay leaves the buckets alone: an exchange may be under way in them.
@@ -273,6 +310,8 @@ class GradientExchange:
                 for part in bucket.parts:
                     part.drop()
                 continue
+            if reduced is None and bucket.residual is not None:
+                bucket.residual.settle()
             views, used = bucket.split(flat)
             for part, view, weight in zip(bucket.parts, views, used.tolist(), strict=True):
                 if weight:
@@ -297,6 +336,8 @@ class GradientExchange:
         )
         for bucket in self._buckets:
             bucket.missing = set(range(len(bucket.parts))) if bucket.fragment in given else set()
+            if bucket.residual is not None:
+                bucket.residual.begin()
             if not bucket.missing:
                 bucket.full = None
                 self._flight.hand_over(bucket)
@@ -353,6 +394,7 @@ class _Flight:
         self._works: list[Any] = []
         self.contributed = False  # whether this rank's gradients are in it
         self.finite = True  # whether those are finite; both known when the thread has ended
+        self.wire_bytes = 0  # of gradients, that this rank has sent
         self.travelling: frozenset[int] = frozenset()  # fragments that are summed; the same on all members
         self._quorum: Quorum | None = None
         self._rows: Reduced | None = None
@@ -426,10 +468,12 @@ class _Flight:
                         full.add(id(handed_over))
                     device.synchronize([bucket.full])
                     if self.contributed:
+                        if bucket.residual is not None:
+                            bucket.residual.add_to(bucket.flat[: -len(bucket.parts)])
                         sums.append(bucket.flat.sum())  # one cheap pass: an inf or a NaN shows in the sum
                     else:
                         bucket.flat.zero_()
-                    self._all_reduce(bucket.flat)
+                    self._sum(bucket)
                 if sums:  # here, on the stream that they are computed on
                     self.finite = bool(torch.stack(sums).isfinite().all())
                 if self._describe is not None:
@@ -455,6 +499,22 @@ class _Flight:
             return frozenset()
         return frozenset(fragment for fragment, number in enumerate(users) if number)
 
+    def _sum(self, bucket: _Bucket) -> None:
+        """Make the bucket the sum of all members' ones."""
+        assert self._quorum is not None
+        num_members, num_exact = len(self._quorum.members), len(bucket.parts)
+        self.wire_bytes += bucket.wire_bytes(num_members)
+        if bucket.residual is None:
+            self._all_reduce(bucket.flat)
+            return
+        if num_members == 1:  # there is nobody to send it to: it counts as it is
+            bucket.residual.leave(None)
+            return
+        payload = encode(bucket.flat, num_exact)
+        if self.contributed:
+            bucket.residual.leave(left_behind(bucket.flat, payload, num_exact))
+        add_up(self._all_gather(payload), num_exact, bucket.flat)
+
     def _raise_errored(self) -> None:
         """Raise the error that NCCL reports only when it is asked; without one its sums are complete."""
         if (error := self._membership.process_group.errored()) is not None:
@@ -475,6 +535,15 @@ class _Flight:
                 work.wait()
             else:
                 self._works.append(work)
+
+    def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Gather a vector of every member, shape [num_members, own.numel()]; on a GPU it is there for what follows."""
+        assert self._quorum is not None
+        gathered = own.new_empty((len(self._quorum.members), own.numel()))
+        options = AllgatherOptions()
+        options.timeout = self._membership.timeout
+        self._membership.process_group.allgather([list(gathered)], [own], options).wait()
+        return gathered
 
 
 def _layout(tensor: torch.Tensor) -> object:

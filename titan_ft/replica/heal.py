@@ -237,6 +237,7 @@ class Heal:
         """Make the fetched state this rank's; False if its bytes are not the ones that the holders agreed on."""
         attempt.loaded = True
         self._state.load(attempt.snapshot())
+        self._exchange.drop_residuals()
         self._position.load(attempt.from_step, attempt.lineage)
         self._rounds.take_digest()
         if self._position.digest == attempt.digest:

@@ -40,7 +40,7 @@ def encode(flat: torch.Tensor, num_exact: int) -> torch.Tensor:
 
 
 def decode(payload: torch.Tensor, num_exact: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `encode` made the payload of: the rounded values, up to the end of the last block, and the exact ones."""
+    """Return what a payload of `encode` stands for: the rounded values, to the last block's end, and the exact ones."""
     num_blocks = (payload.numel() - 4 * num_exact) // (4 + BLOCK)
     exact, scales, multiples = payload.split([4 * num_exact, 4 * num_blocks, BLOCK * num_blocks])
     blocks = multiples.view(torch.int8).view(num_blocks, BLOCK).to(torch.float32)
@@ -55,6 +55,15 @@ def add_up(payloads: torch.Tensor, num_exact: int, total: torch.Tensor) -> None:
         values, exact = decode(payload, num_exact)
         total[:numel] += values[:numel]
         total[numel:] += exact
+
+
+def left_behind(flat: torch.Tensor, payload: torch.Tensor, num_exact: int) -> torch.Tensor:
+    """Return how far the values of `flat` are from those that its payload stands for.
+
+    Of a block that is not finite nothing is left: there is nothing that could be made good.
+    """
+    values = flat[: flat.numel() - num_exact]
+    return values.sub(decode(payload, num_exact)[0][: values.numel()]).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class Residual:
@@ -73,22 +82,13 @@ class Residual:
         self._next = self._kept
 
     def add_to(self, values: torch.Tensor) -> None:
-        """Add what is left of earlier changes to what is sent now."""
+        """Add what is left of earlier changes to the values that this group gives now."""
         if self._kept is not None:
             values += self._kept
 
-    def send(self, flat: torch.Tensor, num_exact: int) -> torch.Tensor:
-        """Return the payload of what this group gives to the exchange under way, see `encode`; note what it leaves."""
-        payload = encode(flat, num_exact)
-        values = flat[: flat.numel() - num_exact]
-        left = values - decode(payload, num_exact)[0][: values.numel()]
-        # Of a change that is not finite nothing can be made good: it would spoil all that come after it.
-        self._next = left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return payload
-
-    def send_whole(self) -> None:
-        """Note that what this group gives leaves nothing behind: there is nobody to send it to."""
-        self._next = None
+    def leave(self, left: torch.Tensor | None) -> None:
+        """Note what the values that this group gives to the exchange leave behind, these ones included."""
+        self._next = left
 
     def settle(self) -> None:
         """The update of the last exchange is made."""

@@ -156,6 +156,9 @@ class StepCommitted(RankEvent, kw_only=True):
     seconds: float  # all of the step, of this rank
     exchanges: int  # exchanges that it took, those that broke included
     exchange_seconds: float  # of that, from the end of backward to the commit
+    # bytes of gradients that this rank sent to the other groups since its last commit, as a ring of the members sends
+    # them: those of exchanges that broke, and of a heal before it, included; rows are not. Not in older histories
+    wire_bytes: int | None = None
     compute_seconds: float  # of that, forward and backward
     apply_seconds: float  # of that, clipping and the optimizer
     forward_passes: int  # microbatches that this rank computed

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torchtitan.distributed import ParallelDims
 
 from titan_ft import device, versions
-from titan_ft.config import FaultTolerance
+from titan_ft.config import FaultTolerance, quantizes
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.group import Group
@@ -150,6 +150,7 @@ class Links:
             # semi-synchronous method the gradients are none of autograd's.
             overlap=not (dims.pp_enabled or config.semi_sync_method),
             gradient_scale=gradient_scale,
+            quantize=quantizes(config),
             counts=spec.token_counts(model_parts),
         )
 

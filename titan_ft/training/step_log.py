@@ -28,6 +28,7 @@ class Work:
         compute_seconds: of forward and backward.
         exchange_seconds: from there to the commit.
         inner_steps: how many of them this group made itself.
+        wire_bytes: of gradients that this rank has sent since the last commit.
     """
 
     first_step: int
@@ -38,6 +39,7 @@ class Work:
     compute_seconds: float = 0.0
     exchange_seconds: float = 0.0
     inner_steps: int = 0
+    wire_bytes: int = 0
 
     def read(self, slot: int) -> int:
         """Return how many batches of `slot` this rank has read for it."""
@@ -75,6 +77,7 @@ class StepLog:
             seconds=work.seconds,
             exchanges=committed.exchanges,
             exchange_seconds=work.exchange_seconds,
+            wire_bytes=work.wire_bytes,
             compute_seconds=work.compute_seconds,
             apply_seconds=work.seconds - work.exchange_seconds - work.compute_seconds,
             forward_passes=sum(reading.entry.num_batches for reading in work.readings),
