@@ -117,7 +117,20 @@ def test_dry_run_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     ):
         assert part in shown
     assert "a step moves" not in shown
+    assert "what rounding leaves" not in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_rounds_in_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of 4 groups sends 1 byte and 1/64 of a value to 3 others, and holds what rounding leaves."""
+    monkeypatch.chdir(tmp_path)
+    command = "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
+    assert main([*command.split(), "--", "--fault_tolerance.should_quantize"]) == 0
+    shown = capsys.readouterr().out
+    assert "rank's changes: 17.91 MiB out and in (a ring of 4, in 8 bits), 1.79 MiB for each of its 10 steps" in shown
+    assert "buckets of the exchange 23.51 MiB, what rounding leaves 47.03 MiB, " in shown
 
 
 def test_dry_run_of_a_job_for_other_hosts_needs_no_tokenizer(

@@ -91,9 +91,9 @@ class FaultTolerance:
     """Steps of each group in a round ("H" of DiLoCo); >= 1. Only used with `semi_sync_method`."""
 
     should_quantize: bool = False
-    """Let changes travel in 8 bits, a quarter of their bytes: each block of 256 has a scale, and what rounding leaves of
-    a group's change is added to its next one. Every group gets what every other one sends, so that it saves traffic for
-    fewer than 8 groups: G / 8 of it is left with G. Only used with `semi_sync_method = "diloco"`."""
+    """Let changes travel in 8 bits: each block of 256 has a scale of its own, and what rounding leaves of a group's
+    change is added to its next one. Every group gets what every other one sends: each of G sends G/8 of the bytes that
+    it sends in fp32, so that it pays for fewer than 8. Only used with `semi_sync_method = "diloco"`."""
 
     fragment_sync_delay: int = 0
     """Inner steps between the start of a fragment's synchronization and its use ("tau" of Streaming DiLoCo). 0 uses it

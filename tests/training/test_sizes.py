@@ -80,7 +80,7 @@ def test_a_rank_holds_and_moves_what_was_predicted() -> None:
     schedulers = counters = SimpleNamespace(state_dict=dict)
     assert predicted.state == TrainState([model], optimizers, schedulers, counters).copy(1, 1).payload.numel()
     rows = [2 * 4, 2 * 2 * 8]  # how many give, and each fragment; the rows of both members
-    assert predicted.exchange == sum(wire.sent) - sum(rows)
+    assert predicted.exchange == predicted.sent == sum(wire.sent) - sum(rows)
     assert not dist.is_initialized()
 
 

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags, steps_per_round
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, quantizes, read_flags, steps_per_round
 from titan_ft.data.assets import SCHEME
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
@@ -154,7 +154,10 @@ def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, standby: int) 
     if ft.semi_sync_method:
         on_host["anchors and changes"] = 2 * rank.anchors
         on_host["outer momentum"] = rank.momentum
-    (on_host if ft.process_group == "gloo" else on_gpu)["buckets of the exchange"] = rank.exchange
+    where = on_host if ft.process_group == "gloo" else on_gpu
+    where["buckets of the exchange"] = rank.exchange
+    if quantizes(ft):
+        where["what rounding leaves"] = 2 * rank.exchange  # of the exchange under way, and of those before it
     if ft.catch_up == "replay" and ft.catch_up_max_steps:
         on_host[f"queue of {ft.catch_up_max_steps} updates while it heals"] = ft.catch_up_max_steps * rank.exchange
     if not plan.options.no_standby:
@@ -186,8 +189,8 @@ def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
 
 
 def _exchange_lines(rank: RankSizes, ft: FaultTolerance, groups: int, link: float, host: float) -> list[str]:
-    sent, gloo = rank.exchange * 2 * (groups - 1) // groups, ft.process_group == "gloo"
-    ring = f"{_size(sent)} out and in (a ring of {groups})"
+    sent, gloo = rank.sent, ft.process_group == "gloo"
+    ring = f"{_size(sent)} out and in (a ring of {groups}{', in 8 bits' if quantizes(ft) else ''})"
     if ft.semi_sync_method is None:
         staged = 2 * rank.exchange if gloo else 0  # to host memory and back
         return [

@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,  # type: ignore[attr-defined]  # it is one of its imports, as torchft has it
-    AllreduceOptions,
-)
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions  # type: ignore[attr-defined]  # both
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device

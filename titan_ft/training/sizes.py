@@ -19,7 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
-from titan_ft.config import FaultTolerance, outer_optimizer
+from titan_ft.config import FaultTolerance, outer_optimizer, quantizes
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.training.spec import token_counts
@@ -36,6 +36,8 @@ class RankSizes:
     """A copy of its state in host memory: what a donor keeps and a joiner fetches."""
     exchange: int
     """Its buckets: what each round sums over the groups, and what each queued update of a joiner takes."""
+    sent: int
+    """What it sends to the other groups for that, if all of them are there."""
     anchors: int
     """With a semi-synchronous method, in host memory: the weights that the groups agree on, in fp32. How far this group
     has moved from them takes as much again. Else 0."""
@@ -140,6 +142,7 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
         bucket_bytes=int(config.fault_tolerance.bucket_size_mb * 2**20),
         where=torch.device("meta"),
         overlap=False,
+        quantize=quantizes(config.fault_tolerance),
         counts=token_counts(parts),
     )
     gradients = sum(map(_num_bytes, trained))
@@ -151,6 +154,7 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
         optimizer=sum(map(_held_bytes, optimizers)),
         state=state - gradients + anchors if outer else state,  # the anchors are what it has of the weights
         exchange=exchange.num_bytes,
+        sent=exchange.wire_bytes(config.fault_tolerance.group_size),
         anchors=anchors,
         momentum=_held_bytes(outer) if outer else 0,
     )
