@@ -127,6 +127,28 @@ def test_rounds_against_the_oracle(
         assert event["exchanges"] == 1
 
 
+QUANTIZED = "--fault_tolerance.should_quantize"
+
+
+@pytest.mark.slow
+def test_rounds_in_8_bits_against_the_oracle(runs: Runs) -> None:
+    """A change is off by half a scale at most, and what a rank sends is a quarter of fp32; the rest is as without."""
+    sync_steps = 4
+    records = runs.groups(2, 1, [QUANTIZED], method="diloco", sync_steps=sync_steps, mask=True, dump=True)
+    rounds = runs.outer_oracle(sync_steps, DILOCO, 1, mask=True)
+    for ours in records.values():
+        assert column(ours, "loss") == pytest.approx([made["loss"] for made in rounds], rel=1e-3, abs=0)
+    off = [made["difference"] / made["change"] for made in rounds]
+    assert 0 < off[0] < 0.51 / 127
+    assert max(off) < 0.1, "what training makes of it"
+
+    assert runs.job is not None
+    values = [parameter.numel() for parameter in torch.load(runs.parameters("end")).values()]
+    rest = 2 * (256 + 4) + 4 * len(values)  # the last blocks of two buckets, and a weight of each parameter
+    for event in named(runs.job.events(), "step_committed"):
+        assert sum(values) * 65 / 64 <= event["wire_bytes"] <= sum(values) * 65 / 64 + rest
+
+
 # Failures
 
 LENGTH, ROUNDS = 4, 6  # steps of a round, and rounds
@@ -203,11 +225,13 @@ def test_a_group_that_comes_back_in_the_midst_of_a_round(
 
 
 @pytest.mark.parametrize(
-    ("point", "ranks"),
+    ("point", "ranks", "flags"),
     [
-        ("exchange_first", 1),
+        ("exchange_first", 1, []),
+        ("exchange_first", 1, [QUANTIZED]),
+        pytest.param("vote_before", 2, [QUANTIZED], **NOT_QUICK),
         *(
-            pytest.param(point, ranks, **NOT_QUICK)
+            pytest.param(point, ranks, [], **NOT_QUICK)
             for point, ranks in [
                 ("backward", 1),
                 ("exchange_last", 1),
@@ -221,18 +245,20 @@ def test_a_group_that_comes_back_in_the_midst_of_a_round(
         ),
     ],
 )
-def test_kill_in_the_exchange(make_job: Callable[..., Job], point: str, ranks: int) -> None:
+def test_kill_in_the_exchange(make_job: Callable[..., Job], point: str, ranks: int, flags: Flags) -> None:
     """The survivor offers the same change again, and makes no step of the round twice."""
     dying = 2
     faults = [kill(1, point, step=LENGTH * dying, rank=ranks - 1)]
     hooks = {"faults": faults, "hold": 2}
     steps = LENGTH * ROUNDS
-    job = make_job(groups=2, ranks=ranks, steps=steps, flags=round_flags(), hooks=hooks)
+    job = make_job(groups=2, ranks=ranks, steps=steps, flags=round_flags(*flags), hooks=hooks)
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS)
     check_killed(job, events, [(1, 0, f"sigkill:{point}")])
     check_data(events)
     ours = rounds_of(events, 0)
+    # Alone it sends nothing: what it has sent in the round of the kill, it sent to the group that died.
+    assert 0 < ours[dying]["wire_bytes"] <= ours[1]["wire_bytes"] == ours[ROUNDS]["wire_bytes"]
     shared = point in ("vote_before", "vote_after", "commit", "optimizer")
     if point != "exchange_last":  # then all that the survivor needs may have been sent, or not
         assert ours[dying]["participants"] == ([0, 1] if shared else [0])

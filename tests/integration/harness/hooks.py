@@ -324,7 +324,7 @@ def install_faults() -> None:
     def launch(*_: Any) -> None:
         WORKER.handed_over = WORKER.reductions = 0
 
-    def all_reduce(flight: _Flight, *_: Any) -> None:
+    def sum_up(flight: _Flight, *_: Any) -> None:
         WORKER.reductions += 1
         WORKER.all_reductions += 1
         if WORKER.reductions == 2:  # the first bucket, after the count of those that give gradients
@@ -345,7 +345,8 @@ def install_faults() -> None:
 
     before(_Flight, "__init__", launch)
     after(_Flight, "hand_over", hand_over)
-    after(_Flight, "_all_reduce", all_reduce)
+    for collective in ("_all_reduce", "_all_gather"):  # the second one is of quantized buckets
+        after(_Flight, collective, sum_up)
     before(Rendezvous, "configure", lambda *_: WORKER.at("configure"))
     after(Rendezvous, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))
