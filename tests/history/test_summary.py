@@ -115,6 +115,21 @@ def test_killed_and_healed_group() -> None:
     assert (summary.final_digests, summary.step_digests, summary.num_step_digests) == ("equal", "equal", 4)
 
 
+def test_bytes_of_gradients() -> None:
+    """Those of all ranks, and of a group for each step of its own; a history from before they were counted has none."""
+    assert summarize(killed_run()).wire_bytes is None
+    assert "gradients sent" not in format_summary(summarize(killed_run()))
+    events = [
+        commit(0.1 * step, step, replica, rank, wire_bytes=3_000_000, inner_steps=4 if replica == 0 else 2)
+        for step in (1, 2)
+        for replica in range(2)
+        for rank in range(2)
+    ]
+    summary = summarize(events)
+    assert (summary.wire_bytes, summary.wire_bytes_per_step) == (24_000_000, 24_000_000 / 12)
+    assert "24.0 MB, 2.00 MB by a group for each of its steps" in format_summary(summary)
+
+
 def test_order_of_events_does_not_matter() -> None:
     """The fold sorts by time itself."""
     events = killed_run()

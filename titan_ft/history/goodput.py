@@ -183,6 +183,18 @@ def count_exchanges(record: RunRecord) -> tuple[int, int]:
     return attempted, len(committed)
 
 
+@view
+def count_wire_bytes(record: RunRecord) -> tuple[int | None, float | None]:
+    """Return the bytes of gradients that all ranks sent to other groups, and those of a group for each of its steps.
+
+    The steps within a round count by themselves. What a group sent behind its last commit is not known.
+    """
+    known = [event for event in record.of(StepCommitted) if event.wire_bytes is not None]
+    sent = sum(event.wire_bytes or 0 for event in known)
+    steps = sum(event.inner_steps or 0 for event in known if event.rank == 0)
+    return (sent if known else None), (sent / steps if steps else None)
+
+
 def _steps_begun(record: RunRecord) -> list[tuple[int, str]]:
     """Return the steps that groups began to compute, counted per group: forward passes, and why for nothing.
 

@@ -15,7 +15,7 @@ from titan_ft.history.audit import audit
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.crashes import Crash, find_crashes
 from titan_ft.history.digests import Verdict, compare_digests
-from titan_ft.history.goodput import count_exchanges
+from titan_ft.history.goodput import count_exchanges, count_wire_bytes
 from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.rework import Rework, find_rework
@@ -76,6 +76,9 @@ class RunSummary:
     exchanges_committed: int = 0
     exchanges_attempted: int = 0
     """See `titan_ft.history.goodput.count_exchanges`."""
+    wire_bytes: int | None = None
+    wire_bytes_per_step: float | None = None
+    """See `titan_ft.history.goodput.count_wire_bytes`."""
     step_seconds: float | None = None
     """The usual step, see `RunRecord.usual_step_us`."""
     rework: Rework = field(default_factory=Rework)
@@ -128,6 +131,7 @@ def summarize(record: RunRecord) -> RunSummary:
             ranks[event.replica] = max(ranks[event.replica], (event.rank or 0) + 1)
     restarts, finished = record.of(ReplicaRestarted), record.of(TrainingFinished)
     attempted, committed = count_exchanges(record)
+    wire_bytes, wire_bytes_per_step = count_wire_bytes(record)
     last = {(event.replica, event.rank): event for event in finished or _last_to_leave(record)}
     compared = compare_digests(((e.step, e.lineage, e.rank), e.replica, e.digest) for e in record.of(StepCommitted))
     audited = audit(record)
@@ -142,6 +146,8 @@ def summarize(record: RunRecord) -> RunSummary:
         steps_committed=max((event.step for event in commits), default=0),
         exchanges_committed=committed,
         exchanges_attempted=attempted,
+        wire_bytes=wire_bytes,
+        wire_bytes_per_step=wire_bytes_per_step,
         step_seconds=record.usual_step_seconds,
         rework=find_rework(record),
         recomputed_forward_passes=sum(_recomputed(event) for event in commits),
@@ -216,6 +222,7 @@ def summary_table(summary: RunSummary) -> Table:
         (f"{s.unit.noun}s committed", s.rounds.describe() if s.rounds else str(s.steps_committed)),
         *([("made again", s.rework.describe())] if s.rework.describe() else []),
         ("exchanges", f"{s.exchanges_attempted} attempted, {s.exchanges_committed} committed"),
+        *([("gradients sent", describe_sent(s))] if s.wire_bytes else []),
         ("steps recomputed by survivors", f"{s.recomputed_forward_passes} (forward passes)"),
         ("batches", f"{s.batches}: every batch once {s.every_batch_once}" if s.batches else "unknown"),
         *([("faults injected", str(s.num_faults))] if s.num_faults else []),
@@ -251,6 +258,13 @@ def summary_table(summary: RunSummary) -> Table:
         ("digests on the way", f"{s.step_digests}{steps} ({s.num_step_digests} compared)"),
     ]
     return grid(rows)
+
+
+def describe_sent(summary: RunSummary) -> str:
+    """Return the bytes of gradients that were sent, in words."""
+    total, per_step = summary.wire_bytes or 0, summary.wire_bytes_per_step
+    each = "" if per_step is None else f", {per_step / 1e6:.2f} MB by a group for each of its steps"
+    return f"{total / 1e6:.1f} MB{each}"
 
 
 def _name(end: Failure | Drain) -> str:

@@ -18,7 +18,7 @@ from titan_ft.history.incidents import Incident, count_faults, find_incidents
 from titan_ft.history.notes import find_notes, name_groups
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.report.style import STATES, Look
-from titan_ft.history.summary import summarize
+from titan_ft.history.summary import describe_sent, summarize
 from titan_ft.run import events as ev
 
 DASH = "\N{EN DASH}"
@@ -198,6 +198,11 @@ def goodput_terms(record: RunRecord) -> list[tuple[str, str, str]]:
             percent(spent.exchanges_committed / spent.exchanges_attempted if spent.exchanges_attempted else None),
             f"Exchanges of gradients that became a {noun}: {spent.exchanges_committed:,} of "
             f"{spent.exchanges_attempted:,}. One that breaks is repeated from the same gradients.",
+        ),
+        *(
+            [("Gradients sent", f"{s.wire_bytes / 1e6:,.1f} MB", f"To other groups, by all ranks: {describe_sent(s)}.")]
+            if s.wire_bytes
+            else []
         ),
         (
             f"Usual {noun}",
