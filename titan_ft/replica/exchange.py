@@ -166,6 +166,7 @@ class GradientExchange:
         self._reduced: Collection[int] = ()  # the fragments that the last exchange has summed
         self._armed = False
         self._flight: _Flight | None = None
+        self.spoiled = False  # whether what this rank gave to the last exchange was not finite
         if overlap:
             for bucket in self._buckets:
                 for index, part in enumerate(bucket.parts):
@@ -237,6 +238,7 @@ class GradientExchange:
             raise
         finally:
             flight.join()
+            self.spoiled = flight.contributed and not flight.finite
             self._flight = None
 
     @property

@@ -27,6 +27,7 @@ class Work:
         seconds: of all of it.
         compute_seconds: of forward and backward.
         exchange_seconds: from there to the commit.
+        overlapped_seconds: from there to the commit, of the next one's forward and backward.
         inner_steps: how many of them this group made itself.
     """
 
@@ -37,6 +38,7 @@ class Work:
     seconds: float = 0.0
     compute_seconds: float = 0.0
     exchange_seconds: float = 0.0
+    overlapped_seconds: float = 0.0
     inner_steps: int = 0
 
     def read(self, slot: int) -> int:
