@@ -258,7 +258,7 @@ def test_semi_synchronous_training_is_valid(changes: dict[str, Any]) -> None:
 DURATIONS = [
     f.name
     for f in dataclasses.fields(FaultTolerance)
-    if f.name.endswith(("_ms", "_seconds")) and f.name != "hang_timeout_seconds"
+    if f.name.endswith(("_ms", "_seconds")) and f.name not in ("hang_timeout_seconds", "sync_deadline_seconds")
 ]
 
 
