@@ -194,17 +194,33 @@ def test_values_at_the_limits_are_valid(changes: dict[str, Any]) -> None:
 
 
 SEMI_SYNC = {"semi_sync_method": "diloco"}
-NOT_YET = "is not supported yet with semi_sync_method and must be "
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
         ({"sync_steps": 0}, ["sync_steps must be >= 1", "0"]),
-        ({"fragment_sync_delay": 1}, [f"fragment_sync_delay {NOT_YET}0", "1"]),
-        ({"fragment_update_alpha": 0.5}, [f"fragment_update_alpha {NOT_YET}0.0", "0.5"]),
-        ({"module_fqns_per_model_fragment": [["layers"]]}, [f"module_fqns_per_model_fragment {NOT_YET}[]", "layers"]),
-        ({"num_fragments": 2}, [f"num_fragments {NOT_YET}1", "2"]),
+        ({"fragment_sync_delay": 5}, ["fragment_sync_delay must be >= 0 and <= 4", "got 5"]),
+        ({"fragment_sync_delay": -1}, ["fragment_sync_delay must be >= 0 and <= 4", "got -1"]),
+        (
+            {"sync_steps": 6, "num_fragments": 3, "fragment_sync_delay": 2},
+            ["fragment_sync_delay must be >= 0 and <= 1"],
+        ),
+        ({"fragment_update_alpha": 1.0}, ["fragment_update_alpha must be >= 0 and < 1", "1.0"]),
+        ({"num_fragments": 0}, ["num_fragments must be >= 1", "0"]),
+        ({"num_fragments": 2}, ["sync_steps must be a multiple of the number of fragments (2)", "5"]),
+        ({"module_fqns_per_model_fragment": [["a"], []]}, ["module_fqns_per_model_fragment must name a module"]),
+        (
+            {"module_fqns_per_model_fragment": [["a"], ["b", "a"]]},
+            ["must name a module or more in each list, and none"],
+        ),
+        (
+            {"num_fragments": 3, "module_fqns_per_model_fragment": [["a"], ["b"]]},
+            ["num_fragments must be 2, or be left out", "3"],
+        ),
+        ({"sync_deadline_seconds": -1.0}, ["sync_deadline_seconds must be >= 0", "0 makes all steps of a round"]),
+        ({"semi_sync_method": "local_sgd", "fragment_sync_delay": 1}, ["fragment_sync_delay is not used", '"diloco"']),
+        ({"semi_sync_method": "local_sgd", "num_fragments": 5}, ["num_fragments is not used", '"local_sgd"', "5"]),
         ({"outer_lr": 0}, ["outer_lr must be > 0", "0.7"]),
         ({"outer_momentum": -0.1}, ["outer_momentum must be >= 0 and < 1", "-0.1"]),
         ({"outer_momentum": 1}, ["outer_momentum must be >= 0 and < 1", "0.9"]),
@@ -246,7 +262,7 @@ def test_semi_synchronous_training_is_valid(changes: dict[str, Any]) -> None:
 DURATIONS = [
     f.name
     for f in dataclasses.fields(FaultTolerance)
-    if f.name.endswith(("_ms", "_seconds")) and f.name != "hang_timeout_seconds"
+    if f.name.endswith(("_ms", "_seconds")) and f.name not in ("hang_timeout_seconds", "sync_deadline_seconds")
 ]
 
 

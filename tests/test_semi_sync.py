@@ -17,12 +17,11 @@ device.prepare()  # before anything imports torchtitan, which reads the device a
 from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
 
 from titan_ft import semi_sync  # noqa: E402
-from titan_ft.config import ConfigError  # noqa: E402
+from titan_ft.config import ConfigError, FaultTolerance, num_fragments  # noqa: E402
 from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import Contribution  # noqa: E402
-from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
-from titan_ft.training.step_log import Work  # noqa: E402
+from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
 
 TOKENS = 10  # of a step
 
@@ -30,50 +29,75 @@ TOKENS = 10  # of a step
 class Round:
     """A trainer in a round of four steps, the third of its run: notes what it does."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, early: bool = False, awaited: int = 99, data: int = 99):
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        early: bool = False,
+        awaited: int = 99,
+        data: int = 99,
+        last: int = 100,
+        **config: Any,
+    ) -> None:
         self.steps: list[int] = []
-        self.changes: list[float] = []
+        self.changes: list[dict[int, float]] = []
+        self.given: list[dict[int, float]] = []
         self.lr_steps: list[int] = []
-        self.armed_at: list[int] = []
+        self.asked_at: list[int] = []
+        self.sent: list[tuple[int, Contribution]] = []
         monkeypatch.setattr(semi_sync, "set_lr", lambda schedulers, step: self.lr_steps.append(step))
         self.trainer = trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-        self.replica = SimpleNamespace(early=early, awaited=lambda: len(self.steps) >= awaited)
+        self.replica = SimpleNamespace(
+            early=early,
+            awaited=lambda: len(self.steps) >= awaited,
+            ask=lambda: self.asked_at.append(len(self.steps)),
+            send=lambda made: self.sent.append((len(self.steps), made)),
+        )
         self.data = data
         vars(trainer).update(
             _steps_per_round=4,
+            _trained=[0] * num_fragments(FaultTolerance(semi_sync_method="diloco", **config)),
             _late=False,
+            _ahead=None,
+            _sent={},
             _replica=self.replica,
             _position=SimpleNamespace(step=2),
-            _work=Work(9, lr=0.1),
+            _work=RoundWork(9, lr=0.1),
             _nominal_tokens=100,
             _outer=SimpleNamespace(take_changes=self.changes.append),
+            _links=SimpleNamespace(exchange=SimpleNamespace(give=self.given.append)),
+            _group=SimpleNamespace(gather=lambda value: [value, False]),
             _leave_if_told=lambda remaining: None,
             _make_step=self._make_step,
-            job_config=SimpleNamespace(training=SimpleNamespace(steps=100)),
-            lr_schedulers=None,
+            job_config=SimpleNamespace(training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(**config)),
+            lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
             gc_handler=SimpleNamespace(run=lambda step: None),
         )
 
-    def _make_step(self, slots: Any) -> None:
-        trainer = self.trainer
+    def _make_step(self, step: int, slots: Any) -> None:
+        trainer, work = self.trainer, self.trainer._work
         if len(self.steps) == self.data:
             raise DataloaderExhaustedError
-        self.steps.append(trainer.step)
-        made = len(self.steps)
-        trainer._work.inner_steps = made
-        trainer._work.readings = [Reading(Entry(0, 8, made, b"state"), [], "0")]
-        trainer._made = trainer._made.plus(Contribution(TOKENS, TOKENS, seconds=0.5))
+        first = 8 + work.read(0) - sum(reading.entry.num_batches for reading in work.readings)
+        self.steps.append(step)
+        work.inner_steps += 1
+        work.readings = [Reading(Entry(0, first, work.inner_steps, b"state"), [], "0")]
+        work.made = work.made.plus(Contribution(TOKENS, TOKENS, seconds=0.5))
+        work.compute_seconds += 1.0
+        trainer._trained = [tokens + TOKENS for tokens in trainer._trained]
 
     def train(self) -> Contribution:
-        return self.trainer._train([0], lambda: self.armed_at.append(len(self.steps)))
+        return self.trainer._train([0])
 
 
 def test_a_round_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchange is armed before the last one; what all of them changed weighs their tokens; seconds are of one."""
+    """The quorum is asked for before the last one; what all of them changed weighs their tokens; seconds are of one."""
     made = (this := Round(monkeypatch)).train()
     assert this.steps == [9, 10, 11, 12]
-    assert (this.armed_at, this.changes, this.lr_steps) == ([3], [4 * TOKENS / 100], [8])
+    assert (this.asked_at, this.changes, this.lr_steps) == ([3], [{0: 4 * TOKENS / 100}], [8])
+    assert this.given == this.changes
     assert made == Contribution(4 * TOKENS, 4 * TOKENS, seconds=0.5, entries=(Entry(0, 8, 4, b"state"),))
+    assert not this.sent
 
 
 @pytest.mark.parametrize("made", [0, 2])
@@ -89,7 +113,8 @@ def test_a_group_that_is_awaited_breaks_off_and_trains_on_if_it_was_too_soon(
     whole = this.train()
     assert this.steps == [9, 10, 11, 12]
     assert (whole.early, whole.valid_tokens, whole.entries[0].num_batches) == (False, 4 * TOKENS, 4)
-    assert this.changes == [made * TOKENS / 100, 4 * TOKENS / 100]
+    assert this.changes == [{0: made * TOKENS / 100}, {0: 4 * TOKENS / 100}]
+    assert this.lr_steps == [8, 8 + made]
 
 
 def test_a_group_that_came_late_has_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,12 +126,130 @@ def test_a_group_that_came_late_has_steps_left(monkeypatch: pytest.MonkeyPatch) 
     assert len(this.steps) == 4
 
 
+def test_a_group_that_came_late_gives_what_it_has_of_former_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fragments it has come some way with this one, though it has made no step of this round."""
+    this = Round(monkeypatch, sync_steps=8, num_fragments=2)
+    this.trainer._late, this.trainer._trained = True, [30, 20]
+    made = this.train()
+    assert made == Contribution(early=True, changed=True)
+    assert not made.empty
+    assert this.changes == this.given == [{0: 0.3}]
+
+
 def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its update ends the data; the next round finds none."""
-    made = Round(monkeypatch, data=2).train()
+    made = (this := Round(monkeypatch, data=2, fragment_sync_delay=2)).train()
     assert (made.early, made.valid_tokens) == (False, 2 * TOKENS)
+    assert not this.sent
     with pytest.raises(DataloaderExhaustedError):
         Round(monkeypatch, data=0).train()
+
+
+# Fragments
+
+
+def test_fragments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each weighs the tokens since its own last exchange. The last round has all, for nothing follows."""
+    this = Round(monkeypatch, sync_steps=12, num_fragments=3, last=17)
+    assert [this.trainer._fragments_of(update) for update in range(1, 6)] == [[0], [1], [2], [0], [0, 1, 2]]
+    this.trainer._trained = [10, 20, 30]
+    this.train()
+    assert this.changes == [{2: (30 + 4 * TOKENS) / 100}]
+
+
+def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the next round, whose batches follow on those that are not committed yet; what is sent has none of them."""
+    this = Round(monkeypatch, fragment_sync_delay=2)
+    made = this.train()
+    assert this.sent == [(4, made)]
+    assert (made.entries[0].num_batches, made.valid_tokens) == (4, 4 * TOKENS)
+    assert this.steps == [9, 10, 11, 12, 13, 14]
+    trainer = this.trainer
+    done, ahead = trainer._work, trainer._ahead
+    assert ahead is not None
+    assert (done.inner_steps, done.overlapped_seconds) == (4, 2.0)
+    assert (ahead.inner_steps, ahead.readings[0].entry) == (2, Entry(0, 12, 2, b"state"))
+    ahead.behind = None  # committed
+    trainer._work, trainer._position.step = trainer._begin_work(), 3
+    assert trainer._ahead is None
+    assert trainer._work is ahead
+    more = this.train()
+    assert this.steps == [9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
+    assert more.entries[0].num_batches == 4
+    assert this.lr_steps == [8, 14]
+
+
+@pytest.mark.parametrize(("last", "steps"), [(13, 5), (12, 4)])
+def test_no_step_is_made_behind_the_last_round(monkeypatch: pytest.MonkeyPatch, last: int, steps: int) -> None:
+    """A next round may be shorter than the delay; behind the last one there is none."""
+    this = Round(monkeypatch, fragment_sync_delay=3, last=last)
+    this.train()
+    assert len(this.steps) == steps
+    assert len(this.sent) == (last > 12)
+
+
+def test_a_group_that_is_awaited_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its round may not be over: the others may only have met for one that heals."""
+    this = Round(monkeypatch, early=True, awaited=2, fragment_sync_delay=2)
+    assert this.train().early
+    assert not this.sent
+
+
+def test_who_is_slow_asks_at_the_deadline_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the others are there; what it has then is all that it gives, and nobody waits for more."""
+    this = Round(monkeypatch, sync_deadline_seconds=2.0, awaited=3)
+    made = this.train()
+    assert (this.asked_at, len(this.steps)) == ([2], 3)
+    assert (made.early, made.valid_tokens) == (False, 3 * TOKENS)
+
+
+def test_who_is_fast_makes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is for those that are slower."""
+    made = (this := Round(monkeypatch, sync_deadline_seconds=9.0, awaited=0)).train()
+    assert (len(this.steps), made.early) == (4, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"num_fragments": 4}, r"num_fragments must be at most the number of blocks of the model \(3\), got 4"),
+        (
+            {"module_fqns_per_model_fragment": [["layers"], ["output", "norm"]]},
+            r"must name modules of the model, got 'norm'; its blocks are layers\.0, layers\.1, output",
+        ),
+        (
+            {"module_fqns_per_model_fragment": [["layers.0"], ["output"]]},
+            r"must have each trained parameter in a fragment, got none for layers\.1\.weight; add their modules",
+        ),
+    ],
+)
+def test_fragments_that_do_not_fit_the_model_are_refused(config: dict[str, Any], error: str) -> None:
+    """One that has nothing, a module that is not there, a parameter that would never be exchanged."""
+    with pytest.raises(ConfigError, match=error):
+        cut(**config)
+
+
+def test_a_model_is_cut() -> None:
+    """By blocks of about equal size, or as the config says; frozen parameters are in none."""
+    assert cut(num_fragments=2) == [1, 1, 0]
+    assert cut(module_fqns_per_model_fragment=[["layers"], ["output", "layers.1"]]) == [0, 1, 1]
+
+
+def cut(**config: Any) -> list[int]:
+    model = torch.nn.Module()
+    layer = torch.nn.Linear(2, 2)
+    layer.requires_grad_(False)
+    layer.weight.requires_grad = True
+    model.layers = torch.nn.ModuleList([layer, torch.nn.Linear(2, 2, bias=False)])
+    model.output = torch.nn.Linear(3, 3, bias=False)
+    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
+    settings = FaultTolerance(semi_sync_method="diloco", **config)
+    vars(trainer).update(
+        model_parts=[model],
+        job_config=SimpleNamespace(fault_tolerance=settings),
+        _group=SimpleNamespace(gather=lambda value: [value]),
+    )
+    return trainer._cut_fragments()
 
 
 def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:

@@ -22,7 +22,7 @@ from titan_ft.replica.errors import Leaving  # noqa: E402
 from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import NOTHING, Contribution  # noqa: E402
-from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
+from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402
 from titan_ft.training.step_log import Work  # noqa: E402
 
@@ -241,12 +241,13 @@ class Step:
             _chaos=None,
             step=4,
             _zero_gradients=lambda: None,
-            _lr=0.1,
+            _begin_work=lambda: Work(4, 0.1),
             _train=lambda slots, arm: NOTHING,
             _discard=None,
             _heal=note("heal"),
             _apply=note("apply", 1.0),
             _checkpoint_host=SimpleNamespace(participants=None),
+            _links=SimpleNamespace(exchange=SimpleNamespace(take_wire_bytes=lambda: 7)),
             _lr_factor=lambda update: 1.0,
             _step_log=SimpleNamespace(emit=note("emit"), log=note("log")),
             ntokens_seen=0,
@@ -269,6 +270,7 @@ def test_a_commit_is_applied_and_recorded() -> None:
     step.make()
     assert step.done == ["apply", "emit", "log", "go on"]
     assert step.this._checkpoint_host.participants == [0, 1]
+    assert step.this._work.wire_bytes == 7
     assert step.dropped == [{0}]
 
 
@@ -299,6 +301,25 @@ def test_a_group_that_leaves_in_the_midst_of_a_round_tells_its_batches() -> None
     ((event,), (void,)) = told, told[0].void
     assert (event.step, event.in_order) == (3, False)
     assert (void.slot, void.first_batch, void.num_batches) == (1, 30, 2)
+
+
+@pytest.mark.parametrize("made_ahead", [False, True])
+def test_a_group_that_leaves_behind_a_round_tells_what_it_has_made_of_the_next(made_ahead: bool) -> None:
+    """While the exchange was under way: it is void, though the group leaves in order."""
+    told: list[Any] = []
+    ahead = RoundWork(31, 0.1, [Reading(Entry(1, 30, 1, b""), [({"input": torch.zeros(1, 3)}, LABELS)], "c5")])
+    this = SemiSyncTrainer.__new__(SemiSyncTrainer)
+    vars(this).update(
+        _void="",
+        _events=SimpleNamespace(emit=told.append),
+        _ahead=ahead if made_ahead else None,
+        _position=SimpleNamespace(step=3, lineage=5),
+        _state=SimpleNamespace(digest=lambda: "d1ge57"),
+    )
+    this._emit_drained()
+    (event,) = told
+    assert (event.step, event.in_order, event.digest) == (3, True, "d1ge57")
+    assert [(void.slot, void.first_batch, void.num_batches) for void in event.void or ()] == [(1, 30, 1)] * made_ahead
 
 
 @pytest.mark.parametrize(("healed", "goes_on"), [(5, True), (7, False)])

@@ -88,7 +88,8 @@ class FaultTolerance:
     # The fields of torchtitan.components.ft.config.job_config.FaultTolerance, all for semi-sync methods only.
 
     sync_steps: int = 5
-    """Steps of each group in a round ("H" of DiLoCo); >= 1. Only used with `semi_sync_method`."""
+    """Steps of each group from one exchange of a parameter to the next ("H" of DiLoCo); >= 1, and a multiple of the
+    number of fragments. Only used with `semi_sync_method`."""
 
     should_quantize: bool = False
     """Let changes travel in 8 bits: each block of 256 has a scale of its own, and what rounding leaves of a group's
@@ -96,22 +97,30 @@ class FaultTolerance:
     it sends in fp32, so that it pays for fewer than 8. Only used with `semi_sync_method = "diloco"`."""
 
     fragment_sync_delay: int = 0
-    """Inner steps between the start of a fragment's synchronization and its use ("tau" of Streaming DiLoCo). 0 uses it
-    at once. Only used with `semi_sync_method`. Others than 0 are not supported yet."""
+    """Steps that a group makes while the exchange of a fragment is under way, before it uses what comes of it ("tau" of
+    Streaming DiLoCo); 0 <= fragment_sync_delay < sync_steps / number of fragments. 0 waits for it. Only used with
+    `semi_sync_method = "diloco"`."""
 
     fragment_update_alpha: float = 0.0
-    """Share of the local parameters in the mix of local and global ones. 0 takes the global ones. Only used with
-    `semi_sync_method`. Others than 0 are not supported yet."""
+    """Share of a group's own parameters in those that it goes on with behind an exchange ("alpha" of Streaming DiLoCo),
+    the rest is the global ones'; 0 <= fragment_update_alpha < 1. Only used with `semi_sync_method = "diloco"`."""
 
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
-    """Fully qualified names of the modules of each fragment. Empty lets `num_fragments` decide. Only used with
-    `semi_sync_method`. Others than an empty one are not supported yet."""
+    """Fully qualified names of the modules of each fragment, as [["tok_embeddings", "layers.0"], ["layers.1", ...]];
+    each trained parameter belongs to one. Empty lets `num_fragments` decide. Only used with `semi_sync_method =
+    "diloco"`."""
 
     num_fragments: int = 1
-    """Number of fragments to split the model into. Only used with `semi_sync_method`. Others than 1 are not supported
-    yet."""
+    """Number of fragments that the model is cut into, by whole blocks and about equal bytes ("P" of Streaming DiLoCo,
+    arXiv 2501.18512); >= 1. One is exchanged every sync_steps / num_fragments steps, in turn. Only used with
+    `semi_sync_method = "diloco"`."""
 
-    # Ours: the outer optimizer of DiLoCo (arXiv 2311.08105), SGD over rounds.
+    # Ours: rounds, and the outer optimizer of DiLoCo (arXiv 2311.08105), SGD over them.
+
+    sync_deadline_seconds: float = 0.0
+    """Seconds of its own steps after which a group asks for the exchange, though it has steps of the round left: it
+    trains on until the others are there too, and counts with the tokens that it has trained; >= 0. So slower groups do
+    not hold the others up. 0 makes all steps. Only used with `semi_sync_method`."""
 
     outer_lr: float = 0.7
     """LR of the outer optimizer; > 0. 0.7 is DiLoCo's; its scaling laws (arXiv 2503.09799) find 0.4 to 0.8 best,
@@ -275,6 +284,11 @@ def outer_optimizer(ft: FaultTolerance) -> OuterOptimizer:
     return OuterOptimizer(1.0, 0.0, nesterov=False)
 
 
+def num_fragments(ft: FaultTolerance) -> int:
+    """Return how many fragments the model is cut into: 1 without a semi-synchronous method."""
+    return 1 if ft.semi_sync_method is None else len(ft.module_fqns_per_model_fragment) or ft.num_fragments
+
+
 def quantizes(ft: FaultTolerance) -> bool:
     """Say whether the groups exchange their changes in 8 bits."""
     return ft.semi_sync_method is not None and ft.should_quantize
@@ -282,7 +296,7 @@ def quantizes(ft: FaultTolerance) -> bool:
 
 def steps_per_round(ft: FaultTolerance) -> int:
     """Return how many steps a group makes from one exchange to the next: 1 without a semi-synchronous method."""
-    return 1 if ft.semi_sync_method is None else ft.sync_steps
+    return 1 if ft.semi_sync_method is None else ft.sync_steps // num_fragments(ft)
 
 
 @dataclass
@@ -495,6 +509,7 @@ _ZERO_MEANS = {
     "transfer_max_mbps": "sends as fast as it goes",
     "catch_up_max_steps": "queues without bound",
     "hang_timeout_seconds": "never ends a worker",
+    "sync_deadline_seconds": "makes all steps of a round",
 }
 
 
@@ -546,11 +561,16 @@ _SEMI_SYNC_WANTS = {
     "lr_policy": ("none", "the steps of a round are each group's own"),
     "catch_up": ("replay", "within a round nobody waits for another group"),
 }
-_SEMI_SYNC_LATER = {
+# What only DiLoCo reads, and what it is where another method is used.
+_DILOCO_ONLY: dict[str, Any] = {
+    "outer_lr": FaultTolerance.outer_lr,
+    "outer_momentum": FaultTolerance.outer_momentum,
+    "outer_nesterov": FaultTolerance.outer_nesterov,
+    "should_quantize": False,
+    "num_fragments": 1,
+    "module_fqns_per_model_fragment": [],
     "fragment_sync_delay": 0,
     "fragment_update_alpha": 0.0,
-    "module_fqns_per_model_fragment": [],
-    "num_fragments": 1,
 }
 
 
@@ -562,20 +582,17 @@ def _semi_sync_rules(ft: FaultTolerance) -> Iterator[Rule]:
     if method is None:
         return
     yield ft.sync_steps >= 1, f"{TABLE}.sync_steps", "must be >= 1", ft.sync_steps, "1 exchanges at each step"
-    for name, only in _SEMI_SYNC_LATER.items():
-        value, shown = getattr(ft, name), str(only).lower()
-        rule = f"is not supported yet with semi_sync_method and must be {shown}"
-        yield value == only, f"{TABLE}.{name}", rule, value, f"set it to {shown}, or leave it out"
     if method == "diloco":
         name, remedy = f"{TABLE}.outer_lr", f"the default is {FaultTolerance.outer_lr}"
         yield ft.outer_lr > 0, name, "must be > 0", ft.outer_lr, remedy
         name, remedy = f"{TABLE}.outer_momentum", f"the default is {FaultTolerance.outer_momentum}, 0 keeps none"
         yield 0 <= ft.outer_momentum < 1, name, "must be >= 0 and < 1", ft.outer_momentum, remedy
+        yield from _fragment_rules(ft)
     else:
-        for name in ("should_quantize", "outer_lr", "outer_momentum", "outer_nesterov"):
+        for name, unused in _DILOCO_ONLY.items():
             value, rule = getattr(ft, name), f'is not used with semi_sync_method = "{method}" and must be left out'
             remedy = 'remove it, or set semi_sync_method = "diloco"'
-            yield value == getattr(FaultTolerance, name), f"{TABLE}.{name}", rule, value, remedy
+            yield value == unused, f"{TABLE}.{name}", rule, value, remedy
     for name, (only, reason) in _SEMI_SYNC_WANTS.items():
         rule = f'must be "{only}" with semi_sync_method ({reason})'
         yield getattr(ft, name) == only, f"{TABLE}.{name}", rule, getattr(ft, name), f'set it to "{only}"'
@@ -583,6 +600,26 @@ def _semi_sync_rules(ft: FaultTolerance) -> Iterator[Rule]:
     hang = ft.hang_timeout_seconds
     rule, remedy = "must be > 0 with semi_sync_method", "without it a group that hangs is waited for without end"
     yield hang > 0, f"{TABLE}.hang_timeout_seconds", rule, hang, remedy
+
+
+def _fragment_rules(ft: FaultTolerance) -> Iterator[Rule]:
+    """Check what Streaming DiLoCo reads; that the model has such modules, the worker checks."""
+    name = f"{TABLE}.num_fragments"
+    yield ft.num_fragments >= 1, name, "must be >= 1", ft.num_fragments, "1 exchanges the whole model at once"
+    modules, number = ft.module_fqns_per_model_fragment, num_fragments(ft)
+    rule, remedy = f"must be {number}, or be left out, with as many lists of modules", "leave it out"
+    yield not modules or ft.num_fragments in (1, number), name, rule, ft.num_fragments, remedy
+    listed = [module for fragment in modules for module in fragment]
+    rule = "must name a module or more in each list, and none twice"
+    name = f"{TABLE}.module_fqns_per_model_fragment"
+    yield all(modules) and len(set(listed)) == len(listed), name, rule, modules, "correct it, or use num_fragments"
+    rule, remedy = f"must be a multiple of the number of fragments ({number})", "one is exchanged after so many steps"
+    yield ft.sync_steps % number == 0, f"{TABLE}.sync_steps", rule, ft.sync_steps, remedy
+    delay, most = ft.fragment_sync_delay, ft.sync_steps // number - 1
+    rule, remedy = f"must be >= 0 and <= {most}, less than the steps between two exchanges", "0 waits for each"
+    yield 0 <= delay <= most, f"{TABLE}.fragment_sync_delay", rule, delay, remedy
+    name, alpha = f"{TABLE}.fragment_update_alpha", ft.fragment_update_alpha
+    yield 0 <= alpha < 1, name, "must be >= 0 and < 1", alpha, "0 takes the global parameters"
 
 
 def _batch_rules(config: Any) -> Iterator[Rule]:

@@ -8,11 +8,13 @@ torchtitan's `step` counts the steps of a group, as its LR schedule, logs and ch
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torchtitan.components.dataloader import DataloaderExhaustedError
@@ -20,32 +22,61 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from titan_ft.config import TABLE, ConfigError, outer_optimizer, steps_per_round
+from titan_ft.config import TABLE, ConfigError, num_fragments, outer_optimizer, steps_per_round
+from titan_ft.replica import fragments
 from titan_ft.replica.decision import Update
 from titan_ft.replica.errors import Leaving
+from titan_ft.replica.exchange import local
 from titan_ft.replica.feed import merge
-from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr
+from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
 from titan_ft.replica.round import NOTHING, Contribution
 from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import Opening, ReplicaDimension
-from titan_ft.run.events import Drained
+from titan_ft.run.events import Batches, Drained
 from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training import spec
+from titan_ft.training.step_log import Work
+
+
+@dataclass
+class RoundWork(Work):
+    """This rank's work on one round.
+
+    Attributes:
+        made: what its steps contribute.
+        overdue: whether it is offered as it is, for `sync_deadline_seconds` are over.
+        behind: the work on the round before, while that is not committed yet: its batches come first.
+    """
+
+    made: Contribution = NOTHING
+    overdue: bool = False
+    behind: Work | None = None
+
+    def read(self, slot: int) -> int:
+        """Return how many batches of `slot` this rank has read behind those that are committed."""
+        return super().read(slot) + (self.behind.read(slot) if self.behind else 0)
 
 
 class SemiSyncTrainer(ReplicaTrainer):
     """One rank of a replica group that trains `sync_steps` steps by itself before it meets the others."""
 
     _outer: OuterModel
-    _made: Contribution  # what the steps of the round under way contribute
+    _work: RoundWork
 
     def __init__(self, job_config: JobConfig) -> None:
-        self._steps_per_round = steps_per_round(job_config.fault_tolerance)
+        config = job_config.fault_tolerance
+        self._steps_per_round = steps_per_round(config)
+        # Tokens that this group has trained, for each fragment since its last exchange: the weight of its change.
+        self._trained = [0] * num_fragments(config)
+        self._sent: dict[int, int] = {}  # those of them that are in the exchange under way, by fragment
         self._late = False  # whether the others wait at the end of a round that this group has not begun
+        self._ahead: RoundWork | None = None  # on the next round, made while the exchange is under way
         self._void = ""  # why the batches of a round that was broken off are void
         super().__init__(job_config)
         if self.job_config.validation.enable:
             self._validate_behind_rounds()
+        if num_fragments(config) > 1 or config.fragment_sync_delay or config.fragment_update_alpha:
+            self._lend_anchors()
 
     # What the groups agree on
 
@@ -56,7 +87,8 @@ class SemiSyncTrainer(ReplicaTrainer):
                 f"{self.job_config.fault_tolerance.semi_sync_method!r}; it is {self.job_config.model.name!r}"
             )
         self._check_dtypes()
-        self._outer = OuterModel(self.model_parts, outer_optimizer(self.job_config.fault_tolerance))
+        config = self.job_config.fault_tolerance
+        self._outer = OuterModel(self.model_parts, outer_optimizer(config), self._cut_fragments())
         return OuterState(
             self.model_parts,
             self.optimizers,
@@ -65,6 +97,41 @@ class SemiSyncTrainer(ReplicaTrainer):
             outer=self._outer,
             on_load=self._take_state,
         )
+
+    def _cut_fragments(self) -> list[int]:
+        """Return the fragment of each trained parameter of this rank. A collective of the group.
+
+        Raises:
+            ConfigError: the model has no such modules, or others that are in no fragment, or too few blocks.
+        """
+        config = self.job_config.fault_tolerance
+        number, modules = num_fragments(config), config.module_fqns_per_model_fragment
+        named = trained_parameters(self.model_parts)
+        names = [name for name, _ in named]
+        if not modules:
+            found = fragments.cut({name: local(parameter).numel() for name, parameter in named}, number)
+            most = max(self._group.gather(max(found, default=0))) + 1  # a stage of a pipeline may have fewer
+            if most < number:
+                raise ConfigError(
+                    f"{TABLE}.num_fragments must be at most the number of blocks of the model ({most}), got {number}; "
+                    "lower it"
+                )
+            return found
+        missing = fragments.unknown(names, modules)
+        for module in sorted({module for fragment in modules for module in fragment}):
+            if all(self._group.gather(module in missing)):
+                raise ConfigError(
+                    f"{TABLE}.module_fqns_per_model_fragment must name modules of the model, got {module!r}; its "
+                    f"blocks are {', '.join(dict.fromkeys(map(fragments.block_of, names)))}"
+                )
+        placed = fragments.find(names, modules)
+        left = [name for name, fragment in zip(names, placed, strict=True) if fragment is None]
+        if left:
+            raise ConfigError(
+                f"{TABLE}.module_fqns_per_model_fragment must have each trained parameter in a fragment, got none for "
+                f"{', '.join(left[:5])}{' and others' if left[5:] else ''}; add their modules"
+            )
+        return [fragment for fragment in placed if fragment is not None]
 
     def _check_dtypes(self) -> None:
         """Refuse weights that could not hold what the groups agree on: a checkpoint has the model's, no anchors.
@@ -83,11 +150,18 @@ class SemiSyncTrainer(ReplicaTrainer):
 
     def _take_state(self) -> None:
         self._outer.restore_model()
+        self._begin_anew()
         self._refresh_converters()
 
     def _take_checkpoint(self) -> None:
         self._outer.take_model()
+        self._begin_anew()
         super()._take_checkpoint()
+
+    def _begin_anew(self) -> None:
+        """Forget what this group has made of weights that it does not have any more."""
+        self._trained, self._sent = [0] * len(self._trained), {}
+        self._ahead = None
 
     def _agreed_parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._outer.named_anchors())
@@ -108,47 +182,97 @@ class SemiSyncTrainer(ReplicaTrainer):
     def _updates_of(self, step: int) -> int:
         return -(-step // self._steps_per_round)
 
+    def _fragments_of(self, update: int) -> list[int]:
+        """Return which fragments are exchanged at the end of round `update`: one in turn, and all behind the last."""
+        number = len(self._trained)
+        if self._steps_of(update) == self.job_config.training.steps:
+            return list(range(number))
+        return [(update - 1) % number]
+
     # A round
+
+    def _begin_work(self) -> RoundWork:
+        ahead, self._ahead = self._ahead, None
+        return ahead or RoundWork(self.step, lr=self._lr)
 
     def _train(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
         """Make the steps of a round, or those that are left of it, and let the exchange have what came of all of them.
 
         A group that has asked for the exchange already makes as many as it can until the others are there.
         """
+        assert self._replica is not None
+        update, work = self._position.step + 1, self._work
         if self._late:
             self._late = False
-            return Contribution(early=True)
-        assert self._replica is not None
-        work, early, ended = self._work, self._replica.early, False
-        last = self._steps_of(self._position.step + 1)
-        if not work.inner_steps:
-            self._made = NOTHING
-            set_lr(self.lr_schedulers, work.first_step - 1)  # a donor's copy may be of the end of a round
+            self._take_changes(update)
+            return Contribution(early=True, changed=any(self._trained))
+        early, ended, last = self._replica.early, False, self._steps_of(update)
+        set_lr(self.lr_schedulers, work.first_step + work.inner_steps - 1)  # a donor's may be of the end of a round
         for step in range(work.first_step + work.inner_steps, last + 1):
             if early and self._replica.awaited():
                 break
             if work.inner_steps:
                 self._leave_if_told(last + 1 - step)
+                early = early or self._is_overdue(work)
                 self.gc_handler.run(step)
-            self.step = step
             if step == last and not early:
-                arm()  # the others need not wait for the quorum after the step; else it is asked for already
+                self._replica.ask()  # the others need not wait for the quorum behind the step
             try:
-                self._make_step(slots)
+                self._make_step(step, slots)
             except DataloaderExhaustedError:
                 if not work.inner_steps:
                     raise
                 ended = True  # the round ends here; the next one finds no data, and training ends
                 break
-        self._outer.take_changes(self._made.valid_tokens / self._nominal_tokens)
-        entries = tuple(reading.entry for reading in work.readings)
-        is_whole = ended or work.first_step + work.inner_steps > last
-        # The groups are compared by what a step takes: one that has made fewer is not the faster for it.
-        seconds = self._made.seconds / max(work.inner_steps, 1)
-        return replace(self._made, entries=entries, seconds=seconds, early=not is_whole)
+        self._take_changes(update)
+        is_whole = ended or work.overdue or work.first_step + work.inner_steps > last
+        made = replace(
+            work.made,
+            entries=tuple(reading.entry for reading in work.readings),
+            # The groups are compared by what a step takes: one that has made fewer is not the faster for it.
+            seconds=work.made.seconds / max(work.inner_steps, 1),
+            early=not is_whole,
+        )
+        if is_whole and not ended:
+            self._make_steps_ahead(update, made, slots)
+        return made
 
-    def _make_step(self, slots: Sequence[int]) -> None:
+    def _take_changes(self, update: int) -> None:
+        """Let the exchange of this update have how far this group has come with its fragments."""
+        assert self._replica is not None
+        self._sent = {fragment: self._trained[fragment] for fragment in self._fragments_of(update)}
+        weights = {fragment: tokens / self._nominal_tokens for fragment, tokens in self._sent.items()}
+        self._outer.take_changes(weights)
+        self._links.exchange.give(weights)
+
+    def _is_overdue(self, work: RoundWork) -> bool:
+        """Ask for the exchange once `sync_deadline_seconds` are over; says whether they are. A collective."""
+        assert self._replica is not None
+        limit = self.job_config.fault_tolerance.sync_deadline_seconds
+        if limit and any(self._group.gather(work.compute_seconds >= limit)):
+            work.overdue = True
+            self._replica.ask()
+        return work.overdue
+
+    def _make_steps_ahead(self, update: int, made: Contribution, slots: Sequence[int]) -> None:
+        """Make steps of the next round while the exchange is under way: `fragment_sync_delay` of them."""
+        assert self._replica is not None
+        delay = self.job_config.fault_tolerance.fragment_sync_delay
+        first, last = self._steps_of(update) + 1, self._steps_of(update + 1)
+        if not delay or last < first:
+            return
+        self._replica.send(made)
+        work, ahead = self._work, RoundWork(first, lr=self._lr, behind=self._work)
+        self._work = self._ahead = ahead
+        with contextlib.suppress(DataloaderExhaustedError):  # the next round will find it out again
+            for step in range(first, min(first + delay, last + 1)):
+                self.gc_handler.run(step)
+                self._make_step(step, slots)
+        self._work, work.overlapped_seconds = work, ahead.compute_seconds
+
+    def _make_step(self, step: int, slots: Sequence[int]) -> None:
         """Make one step of this group by itself, as torchtitan would."""
+        self.step = step
         work, num_steps = self._work, self._work.inner_steps
         began, seconds = time.monotonic(), work.compute_seconds
         self._zero_gradients()
@@ -164,16 +288,23 @@ class SemiSyncTrainer(ReplicaTrainer):
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
         self.lr_schedulers.step()
-        self._made = self._made.plus(contribution)
+        self._trained = [tokens + contribution.valid_tokens for tokens in self._trained]
+        work.made = work.made.plus(contribution)
         work.inner_steps, work.readings = num_steps + 1, merge(work.readings)
         work.compute_seconds = seconds + time.monotonic() - began
 
     def _apply(self, update: Update) -> float:
         """Apply a round's update, live or replayed; returns the norm of the mean change, the same in all groups."""
         self._watchdog.beat()
-        self._links.exchange.write_gradients(update.gradients, update.scale)
+        self._links.exchange.write_gradients(update.gradients, scale=None)
         self.checkpointer.maybe_wait_for_staging()
-        squares = self._outer.step()
+        is_last = self._steps_of(update.step) == self.job_config.training.steps
+        squares = self._outer.step(0.0 if is_last else self.job_config.fault_tolerance.fragment_update_alpha)
+        while self._sent:
+            fragment, tokens = self._sent.popitem()
+            self._trained[fragment] -= tokens
+        if self._ahead is not None:
+            self._ahead.behind = None
         self._refresh_converters()
         self.step = self._steps_of(update.step)
         set_lr(self.lr_schedulers, self.step - 1)
@@ -245,6 +376,32 @@ class SemiSyncTrainer(ReplicaTrainer):
             return
         void = [reading.describe() for reading in merge(self._work.readings)]
         self._events.emit(Drained(step=self._num_committed, reason=self._void, in_order=False, void=void))
+
+    def _void_batches(self) -> list[Batches] | None:
+        return [reading.describe() for reading in merge(self._ahead.readings)] if self._ahead else None
+
+    def _lend_anchors(self) -> None:
+        """Let torchtitan save and validate the anchors: between rounds this group's own weights are others."""
+        save = self.checkpointer.save
+
+        def save_anchors(step: int, last_step: bool = False) -> None:
+            lends = last_step or self.checkpointer.pauses_after(step)
+            with self._outer.lent() if lends else contextlib.nullcontext():
+                save(step, last_step=last_step)
+                self.checkpointer.maybe_wait_for_staging()
+
+        self.checkpointer.save = save_anchors
+        if not self.job_config.validation.enable:
+            return
+        validate = self.validator.validate
+
+        def validate_anchors(*args: Any) -> None:
+            with self._outer.lent():
+                self._refresh_converters()
+                validate(*args)
+            self._refresh_converters()
+
+        self.validator.validate = validate_anchors
 
     def _validate_behind_rounds(self) -> None:
         """Let torchtitan validate the outer model behind each round in which a validation falls due."""

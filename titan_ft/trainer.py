@@ -41,7 +41,7 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
-from titan_ft.run.events import Drained, Hung, StartedAnew, TrainingFinished
+from titan_ft.run.events import Batches, Drained, Hung, StartedAnew, TrainingFinished
 from titan_ft.training import spec
 from titan_ft.training.checkpoint import ReplicaCheckpoints
 from titan_ft.training.checkpoint_host import CheckpointHost
@@ -86,6 +86,7 @@ class ReplicaTrainer(Trainer):
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
+        self._group = Group(self.device, self._find_loss_group())
         self._state = self._build_state(_Counters(self, self._ledger))
         self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
@@ -93,7 +94,6 @@ class ReplicaTrainer(Trainer):
         self._watchdog = Watchdog(
             config.hang_timeout_seconds, lambda: self._events.emit(Hung(step=self._num_committed))
         )
-        self._group = Group(self.device, self._find_loss_group())
         if job_config.validation.enable and self.parallel_dims.pp_enabled:
             self._share_validation_loss()
         self._position = Position()
@@ -209,8 +209,13 @@ class ReplicaTrainer(Trainer):
                 in_order=True,
                 digest=self._state.digest(),
                 lineage=f"{self._position.lineage:012x}",
+                void=self._void_batches(),
             )
         )
+
+    def _void_batches(self) -> list[Batches] | None:
+        """Return what this rank has read behind the step that the group leaves after."""
+        return None
 
     def should_continue_training(self) -> bool:
         """Say whether a step is left; after the last one stay until every group holds the final state."""
@@ -240,7 +245,8 @@ class ReplicaTrainer(Trainer):
         if self._chaos is not None:
             self._chaos.at_step(self._position.step + 1)
         self._zero_gradients()
-        work = self._work = Work(self.step, lr=self._lr)
+        work = self._work = self._begin_work()
+        started -= work.compute_seconds  # of what was made of it while the last exchange was under way
         committed = replica.commit(self._train(replica.slots_to_read(), replica.arm), self._train, self._discard)
         if committed is None:
             self._heal(replica)
@@ -249,7 +255,7 @@ class ReplicaTrainer(Trainer):
         work.grad_norm = self._apply(committed.update)
         self._checkpoint_host.participants = committed.participants
         work.seconds = time.monotonic() - started
-        work.exchange_seconds = exchanged - started - work.compute_seconds
+        work.exchange_seconds = exchanged - started - work.compute_seconds - work.overlapped_seconds
         work.wire_bytes = self._links.exchange.take_wire_bytes()
         work.lr *= self._lr_factor(committed.update)
         digest = replica.digest_if_due()
@@ -259,6 +265,9 @@ class ReplicaTrainer(Trainer):
             raise Leaving
         self._go_on(replica)
         self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in work.readings)})
+
+    def _begin_work(self) -> Work:
+        return Work(self.step, lr=self._lr)
 
     def _go_on(self, replica: ReplicaDimension) -> None:
         """Do what is to be done behind an update before the next step."""
@@ -474,6 +483,7 @@ class ReplicaTrainer(Trainer):
             self._group,
             self._drain,
             exchanged=self._exchanged(),
+            fragments=self._outer.fragments if self._outer else (),
             gradient_scale=self._gradient_scale,
         )
         shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}

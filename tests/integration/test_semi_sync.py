@@ -127,6 +127,78 @@ def test_rounds_against_the_oracle(
         assert event["exchanges"] == 1
 
 
+# Of the tests' model, embedding and output are largest, then the layers.
+HALVES = [["tok_embeddings", "layers.0", "layers.2"], ["output", "layers.1", "norm"]]
+NAMED = [["layers", "norm"], ["tok_embeddings"], ["layers.1", "output"]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "sync_steps", "delay", "alpha", "fragments", "flags"),
+    [
+        (2, 1, 4, 1, 0.25, HALVES, ["--fault_tolerance.num_fragments=2"]),
+        pytest.param(2, 1, 4, 0, 0.0, HALVES, ["--fault_tolerance.num_fragments=2"], **NOT_QUICK),
+        pytest.param(3, 1, 4, 1, 0.0, HALVES, ["--fault_tolerance.num_fragments=2"], **NOT_QUICK),
+        pytest.param(2, 1, 4, 2, 0.5, [[*HALVES[0], *HALVES[1]]], [], **NOT_QUICK),
+        pytest.param(2, 2, 4, 1, 0.0, HALVES, ["--fault_tolerance.num_fragments=2", *SHARDED], **NOT_QUICK),
+        pytest.param(
+            2,
+            1,
+            9,
+            2,
+            0.5,
+            NAMED,
+            ["--fault_tolerance.module_fqns_per_model_fragment", *map(",".join, NAMED)],
+            **NOT_QUICK,
+        ),
+    ],
+)
+def test_fragments_against_the_oracle(
+    runs: Runs,
+    groups: int,
+    ranks: int,
+    sync_steps: int,
+    delay: int,
+    alpha: float,
+    fragments: list[list[str]],
+    flags: list[str],
+) -> None:
+    """Each fragment's anchors come from how far the groups have come with it, one fragment a round, all in the last."""
+    length = sync_steps // len(fragments)
+    flags = [
+        *flags,
+        f"--fault_tolerance.fragment_sync_delay={delay}",
+        f"--fault_tolerance.fragment_update_alpha={alpha}",
+    ]
+    records = runs.groups(
+        groups,
+        ranks,
+        flags,
+        method="diloco",
+        sync_steps=sync_steps,
+        num_fragments=len(fragments),
+        ahead=delay,
+        mask=True,
+        dump=True,
+    )
+    rounds = runs.outer_oracle(
+        sync_steps,
+        DILOCO,
+        1,
+        mask=True,
+        fragments=fragments,
+        delay=delay,
+        alpha=alpha,
+        shards=ranks,
+        same_begin=ranks > 1,
+    )
+    for ours in records.values():
+        assert column(ours, "step") == ends_of_rounds(length)
+        assert column(ours, "loss") == pytest.approx([made["loss"] for made in rounds], rel=ROUNDING, abs=0)
+        assert column(ours, "grad_norm") == pytest.approx([made["norm"] for made in rounds], rel=NORM_ROUNDING, abs=0)
+    for made in rounds:
+        assert made["difference"] < 0.01 * made["change"]
+
+
 QUANTIZED = "--fault_tolerance.should_quantize"
 
 

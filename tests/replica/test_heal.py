@@ -76,6 +76,7 @@ class World:
         self.corrupt: set[int] = set()
         self.release = threading.Event()  # lets fetches end
         self.applied: list[int] = []
+        self.dropped: list[int] = []  # states that were there when what rounding had left was dropped
         self.seconds = 0.0  # of the group's clock
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
@@ -183,6 +184,9 @@ class World:
     def reduced(self) -> list[torch.Tensor]:
         return [torch.tensor(gradient_of(self.step))]
 
+    def drop_residuals(self) -> None:
+        self.dropped.append(self.value)
+
     def gather(self, value: int) -> list[int]:
         return [value]
 
@@ -238,6 +242,7 @@ def test_what_was_queued_is_replayed_in_order(make: Callable[..., World]) -> Non
     assert healed(world)
     (from_step,) = {step for _, step in world.fetches}
     assert from_step == 5
+    assert world.dropped == [value_after(5)], "with the state that this group had, before anything is replayed"
     assert world.applied == list(range(6, world.step + 1))
     assert len(world.applied) >= 4
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
@@ -322,7 +327,7 @@ def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
     position = world.position
     assert (position.standing, position.step, position.lineage) == (Standing.READY, 4, 44)
     assert world.value == value_after(4)
-    assert (world.applied, world.restored) == ([], 1)
+    assert (world.applied, world.restored, world.dropped) == ([], 1, [])
     assert world.made >= 5
     (event,) = world.named("rolled_back")
     assert (event.step, event.lost) == (4, 1)  # type: ignore[attr-defined]  # a RolledBack

@@ -56,7 +56,7 @@ def move(of: nn.Module, *changes: float) -> None:
 def make_round(outer: OuterModel, of: nn.Module, *changes: float) -> float:
     """Make a round of a group that is alone."""
     move(of, *changes)
-    outer.take_changes(1.0)
+    outer.take_changes({0: 1.0})
     return outer.step()
 
 
@@ -104,8 +104,8 @@ def test_a_retry_has_the_same_change() -> None:
     group = model(1.0)
     outer = OuterModel([group], LOCAL_SGD)
     move(group, 0.25)
-    outer.take_changes(2.0)
-    outer.take_changes(2.0)
+    outer.take_changes({0: 2.0})
+    outer.take_changes({0: 2.0})
     assert outer.anchors[0].grad is not None
     assert outer.anchors[0].grad.item() == 0.5
     assert outer.anchors[0].item() == 1.0
@@ -115,7 +115,7 @@ def test_an_update_waits_for_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exchange copies them from the device without waiting."""
     group = model(1.0)
     outer = OuterModel([group], LOCAL_SGD)
-    outer.take_changes(1.0)
+    outer.take_changes({0: 1.0})
 
     def arrive() -> None:
         assert outer.anchors[0].grad is not None
@@ -142,6 +142,50 @@ def test_a_part_that_several_ranks_hold_counts_once(world: None) -> None:
     assert _num_copies(torch.zeros(4)) == 1
     assert _num_copies(DTensor.from_local(torch.zeros(4), mesh, [Shard(0)])) == 1
     assert _num_copies(DTensor.from_local(torch.zeros(4), mesh, [Replicate()])) == mesh.size()
+
+
+# Fragments and what a group keeps
+
+
+def test_a_fragment_is_updated_alone() -> None:
+    """Its anchor and its momentum; the others' are as they were, and the group has come as far with them as before."""
+    group = model(1.0, 2.0, 3.0)
+    outer = OuterModel([group], DILOCO, fragments=[0, 1, 0])
+    move(group, 0.5, 0.25, 1.0)
+    outer.take_changes({1: 1.0})
+    assert [anchor.grad is None for anchor in outer.anchors] == [True, False, True]
+    assert outer.step() == 0.25**2
+    first = 2.0 - 0.7 * 1.9 * 0.25
+    assert [anchor.item() for anchor in outer.anchors] == pytest.approx([1.0, first, 3.0])
+    assert weights(group) == pytest.approx([0.5, first, 2.0])
+    assert [outer.momentum(anchor).item() for anchor in outer.anchors] == [0.0, 0.25, 0.0]
+    move(group, 0.5, 0.0, 0.0)
+    outer.take_changes({0: 2.0, 1: 1.0})
+    assert [anchor.grad.item() for anchor in outer.anchors if anchor.grad is not None] == [2.0, 0.0, 2.0]
+
+
+def test_a_group_keeps_a_share_of_its_own_weights() -> None:
+    """And of them only: the anchors are what the groups agree on."""
+    group = model(1.0)
+    outer = OuterModel([group], LOCAL_SGD)
+    move(group, 0.5)
+    outer.take_changes({0: 1.0})
+    move(group, 0.25)  # while the exchange was under way
+    outer.step(alpha=0.25)
+    assert outer.anchors[0].item() == 0.5
+    assert weights(group) == [0.25 * 0.25 + 0.75 * 0.5]
+
+
+def test_the_anchors_are_lent() -> None:
+    """To be saved or validated; the group's own weights come back, whatever happens meanwhile."""
+    group = model(1.0, 2.0)
+    outer = OuterModel([group], LOCAL_SGD)
+    move(group, 0.5, 0.25)
+    with outer.lent():
+        assert weights(group) == [1.0, 2.0]
+    with pytest.raises(OSError, match="disk"), outer.lent():
+        raise OSError("disk")
+    assert weights(group) == [0.5, 1.75]
 
 
 # The exchange of changes
@@ -185,9 +229,11 @@ class Group:
         """Move by `change`, and make the update of what all groups have: as `SemiSyncTrainer` and `Round` do."""
         if self.tokens:
             move(self.model, change, 2 * change)
-            self.outer.take_changes(self.tokens / NOMINAL)
-        reduced = self._finish()
-        self._exchange.write_gradients(None, NOMINAL / reduced.rows[:, 0].sum().item())
+            weights = {0: self.tokens / NOMINAL}
+            self.outer.take_changes(weights)
+            self._exchange.give(weights)
+        self._finish()
+        self._exchange.write_gradients(None, scale=None)
         self.outer.step()
 
     def _finish(self) -> Reduced:
@@ -328,7 +374,7 @@ class Training:
 
     def make_round(self) -> None:
         self.inner.train(2)
-        self.outer.take_changes(1.0)
+        self.outer.take_changes({0: 1.0})
         self.outer.step()
 
 

@@ -34,7 +34,7 @@ class World:
         self.other, self.max_step = OTHER, 7
         self.slots = (0, 1)
         self.error: ExchangeError | None = None
-        self.finite = True
+        self.finite, self.spoiled = True, False
         self.sibling_agrees = True
         # What the rounds did.
         self.row: Row | None = None
@@ -211,9 +211,9 @@ def test_a_sibling_s_no_counts(world: World) -> None:
 
 def test_gradients_that_are_not_finite_are_voted_down(world: World) -> None:
     """By those who gave them, and by those who only read the rows."""
-    world.finite = False
+    world.finite, world.spoiled = False, True
     assert world.rounds.make(GIVEN) == Broken("the gradients of groups [0] are not finite", spoiled=True)
-    world.finite, world.other = True, dataclasses.replace(OTHER, nonfinite=1)
+    world.finite, world.spoiled, world.other = True, False, dataclasses.replace(OTHER, nonfinite=1)
     assert world.rounds.make(GIVEN) == Broken("the gradients of groups [1] are not finite", spoiled=False)
     assert world.votes == [False, False]
     world.other = OTHER

@@ -114,6 +114,7 @@ class Exchange:
         self._seat, self._gradient = seat, gradient
         self._armed: bool | None = None
         self.contributed, self.finite, self.sum = False, True, 0.0
+        self.spoiled = False
 
     def arm(self, contributes: Callable[[Quorum], bool]) -> None:
         """Decide now, as the flight does when its quorum comes."""
@@ -130,6 +131,7 @@ class Exchange:
         self._armed = None
         gradient = self._gradient() if self.contributed else 0.0
         self.finite = math.isfinite(gradient)
+        self.spoiled = not self.finite
         row, message = tell(quorum)
         told = self._seat.hub.gather(self._seat.number, self._seat.slot, (gradient, list(row), message))
         gradients, rows, messages = zip(*told, strict=True)
@@ -139,6 +141,9 @@ class Exchange:
     def reduced(self) -> list[torch.Tensor]:
         """Copy the sum."""
         return [torch.tensor(self.sum)]
+
+    def drop_residuals(self) -> None:
+        """Forget nothing: nothing is rounded."""
 
 
 class Idle:

@@ -110,8 +110,8 @@ def test_the_exchange_overlaps_with_a_backward_that_calls_each_hook_once(
     this: Any = SimpleNamespace(_config=FaultTolerance(enable=True, semi_sync_method=method), membership=None)
     dims = SimpleNamespace(pp_enabled=pp > 1, fsdp_enabled=True, dp_replicate_enabled=False)
     model = nn.Linear(2, 3)
-    links.Links._build_exchange(this, model.parameters(), [model], dims, 0.5)  # type: ignore[arg-type]
-    assert (built["gradient_scale"], built["overlap"]) == (0.5, overlap)
+    links.Links._build_exchange(this, model.parameters(), [0, 1], [model], dims, 0.5)  # type: ignore[arg-type]
+    assert (built["fragments"], built["gradient_scale"], built["overlap"]) == ([0, 1], 0.5, overlap)
 
 
 def test_all_links_are_closed_although_one_cannot_be() -> None:

@@ -183,6 +183,7 @@ class GradientExchange:
         self._reduced: Collection[int] = ()  # the fragments that the last exchange has summed
         self._armed = False
         self._flight: _Flight | None = None
+        self.spoiled = False  # whether what this rank gave to the last exchange was not finite
         self._wire_bytes = 0
         if overlap:
             for bucket in self._buckets:
@@ -255,6 +256,7 @@ class GradientExchange:
             raise
         finally:
             flight.join()
+            self.spoiled = flight.contributed and not flight.finite
             self._flight = None
             self._wire_bytes += flight.wire_bytes
 

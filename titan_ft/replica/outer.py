@@ -4,16 +4,18 @@
 
 LocalSGD and DiLoCo (arXiv 2311.08105): each group trains `sync_steps` steps by itself. Then the groups exchange how far
 each has moved from the anchors, the weights that all began the round with, and the outer optimizer makes one update of
-the anchors from the mean of that. The job's state is the anchors, the outer optimizer's and the counters; the inner
-optimizer's moments are each group's own.
+the anchors from the mean of that. With Streaming DiLoCo (arXiv 2501.18512) they do so for one fragment of the model
+after the other. The job's state is the anchors, the outer optimizer's and the counters; the inner optimizer's moments,
+and how far a group has moved from the anchors, are each group's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,19 +36,23 @@ class OuterModel:
     Args:
         model_parts: as torchtitan's Trainer holds them; their weights are those that training begins with.
         settings: of the outer optimizer.
+        fragments: of each trainable parameter; all are of fragment 0 if there is none.
 
     Attributes:
         anchors: one for each trainable parameter, in the order of the model's, in fp32.
         optimizer: steps them by their gradients.
+        fragments: of each anchor.
     """
 
-    def __init__(self, model_parts: list[nn.Module], settings: OuterOptimizer) -> None:
-        self._named = [
-            (_WRAPPERS.sub("", name), parameter)
-            for part in model_parts
-            for name, parameter in part.named_parameters()
-            if parameter.requires_grad
-        ]
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        settings: OuterOptimizer,
+        fragments: Sequence[int] = (),
+    ) -> None:
+        self._named = trained_parameters(model_parts)
+        self.fragments = list(fragments) or [0] * len(self._named)
+        self._changes: list[torch.Tensor] = []  # of the anchors; from the first round on
         self.anchors = [nn.Parameter(_empty_like(parameter)) for _, parameter in self._named]
         self._anchor_of = {
             id(parameter): anchor for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True)
@@ -54,6 +60,9 @@ class OuterModel:
         self.optimizer = torch.optim.SGD(
             self.anchors, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov
         )
+        if self.has_state:  # from the beginning, as after a load: zeros make the same first update as none
+            for anchor in self.anchors:
+                self.optimizer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor, requires_grad=False)
         self.take_model()
 
     @torch.no_grad()
@@ -70,20 +79,44 @@ class OuterModel:
             local(parameter).copy_(anchor, non_blocking=True)
         device.synchronize()
 
+    @contextlib.contextmanager
     @torch.no_grad()
-    def take_changes(self, weight: float) -> None:
-        """Make (anchor - weight of the model) times `weight` the anchors' gradients: how far this group has moved."""
-        for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
-            if anchor.grad is None:
-                anchor.grad = _empty_like(parameter)
-            anchor.grad.copy_(local(parameter), non_blocking=True)
-        device.synchronize()
-        for anchor in self.anchors:
-            assert anchor.grad is not None
-            torch.sub(anchor, anchor.grad, out=anchor.grad).mul_(weight)
+    def lent(self) -> Iterator[None]:
+        """Make the anchors the model's weights for as long as the context lasts: to save it, or to validate."""
+        own = [local(parameter).to("cpu", copy=True) for _, parameter in self._named]
+        self.restore_model()
+        try:
+            yield
+        finally:
+            for weights, (_, parameter) in zip(own, self._named, strict=True):
+                local(parameter).copy_(weights)
 
-    def step(self) -> float:
-        """Make the outer update by the anchors' gradients, and let the model go on from it.
+    @torch.no_grad()
+    def take_changes(self, weights: Mapping[int, float]) -> None:
+        """Make how far this group has moved, anchor - weight of the model, the gradients of some fragments' anchors.
+
+        Args:
+            weights: for each of these fragments, what the change is multiplied with. The others get no gradient.
+        """
+        self._changes = self._changes or [_empty_like(parameter) for _, parameter in self._named]
+        for anchor, change, fragment, (_, parameter) in self._all():
+            anchor.grad = change if fragment in weights else None
+            if fragment in weights:
+                change.copy_(local(parameter), non_blocking=True)
+        device.synchronize()
+        for anchor, change, fragment, _ in self._all():
+            if fragment in weights:
+                torch.sub(anchor, change, out=change).mul_(weights[fragment])
+
+    def _all(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, tuple[str, nn.Parameter]]]:
+        return zip(self.anchors, self._changes, self.fragments, self._named, strict=True)
+
+    @torch.no_grad()
+    def step(self, alpha: float = 0.0) -> float:
+        """Make the outer update of the anchors that have a gradient, and let the model go on from them.
+
+        Args:
+            alpha: share of the model's own weights in those that it goes on with.
 
         Returns:
             The sum of squares of this rank's part of the gradients; ranks that hold the same part share it.
@@ -94,7 +127,11 @@ class OuterModel:
             if anchor.grad is not None:
                 squares += anchor.grad.double().square().sum().item() / _num_copies(parameter)
         self.optimizer.step()
-        self.restore_model()
+        for anchor, (_, parameter) in zip(self.anchors, self._named, strict=True):
+            if anchor.grad is not None:
+                weights = anchor.to(parameter.device, non_blocking=True)
+                local(parameter).copy_(torch.lerp(weights, local(parameter), alpha) if alpha else weights)
+        device.synchronize()
         return squares
 
     def named_anchors(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -107,32 +144,28 @@ class OuterModel:
         return self._anchor_of.get(id(parameter), parameter)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the outer optimizer's state for a checkpoint, sharded as the model; the model itself is the anchors.
-
-        Before the first update there is none; then it is zeros, which make the same first update.
-        """
+        """Return the outer optimizer's state for a checkpoint, sharded as the model, which is saved as the anchors."""
         if not self.has_state:
             return {}
         return {
-            f"momentum.{name}": like(parameter, self._momentum(anchor).to(parameter.device, copy=True))
+            f"momentum.{name}": like(parameter, self.momentum(anchor).to(parameter.device, copy=True))
             for anchor, (name, parameter) in zip(self.anchors, self._named, strict=True)
         }
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Go on from what `state_dict` returned."""
         for anchor, (name, _) in zip(self.anchors, self._named, strict=True):
-            momentum = self._momentum(anchor)
-            momentum.copy_(local(state_dict[f"momentum.{name}"]))
-            self.optimizer.state[anchor]["momentum_buffer"] = momentum
+            self.momentum(anchor).copy_(local(state_dict[f"momentum.{name}"]))
 
     @property
     def has_state(self) -> bool:
         """Say whether the outer optimizer keeps a state."""
         return self.optimizer.defaults["momentum"] > 0
 
-    def _momentum(self, anchor: nn.Parameter) -> torch.Tensor:
-        momentum = self.optimizer.state[anchor].get("momentum_buffer")
-        return torch.zeros_like(anchor, requires_grad=False) if momentum is None else momentum
+    def momentum(self, anchor: nn.Parameter) -> torch.Tensor:
+        """Return the outer optimizer's for an anchor."""
+        momentum: torch.Tensor = self.optimizer.state[anchor]["momentum_buffer"]
+        return momentum
 
 
 class OuterState(TrainState):
@@ -162,6 +195,16 @@ class OuterState(TrainState):
     def _model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in super()._model_tensors():
             yield name, self._outer.of(tensor)
+
+
+def trained_parameters(model_parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return those that are trained, by the names that a checkpoint has for them."""
+    return [
+        (_WRAPPERS.sub("", name), parameter)
+        for part in model_parts
+        for name, parameter in part.named_parameters()
+        if parameter.requires_grad
+    ]
 
 
 def set_lr(lr_schedulers: Any, step: int) -> None:

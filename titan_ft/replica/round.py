@@ -45,7 +45,8 @@ class Contribution:
         max_loss: largest mean loss of one of the group's ranks.
         seconds: that the group's slowest rank spent on it.
         entries: the batches that it was made of, as this rank read them.
-        early: whether steps of the round are left, with a semi-synchronous method.
+        early: whether it would rather make more steps of the round, with a semi-synchronous method.
+        changed: whether there are gradients though none of these batches made them.
     """
 
     valid_tokens: int = 0
@@ -55,11 +56,12 @@ class Contribution:
     seconds: float = 0.0
     entries: tuple[Entry, ...] = ()
     early: bool = False
+    changed: bool = False
 
     @property
     def empty(self) -> bool:
         """Say whether nothing was trained: what gradients there are, are others'."""
-        return not (self.entries or self.tokens)
+        return not (self.entries or self.tokens or self.changed)
 
     def plus(self, other: Contribution) -> Contribution:
         """Add what further microbatches contribute."""
@@ -113,7 +115,6 @@ class Rounds:
         self._events, self._drain, self._watchdog = events, drain, watchdog
         self._met: frozenset[Member] = frozenset()  # members of the last round that worked
         self._asked_for = False  # whether one of them asked for a donor
-        self._nonfinite = False  # whether the gradients that this rank gave to the round under way are not finite
 
     def ask(self) -> None:
         """Ask for the next round's quorum, unless it is asked for."""
@@ -158,6 +159,17 @@ class Rounds:
         """Let the next backward launch the exchange of the next round; call it before the step's last backward."""
         self.ask()
         self._exchange.arm(lambda quorum: not self._is_outdated(quorum))
+
+    def send(self, contribution: Contribution) -> None:
+        """Launch the next round's exchange with all that this group gives to it; returns at once.
+
+        So a group makes steps of its own while the exchange is under way. `make` with the same completes it.
+        """
+        self.ask()
+        self._exchange.send(
+            lambda quorum: not self._is_outdated(quorum),
+            lambda quorum: self._describe(quorum, contribution, GradientUse.GIVE),
+        )
 
     def launch_empty(self) -> None:
         """Launch the exchange of the next round without gradients; returns at once, and `make` completes it.
@@ -213,7 +225,6 @@ class Rounds:
 
     def _exchange_once(self, gives: bool, contribution: Contribution, use: GradientUse) -> tuple[Round | None, str]:
         """Make the exchange; returns the round, or why its sums are not to be used."""
-        self._nonfinite = False
         try:
             reduced = self._exchange.finish(gives, lambda quorum: self._describe(quorum, contribution, use))
         except ExchangeError as error:
@@ -238,7 +249,7 @@ class Rounds:
         logger.warning("the exchange after step %d broke: %s", step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.broke()
-        return Broken(error, spoiled=any(self._group.gather(int(self._nonfinite))))
+        return Broken(error, spoiled=any(self._group.gather(int(self._exchange.spoiled))))
 
     def _is_outdated(self, quorum: Quorum) -> bool:
         """Say whether this group's claim to the job's state is void, by the steps that the others report.
@@ -250,7 +261,6 @@ class Rounds:
 
     def _describe(self, quorum: Quorum, contribution: Contribution, use: GradientUse) -> OwnFacts:
         position, given = self._position, self._exchange.contributed
-        self._nonfinite = given and not self._exchange.finite
         claims = position.standing.has_state and not self._is_outdated(quorum)
         resting = claims and use is GradientUse.REST and not contribution.empty
         facts = contribution if given or resting else NOTHING
@@ -272,7 +282,7 @@ class Rounds:
             seconds=facts.seconds,
             saved=position.saved,
             leaving=self._drain.requested,
-            nonfinite=self._nonfinite,
+            nonfinite=given and not self._exchange.finite,
             forced=use is GradientUse.FORCE,
             excluded=use is GradientUse.LEAVE_OUT,
             resting=resting,

@@ -151,6 +151,14 @@ class ReplicaDimension:
         """Let the next backward launch the exchange; call it before the step's last backward."""
         self._rounds.launch()
 
+    def send(self, contribution: Contribution) -> None:
+        """Let the exchange go on while this group makes steps of the next round; `commit` completes it."""
+        self._rounds.send(contribution)
+
+    def ask(self) -> None:
+        """Ask for the next round's quorum: from then on the others wait for this group no longer than for its step."""
+        self._rounds.ask()
+
     def slots_to_read(self) -> list[int]:
         """Return the slots whose data this group trains in the next step; none if another group still reads its own."""
         own, readers = self._config.replica_id, self._ledger.readers

@@ -41,7 +41,7 @@ class Links:
 
     Args:
         exchanged: parameters whose gradients are summed over the groups, in the same order in every group.
-        gradient_scale: see `GradientExchange`.
+        fragments, gradient_scale: see `GradientExchange`.
 
     Attributes:
         host: numeric address that other groups reach this rank at.
@@ -61,6 +61,7 @@ class Links:
         drain: Drain,
         *,
         exchanged: Iterable[nn.Parameter],
+        fragments: Sequence[int],
         gradient_scale: float,
     ) -> None:
         self._config, self._launch, self._events, self._drain = config, launch, events, drain
@@ -74,7 +75,7 @@ class Links:
             config.transfer_max_mbps,
         )
         self.membership = self._join(self.host, shape)
-        self.exchange = self._build_exchange(exchanged, model_parts, parallel_dims, gradient_scale)
+        self.exchange = self._build_exchange(exchanged, fragments, model_parts, parallel_dims, gradient_scale)
         self._rank_watch = self._watch_ranks(self.host)
 
     def close(self) -> None:
@@ -136,6 +137,7 @@ class Links:
     def _build_exchange(
         self,
         exchanged: Iterable[nn.Parameter],
+        fragments: Sequence[int],
         model_parts: Sequence[nn.Module],
         dims: ParallelDims,
         gradient_scale: float,
@@ -150,6 +152,7 @@ class Links:
             # semi-synchronous method the gradients are none of autograd's.
             overlap=not (dims.pp_enabled or config.semi_sync_method),
             gradient_scale=gradient_scale,
+            fragments=fragments,
             quantize=quantizes(config),
             counts=spec.token_counts(model_parts),
         )

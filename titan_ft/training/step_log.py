@@ -27,6 +27,7 @@ class Work:
         seconds: of all of it.
         compute_seconds: of forward and backward.
         exchange_seconds: from there to the commit.
+        overlapped_seconds: from there to the commit, of the next one's forward and backward.
         inner_steps: how many of them this group made itself.
         wire_bytes: of gradients that this rank has sent since the last commit.
     """
@@ -38,6 +39,7 @@ class Work:
     seconds: float = 0.0
     compute_seconds: float = 0.0
     exchange_seconds: float = 0.0
+    overlapped_seconds: float = 0.0
     inner_steps: int = 0
     wire_bytes: int = 0
 

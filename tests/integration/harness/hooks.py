@@ -70,6 +70,7 @@ from titan_ft.chaos.inside.task import Task
 from titan_ft.chaos.orders import Order
 from titan_ft.replica import heal, state_fetch
 from titan_ft.replica.catch_up import CatchUp
+from titan_ft.replica.decision import Update
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.exchange import GradientExchange, _Count, _Flight, local
 from titan_ft.replica.membership import Membership
@@ -442,12 +443,16 @@ def install_records(folder: Path) -> None:
             }
             torch.save(parameters, folder / f"{moment}-{name}.pt")
 
+    def dump_anchors(trainer: SemiSyncTrainer, update: Update) -> None:
+        with trainer._outer.lent():
+            dump(trainer, f"round-{update.step}")
+
     def whole(value: torch.Tensor) -> torch.Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     before(MetricsProcessor, "log", log)
     before(torchtitan.train.Trainer, "train", lambda trainer: dump(trainer, "begin"))
-    after(SemiSyncTrainer, "_apply", lambda trainer, update: dump(trainer, f"round-{update.step}"))
+    after(SemiSyncTrainer, "_apply", dump_anchors)
     before(torchtitan.train.Trainer, "close", end)
 
 

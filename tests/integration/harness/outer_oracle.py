@@ -6,7 +6,9 @@ Called as `main` in a process of its own, with one JSON argument:
     flags, shards, mask, begin   as for `harness.oracle`
     groups         number of them
     microbatches   of each shard in a step
-    sync_steps     steps of a group in a round
+    length         steps of a group in a round
+    fragments      modules of each; null = one of the whole model
+    delay, alpha   of Streaming DiLoCo
     outer          "lr", "momentum" and "nesterov" of the outer optimizer
     rounds         files with a group's parameters behind each round, to compare with
     output         JSON file to write: [{"loss", "norm", "valid_tokens", "difference", "change"}] of the rounds: norm
@@ -45,6 +47,8 @@ class Group:
         self._shards = [
             self._read(spec, rank, total, task["mask"]) for rank in range(number * each, (number + 1) * each)
         ]
+        self.tokens = [0] * len(task["fragments"] or [None])  # trained on each fragment since its last exchange
+        self.facts: list[tuple[int, float]] = []  # valid tokens and sum of the losses of each step
 
     def _read(self, spec: Any, rank: int, total: int, mask: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         tokenizer = spec.build_tokenizer_fn(self._config)
@@ -54,16 +58,14 @@ class Group:
         for batch, (inputs, labels) in enumerate(loader):
             yield inputs["input"], mask_labels(labels, rank, batch) if mask else labels
 
-    def train(self, steps: range) -> tuple[int, float]:
-        """Make these steps; returns valid tokens and the sum of their losses."""
-        tokens, loss = 0, 0.0
-        for step in steps:
+    def train(self, until: int) -> None:
+        """Make steps until so many are made."""
+        for step in range(len(self.facts), until):
             batches = [next(shard) for shard in self._shards for _ in range(self._microbatches)]
             rate, max_norm = oracle.learning_rate(self._config, step), self._config.training.max_norm
             made = oracle.train_step(self.model, self._optimizer, batches, rate, max_norm)
-            tokens += made["valid_tokens"]
-            loss += made["loss"] * made["valid_tokens"]
-        return tokens, loss
+            self.tokens = [tokens + made["valid_tokens"] for tokens in self.tokens]
+            self.facts.append((made["valid_tokens"], made["loss"] * made["valid_tokens"]))
 
     def weights(self) -> Weights:
         """Return the model's parameters themselves."""
@@ -95,25 +97,41 @@ def main() -> None:
     groups = [Group(task, config, spec, number) for number in range(task["groups"])]
     outer = Nesterov(**task["outer"])
     anchors = {name: value.clone() for name, value in groups[0].weights().items()}
+    fragment_of = {name: _find(name, task["fragments"]) for name in anchors}
+    total, length = config.training.steps, task["length"]
     rounds = []
     for number, path in enumerate(task["rounds"]):
-        first = number * task["sync_steps"]
-        steps = range(first, min(first + task["sync_steps"], config.training.steps))
-        made = [group.train(steps) for group in groups]
-        valid_tokens = sum(tokens for tokens, _ in made)
-        changes = {name: torch.zeros_like(anchor) for name, anchor in anchors.items()}
-        for group, (tokens, _) in zip(groups, made, strict=True):
-            for name, value in group.weights().items():
-                changes[name] += (anchors[name] - value) * (tokens / valid_tokens)
-        before, anchors = anchors, outer.step(anchors, changes)
+        first, end = number * length, min((number + 1) * length, total)
         for group in groups:
+            group.train(end)
+        is_last = end == total
+        exchanged = {number % len(group.tokens)} if not is_last else set(range(len(group.tokens)))
+        sent = [group.tokens for group in groups]
+        changes: Weights = {}
+        for name in (name for name in anchors if fragment_of[name] in exchanged):
+            weights = [tokens[fragment_of[name]] for tokens in sent]
+            changes[name] = sum(
+                (anchors[name] - group.weights()[name]) * (weight / sum(weights))
+                for group, weight in zip(groups, weights, strict=True)
+            )
+        if not is_last:
+            for group in groups:
+                group.train(min(end + task["delay"], total))
+        before, anchors = anchors, anchors | outer.step(anchors, changes)
+        alpha = 0.0 if is_last else task["alpha"]
+        for group, tokens in zip(groups, sent, strict=True):
             for name, value in group.weights().items():
-                value.copy_(anchors[name])
+                if name in changes:
+                    value.copy_(alpha * value + (1 - alpha) * anchors[name])
+            for fragment in exchanged:
+                group.tokens[fragment] -= tokens[fragment]
+        facts = [fact for group in groups for fact in group.facts[first:end]]
+        valid_tokens = sum(tokens for tokens, _ in facts)
         theirs = torch.load(path)
         assert anchors.keys() == theirs.keys()
         rounds.append(
             {
-                "loss": sum(loss for _, loss in made) / valid_tokens,
+                "loss": sum(loss for _, loss in facts) / valid_tokens,
                 "norm": sum(change.double().square().sum().item() for change in changes.values()) ** 0.5,
                 "valid_tokens": valid_tokens,
                 "difference": max((value - theirs[name]).abs().max().item() for name, value in anchors.items()),
@@ -121,3 +139,10 @@ def main() -> None:
             }
         )
     Path(task["output"]).write_text(json.dumps(rounds))
+
+
+def _find(name: str, fragments: list[list[str]] | None) -> int:
+    if fragments is None:
+        return 0
+    known = {module: number for number, modules in enumerate(fragments) for module in modules}
+    return known[max((module for module in known if f"{name}.".startswith(f"{module}.")), key=len)]

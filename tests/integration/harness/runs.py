@@ -45,13 +45,16 @@ class Runs:
         *,
         method: str | None = None,
         sync_steps: int = 1,
+        num_fragments: int = 1,
+        ahead: int = 0,
         name: str = "groups",
         **hooks: Any,
     ) -> dict[str, list[dict[str, Any]]]:
         """Train in replica groups; returns the records of each rank, by "replica-rank".
 
         Args:
-            method, sync_steps: the semi-synchronous one, and the steps of its rounds.
+            method, sync_steps, num_fragments: the semi-synchronous one, and what makes the length of its rounds.
+            ahead: steps that are made while an exchange is under way.
             name: of the run, where a test makes several.
         """
         if method is not None:
@@ -61,8 +64,8 @@ class Runs:
                 f"--fault_tolerance.sync_steps={sync_steps}",
             ]
         job = self.job = self._start(name, groups, ranks, flags, hooks)
-        ends = ends_of_rounds(sync_steps)
-        check(job, survivors=range(groups), steps=len(ends), longest_gap=SECONDS)
+        ends = ends_of_rounds(sync_steps // num_fragments)
+        check(job, survivors=range(groups), steps=len(ends), longest_gap=SECONDS, ahead=ahead)
         return self._read(name, job, ends)
 
     def stock(
@@ -107,15 +110,22 @@ class Runs:
         microbatches: int,
         mask: bool,
         *,
+        fragments: list[list[str]] | None = None,
+        delay: int = 0,
+        alpha: float = 0.0,
         shards: int = 1,
         same_begin: bool = False,
     ) -> list[dict[str, Any]]:
         """The same for groups that were trained with a semi-synchronous method; see `harness.outer_oracle`."""
         assert self.job is not None
-        numbers = range(1, len(ends_of_rounds(sync_steps)) + 1)
+        length = sync_steps // len(fragments or [[]])
+        numbers = range(1, len(ends_of_rounds(length)) + 1)
         task = {
             "groups": len(self.job.groups),
-            "sync_steps": sync_steps,
+            "length": length,
+            "fragments": fragments,
+            "delay": delay,
+            "alpha": alpha,
             "microbatches": microbatches,
             "outer": outer,
             "rounds": [str(self.parameters(f"round-{number}")) for number in numbers],
