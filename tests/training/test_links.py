@@ -100,18 +100,21 @@ def test_every_rank_counts() -> None:
     assert shape(model, group=TwoRanks(1)) == shape(model, group=TwoRanks(1)) != shape(model, group=TwoRanks(2))
 
 
+@pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize(("pp", "method", "overlap"), [(1, None, True), (2, None, False), (1, "diloco", False)])
 def test_the_exchange_overlaps_with_a_backward_that_calls_each_hook_once(
-    monkeypatch: pytest.MonkeyPatch, pp: int, method: str | None, overlap: bool
+    monkeypatch: pytest.MonkeyPatch, pp: int, method: str | None, overlap: bool, quantize: bool
 ) -> None:
     """A pipeline calls autograd's hooks for parts of a batch; what a semi-synchronous method exchanges has none."""
     built: dict[str, Any] = {}
     monkeypatch.setattr(links, "GradientExchange", lambda *_, **settings: built.update(settings))
-    this: Any = SimpleNamespace(_config=FaultTolerance(enable=True, semi_sync_method=method), membership=None)
+    config = FaultTolerance(enable=True, semi_sync_method=method, should_quantize=quantize)
+    this: Any = SimpleNamespace(_config=config, membership=None)
     dims = SimpleNamespace(pp_enabled=pp > 1, fsdp_enabled=True, dp_replicate_enabled=False)
     model = nn.Linear(2, 3)
     links.Links._build_exchange(this, model.parameters(), [0, 1], [model], dims, 0.5)  # type: ignore[arg-type]
     assert (built["fragments"], built["gradient_scale"], built["overlap"]) == ([0, 1], 0.5, overlap)
+    assert built["quantize"] == (quantize and method == "diloco")
 
 
 def test_all_links_are_closed_although_one_cannot_be() -> None:
