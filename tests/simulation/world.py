@@ -22,7 +22,7 @@ from tests.simulation.oracle import Oracle, Rules
 from tests.simulation.rank import Rank
 from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
-from titan_ft.config import FaultTolerance
+from titan_ft.config import FaultTolerance, steps_per_round
 from titan_ft.replica.decision import Done, GiveUp, Wait
 from titan_ft.replica.row import Standing
 
@@ -110,7 +110,7 @@ class Options:
     @property
     def round_steps(self) -> int:
         """Return how many steps a group makes from one exchange to the next."""
-        return int(self.fault_tolerance["sync_steps"]) if self.fault_tolerance.get("semi_sync_method") else 1
+        return steps_per_round(FaultTolerance(**self.fault_tolerance))
 
     @property
     def round_seconds(self) -> float:
