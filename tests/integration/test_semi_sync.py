@@ -326,6 +326,68 @@ def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point:
     assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
 
 
+STREAMING = [
+    "--fault_tolerance.semi_sync_method=diloco",
+    f"--fault_tolerance.sync_steps={2 * LENGTH}",
+    "--fault_tolerance.num_fragments=2",
+    "--fault_tolerance.fragment_sync_delay=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("point", "ranks"),
+    [
+        ("exchange_first", 1),
+        *(
+            pytest.param(point, ranks, **NOT_QUICK)
+            for point, ranks in [
+                ("forward", 1),
+                ("exchange_last", 1),
+                ("vote_before", 1),
+                ("vote_after", 1),
+                ("commit", 1),
+                ("exchange_first", 2),
+                ("vote_before", 2),
+            ]
+        ),
+    ],
+)
+def test_kill_while_steps_are_made_during_the_exchange(make_job: Callable[..., Job], point: str, ranks: int) -> None:
+    """What broke is found when its result is due, and repeated with the same change: no step is made twice.
+
+    The one that comes back gets the anchors of both fragments, and gives what it trains from there.
+    """
+    dying, step = 2, 2 * LENGTH + (1 if point == "forward" else 0)
+    hooks = {"faults": [kill(1, point, step=step, rank=ranks - 1)], "hold": 2}
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=STREAMING, hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS, ahead=2)
+    check_killed(job, events, [(1, 0, f"sigkill:{point}")])
+    check_data(events)
+    ours = rounds_of(events, 0)
+    if point not in ("exchange_last", "forward"):  # all that the survivor needs may have been sent, or not
+        assert ours[dying]["participants"] == ([0] if point == "exchange_first" else [0, 1])
+    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
+    assert ours[ROUNDS]["participants"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_slow_group_sends_fewer_steps(make_job: Callable[..., Job]) -> None:
+    """It asks for the exchange at the deadline, and makes as many as it can until the others are there too."""
+    hooks = {"delays": [{"replica": 0, "seconds": 0.2, "step": None}, {"replica": 1, "seconds": 0.6, "step": None}]}
+    flags = round_flags("--fault_tolerance.sync_deadline_seconds=0.7")
+    job = make_job(groups=2, steps=3 * LENGTH, flags=flags, hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0, 1], steps=3)
+    assert not named(events, "exchange_failed", "heal_started")
+    check_data(events)
+    ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
+    for number in (2, 3):  # the first steps of a process take longer
+        assert ours[number]["inner_steps"] == LENGTH
+        assert 1 <= theirs[number]["inner_steps"] < LENGTH
+        assert theirs[number]["own_tokens"] / theirs[number]["inner_steps"] == ours[number]["own_tokens"] / LENGTH
+
+
 # Heals
 
 
