@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ import torch
 from harness.events import Event, audit
 from harness.job import Job
 from harness.runs import STEPS, Runs, column, ends_of_rounds
-from harness.trajectory import by_process, check, check_killed, named
+from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, named
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROUNDING = 1e-5
 NORM_ROUNDING = 3e-4  # see test_arithmetic
@@ -725,6 +727,40 @@ def test_all_groups_killed_in_a_round(
     check_resumed(job, expected, 8, attempt=1)
     assert [event["step"] for event in named(events, "checkpoint_saved")] == [8, 16, 24]
     check_data(events)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, **NOT_QUICK)])
+def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
+    make_job: Callable[..., Job], tmp_path: Path, ranks: int
+) -> None:
+    """Between two exchanges of a fragment each group has weights of its own. A job goes on from the others."""
+    record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
+    record.mkdir()
+    flags = [*STREAMING, *SGD, "--fault_tolerance.fragment_update_alpha=0.5", *saving(checkpoints)]
+    flags += ["--validation.enable", "--validation.freq=8", "--validation.steps=1", "--validation.seq_len=32"]
+    flags += ["--validation.dataset=austen_validation", "--metrics.disable_color_printing"]
+    shape: dict[str, Any] = {"groups": 2, "ranks": ranks, "steps": LENGTH * ROUNDS, "flags": flags}
+    faults = [kill(replica, "forward", step=15) for replica in (0, 1)]
+    job = make_job(hooks={"record": str(record), "dump": True, "faults": faults}, **shape)
+    job.run()
+    events = job.events()
+    check_killed(job, events, [(replica, 0, "sigkill:forward") for replica in (0, 1)])
+    for attempt in (0, 1):  # the second has not what the first had made of the other fragment since its last exchange
+        check_one_trajectory(e for e in named(events, "step_committed") if e["attempt"] == attempt)
+    check_finished(job, events, ROUNDS)
+    loaded = named(events, "checkpoint_loaded")
+    assert [event["step"] for event in loaded] == [8] * 2 * ranks
+
+    saved = tmp_path / "saved.pt"
+    for step, moment in ((8, "round-2"), (24, "end")):
+        dcp_to_torch_save(checkpoints / f"step-{step}", saved)
+        theirs = torch.load(saved, weights_only=False)
+        anchors = torch.load(record / f"{moment}-0-0.pt")
+        for name, anchor in anchors.items():
+            assert torch.equal(theirs[name], anchor), (step, name)
+    validated = [re.findall(r"validate step: *(\d+) .*?loss: *([\d.]+)", job.output(replica)) for replica in (0, 1)]
+    assert validated[0] == validated[1]
+    assert [int(step) for step, _ in validated[0]] == [4, 8]
 
 
 @pytest.mark.slow
