@@ -336,11 +336,11 @@ class RoundRank(Rank):
 
     def _heal(self, computed: bool) -> None:
         trained, ahead = {batch for slot, batch in self._read if slot == self.slot}, self.ahead
-        self._moments = None
+        self._moments, before = None, self.held[1]
         super()._heal(computed)
         lost = sum(batch >= self.ledger.end(self.slot) for batch in trained)
         if lost:
-            self.world.lost_steps(self, lost, ahead)
+            self.world.lost_steps(self, lost, ahead, before)
         if self.dimension.opens and not self._is_over:
             self._open()
 
