@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ import torch
 from harness.events import Event, audit
 from harness.job import Job
 from harness.runs import STEPS, Runs, column, ends_of_rounds
-from harness.trajectory import by_process, check, check_killed, named
+from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, named
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROUNDING = 1e-5
 NORM_ROUNDING = 3e-4  # see test_arithmetic
@@ -350,6 +352,68 @@ def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point:
     ours = rounds_of(events, 0)
     assert [ours[number]["participants"] for number in (1, 2, ROUNDS)] == [[0, 1], [0], [0, 1]]
     assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
+
+
+STREAMING = [
+    "--fault_tolerance.semi_sync_method=diloco",
+    f"--fault_tolerance.sync_steps={2 * LENGTH}",
+    "--fault_tolerance.num_fragments=2",
+    "--fault_tolerance.fragment_sync_delay=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("point", "ranks"),
+    [
+        ("exchange_first", 1),
+        *(
+            pytest.param(point, ranks, **NOT_QUICK)
+            for point, ranks in [
+                ("forward", 1),
+                ("exchange_last", 1),
+                ("vote_before", 1),
+                ("vote_after", 1),
+                ("commit", 1),
+                ("exchange_first", 2),
+                ("vote_before", 2),
+            ]
+        ),
+    ],
+)
+def test_kill_while_steps_are_made_during_the_exchange(make_job: Callable[..., Job], point: str, ranks: int) -> None:
+    """What broke is found when its result is due, and repeated with the same change: no step is made twice.
+
+    The one that comes back gets the anchors of both fragments, and gives what it trains from there.
+    """
+    dying, step = 2, 2 * LENGTH + (1 if point == "forward" else 0)
+    hooks = {"faults": [kill(1, point, step=step, rank=ranks - 1)], "hold": 2}
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=STREAMING, hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS, ahead=2)
+    check_killed(job, events, [(1, 0, f"sigkill:{point}")])
+    check_data(events)
+    ours = rounds_of(events, 0)
+    if point not in ("exchange_last", "forward"):  # all that the survivor needs may have been sent, or not
+        assert ours[dying]["participants"] == ([0] if point == "exchange_first" else [0, 1])
+    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
+    assert ours[ROUNDS]["participants"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_slow_group_sends_fewer_steps(make_job: Callable[..., Job]) -> None:
+    """It asks for the exchange at the deadline, and makes as many as it can until the others are there too."""
+    hooks = {"delays": [{"replica": 0, "seconds": 0.2, "step": None}, {"replica": 1, "seconds": 0.6, "step": None}]}
+    flags = round_flags("--fault_tolerance.sync_deadline_seconds=0.7")
+    job = make_job(groups=2, steps=3 * LENGTH, flags=flags, hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0, 1], steps=3)
+    assert not named(events, "exchange_failed", "heal_started")
+    check_data(events)
+    ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
+    for number in (2, 3):  # the first steps of a process take longer
+        assert ours[number]["inner_steps"] == LENGTH
+        assert 1 <= theirs[number]["inner_steps"] < LENGTH
+        assert theirs[number]["own_tokens"] / theirs[number]["inner_steps"] == ours[number]["own_tokens"] / LENGTH
 
 
 # Heals
@@ -689,6 +753,40 @@ def test_all_groups_killed_in_a_round(
     check_resumed(job, expected, 8, attempt=1)
     assert [event["step"] for event in named(events, "checkpoint_saved")] == [8, 16, 24]
     check_data(events)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, **NOT_QUICK)])
+def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
+    make_job: Callable[..., Job], tmp_path: Path, ranks: int
+) -> None:
+    """Between two exchanges of a fragment each group has weights of its own. A job goes on from the others."""
+    record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
+    record.mkdir()
+    flags = [*STREAMING, *SGD, "--fault_tolerance.fragment_update_alpha=0.5", *saving(checkpoints)]
+    flags += ["--validation.enable", "--validation.freq=8", "--validation.steps=1", "--validation.seq_len=32"]
+    flags += ["--validation.dataset=austen_validation", "--metrics.disable_color_printing"]
+    shape: dict[str, Any] = {"groups": 2, "ranks": ranks, "steps": LENGTH * ROUNDS, "flags": flags}
+    faults = [kill(replica, "forward", step=15) for replica in (0, 1)]
+    job = make_job(hooks={"record": str(record), "dump": True, "faults": faults}, **shape)
+    job.run()
+    events = job.events()
+    check_killed(job, events, [(replica, 0, "sigkill:forward") for replica in (0, 1)])
+    for attempt in (0, 1):  # the second has not what the first had made of the other fragment since its last exchange
+        check_one_trajectory(e for e in named(events, "step_committed") if e["attempt"] == attempt)
+    check_finished(job, events, ROUNDS)
+    loaded = named(events, "checkpoint_loaded")
+    assert [event["step"] for event in loaded] == [8] * 2 * ranks
+
+    saved = tmp_path / "saved.pt"
+    for step, moment in ((8, "round-2"), (24, "end")):
+        dcp_to_torch_save(checkpoints / f"step-{step}", saved)
+        theirs = torch.load(saved, weights_only=False)
+        anchors = torch.load(record / f"{moment}-0-0.pt")
+        for name, anchor in anchors.items():
+            assert torch.equal(theirs[name], anchor), (step, name)
+    validated = [re.findall(r"validate step: *(\d+) .*?loss: *([\d.]+)", job.output(replica)) for replica in (0, 1)]
+    assert validated[0] == validated[1]
+    assert [int(step) for step, _ in validated[0]] == [4, 8]
 
 
 @pytest.mark.slow

@@ -225,7 +225,7 @@ class ProcessGroup:
             text = f"{tensor.shape} {tensor.dtype} here, {other.shape} {other.dtype} there"
             self._report("one trajectory", f"makes all-reduce {number} of a ring: {text}")
         operation.inputs[self._rank] = tensor.copy()
-        if tensor.dtype == np.float32 and tensor.size == 1:  # counts who gives some
+        if tensor.dtype == np.int32:  # counts who gives some, and what
             self._count = operation
         elif tensor.dtype == np.float32:
             self.reduced += tensor.size

@@ -465,9 +465,34 @@ MUTATIONS = [
     ),
     Mutation(
         "a group's change is not weighted by its tokens",
-        _one("outer", "out=anchor.grad).mul_(weight)", "out=anchor.grad).mul_(1 / 3)"),
+        _one("outer", "out=change).mul_(weights[fragment])", "out=change).mul_(1 / 3)"),
         ("none",),
         ("exact average",),
+        mode="semi",
+    ),
+    Mutation(
+        "a fragment's mean is by the number of groups",
+        _one("exchange", "0.0 if own is None else self._weights[bucket.fragment]", "float(own is not None)"),
+        ("none",),
+        ("exact average",),
+        mode="semi",
+    ),
+    Mutation(
+        "fragments that are not exchanged are updated by what their buckets hold",
+        _one("exchange", "bucket.flat if bucket.fragment in self._reduced else None", "bucket.flat"),
+        ("none",),
+        ("exact average",),
+        mode="semi",
+    ),
+    Mutation(
+        "a group goes on with the anchors of all fragments",
+        _one(
+            "outer",
+            "            if anchor.grad is not None:\n                weights = ",
+            "            if True:\n                weights = ",
+        ),
+        ("none",),
+        ("one trajectory",),
         mode="semi",
     ),
     Mutation(

@@ -242,6 +242,7 @@ class Rank:
             bucket_bytes=_BUCKET_BYTES,
             where=torch.device("cpu"),
             overlap=world.options.overlap,
+            fragments=self.state.fragments,
         )
         state: Any = self.state
         shared: dict[str, Any] = {"position": self.position, "group": self._group, "events": events}

@@ -421,7 +421,7 @@ class _DrawRounds(_Draw):
         super()._draw_config()
         rng, length = self.rng, self.length
         self.config |= {
-            "semi_sync_method": rng.choice(["diloco", "diloco", "local_sgd"]),
+            "semi_sync_method": (method := rng.choice(["diloco", "diloco", "local_sgd"])),
             "sync_steps": length,
             "digest_every": rng.choice([1, length, 2 * length + 1]),
             "batch_policy": "shrink",
@@ -431,6 +431,17 @@ class _DrawRounds(_Draw):
         self._plan()
         if rng.random() < 0.3:
             self.changes["last_steps"] = rng.randint(1, length)
+        if rng.random() < 0.3:
+            self.config["sync_deadline_seconds"] = rng.choice([0.5, 0.9]) * self.seconds
+        if method == "diloco" and rng.random() < 0.5:
+            self.config |= {"num_fragments": 2, "fragment_sync_delay": rng.choice([0, 1, 2])}
+            self._cut()
+
+    def _cut(self) -> None:
+        """Let rounds be as long as before, and the delay fit into them."""
+        config = self.config
+        config["sync_steps"] = self.length * config.get("num_fragments", 1)
+        config["fragment_sync_delay"] = min(config.get("fragment_sync_delay", 0), self.length - 1)
 
     def alone(self) -> None:
         """All groups but one die in a round that is long, and come back in the midst of it."""
@@ -457,7 +468,8 @@ class _DrawRounds(_Draw):
         self.length, self.seconds, self.patience = self.rng.choice([4, 8]), seconds, 60.0
         self.steps = self.rng.choice([2, 3])
         self._plan()
-        self.config |= {"sync_steps": self.length, "join_timeout_ms": 60_000}
+        self.config["join_timeout_ms"] = 60_000
+        self._cut()
         self.changes.pop("last_steps", None)
 
     def joiner(self) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from tests.simulation import training
 from tests.simulation.oracle import Committed, Oracle
 from tests.simulation.rank import Rank
-from titan_ft.config import FaultTolerance, OuterOptimizer, outer_optimizer, steps_per_round
+from titan_ft.config import FaultTolerance, num_fragments, outer_optimizer, steps_per_round
 from titan_ft.replica.decision import Update
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.ledger import Entry, Ledger
@@ -57,7 +57,7 @@ class _Schedulers:
 class State(OuterState):
     """The state of one rank, with what `training.State` has for the world and the oracle."""
 
-    def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...], settings: OuterOptimizer) -> None:
+    def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...], config: FaultTolerance) -> None:
         self.rank, self.ledger, self._shapes = rank, ledger, shapes
         self.progress = training.Progress()
         self.held = (0, 0)
@@ -66,11 +66,21 @@ class State(OuterState):
         self.model = nn.ParameterList([nn.Parameter(part.clone()) for part in parts])
         self.inner = torch.optim.SGD(self.model.parameters(), lr=_RATE, momentum=_MOMENTUM, foreach=False)
         self.schedulers = _Schedulers(self.inner)
-        self.outer = OuterModel([self.model], settings)
-        super().__init__(
-            [self.model], [self.inner], self.schedulers, self, outer=self.outer, on_load=self.outer.restore_model
-        )
+        self.fragments = [number % num_fragments(config) for number in range(len(shapes))]
+        self.outer = OuterModel([self.model], outer_optimizer(config), self.fragments)
+        super().__init__([self.model], [self.inner], self.schedulers, self, outer=self.outer, on_load=self._take_state)
         self.parameters = self.outer.anchors
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Go on from the anchors, with nothing trained on top of them."""
+        self.trained, self.sent = [0] * (max(self.fragments) + 1), dict[int, int]()
+        self.ahead: Work | None = None
+        self.expected = _flat(self.outer.anchors)  # the weights that the next step must begin with
+
+    def _take_state(self) -> None:
+        self.outer.restore_model()
+        self.begin_anew()
 
     # The counters, as `titan_ft.trainer.Counters`
 
@@ -101,7 +111,9 @@ class State(OuterState):
     @property
     def array(self) -> np.ndarray:
         """Return a copy of anchors and outer momentum: float32 [2, SIZE]."""
-        return np.stack([_flat(self.outer.anchors), _flat(map(self.outer._momentum, self.outer.anchors))])
+        if not self.outer.has_state:
+            return np.stack([_flat(self.outer.anchors), np.zeros(training.SIZE, np.float32)])
+        return np.stack([_flat(self.outer.anchors), _flat(map(self.outer.momentum, self.outer.anchors))])
 
     @property
     def weights(self) -> np.ndarray:
@@ -118,10 +130,9 @@ class State(OuterState):
 
     def flip(self, momentum: bool, place: int, bit: int) -> None:
         """Flip a bit of the anchors, or of the outer momentum if there is one."""
-        tensors = [self.outer.optimizer.state[anchor].get("momentum_buffer") for anchor in self.outer.anchors]
-        if not momentum or any(tensor is None for tensor in tensors):
-            tensors = list(self.outer.anchors)
-        for tensor in tensors:
+        flips_momentum = momentum and self.outer.has_state
+        for anchor in self.outer.anchors:
+            tensor = self.outer.momentum(anchor) if flips_momentum else anchor
             if place < tensor.numel():
                 tensor.detach().numpy().view("uint32")[place] ^= 1 << bit
                 return
@@ -149,6 +160,17 @@ def _flat(tensors: Any) -> np.ndarray:
     return np.concatenate([tensor.detach().numpy() for tensor in tensors]).copy()
 
 
+@dataclass
+class Work:
+    """What `titan_ft.semi_sync.RoundWork` keeps of a rank's steps of one round."""
+
+    steps: int = 0
+    made: Contribution = NOTHING
+    seconds: float = 0.0
+    overdue: bool = False
+    behind: int = 0  # batches that it has read before and that are not committed yet
+
+
 class RoundRank(Rank):
     """One rank of a group that trains rounds."""
 
@@ -156,9 +178,9 @@ class RoundRank(Rank):
 
     def _make_state(self) -> Any:
         self._late = False  # whether the others wait at the end of a round that this group has not begun
-        self._left = False  # whether it left in the midst of a round
-        self._moments: np.ndarray | None = None  # those that it has ended its last round with
-        return State(self.number, self.ledger, self.shapes, outer_optimizer(self.config))
+        self._work = Work()
+        self._moments: np.ndarray | None = None  # those that it has made its last step with
+        return State(self.number, self.ledger, self.shapes, self.config)
 
     def _pauses_after(self, step: int) -> bool:
         return True
@@ -170,49 +192,78 @@ class RoundRank(Rank):
     def _is_over(self) -> bool:
         return self._steps_of(self.position.step) >= self._steps_of(self.world.options.steps)
 
+    def _fragments_of(self, update: int) -> list[int]:
+        number = num_fragments(self.config)
+        is_last = self._steps_of(update) >= self._steps_of(self.world.options.steps)
+        return list(range(number)) if is_last else [(update - 1) % number]
+
     def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
         """Make the steps of a round, as `SemiSyncTrainer._train`."""
+        update, work, dimension = self.position.step + 1, self._work, self.dimension
         if self._late:
             self._late = False
-            return Contribution(early=True)
-        kernel, dimension, oracle = self.world.kernel, self.dimension, self.world.oracle
-        began, early = kernel.now, dimension.early
-        first, last = self._steps_of(self.position.step) + 1, self._steps_of(self.position.step + 1)
-        assert isinstance(oracle, RoundOracle)
-        if not self._num_steps:
-            set_lr(self.state.schedulers, first - 1)
-            oracle.began(self.slot, self.number, self.state, self._moments)
-        for step in range(first + self._num_steps, last + 1):
+            self._take_changes(update, late=True)
+            return Contribution(early=True, changed=any(self.state.trained))
+        early, first, last = dimension.early, self._steps_of(update - 1) + 1, self._steps_of(update)
+        set_lr(self.state.schedulers, first + work.steps - 1)
+        for step in range(first + work.steps, last + 1):
             if early and dimension.awaited():
                 break
-            if self._num_steps:
-                self._leave_if_told(began, self._num_steps, last + 1 - step)
+            if work.steps:
+                self._leave_if_told(work, last + 1 - step)
+                early = early or self._is_overdue(work)
             if step == last and not early:
-                arm()
-            self._made = self._made.plus(self._make_step(slots[0], self._num_steps))
-            self._num_steps += 1
-        self._moments = self.state.moments
-        self.state.outer.take_changes(self._made.valid_tokens / self.nominal_tokens)
-        oracle.ended(self.slot, self.number, self.state)
-        made = replace(self._made, early=first + self._num_steps <= last)
-        if not self._num_steps:
-            return made
-        entry = made.entries[0]
-        whole = Entry(entry.slot, entry.first_batch, self._num_steps, _loader(entry, self._num_steps))
-        return replace(made, entries=(whole,))
+                dimension.ask()
+            self._make_step(slots[0], work)
+        self._take_changes(update)
+        made = replace(work.made, early=not (work.overdue or first + work.steps > last))
+        if work.steps:
+            entry = made.entries[0]
+            whole = Entry(entry.slot, entry.first_batch, work.steps, _loader(entry, work.steps))
+            made = replace(made, entries=(whole,))
+        if not made.early:
+            self._make_steps_ahead(update, made, slots)
+        return made
+
+    def _take_changes(self, update: int, late: bool = False) -> None:
+        state, oracle = self.state, self.world.oracle
+        assert isinstance(oracle, RoundOracle)
+        state.sent = {fragment: state.trained[fragment] for fragment in self._fragments_of(update)}
+        weights = {fragment: tokens / self.nominal_tokens for fragment, tokens in state.sent.items()}
+        state.outer.take_changes(weights)
+        self._exchange.give(weights)
+        oracle.gives(self.slot, self.number, state, late)
+
+    def _is_overdue(self, work: Work) -> bool:
+        limit = self.config.sync_deadline_seconds
+        if limit and any(self._group.gather(work.seconds >= limit)):
+            work.overdue = True
+            self.dimension.ask()
+        return work.overdue
+
+    def _make_steps_ahead(self, update: int, made: Contribution, slots: Sequence[int]) -> None:
+        """Make steps while the exchange is under way, as `SemiSyncTrainer._make_steps_ahead`."""
+        first, last = self._steps_of(update) + 1, self._steps_of(update + 1)
+        if not self.config.fragment_sync_delay or last < first:
+            return
+        self.dimension.send(made)
+        self.state.ahead = ahead = Work(behind=self._work.steps)
+        for _ in range(first, min(first + self.config.fragment_sync_delay, last + 1)):
+            self._make_step(slots[0], ahead)
 
     def _step(self) -> None:
-        self._num_steps, self._made = 0, NOTHING
+        self._work, self.state.ahead = self.state.ahead or Work(), None
         super()._step()
 
-    def _make_step(self, slot: int, behind: int) -> Contribution:
+    def _make_step(self, slot: int, work: Work) -> None:
         kernel, options = self.world.kernel, self.world.options
         self._watchdog.beat()
+        self._check_begin()
         spent = options.seconds_of(slot) * (0.8 + 0.4 * kernel.rng.random()) + self.slowness
         kernel.sleep(spent)
         while self.hangs:
             kernel.block()
-        batch = self.ledger.end(slot) + behind
+        batch = self.ledger.end(slot) + work.behind + work.steps
         if (slot, batch) in self._read:
             self.world.report("no work lost", f"{self.process.name} computes batch {batch} of slot {slot} twice")
         self._read.add((slot, batch))
@@ -225,7 +276,21 @@ class RoundRank(Rank):
         tokens = training.valid_tokens(slot, batch)
         facts = self._group.gather_losses([tokens, 10, 0.1, 0.1, spent])
         seconds = float(facts[:, 4].max())
-        return Contribution(tokens, 10, 0.1, 0.1, seconds, (Entry(slot, batch, 1, b""),))
+        work.made = work.made.plus(Contribution(tokens, 10, 0.1, 0.1, seconds, (Entry(slot, batch, 1, b""),)))
+        work.steps, work.seconds = work.steps + 1, work.seconds + spent
+        self.state.trained = [sum_ + tokens for sum_ in self.state.trained]
+        self.state.expected, self._moments = self.state.weights, self.state.moments
+
+    def _check_begin(self) -> None:
+        """Look whether a step begins with what the last one has left, or the update behind it, or a load."""
+        state = self.state
+        if state.tainted:
+            return
+        name = f"{self.process.name} makes a step behind update {state.held[0]}"
+        if not np.array_equal(state.expected, state.weights, equal_nan=True):
+            self.world.report("one trajectory", f"{name} with other weights than it should have")
+        if self._moments is not None and not np.array_equal(self._moments, state.moments, equal_nan=True):
+            self.world.report("one trajectory", f"{name} with other moments than it has ended the last one with")
 
     def _apply(self, update: Update) -> None:
         """Apply a round's update, live or replayed, as `SemiSyncTrainer._apply`."""
@@ -233,10 +298,18 @@ class RoundRank(Rank):
         self._know(update, self.held[1], None)
         self._watchdog.beat()
         world.kernel.sleep(world.options.apply_seconds)
-        self._exchange.write_gradients(update.gradients, update.scale)
+        self._exchange.write_gradients(update.gradients, scale=None)
         if update.step != state.progress.steps + 1:
             world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
         squares = state.outer.step()
+        anchors, exchanged = state.array[0], self._fragments_of(update.step)
+        kept = np.repeat([fragment not in exchanged for fragment in state.fragments], self.shapes)
+        state.expected = np.where(kept, state.expected, anchors)
+        for fragment, tokens in state.sent.items():
+            state.trained[fragment] -= tokens
+        state.sent = {}
+        if state.ahead is not None:
+            state.ahead.behind = 0
         set_lr(state.schedulers, self._steps_of(update.step))
         state.progress.steps += 1
         state.progress.tokens += update.tokens
@@ -263,20 +336,20 @@ class RoundRank(Rank):
 
     def _heal(self, computed: bool) -> None:
         trained, ahead = {batch for slot, batch in self._read if slot == self.slot}, self.ahead
-        self._moments = None
+        self._moments, before = None, self.held[1]
         super()._heal(computed)
         lost = sum(batch >= self.ledger.end(self.slot) for batch in trained)
         if lost:
-            self.world.lost_steps(self, lost, ahead)
+            self.world.lost_steps(self, lost, ahead, before)
         if self.dimension.opens and not self._is_over:
             self._open()
 
-    def _leave_if_told(self, began: float, num_steps: int, remaining: int) -> None:
+    def _leave_if_told(self, work: Work, remaining: int) -> None:
         """Leave at once if the round would take too long, as `SemiSyncTrainer._leave_if_told`."""
         assert self.drain is not None
         if not any(self._group.gather(self.drain.requested)):
             return
-        needed = (self.world.kernel.now - began) / num_steps * remaining
+        needed = work.seconds / work.steps * remaining
         if any(self._group.gather(needed > self.config.drain_timeout_seconds / 2)):
             self.position.leave()
             raise Leaving
@@ -291,65 +364,65 @@ def _loader(entry: Entry, num_steps: int) -> bytes:
 
 @dataclass
 class _Part:
-    """A rank's part of a round: the moments that it began with, and whether bytes of it were changed from outside."""
+    """What a rank gives to an update: its weights, and the tokens that count, by fragment.
 
-    moments: np.ndarray
+    A late one has made no step of the round: nobody knows of its change but the sums, if it came to be in them.
+    """
+
+    weights: np.ndarray
+    tokens: dict[int, int]
     tainted: bool
+    late: bool
 
 
 class RoundOracle(Oracle):
-    """Recomputes rounds: what each group's steps make of the anchors that it began with, and the outer update."""
+    """Recomputes the outer update from what each group has come to. That a rank's steps go on from what they should, it
+    looks at itself (`RoundRank._check_begin`).
+    """
 
     def __init__(
         self, rules: Rules, report: Callable[[str, str], None], config: FaultTolerance, steps_of: Callable[[int], int]
     ) -> None:
         super().__init__(rules, report)
         self._outer, self._length, self._steps_of = outer_optimizer(config), steps_per_round(config), steps_of
-        self._parts: dict[tuple[int, int, int], list[_Part]] = {}  # by lineage, slot and rank
+        self._parts: dict[tuple[int, int], dict[int, list[_Part]]] = {}  # by lineage and rank; of each slot
+        self._fragments: list[int] = []
 
-    def began(self, slot: int, rank: int, state: State, moments: np.ndarray | None) -> None:
-        """Check what a rank begins a round with; `moments` are those it must have, None = a donor's or none."""
-        name = f"g{slot} r{rank} begins a round behind step {state.held[0]}"
-        found = state.array
-        if not np.array_equal(found[0], state.weights, equal_nan=True) and not state.tainted:
-            self._report("one trajectory", f"{name} with other weights than the anchors")
-        if moments is not None and not np.array_equal(moments, state.moments, equal_nan=True):
-            self._report("one trajectory", f"{name} with other moments than it ended the last one with")
-        parts = self._parts.setdefault((state.held[1], slot, rank), [])
-        parts.append(_Part(state.moments, state.tainted))
-
-    def ended(self, slot: int, rank: int, state: State) -> None:
-        """Take note that a rank's change is made."""
-        self._parts[state.held[1], slot, rank][-1].tainted |= state.tainted
+    def gives(self, slot: int, rank: int, state: State, late: bool) -> None:
+        """Take note of what a rank has come to."""
+        self._fragments = np.repeat(state.fragments, state._shapes).tolist()
+        parts = self._parts.setdefault((state.held[1], rank), {}).setdefault(slot, [])
+        parts.append(_Part(state.weights, dict(state.sent), state.tainted, late))
 
     def _expect(self, update: Committed, base: np.ndarray, rank: int) -> Iterator[np.ndarray]:
-        """Yield the states that the update may make of `base`: a group that began anew may have had other moments."""
+        """Yield the states that the update may make of `base`: a group may have given more than once."""
         first = self._steps_of(update.step - 1)
-        parts = [self._parts.get((update.parent, slot, rank), []) for slot, _, _ in update.batches]
-        if not all(parts):
+        given = self._parts.get((update.parent, rank), {})
+        trained = {slot: count for slot, _, count in update.batches}
+        if not given.keys() >= trained.keys():
             self._report("exact average", f"step {update.step} has batches of groups that did not begin its round")
             return
-        if any(part.tainted for found in parts for part in found):
+        if any(part.tainted for parts in given.values() for part in parts):
             return  # its change is wrong, and nobody can tell
-        for (_, start, count), _ in zip(update.batches, parts, strict=True):
+        for slot, count in trained.items():
             if count > self._steps_of(update.step) - first:
-                self._report("counters", f"step {update.step} has a group's {count} steps from batch {start}")
-        for chosen in itertools.product(*parts):
-            total, weight = np.zeros(training.SIZE), 0
-            for (slot, start, count), part in zip(update.batches, chosen, strict=True):
-                weights, moments = base[0].astype(np.float64), part.moments.astype(np.float64)
-                tokens = 0
-                for number, batch in enumerate(range(start, start + count)):
-                    mean = training.gradient(slot, batch, rank, weights, self._rules.coupling)
-                    moments = _MOMENTUM * moments + mean
-                    weights = weights - _RATE * _decay(first + number) * moments
-                    tokens += training.valid_tokens(slot, batch)
-                total += tokens * (base[0] - weights)
+                self._report("counters", f"step {update.step} has {count} steps of group {slot}")
+        choices: list[list[_Part | None]] = [
+            [part for part in parts if not part.late] if slot in trained else [None, *(p for p in parts if p.late)]
+            for slot, parts in given.items()
+        ]
+        for chosen in itertools.product(*choices):
+            parts = [part for part in chosen if part is not None]
+            total, weight = np.zeros(training.SIZE), np.zeros(training.SIZE)
+            for part in parts:
+                tokens = np.array([part.tokens.get(fragment, 0) for fragment in self._fragments])
+                total += tokens * (base[0].astype(np.float64) - part.weights)
                 weight += tokens
-            yield self._update(base.astype(np.float64), total / max(weight, 1))
+            yield self._update(base.astype(np.float64), total / np.maximum(weight, 1), weight > 0)
 
-    def _update(self, base: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    def _update(self, base: np.ndarray, mean: np.ndarray, exchanged: np.ndarray) -> np.ndarray:
         outer = self._outer
         momentum = outer.momentum * base[1] + mean
         step = mean + outer.momentum * momentum if outer.nesterov else momentum
-        return np.stack([base[0] - outer.lr * step, momentum if outer.momentum else np.zeros_like(mean)])
+        after = np.stack([base[0] - outer.lr * step, momentum if outer.momentum else np.zeros_like(mean)])
+        return np.where(exchanged, after, base)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,8 @@ class Progress:
 
 class State:
     """Weights, momentum and counters of one rank, with the interface of titan_ft.replica.snapshot.TrainState."""
+
+    fragments: Sequence[int] = ()  # of the parameters
 
     def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...] = SHAPES) -> None:
         self.rank, self.ledger, self._shapes = rank, ledger, shapes

@@ -22,7 +22,7 @@ from tests.simulation.oracle import Oracle, Rules
 from tests.simulation.rank import Rank
 from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
-from titan_ft.config import FaultTolerance
+from titan_ft.config import FaultTolerance, steps_per_round
 from titan_ft.replica.decision import Done, GiveUp, Wait
 from titan_ft.replica.row import Standing
 
@@ -110,7 +110,7 @@ class Options:
     @property
     def round_steps(self) -> int:
         """Return how many steps a group makes from one exchange to the next."""
-        return int(self.fault_tolerance["sync_steps"]) if self.fault_tolerance.get("semi_sync_method") else 1
+        return steps_per_round(FaultTolerance(**self.fault_tolerance))
 
     @property
     def round_seconds(self) -> float:
@@ -831,7 +831,7 @@ class World(standins.World):
             rank.group.heals_since = self.kernel.now
             self.kernel.after(self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now))
 
-    def lost_steps(self, rank: Rank, number: int, ahead: bool) -> None:
+    def lost_steps(self, rank: Rank, number: int, ahead: bool, before: int) -> None:
         """Look why the steps that a rank had made in the round under way are in no update, now that it has healed.
 
         A group's failure costs no other group a step. Fair is what the group itself is the reason of (it was stopped,
@@ -842,11 +842,18 @@ class World(standins.World):
           goes on for which it was complete.
         - A group that goes back to its own state, because that which others had is lost with them.
         - One outside of the largest clique, because it could not reach a group that was frozen, for instance.
+        - One whose change is in an update that only others have made, on the state of lineage `before`, which it had
+          as well: it gave its own up for theirs, and that is lost with them.
         """
+        now = {id(update) for update in self.oracle.path(rank.held[1])}
+        forsaken = any(
+            update.parent == before and rank.slot in (update.participants or ()) and id(update) not in now
+            for update in self.oracle.chain.values()
+        )
         own = rank.slot in self.thawed or any(fault.concerns(rank.slot) for fault in self.faults)
         own |= rank.group.was_outside or rank.group.rolled_back
         self.say(rank.process.name, f"has lost {number} steps" + (", was ahead" if ahead else ""))
-        if not (own or ahead or rank.slot in self.flipped or rank.group.missed is not None):
+        if not (own or ahead or forsaken or rank.slot in self.flipped or rank.group.missed is not None):
             self.report("no work lost", f"{rank.process.name} heals and loses {number} steps of its round")
 
     @property
@@ -906,7 +913,8 @@ class World(standins.World):
         own = made.rows[made.quorum.rank]
         rank.ahead = own.has_state and own.step > made.verdict.step
         rank.tied = rank.tied and made.verdict.tie
-        if rank.sent and not any(row.valid_tokens and not row.resting for row in made.rows):
+        # One with steps left may give what it has of former rounds, and no token of this one.
+        if rank.sent and not any((row.valid_tokens or row.early) and not row.resting for row in made.rows):
             self.report(
                 "no idle traffic", f"{rank.process.name} has sent gradients in a round to which nobody gave any"
             )

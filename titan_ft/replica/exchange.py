@@ -487,8 +487,8 @@ class _Flight:
 
         None if they give different ones: they are not at the same update, which the rows will show.
         """
-        given = [float(self.contributed and fragment in self._given) for fragment in range(self._num_fragments)]
-        counts = torch.tensor([float(self.contributed), *given], device=self._where)
+        given = [self.contributed and fragment in self._given for fragment in range(self._num_fragments)]
+        counts = torch.tensor([self.contributed, *given], dtype=torch.int32, device=self._where)
         self._all_reduce(counts)
         self._await_works()
         num_givers, *users = counts.tolist()

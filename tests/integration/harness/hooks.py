@@ -256,8 +256,8 @@ def install_progress() -> None:
     def step(trainer: ReplicaTrainer, *_: Any) -> None:
         WORKER.step, WORKER.forwards, WORKER.held_seconds, WORKER.all_reductions = trainer.step, 0, 0.0, 0
 
-    def inner_step(trainer: SemiSyncTrainer, *_: Any) -> None:
-        WORKER.step = trainer.step
+    def inner_step(_: SemiSyncTrainer, step: int, *__: Any) -> None:
+        WORKER.step = step
 
     def report(_: StepLog, committed: Any, *__: Any) -> None:
         told = Computed(
@@ -330,7 +330,7 @@ def install_faults() -> None:
         WORKER.all_reductions += 1
         if WORKER.reductions == 2:  # the first bucket, after the count of those that give gradients
             WORKER.at("exchange_first")
-        elif WORKER.reductions == len(flight._buckets) + 3:  # the rows, then the messages
+        elif WORKER.reductions == sum(b.fragment in flight.travelling for b in flight._buckets) + 3:  # rows, messages
             WORKER.at("exchange_last")
 
     def request(_: Any, request: dict[str, Any], *__: Any) -> None:
