@@ -363,11 +363,13 @@ STREAMING = [
 
 
 @pytest.mark.parametrize(
-    ("point", "ranks"),
+    ("point", "ranks", "flags"),
     [
-        ("exchange_first", 1),
+        ("exchange_first", 1, []),
+        pytest.param("exchange_first", 1, [QUANTIZED], **NOT_QUICK),
+        pytest.param("vote_after", 1, [QUANTIZED], **NOT_QUICK),
         *(
-            pytest.param(point, ranks, **NOT_QUICK)
+            pytest.param(point, ranks, [], **NOT_QUICK)
             for point, ranks in [
                 ("forward", 1),
                 ("exchange_last", 1),
@@ -380,14 +382,16 @@ STREAMING = [
         ),
     ],
 )
-def test_kill_while_steps_are_made_during_the_exchange(make_job: Callable[..., Job], point: str, ranks: int) -> None:
+def test_kill_while_steps_are_made_during_the_exchange(
+    make_job: Callable[..., Job], point: str, ranks: int, flags: Flags
+) -> None:
     """What broke is found when its result is due, and repeated with the same change: no step is made twice.
 
     The one that comes back gets the anchors of both fragments, and gives what it trains from there.
     """
     dying, step = 2, 2 * LENGTH + (1 if point == "forward" else 0)
     hooks = {"faults": [kill(1, point, step=step, rank=ranks - 1)], "hold": 2}
-    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=STREAMING, hooks=hooks)
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=[*STREAMING, *flags], hooks=hooks)
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS, ahead=2)
     check_killed(job, events, [(1, 0, f"sigkill:{point}")])
