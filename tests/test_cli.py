@@ -121,15 +121,18 @@ def test_dry_run_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_of_rounds_in_8_bits(
+def test_dry_run_of_fragments_in_8_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each of 4 groups sends 1 byte and 1/64 of a value to 3 others, and holds what rounding leaves."""
+    """Each of 4 groups sends 1 byte and 1/64 of each value of a half to 3 others, and holds what rounding leaves."""
     monkeypatch.chdir(tmp_path)
     command = "launch llama3_debug_diloco --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
-    assert main([*command.split(), "--", "--fault_tolerance.should_quantize"]) == 0
+    names = ("should_quantize", "num_fragments=2", "fragment_sync_delay=3")
+    assert main([*command.split(), "--", *(f"--fault_tolerance.{name}" for name in names)]) == 0
     shown = capsys.readouterr().out
-    assert "rank's changes: 17.91 MiB out and in (a ring of 4, in 8 bits), 1.79 MiB for each of its 10 steps" in shown
+    assert "a round moves 11.76 MiB of each rank's changes: 8.96 MiB out and in (a ring of 4, in 8 bits), " in shown
+    assert "1.79 MiB for each of its 5 steps\n" in shown
+    assert "in which training stands still, but for the transfer, beside 3 steps\n" in shown
     assert "buckets of the exchange 23.51 MiB, what rounding leaves 47.03 MiB, " in shown
 
 

@@ -193,7 +193,7 @@ def test_torchft_process_groups() -> None:
             "group_world_size",
             "global_ranks",
         ]
-        for method in ("allreduce", "abort", "errored", "set_timeout"):
+        for method in ("allreduce", "allgather", "abort", "errored", "set_timeout"):
             assert callable(getattr(process_group, method))
     assert "self._timeout" in inspect.getsource(ProcessGroupGloo._create_pg)
 

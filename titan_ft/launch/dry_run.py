@@ -15,7 +15,16 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, quantizes, read_flags, steps_per_round
+from titan_ft.config import (
+    TABLE,
+    ConfigError,
+    FaultTolerance,
+    load_toml,
+    num_fragments,
+    quantizes,
+    read_flags,
+    steps_per_round,
+)
 from titan_ft.data.assets import SCHEME
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
@@ -189,7 +198,8 @@ def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
 
 
 def _exchange_lines(rank: RankSizes, ft: FaultTolerance, groups: int, link: float, host: float) -> list[str]:
-    sent, gloo = rank.sent, ft.process_group == "gloo"
+    parts, gloo = num_fragments(ft), ft.process_group == "gloo"
+    moved, sent = rank.exchange // parts, rank.sent // parts
     ring = f"{_size(sent)} out and in (a ring of {groups}{', in 8 bits' if quantizes(ft) else ''})"
     if ft.semi_sync_method is None:
         staged = 2 * rank.exchange if gloo else 0  # to host memory and back
@@ -199,12 +209,13 @@ def _exchange_lines(rank: RankSizes, ft: FaultTolerance, groups: int, link: floa
             "that lasts",
         ]
     length = steps_per_round(ft)
-    staged = 2 * rank.anchors + (0 if gloo else 2 * rank.exchange)  # weights to the host and back; its changes as well
+    staged = 2 * rank.anchors // parts + (0 if gloo else 2 * moved)  # weights to the host and back; its changes as well
+    delay = ft.fragment_sync_delay
     return [
-        f"a round moves {_size(rank.exchange)} of each rank's changes: {ring}, {_size(sent // length)} for each of its "
+        f"a round moves {_size(moved)} of each rank's changes: {ring}, {_size(sent // length)} for each of its "
         f"{length} steps",
         f"             {_seconds(sent, link) + _seconds(staged, host):.2g} s and the outer optimizer on the host, in "
-        "which training stands still",
+        f"which training stands still{f', but for the transfer, beside {delay} steps' if delay else ''}",
     ]
 
 
