@@ -31,6 +31,7 @@ from titan_ft.replica.step import Opening, ReplicaDimension
 from titan_ft.run.events import Drained
 from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training import spec
+from titan_ft.training.step_log import Work
 
 
 class SemiSyncTrainer(ReplicaTrainer):
@@ -42,7 +43,7 @@ class SemiSyncTrainer(ReplicaTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         self._steps_per_round = steps_per_round(job_config.fault_tolerance)
         self._late = False  # whether the others wait at the end of a round that this group has not begun
-        self._void = ""  # why the batches of a round that was broken off are void
+        self._broken_off = ""  # why this group leaves in the midst of its steps
         super().__init__(job_config)
         if self.job_config.validation.enable:
             self._validate_behind_rounds()
@@ -230,21 +231,23 @@ class SemiSyncTrainer(ReplicaTrainer):
         allowed = self.job_config.fault_tolerance.drain_timeout_seconds / 2
         if not any(self._group.gather(needed > allowed)):
             return
-        batches = ", ".join(
-            f"{reading.entry.num_batches} from batch {reading.entry.first_batch} of slot {reading.entry.slot}"
-            for reading in merge(self._work.readings)
-        )
-        self._void = f"SIGTERM: {remaining} steps of the round were left, too many for drain_timeout_seconds"
-        logger.warning(f"{self._void}; void: {batches}")
+        self._broken_off = f"{remaining} steps of the round were left, too many for drain_timeout_seconds"
         self._position.leave()
         raise Leaving
 
     def _emit_drained(self) -> None:
-        if not self._void:
+        work: Work | None = vars(self).get("_work")
+        under_way = work is not None and work.first_step > self._steps_of(self._num_committed)
+        readings = merge(work.readings) if work is not None and under_way else []
+        if not readings:
             super()._emit_drained()
             return
-        void = [reading.describe() for reading in merge(self._work.readings)]
-        self._events.emit(Drained(step=self._num_committed, reason=self._void, in_order=False, void=void))
+        reason = f"SIGTERM: {self._broken_off or 'the others were not there in time to exchange the round'}"
+        entries = [reading.entry for reading in readings]
+        void = (f"{entry.num_batches} from batch {entry.first_batch} of slot {entry.slot}" for entry in entries)
+        logger.warning(f"{reason}; void: {', '.join(void)}")
+        batches = [reading.describe() for reading in readings]
+        self._events.emit(Drained(step=self._num_committed, reason=reason, in_order=False, void=batches))
 
     def _validate_behind_rounds(self) -> None:
         """Let torchtitan validate the outer model behind each round in which a validation falls due."""

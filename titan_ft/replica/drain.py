@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -59,6 +60,7 @@ class Drain:
         self._connect, self._key, self._rank, self._num_ranks = connect, key, rank, num_ranks
         self._timeout_seconds, self._on_abandon = timeout_seconds, on_abandon
         self._requested = self._left = False
+        self._requested_at = math.inf
         self._votes = 0
         self._announced = self._agreed = False
         self._lock = threading.Lock()
@@ -71,6 +73,11 @@ class Drain:
     def requested(self) -> bool:
         """Say whether this rank was told to leave, by SIGTERM, by `request` or by another rank of the group."""
         return self._requested
+
+    @property
+    def is_urgent(self) -> bool:
+        """Say whether half of the time to leave in is over, by this rank's clock."""
+        return time.monotonic() - self._requested_at >= self._timeout_seconds / 2
 
     def install(self) -> None:
         """Take SIGTERM as the request to leave, and a second one as the order to end at once; main thread only.
@@ -98,7 +105,7 @@ class Drain:
         with self._lock:
             if self._requested:
                 return
-            self._requested = True
+            self._requested, self._requested_at = True, time.monotonic()
         threading.Thread(target=self._expire, name="titan_ft_drain_timeout", daemon=True).start()
         if self._connect is not None:
             threading.Thread(target=self._watch, args=(self._connect,), name="titan_ft_siblings", daemon=True).start()

@@ -18,6 +18,7 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Broken, Round, judge, spoiled
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import ExchangeError, GradientExchange, OwnFacts, Reduced
 from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Entry, decode, encode
@@ -172,11 +173,14 @@ class Rounds:
         """Make one round. The position then has taken it in, and a joiner that it sends here finds a copy of the state.
 
         Asks for a quorum unless one is asked for.
+
+        Raises:
+            Leaving: the group was told to leave, and the others will not be here in time.
         """
         with self._watchdog.paused():
             self.ask()
             started = time.monotonic()
-            quorum = self._membership.wait()
+            quorum = self._await_quorum()
             ends = use.gives and not contribution.empty and not contribution.early
             if not (self._config.semi_sync_method and ends):
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
@@ -194,6 +198,22 @@ class Rounds:
             self._report_mismatch(made)
         self._donor.serve(made, self._position)
         return made
+
+    def _await_quorum(self) -> Quorum:
+        """Wait for the quorum asked for.
+
+        With a semi-synchronous method the others may be in the midst of a long round. A group that was told to leave
+        waits for them until half of its time for that is over: when all of it is, its ranks end wherever they are.
+
+        Raises:
+            Leaving: the time is over; on all ranks of the group.
+        """
+        while self._config.semi_sync_method and not any(self._group.gather(self._membership.answered)):
+            if any(self._group.gather(self._drain.is_urgent)):
+                self._position.leave()
+                raise Leaving
+            self._membership.wait_briefly(PAUSE_SECONDS)
+        return self._membership.wait()
 
     def take_digest(self) -> str:
         """Take the digest of the state; it travels with the rounds until the next update.
