@@ -171,8 +171,9 @@ class FaultTolerance:
 
     digest_every: int = 50
     """Steps between two comparisons of parameters, optimizer state and LR across the groups; with `semi_sync_method`
-    of what they agree on, behind the round in which such a step falls. 0 compares only when a joiner asks for the
-    state: then all that hold it do, so that no corrupt one serves."""
+    of what they agree on, behind the round in which such a step falls, and at the end of each round, before its changes
+    are used. 0 compares only when a joiner asks for the state: then all that hold it do, so that no corrupt one serves.
+    """
 
     # Ours: the transfer of state to a joiner.
 

@@ -143,7 +143,7 @@ def test_a_group_that_is_told_to_leave_does_not_wait_for_others_that_are_in_thei
     answered: bool, urgent: bool, siblings: list[bool], leaves: bool, waits: int
 ) -> None:
     """Half of the time is over on one of its ranks, and none of them has a quorum: it leaves without a vote."""
-    world = World(semi_sync_method="diloco")
+    world = World(semi_sync_method="diloco", digest_every=0)
     world.answered, world.is_urgent, world.siblings = answered, urgent, siblings
     if leaves:
         with pytest.raises(Leaving):
@@ -160,6 +160,32 @@ def test_a_group_of_the_synchronous_mode_waits_for_its_quorum() -> None:
     world = World()
     world.answered, world.is_urgent = False, True
     assert isinstance(world.rounds.make(GIVEN), Round)
+
+
+@pytest.mark.parametrize(
+    ("contribution", "use", "config", "digests"),
+    [
+        (GIVEN, GradientUse.GIVE, {}, 1),
+        (GIVEN, GradientUse.LEAVE_OUT, {}, 1),  # no change to compare, and one of the majority
+        (dataclasses.replace(GIVEN, early=True), GradientUse.GIVE, {}, 1),
+        (Contribution(early=True), GradientUse.GIVE, {}, 1),
+        (NOTHING, GradientUse.OPEN, {}, 0),  # no step since the last comparison
+        (NOTHING, GradientUse.GIVE, {}, 0),
+        (GIVEN, GradientUse.GIVE, {"digest_every": 0}, 0),
+        (GIVEN, GradientUse.GIVE, {"semi_sync_method": None}, 0),  # gradients, of which the next digest tells
+    ],
+)
+def test_bytes_are_shown_with_the_change_that_was_measured_from_them(
+    contribution: Contribution, use: GradientUse, config: dict[str, Any], digests: int
+) -> None:
+    """At the end of a round of several steps, for an anchor in which a bit flipped would be in the update of all."""
+    world = World(**{"semi_sync_method": "diloco", **config})
+    world.rounds.make(use=GradientUse.OPEN)  # where the members met for the first time
+    world.position.digest, world.digests = 3, 0
+    world.rounds.make(contribution, use)
+    assert world.digests == digests
+    assert world.row is not None
+    assert world.row.digest == (fold48(str([fold48("bytes")])) if digests else 3)
 
 
 def test_contributions_add_up() -> None:

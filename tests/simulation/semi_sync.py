@@ -305,6 +305,7 @@ class RoundOracle(Oracle):
     ) -> None:
         super().__init__(rules, report)
         self._outer, self._length, self._steps_of = outer_optimizer(config), steps_per_round(config), steps_of
+        self._compares = config.digest_every > 0
         self._parts: dict[tuple[int, int, int], list[_Part]] = {}  # by lineage, slot and rank
 
     def began(self, slot: int, rank: int, state: State, moments: np.ndarray | None) -> None:
@@ -330,7 +331,9 @@ class RoundOracle(Oracle):
             self._report("exact average", f"step {update.step} has batches of groups that did not begin its round")
             return
         if any(part.tainted for found in parts for part in found):
-            return  # its change is wrong, and nobody can tell
+            if self._compares:
+                self._report("one trajectory", f"step {update.step} has a change from an anchor in which a bit flipped")
+            return
         for (_, start, count), _ in zip(update.batches, parts, strict=True):
             if count > self._steps_of(update.step) - first:
                 self._report("counters", f"step {update.step} has a group's {count} steps from batch {start}")

@@ -180,6 +180,8 @@ class Rounds:
         with self._watchdog.paused():
             self.ask()
             started = time.monotonic()
+            if self._compares_changes(contribution):
+                self.take_digest()
             quorum = self._await_quorum()
             ends = use.gives and not contribution.empty and not contribution.early
             if not (self._config.semi_sync_method and ends):
@@ -224,6 +226,16 @@ class Rounds:
         digest = self._state.digest()
         self._position.take_digest(fold48(str(self._group.gather(fold48(digest)))))
         return digest
+
+    def _compares_changes(self, contribution: Contribution) -> bool:
+        """Say whether the groups show their bytes at the end of a round of several steps, so before its sum is used.
+
+        A bit of an anchor that has flipped in the midst of it would be in this group's change, and so in everybody's
+        state. All that come to that end show theirs, also with nothing to give: each may be what makes the majority.
+        """
+        config = self._config
+        at_end = not contribution.empty or contribution.early
+        return bool(config.semi_sync_method and config.digest_every and at_end)
 
     def _digest_for_joiners(self, quorum: Quorum) -> None:
         """Take the digest if this round may name a donor: only who shows its bytes as they are now is one."""
