@@ -124,17 +124,17 @@ def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("committed", "read", "broken_off", "told"),
+    ("seconds", "read", "broken_off", "told"),
     [
-        (2, 3, "one step was left", "SIGTERM: one step was left"),
-        (2, 3, "", "SIGTERM: the others were not there in time to exchange the round"),
-        (3, 3, "", "in order"),  # the round is in an update
-        (2, 0, "", "in order"),  # it has come to the end of others' round, or has not begun one
-        (2, None, "", "in order"),
+        (0.0, 3, "one step was left", "SIGTERM: one step was left"),
+        (0.0, 3, "", "SIGTERM: the others were not there in time to exchange the round"),
+        (1.5, 3, "", "in order"),  # the round is in an update
+        (0.0, 0, "", "in order"),  # it has come to the end of others' round, or has not begun one
+        (0.0, None, "", "in order"),
     ],
 )
 def test_who_leaves_names_the_batches_that_are_in_no_update(
-    committed: int,
+    seconds: float,
     read: int | None,
     broken_off: str,
     told: str,
@@ -147,14 +147,13 @@ def test_who_leaves_names_the_batches_that_are_in_no_update(
     found: list[Any] = []
     trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
     vars(trainer).update(
-        _steps_per_round=4,
         _broken_off=broken_off,
-        _position=SimpleNamespace(step=committed),
+        _position=SimpleNamespace(step=2),
         _events=SimpleNamespace(emit=found.append),
-        job_config=SimpleNamespace(training=SimpleNamespace(steps=100)),
     )
     if read is not None:
-        trainer._work = Work(9, lr=0.1, readings=[Reading(Entry(0, 8, read, b""), [], "0")] if read else [])
+        readings = [Reading(Entry(0, 8, read, b""), [], "0")] if read else []
+        trainer._work = Work(9, lr=0.1, readings=readings, seconds=seconds)
     trainer._emit_drained()
     if told == "in order":
         assert found == [told]

@@ -237,9 +237,8 @@ class SemiSyncTrainer(ReplicaTrainer):
 
     def _emit_drained(self) -> None:
         work: Work | None = vars(self).get("_work")
-        under_way = work is not None and work.first_step > self._steps_of(self._num_committed)
-        readings = merge(work.readings) if work is not None and under_way else []
-        if not readings:
+        readings = [] if work is None or work.seconds else merge(work.readings)
+        if not readings:  # no round is under way
             super()._emit_drained()
             return
         reason = f"SIGTERM: {self._broken_off or 'the others were not there in time to exchange the round'}"
