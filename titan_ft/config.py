@@ -402,6 +402,7 @@ def validate(config: Any) -> None:
         _number_rules(ft),
         _order_rules(ft),
         _semi_sync_rules(ft),
+        _dtype_rules(config),
         _batch_rules(config),
     ):
         for holds, field_name, rule, value, remedy in rules:
@@ -578,6 +579,15 @@ def _semi_sync_rules(ft: FaultTolerance) -> Iterator[Rule]:
     hang = ft.hang_timeout_seconds
     rule, remedy = "must be > 0 with semi_sync_method", "without it a group that hangs is waited for without end"
     yield hang > 0, f"{TABLE}.hang_timeout_seconds", rule, hang, remedy
+
+
+def _dtype_rules(config: Any) -> Iterator[Rule]:
+    """Check that weights can hold what the groups agree on; the trainer looks at those of the model once built."""
+    dtype = config.training.dtype
+    rule = f'must be "float32" with {TABLE}.semi_sync_method (a checkpoint has the weights that the groups agree on)'
+    holds = config.fault_tolerance.semi_sync_method is None or dtype == "float32"
+    remedy = "training.mixed_precision_param lets the steps compute in another one"
+    yield holds, "training.dtype", rule, dtype, remedy
 
 
 def _batch_rules(config: Any) -> Iterator[Rule]:
