@@ -279,6 +279,11 @@ def steps_per_round(ft: FaultTolerance) -> int:
     return 1 if ft.semi_sync_method is None else ft.sync_steps
 
 
+def unit_of(ft: FaultTolerance) -> str:
+    """Return what the groups count, and a line of the log names: "step", or with a semi-synchronous method "round"."""
+    return "step" if ft.semi_sync_method is None else "round"
+
+
 @dataclass
 class JobConfig:
     """Add the table to torchtitan's config, through `[job] custom_config_module = "titan_ft.config"`."""

@@ -188,6 +188,22 @@ def test_bytes_are_shown_with_the_change_that_was_measured_from_them(
     assert world.row.digest == (fold48(str([fold48("bytes")])) if digests else 3)
 
 
+@pytest.mark.parametrize(("method", "unit"), [(None, "step"), ("diloco", "round")])
+def test_lines_of_the_log_name_what_the_groups_count(
+    method: str | None, unit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a semi-synchronous method torchtitan's step of that number is another one."""
+    world = World(semi_sync_method=method)
+    world.error = ExchangeError("a peer died")
+    world.rounds.make(GIVEN)
+    world.error, world.other = None, dataclasses.replace(OTHER, lineage=6)
+    world.rounds.make(GIVEN)
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        f"the exchange after {unit} 7 broke: a peer died",
+        f"the groups' states differ after {unit} 7",
+    ]
+
+
 def test_contributions_add_up() -> None:
     """Microbatches of another slot add to the sums; the largest loss and the entries are those of both."""
     more = Contribution(10, 20, 0.25, 0.9, 0.5, (Entry(1, 0, 1, b""),))

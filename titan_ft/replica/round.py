@@ -14,7 +14,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from titan_ft.config import FaultTolerance
+from titan_ft.config import FaultTolerance, unit_of
 from titan_ft.replica.decision import Broken, Round, judge, spoiled
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -267,7 +267,7 @@ class Rounds:
 
     def _break(self, error: str, started: float) -> Broken:
         step, seconds = self._position.step, time.monotonic() - started
-        logger.warning("the exchange after step %d broke: %s", step, error)
+        logger.warning("the exchange after %s %d broke: %s", unit_of(self._config), step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.broke()
         return Broken(error, spoiled=any(self._group.gather(int(self._nonfinite))))
@@ -317,7 +317,8 @@ class Rounds:
     def _report_mismatch(self, made: Round) -> None:
         claims = [row for row in made.rows if row.has_state]
         minority = sorted(made.slots(made.verdict.strays))
-        logger.error("the groups' states differ after step %d; minority: groups %s", made.verdict.step, minority)
+        text = "the groups' states differ after %s %d; minority: groups %s"
+        logger.error(text, unit_of(self._config), made.verdict.step, minority)
         self._events.emit(
             DigestMismatch(
                 step=made.verdict.step,
