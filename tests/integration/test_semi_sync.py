@@ -540,14 +540,14 @@ def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: boo
 def test_sigterm_at_the_end_of_a_round_that_others_are_in_the_midst_of(
     make_job: Callable[..., Job], ranks: int
 ) -> None:
-    """The group waits for them for half of drain_timeout_seconds, then leaves; its round is trained again."""
+    """The group waits for them for most of drain_timeout_seconds, then leaves; its round is trained again."""
     hooks: dict[str, Any] = {
         "gates": [
             gate(name, slot, step, rank) for name, slot, step in (("last", 1, 8), ("go", 0, 6)) for rank in range(ranks)
         ],
         "hold": LENGTH,
     }
-    flags = round_flags("--fault_tolerance.drain_timeout_seconds=4", *SHARDED if ranks > 1 else ())
+    flags = round_flags("--fault_tolerance.drain_timeout_seconds=8", *SHARDED if ranks > 1 else ())
     job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
     job.start()
     job.wait_for_gate("last", 1, range(ranks))

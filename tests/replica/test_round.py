@@ -142,7 +142,7 @@ def world() -> World:
 def test_a_group_that_is_told_to_leave_does_not_wait_for_others_that_are_in_their_round(
     answered: bool, urgent: bool, siblings: list[bool], leaves: bool, waits: int
 ) -> None:
-    """Half of the time is over on one of its ranks, and none of them has a quorum: it leaves without a vote."""
+    """It is urgent on one of its ranks, and none of them has a quorum: it leaves without a vote."""
     world = World(semi_sync_method="diloco", digest_every=0)
     world.answered, world.is_urgent, world.siblings = answered, urgent, siblings
     if leaves:

@@ -28,6 +28,9 @@ TERMINATED = 128 + signal.SIGTERM
 _ONE_REQUEST_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
+# Of the timeout: how long others are waited for at most. A round of several steps is finished if its rest takes half of
+# the timeout, and the others may come a little later; what is left is for the exchange with them.
+_WAITING_SHARE = 0.75
 _NO_VOTE_SECONDS = 1.0  # time to find a dead sibling for a rank that has nothing to finish
 
 
@@ -76,8 +79,8 @@ class Drain:
 
     @property
     def is_urgent(self) -> bool:
-        """Say whether half of the time to leave in is over, by this rank's clock."""
-        return time.monotonic() - self._requested_at >= self._timeout_seconds / 2
+        """Say whether this rank's group should wait for no other group any more, by this rank's clock."""
+        return time.monotonic() - self._requested_at >= _WAITING_SHARE * self._timeout_seconds
 
     def install(self) -> None:
         """Take SIGTERM as the request to leave, and a second one as the order to end at once; main thread only.

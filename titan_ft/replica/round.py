@@ -205,10 +205,10 @@ class Rounds:
         """Wait for the quorum asked for.
 
         With a semi-synchronous method the others may be in the midst of a long round. A group that was told to leave
-        waits for them until half of its time for that is over: when all of it is, its ranks end wherever they are.
+        waits for them for a part of its time only: when all of that is over, its ranks end wherever they are.
 
         Raises:
-            Leaving: the time is over; on all ranks of the group.
+            Leaving: it has waited long enough; on all ranks of the group.
         """
         while self._config.semi_sync_method and not any(self._group.gather(self._membership.answered)):
             if any(self._group.gather(self._drain.is_urgent)):
