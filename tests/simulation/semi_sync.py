@@ -330,14 +330,16 @@ class RoundOracle(Oracle):
         if not all(parts):
             self._report("exact average", f"step {update.step} has batches of groups that did not begin its round")
             return
-        if any(part.tainted for found in parts for part in found):
-            if self._compares:
-                self._report("one trajectory", f"step {update.step} has a change from an anchor in which a bit flipped")
+        sound = [[part for part in found if not part.tainted] for found in parts]
+        if not self._compares and any(part.tainted for found in parts for part in found):
+            return  # its change is wrong, and nobody can tell
+        if not all(sound):  # else it was found, has healed and trained the same round again
+            self._report("one trajectory", f"step {update.step} has a change from an anchor in which a bit flipped")
             return
         for (_, start, count), _ in zip(update.batches, parts, strict=True):
             if count > self._steps_of(update.step) - first:
                 self._report("counters", f"step {update.step} has a group's {count} steps from batch {start}")
-        for chosen in itertools.product(*parts):
+        for chosen in itertools.product(*sound):
             total, weight = np.zeros(training.SIZE), 0
             for (slot, start, count), part in zip(update.batches, chosen, strict=True):
                 weights, moments = base[0].astype(np.float64), part.moments.astype(np.float64)
