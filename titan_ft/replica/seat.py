@@ -153,9 +153,9 @@ class Seat:
             except TimeoutError as waited:
                 self._probe_lighthouse(timeout, waited)
                 now = time.monotonic()
-                deadline = now + timeout
                 if now >= tell:
                     tell = self._tell_waiting(step, now - asked, now)
+                deadline = now + timeout
                 continue
             if error is None:
                 return answer.result()
