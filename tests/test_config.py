@@ -33,7 +33,7 @@ def make_config(changes: dict[str, Any] | None = None) -> Any:
     """Return an enabled config of two groups, shaped as torchtitan's, with `section.key` values changed."""
     config = SimpleNamespace(
         fault_tolerance=FaultTolerance(enable=True, group_size=2),
-        training=SimpleNamespace(local_batch_size=8, global_batch_size=-1),
+        training=SimpleNamespace(local_batch_size=8, global_batch_size=-1, dtype="float32"),
         parallelism=SimpleNamespace(
             data_parallel_replicate_degree=1, data_parallel_shard_degree=-1, context_parallel_degree=1
         ),
@@ -235,6 +235,10 @@ SEMI_SYNC = {"semi_sync_method": "diloco"}
         ({"lr_policy": "sqrt"}, ['lr_policy must be "none" with semi_sync_method', "'sqrt'"]),
         ({"catch_up": "wait"}, ['catch_up must be "replay" with semi_sync_method', "'wait'"]),
         ({"hang_timeout_seconds": 0}, ["hang_timeout_seconds must be > 0 with semi_sync_method", "hangs"]),
+        (
+            {"training.dtype": "bfloat16"},
+            ['training.dtype must be "float32" with', "'bfloat16'", "mixed_"],
+        ),
     ],
 )
 def test_broken_rule_of_semi_synchronous_training_is_named(changes: dict[str, Any], parts: list[str]) -> None:

@@ -346,6 +346,12 @@ CONFIGS = [
         "experts and must be left out with deepseek_v3 debugmodel, got 'diloco'; remove it, or take another model",
     ),
     Mistake(
+        "config llama3_debug_diloco -- --training.dtype=bfloat16",
+        'titan-ft: training.dtype must be "float32" with fault_tolerance.semi_sync_method (a checkpoint has the '
+        "weights that the groups agree on), got 'bfloat16'; training.mixed_precision_param lets the steps compute in "
+        "another one",
+    ),
+    Mistake(
         "config llama3_debug -- --training.step=60",
         "titan-ft: --training.step is no flag of torchtitan; did you mean --training.steps? correct or remove it",
     ),

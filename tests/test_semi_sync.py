@@ -22,6 +22,7 @@ from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import Contribution  # noqa: E402
 from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
+from titan_ft.trainer import ReplicaTrainer  # noqa: E402
 
 TOKENS = 10  # of a step
 
@@ -263,6 +264,48 @@ def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:
     model.weight.data = model.weight.data.bfloat16()
     with pytest.raises(ConfigError, match=r'training\.dtype must be "float32" .* got "bfloat16" for weight'):
         trainer._check_dtypes()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "read", "broken_off", "told"),
+    [
+        (0.0, 3, "one step was left", "SIGTERM: one step was left"),
+        (0.0, 3, "", "SIGTERM: the others were not there in time to exchange the round"),
+        (1.5, 3, "", "in order"),  # the round is in an update
+        (0.0, 0, "", "in order"),  # it has come to the end of others' round, or has not begun one
+        (0.0, None, "", "in order"),
+    ],
+)
+def test_who_leaves_names_the_batches_that_are_in_no_update(
+    seconds: float,
+    read: int | None,
+    broken_off: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whether it broke its steps off, or nobody came to exchange them."""
+    monkeypatch.setattr(semi_sync.logger, "propagate", True)
+    monkeypatch.setattr(ReplicaTrainer, "_emit_drained", lambda trainer: found.append("in order"))
+    found: list[Any] = []
+    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
+    vars(trainer).update(
+        _broken_off=broken_off,
+        _ahead=None,
+        _position=SimpleNamespace(step=2),
+        _events=SimpleNamespace(emit=found.append),
+    )
+    if read is not None:
+        readings = [Reading(Entry(0, 8, read, b""), [], "0")] if read else []
+        trainer._work = RoundWork(9, lr=0.1, readings=readings, seconds=seconds)
+    trainer._emit_drained()
+    if told == "in order":
+        assert found == [told]
+    else:
+        (event,) = found
+        assert (event.reason, event.in_order, event.step) == (told, False, 2)
+        assert [(batches.first_batch, batches.num_batches) for batches in event.void] == [(8, 3)]
+        assert f"{told}; void: 3 from batch 8 of slot 0" in caplog.text
 
 
 @pytest.mark.parametrize(

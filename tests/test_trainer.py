@@ -294,13 +294,24 @@ def test_a_group_that_leaves_in_the_midst_of_a_round_tells_its_batches() -> None
     told: list[Any] = []
     batch = ({"input": torch.zeros(1, 3)}, LABELS)
     readings = [Reading(Entry(1, first, 1, b""), [batch], "c5") for first in (30, 31)]
-    this = trainer(
-        _void="SIGTERM", _events=SimpleNamespace(emit=told.append), _work=Work(31, 0.1, readings), _num_committed=3
-    )
-    SemiSyncTrainer._emit_drained(this)
+    this = leaving_trainer(told, RoundWork(31, 0.1, readings), None)
+    this._emit_drained()
     ((event,), (void,)) = told, told[0].void
     assert (event.step, event.in_order) == (3, False)
     assert (void.slot, void.first_batch, void.num_batches) == (1, 30, 2)
+
+
+def leaving_trainer(told: list[Any], work: RoundWork, ahead: RoundWork | None) -> SemiSyncTrainer:
+    this = SemiSyncTrainer.__new__(SemiSyncTrainer)
+    vars(this).update(
+        _broken_off="",
+        _events=SimpleNamespace(emit=told.append),
+        _work=work,
+        _ahead=ahead,
+        _position=SimpleNamespace(step=3, lineage=5),
+        _state=SimpleNamespace(digest=lambda: "d1ge57"),
+    )
+    return this
 
 
 @pytest.mark.parametrize("made_ahead", [False, True])
@@ -308,14 +319,7 @@ def test_a_group_that_leaves_behind_a_round_tells_what_it_has_made_of_the_next(m
     """While the exchange was under way: it is void, though the group leaves in order."""
     told: list[Any] = []
     ahead = RoundWork(31, 0.1, [Reading(Entry(1, 30, 1, b""), [({"input": torch.zeros(1, 3)}, LABELS)], "c5")])
-    this = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    vars(this).update(
-        _void="",
-        _events=SimpleNamespace(emit=told.append),
-        _ahead=ahead if made_ahead else None,
-        _position=SimpleNamespace(step=3, lineage=5),
-        _state=SimpleNamespace(digest=lambda: "d1ge57"),
-    )
+    this = leaving_trainer(told, RoundWork(27, 0.1, seconds=1.0), ahead if made_ahead else None)
     this._emit_drained()
     (event,) = told
     assert (event.step, event.in_order, event.digest) == (3, True, "d1ge57")

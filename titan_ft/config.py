@@ -182,8 +182,9 @@ class FaultTolerance:
 
     digest_every: int = 50
     """Steps between two comparisons of parameters, optimizer state and LR across the groups; with `semi_sync_method`
-    of what they agree on, behind the round in which such a step falls. 0 compares only when a joiner asks for the
-    state: then all that hold it do, so that no corrupt one serves."""
+    of what they agree on, behind the round in which such a step falls, and at the end of each round, before its changes
+    are used. 0 compares only when a joiner asks for the state: then all that hold it do, so that no corrupt one serves.
+    """
 
     # Ours: the transfer of state to a joiner.
 
@@ -297,6 +298,11 @@ def quantizes(ft: FaultTolerance) -> bool:
 def steps_per_round(ft: FaultTolerance) -> int:
     """Return how many steps a group makes from one exchange to the next: 1 without a semi-synchronous method."""
     return 1 if ft.semi_sync_method is None else ft.sync_steps // num_fragments(ft)
+
+
+def unit_of(ft: FaultTolerance) -> str:
+    """Return what the groups count, and a line of the log names: "step", or with a semi-synchronous method "round"."""
+    return "step" if ft.semi_sync_method is None else "round"
 
 
 @dataclass
@@ -422,6 +428,7 @@ def validate(config: Any) -> None:
         _number_rules(ft),
         _order_rules(ft),
         _semi_sync_rules(ft),
+        _dtype_rules(config),
         _batch_rules(config),
     ):
         for holds, field_name, rule, value, remedy in rules:
@@ -620,6 +627,15 @@ def _fragment_rules(ft: FaultTolerance) -> Iterator[Rule]:
     yield 0 <= delay <= most, f"{TABLE}.fragment_sync_delay", rule, delay, remedy
     name, alpha = f"{TABLE}.fragment_update_alpha", ft.fragment_update_alpha
     yield 0 <= alpha < 1, name, "must be >= 0 and < 1", alpha, "0 takes the global parameters"
+
+
+def _dtype_rules(config: Any) -> Iterator[Rule]:
+    """Check that weights can hold what the groups agree on; the trainer looks at those of the model once built."""
+    dtype = config.training.dtype
+    rule = f'must be "float32" with {TABLE}.semi_sync_method (a checkpoint has the weights that the groups agree on)'
+    holds = config.fault_tolerance.semi_sync_method is None or dtype == "float32"
+    remedy = "training.mixed_precision_param lets the steps compute in another one"
+    yield holds, "training.dtype", rule, dtype, remedy
 
 
 def _batch_rules(config: Any) -> Iterator[Rule]:

@@ -27,7 +27,7 @@ from titan_ft.replica import fragments
 from titan_ft.replica.decision import Update
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import local
-from titan_ft.replica.feed import merge
+from titan_ft.replica.feed import Reading, merge
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
 from titan_ft.replica.round import NOTHING, Contribution
 from titan_ft.replica.snapshot import Counters, TrainState
@@ -71,7 +71,7 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._sent: dict[int, int] = {}  # those of them that are in the exchange under way, by fragment
         self._late = False  # whether the others wait at the end of a round that this group has not begun
         self._ahead: RoundWork | None = None  # on the next round, made while the exchange is under way
-        self._void = ""  # why the batches of a round that was broken off are void
+        self._broken_off = ""  # why this group leaves in the midst of its steps
         super().__init__(job_config)
         if self.job_config.validation.enable:
             self._validate_behind_rounds()
@@ -361,24 +361,28 @@ class SemiSyncTrainer(ReplicaTrainer):
         allowed = self.job_config.fault_tolerance.drain_timeout_seconds / 2
         if not any(self._group.gather(needed > allowed)):
             return
-        batches = ", ".join(
-            f"{reading.entry.num_batches} from batch {reading.entry.first_batch} of slot {reading.entry.slot}"
-            for reading in merge(self._work.readings)
-        )
-        self._void = f"SIGTERM: {remaining} steps of the round were left, too many for drain_timeout_seconds"
-        logger.warning(f"{self._void}; void: {batches}")
+        self._broken_off = f"{remaining} steps of the round were left, too many for drain_timeout_seconds"
         self._position.leave()
         raise Leaving
 
     def _emit_drained(self) -> None:
-        if not self._void:
+        work: Work | None = vars(self).get("_work")
+        readings = [] if work is None or work.seconds else merge([*work.readings, *self._readings_ahead()])
+        if not readings:  # no round is under way
             super()._emit_drained()
             return
-        void = [reading.describe() for reading in merge(self._work.readings)]
-        self._events.emit(Drained(step=self._num_committed, reason=self._void, in_order=False, void=void))
+        reason = f"SIGTERM: {self._broken_off or 'the others were not there in time to exchange the round'}"
+        entries = [reading.entry for reading in readings]
+        void = (f"{entry.num_batches} from batch {entry.first_batch} of slot {entry.slot}" for entry in entries)
+        logger.warning(f"{reason}; void: {', '.join(void)}")
+        batches = [reading.describe() for reading in readings]
+        self._events.emit(Drained(step=self._num_committed, reason=reason, in_order=False, void=batches))
 
     def _void_batches(self) -> list[Batches] | None:
-        return [reading.describe() for reading in merge(self._ahead.readings)] if self._ahead else None
+        return [reading.describe() for reading in self._readings_ahead()] or None
+
+    def _readings_ahead(self) -> list[Reading]:
+        return merge(self._ahead.readings) if self._ahead else []
 
     def _lend_anchors(self) -> None:
         """Let torchtitan save and validate the anchors: between rounds this group's own weights are others."""

@@ -25,7 +25,7 @@ from torchtitan.protocols.model_converter import ModelConvertersContainer, build
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from titan_ft.config import check_replicate
+from titan_ft.config import check_replicate, unit_of
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -191,7 +191,8 @@ class ReplicaTrainer(Trainer):
                 self._links.membership.close()  # before the digest is taken: others need not wait for that
                 self.checkpointer.withdraw()  # found corrupt in the very round that it left in
                 self._emit_drained()
-                logger.info(f"SIGTERM: this group leaves after step {self._num_committed}")
+                unit = unit_of(self.job_config.fault_tolerance)
+                logger.info(f"SIGTERM: this group leaves after {unit} {self._num_committed}")
             self._drain.leave()
         finally:
             with contextlib.ExitStack() as rest:  # an error of one keeps none of the others open

@@ -701,6 +701,44 @@ def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: boo
         assert "void: 2 from batch 4 of slot 1" in job.output(1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_at_the_end_of_a_round_that_others_are_in_the_midst_of(
+    make_job: Callable[..., Job], ranks: int
+) -> None:
+    """The group waits for them for most of drain_timeout_seconds, then leaves; its round is trained again."""
+    hooks: dict[str, Any] = {
+        "gates": [
+            gate(name, slot, step, rank) for name, slot, step in (("last", 1, 8), ("go", 0, 6)) for rank in range(ranks)
+        ],
+        "hold": LENGTH,
+    }
+    flags = round_flags("--fault_tolerance.drain_timeout_seconds=8", *SHARDED if ranks > 1 else ())
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
+    job.start()
+    job.wait_for_gate("last", 1, range(ranks))
+    job.mark("down-1-0")
+    terminate(job, 1)
+    job.mark("last")
+    assert job.wait_for_end(1) == [0] * ranks
+    job.mark("go")
+    job.wait_until(lambda: (job.markers / "waiting-1-0-0").exists(), 30, "the survivor has gone on")
+    job.start_again(1)
+    job.finish()
+
+    events = check(job, survivors=[0], steps=ROUNDS)
+    check_data(events)
+    drained = named(events, "drained")
+    assert {(event["replica"], event["step"], event["in_order"]) for event in drained} == {(1, 1, False)}
+    assert len(drained) == ranks
+    assert all("the others were not there in time to exchange the round" in event["reason"] for event in drained)
+    assert "void: 4 from batch 4 of slot 1" in job.output(1)
+    ours = rounds_of(events, 0)
+    assert (ours[2]["participants"], ours[ROUNDS]["participants"]) == ([0], [0, 1])
+    # The others come right behind it here: the lighthouse may still count its request, which costs one more exchange.
+    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
+
+
 # Checkpoints
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,21 @@ def leave_all(*ranks: Drain) -> None:
     """Let ranks leave together, which ends their threads."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(Drain.leave, ranks))
+
+
+@pytest.mark.parametrize(("told", "after", "urgent"), [(False, 90.0, False), (True, 74.0, False), (True, 76.0, True)])
+def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
+    monkeypatch: pytest.MonkeyPatch, told: bool, after: float, urgent: bool
+) -> None:
+    """It counts from when this rank was told to leave; without that nothing is urgent."""
+    made = Drain(None, key="drain", rank=0, num_ranks=1, timeout_seconds=100.0, on_abandon=lambda reason: None)
+    monkeypatch.setattr(made, "_expire", lambda: None)
+    now = 1000.0
+    monkeypatch.setattr("titan_ft.replica.drain.time", SimpleNamespace(monotonic=lambda: now))
+    if told:
+        made.request()
+    now += after
+    assert made.is_urgent is urgent
 
 
 # The agreement

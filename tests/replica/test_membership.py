@@ -115,6 +115,39 @@ def test_waiting_for_others_is_no_error(
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize(("method", "told"), [(None, [10, 20, 30, 40, 50, 60, 70, 80]), ("diloco", [10, 20, 40, 80])])
+def test_a_long_wait_for_others_is_told(
+    seats: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str | None,
+    told: list[int],
+) -> None:
+    """Each time that quorum_timeout_seconds are over; with rounds, which may be long, when it is twice as long."""
+    seat = seats.take(0, config=seats.config(0, quorum_timeout_seconds=10.0, semi_sync_method=method))._seat
+    now = 0.0
+
+    class Answer:
+        """One that comes after 85 seconds."""
+
+        def exception(self, timeout: float) -> None:
+            nonlocal now
+            if now + timeout < 85.0:
+                now += timeout
+                raise TimeoutError
+
+        def result(self) -> str:
+            return "quorum"
+
+    monkeypatch.setattr(seat, "_ask", lambda step, failures: Answer())
+    monkeypatch.setattr("titan_ft.replica.seat.time", SimpleNamespace(monotonic=lambda: now))
+    assert seat.request(3, 0) == "quorum"
+    what = "round" if method else "step"
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        f"no quorum after {what} 3 for {seconds} s" for seconds in told
+    ]
+
+
 # Vote
 
 

@@ -14,6 +14,7 @@ import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Broken, Round
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
 from titan_ft.replica.ledger import Entry, encode
 from titan_ft.replica.member import Member, Quorum
@@ -29,7 +30,7 @@ OTHER = Row(1, Standing.READY, 7, lineage=5, digest=3, valid_tokens=60, tokens=6
 class World:
     """All that surrounds the rounds of group 0, a group of one rank; group 1 is a row."""
 
-    def __init__(self) -> None:
+    def __init__(self, **config: Any) -> None:
         self.position = Position(step=7, lineage=5, digest=3, training=True)
         self.other, self.max_step = OTHER, 7
         self.slots = (0, 1)
@@ -45,9 +46,11 @@ class World:
         self.digests = 0
         # For the exchange and the membership.
         self.asked = self.contributed = self.requested = self.leaves = False
+        self.answered, self.is_urgent, self.waits = True, False, 0
+        self.siblings: list[bool] = []  # what another rank of the group says to each question
         this: Any = self
         self.rounds = Rounds(
-            FaultTolerance(enable=True, group_size=2, replica_id=0),
+            FaultTolerance(enable=True, group_size=2, replica_id=0, **config),
             this,
             this,
             position=self.position,
@@ -73,6 +76,10 @@ class World:
     def wait(self) -> Quorum:
         return self.quorum
 
+    def wait_briefly(self, seconds: float) -> None:
+        self.waits += 1
+        assert self.waits < 100, "it waits for ever"
+
     def vote(self, step: int, ok: bool) -> bool:
         self.asked = False
         self.votes.append(ok)
@@ -93,7 +100,7 @@ class World:
     # Group, state, donor, drain, watchdog
 
     def gather(self, value: int) -> list[int]:
-        return [value]
+        return [value, self.siblings.pop(0)] if self.siblings else [value]
 
     def digest(self) -> str:
         self.digests += 1
@@ -121,6 +128,80 @@ def world() -> World:
     world.votes.clear()
     world.served.clear()
     return world
+
+
+@pytest.mark.parametrize(
+    ("answered", "urgent", "siblings", "leaves", "waits"),
+    [
+        (False, True, [], True, 0),
+        (False, False, [False, False, False, True], True, 1),  # the other rank was told, or was told first
+        (True, True, [], False, 0),  # the others are there, and count on it
+        (False, True, [True], False, 0),
+    ],
+)
+def test_a_group_that_is_told_to_leave_does_not_wait_for_others_that_are_in_their_round(
+    answered: bool, urgent: bool, siblings: list[bool], leaves: bool, waits: int
+) -> None:
+    """It is urgent on one of its ranks, and none of them has a quorum: it leaves without a vote."""
+    world = World(semi_sync_method="diloco", digest_every=0)
+    world.answered, world.is_urgent, world.siblings = answered, urgent, siblings
+    if leaves:
+        with pytest.raises(Leaving):
+            world.rounds.make(GIVEN)
+    else:
+        assert isinstance(world.rounds.make(GIVEN), Round)
+    assert world.waits == waits
+    assert world.position.leaving is leaves
+    assert len(world.votes) == (not leaves)
+
+
+def test_a_group_of_the_synchronous_mode_waits_for_its_quorum() -> None:
+    """It is a step away at most: no rank of the group asks another one."""
+    world = World()
+    world.answered, world.is_urgent = False, True
+    assert isinstance(world.rounds.make(GIVEN), Round)
+
+
+@pytest.mark.parametrize(
+    ("contribution", "use", "config", "digests"),
+    [
+        (GIVEN, GradientUse.GIVE, {}, 1),
+        (GIVEN, GradientUse.LEAVE_OUT, {}, 1),  # no change to compare, and one of the majority
+        (dataclasses.replace(GIVEN, early=True), GradientUse.GIVE, {}, 1),
+        (Contribution(early=True), GradientUse.GIVE, {}, 1),
+        (NOTHING, GradientUse.OPEN, {}, 0),  # no step since the last comparison
+        (NOTHING, GradientUse.GIVE, {}, 0),
+        (GIVEN, GradientUse.GIVE, {"digest_every": 0}, 0),
+        (GIVEN, GradientUse.GIVE, {"semi_sync_method": None}, 0),  # gradients, of which the next digest tells
+    ],
+)
+def test_bytes_are_shown_with_the_change_that_was_measured_from_them(
+    contribution: Contribution, use: GradientUse, config: dict[str, Any], digests: int
+) -> None:
+    """At the end of a round of several steps, for an anchor in which a bit flipped would be in the update of all."""
+    world = World(**{"semi_sync_method": "diloco", **config})
+    world.rounds.make(use=GradientUse.OPEN)  # where the members met for the first time
+    world.position.digest, world.digests = 3, 0
+    world.rounds.make(contribution, use)
+    assert world.digests == digests
+    assert world.row is not None
+    assert world.row.digest == (fold48(str([fold48("bytes")])) if digests else 3)
+
+
+@pytest.mark.parametrize(("method", "unit"), [(None, "step"), ("diloco", "round")])
+def test_lines_of_the_log_name_what_the_groups_count(
+    method: str | None, unit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a semi-synchronous method torchtitan's step of that number is another one."""
+    world = World(semi_sync_method=method)
+    world.error = ExchangeError("a peer died")
+    world.rounds.make(GIVEN)
+    world.error, world.other = None, dataclasses.replace(OTHER, lineage=6)
+    world.rounds.make(GIVEN)
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        f"the exchange after {unit} 7 broke: a peer died",
+        f"the groups' states differ after {unit} 7",
+    ]
 
 
 def test_contributions_add_up() -> None:

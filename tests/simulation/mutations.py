@@ -96,8 +96,8 @@ MUTATIONS = [
         "a rank asks for a quorum again when its own time is over",
         _one(
             "seat",
-            "                deadline = time.monotonic() + timeout\n                continue\n",
-            "                answer = self._ask(step, failures)\n                continue\n",
+            "                deadline = now + timeout\n",
+            "                answer = self._ask(step, failures)\n",
         ),
         ("hang",),
         ("ranks never part", "liveness", "no state given up"),

@@ -385,6 +385,7 @@ class RoundOracle(Oracle):
     ) -> None:
         super().__init__(rules, report)
         self._outer, self._length, self._steps_of = outer_optimizer(config), steps_per_round(config), steps_of
+        self._compares = config.digest_every > 0
         self._parts: dict[tuple[int, int], dict[int, list[_Part]]] = {}  # by lineage and rank; of each slot
         self._fragments: list[int] = []
 
@@ -402,14 +403,18 @@ class RoundOracle(Oracle):
         if not given.keys() >= trained.keys():
             self._report("exact average", f"step {update.step} has batches of groups that did not begin its round")
             return
-        if any(part.tainted for parts in given.values() for part in parts):
+        if not self._compares and any(part.tainted for parts in given.values() for part in parts):
             return  # its change is wrong, and nobody can tell
+        sound = {slot: [part for part in parts if not part.tainted] for slot, parts in given.items()}
+        if not all(sound[slot] for slot in trained):  # else it was found, has healed and trained the same round again
+            self._report("one trajectory", f"step {update.step} has a change from an anchor in which a bit flipped")
+            return
         for slot, count in trained.items():
             if count > self._steps_of(update.step) - first:
                 self._report("counters", f"step {update.step} has {count} steps of group {slot}")
         choices: list[list[_Part | None]] = [
             [part for part in parts if not part.late] if slot in trained else [None, *(p for p in parts if p.late)]
-            for slot, parts in given.items()
+            for slot, parts in sound.items()
         ]
         for chosen in itertools.product(*choices):
             parts = [part for part in chosen if part is not None]

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import standins
-from tests.simulation.faults import CutLighthouse, Flip, Freeze, Hang, KillGroups, LighthouseDies, Slow
+from tests.simulation.faults import CutLighthouse, DrainGroup, Flip, Freeze, Hang, KillGroups, LighthouseDies, Slow
 from tests.simulation.schedule import Schedule, draw
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
 from titan_ft.replica.heal import Heal
+from titan_ft.replica.round import Rounds
 from titan_ft.replica.step import ReplicaDimension
 
 SCHEDULES = 2000
@@ -275,6 +276,59 @@ def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along()
     assert not world.problems
     own = [text.split()[0] for _, who, text in world.trace if who == "g1r0"]
     assert own[-2:] == ["finished", "rank_silent"]
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(1, -1), (2, -1), (2, 1)])
+def test_a_group_that_waits_at_the_end_of_its_round_leaves_before_the_others_are_there(ranks: int, told: int) -> None:
+    """It was told to leave, and they are in the midst of theirs for longer than it has; they go on without it."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "start_timeout_seconds": 1.5,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 60_000,
+        "process_group_timeout_ms": 30_000,
+        "drain_timeout_seconds": 15.0,
+        "semi_sync_method": "diloco",
+        "sync_steps": 4,
+        "batch_policy": "shrink",
+    }
+    options = Options(2, ranks, 2, fault_tolerance, compute_seconds=1.0, speeds=(1.0, 9.0))
+    with standins.installed():
+        world = Schedule(1, options, (DrainGroup(6.0, 0, True, told),)).run(traces=True)
+    assert not world.problems
+    left = [at for at, who, text in world.trace if who.startswith("g0") and text.startswith("drained")]
+    assert len(left) == ranks
+    assert 17.0 < left[0] <= left[-1] < 19.0
+    assert sum("commits step 1 of groups [1]" in text for _, _, text in world.trace) == ranks
+    assert not any("exchange_failed" in text for _, _, text in world.trace)
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_bit_that_flips_in_an_anchor_is_in_no_update(monkeypatch: pytest.MonkeyPatch, compared: bool) -> None:
+    """In the midst of a round, no digest being due: the group's change would be measured from it."""
+    if not compared:
+        monkeypatch.setattr(Rounds, "_compares_changes", lambda rounds, contribution: False)
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "digest_every": 1000,
+        "finish_timeout_seconds": 2.0,
+        "semi_sync_method": "diloco",
+        "sync_steps": 4,
+        "batch_policy": "shrink",
+    }
+    options = Options(3, 2, 4, fault_tolerance, coupling=0.0)
+    with standins.installed():
+        world = Schedule(1, options, (Flip(0.75, 1, 1, False, 2, 22),)).run(traces=True)
+    if compared:
+        assert not world.problems
+        said = [(who, text) for _, who, text in world.trace]
+        assert sum("minority=[1]" in text for _, text in said) == 6
+        assert {who for who, text in said if text.startswith("heal_finished")} == {"g1r0", "g1r1"}
+        assert sum("commits step 2 of groups [0, 2]" in text for _, text in said) == 4
+    else:
+        assert "a change from an anchor in which a bit flipped" in world.problems[0].text
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:

@@ -727,11 +727,7 @@ class World(standins.World):
             # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
             lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
             lately = self.kernel.now - self.changed < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
-            # It waits at the lighthouse for groups that are in the midst of a round, and have longer to go.
-            hangs = any(other.hangs for one in self.groups.values() for other in one.ranks)
-            patient = self.config["join_timeout_ms"] / 1000 > self.config["drain_timeout_seconds"]
-            long = patient and (hangs or self.options.round_seconds > self.config["drain_timeout_seconds"])
-            fair = lately or lonely or long or not group.runs or not self._reaches(group)
+            fair = lately or lonely or not group.runs or not self._reaches(group)
         rank.abandoned = True
         if not fair:
             self.report("no work lost", f"{rank.process.name} ends without having left in order: {reason}")

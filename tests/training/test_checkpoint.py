@@ -41,7 +41,7 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E4
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
-from titan_ft.config import ConfigError  # noqa: E402
+from titan_ft.config import ConfigError, FaultTolerance  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
@@ -105,6 +105,7 @@ class Run:
         flavor: str = "tiny",
         dataset: str = "austen",
         adapter: Any = None,
+        method: dict[str, Any] = {},  # noqa: B006  # read only
         **more: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -123,7 +124,7 @@ class Run:
         self.config = SimpleNamespace(
             model=SimpleNamespace(name="llama3", flavor=flavor),
             training=SimpleNamespace(dataset=dataset, seq_len=32),
-            fault_tolerance=SimpleNamespace(replica_id=slot, drain_timeout_seconds=10.0, join_timeout_ms=60_000),
+            fault_tolerance=FaultTolerance(replica_id=slot, drain_timeout_seconds=10.0, **method),
         )
         self.checkpoints = ReplicaCheckpoints(
             dataloader=object(),
@@ -277,6 +278,7 @@ def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[...
         "num_shards": 2,
         "model_only": False,
         "writer": "group-0",
+        "round_steps": 1,
         "version": "",
     }
     keys = FileSystemReader(run.folder / "step-5").read_metadata().state_dict_metadata
@@ -1268,6 +1270,49 @@ def test_another_model_is_refused(make_run: Callable[..., Run]) -> None:
     assert "\n" not in text
     for part in (str(run.folder / "step-5"), "llama3 8B", "llama3 tiny", "checkpoint.folder", "job.dump_folder"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "lengths"),
+    [
+        ({"semi_sync_method": "diloco", "sync_steps": 5}, {"semi_sync_method": "diloco", "sync_steps": 4}, (5, 4)),
+        ({}, {"semi_sync_method": "local_sgd", "sync_steps": 5}, (1, 5)),
+        ({"semi_sync_method": "diloco", "sync_steps": 5}, {}, (5, 1)),
+        ({"semi_sync_method": "diloco", "sync_steps": 5}, {"semi_sync_method": "local_sgd", "sync_steps": 5}, None),
+        ({"sync_steps": 5}, {"sync_steps": 4}, None),  # of no method
+    ],
+)
+def test_rounds_of_another_length_are_refused(
+    make_run: Callable[..., Run], earlier: dict[str, Any], now: dict[str, Any], lengths: tuple[int, int] | None
+) -> None:
+    """What was round 3 would be another one, and a round begin in the midst of one: one line says what to do."""
+    make_run(method=earlier).train(5)
+    run = make_run(method=now)
+    if lengths is None:
+        assert run.checkpoints.load()
+        return
+    with pytest.raises(ConfigError) as error:
+        run.checkpoints.load()
+    line = str(error.value)
+    assert "\n" not in line
+    for part in (
+        "sync_steps",
+        f"must be {lengths[0]},",
+        f"{run.folder / 'step-5'}, got {lengths[1]};",
+        "initial_load_path",
+    ):
+        assert part in line
+
+
+def test_a_checkpoint_that_does_not_tell_its_rounds_is_taken(make_run: Callable[..., Run]) -> None:
+    """It is of an earlier version; a model to begin with may be of any rounds."""
+    run = make_run(method={"semi_sync_method": "diloco", "sync_steps": 5})
+    run.train(5)
+    path = run.folder / "step-5" / MANIFEST
+    values = json.loads(path.read_text())
+    assert values.pop("round_steps") == 5
+    path.write_text(json.dumps(values))
+    assert make_run().checkpoints.load()
 
 
 def test_another_number_of_shards_resets_the_data(make_run: Callable[..., Run]) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titan_ft.config import FaultTolerance
+from titan_ft.config import FaultTolerance, unit_of
 from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
 from titan_ft.replica.ledger import Entry, share_out
 from titan_ft.replica.member import Quorum
@@ -280,7 +280,7 @@ def _decide(position: Position, outcome: Round | Broken, config: FaultTolerance)
     if isinstance(outcome, Broken):
         return _after_break(position, outcome, config)
     if outcome.verdict.tie:
-        return GiveUp(_diverged(outcome))
+        return GiveUp(_diverged(outcome, unit_of(config)))
     if not position.standing.has_state:
         return _heal(position, outcome)
     if outcome.quorum.rank not in outcome.verdict.holders:
@@ -296,8 +296,8 @@ def _after_break(position: Position, broken: Broken, config: FaultTolerance) -> 
     if (limit := _retry_limit(position, config)) and position.failures > limit:
         return GiveUp(
             GaveUpError(
-                f"fault_tolerance.max_exchange_retries ({config.max_exchange_retries}) exceeded: the exchange of step "
-                f"{position.step + 1} broke {position.failures} times in a row; see why in this log"
+                f"fault_tolerance.max_exchange_retries ({config.max_exchange_retries}) exceeded: the exchange of "
+                f"{unit_of(config)} {position.step + 1} broke {position.failures} times in a row; see why in this log"
             )
         )
     return LeaveOut() if broken.spoiled else Repeat()
@@ -314,10 +314,10 @@ def _retry_limit(position: Position, config: FaultTolerance) -> int:
     return 0 if is_last else config.max_exchange_retries * (1 + above)
 
 
-def _diverged(made: Round) -> DivergedError:
+def _diverged(made: Round, unit: str) -> DivergedError:
     digests = {row.slot: f"{row.digest:012x}" for row in made.rows}
     return DivergedError(
-        f"the groups' states differ after step {made.verdict.step} and no majority says which is right (digests "
+        f"the groups' states differ after {unit} {made.verdict.step} and no majority says which is right (digests "
         f"{digests}); restart the job from a checkpoint"
     )
 
@@ -363,15 +363,15 @@ def _train(position: Position, made: Round, config: FaultTolerance) -> Decision:
         return Force() if made.quorum.rank in verdict.excluded else Repeat()
     excluded = made.slots(verdict.excluded)
     if config.replica_id in excluded and position.exclusions + 1 >= MAX_EXCLUSIONS:
-        return GiveUp(_nonfinite(position.exclusions + 1, verdict.step + 1))
+        return GiveUp(_nonfinite(position.exclusions + 1, verdict.step + 1, unit_of(config)))
     return Commit()
 
 
-def _nonfinite(steps: int, last: int) -> NonFiniteError:
+def _nonfinite(number: int, last: int, unit: str) -> NonFiniteError:
     # Its state comes from a peer in the next attempt; if that cannot do better either, the data is what is wrong.
     return NonFiniteError(
-        f"the gradients of this group were not finite in {steps} steps in a row, those of others were; last at step "
-        f"{last}: look at the memory and the GPUs of this host, and at the batches that its events name"
+        f"the gradients of this group were not finite in {number} {unit}s in a row, those of others were; last at "
+        f"{unit} {last}: look at the memory and the GPUs of this host, and at the batches that its events name"
     )
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -27,6 +28,9 @@ TERMINATED = 128 + signal.SIGTERM
 _ONE_REQUEST_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
+# Of the timeout: how long others are waited for at most. A round of several steps is finished if its rest takes half of
+# the timeout, and the others may come a little later; what is left is for the exchange with them.
+_WAITING_SHARE = 0.75
 _NO_VOTE_SECONDS = 1.0  # time to find a dead sibling for a rank that has nothing to finish
 
 
@@ -59,6 +63,7 @@ class Drain:
         self._connect, self._key, self._rank, self._num_ranks = connect, key, rank, num_ranks
         self._timeout_seconds, self._on_abandon = timeout_seconds, on_abandon
         self._requested = self._left = False
+        self._requested_at = math.inf
         self._votes = 0
         self._announced = self._agreed = False
         self._lock = threading.Lock()
@@ -71,6 +76,11 @@ class Drain:
     def requested(self) -> bool:
         """Say whether this rank was told to leave, by SIGTERM, by `request` or by another rank of the group."""
         return self._requested
+
+    @property
+    def is_urgent(self) -> bool:
+        """Say whether this rank's group should wait for no other group any more, by this rank's clock."""
+        return time.monotonic() - self._requested_at >= _WAITING_SHARE * self._timeout_seconds
 
     def install(self) -> None:
         """Take SIGTERM as the request to leave, and a second one as the order to end at once; main thread only.
@@ -98,7 +108,7 @@ class Drain:
         with self._lock:
             if self._requested:
                 return
-            self._requested = True
+            self._requested, self._requested_at = True, time.monotonic()
         threading.Thread(target=self._expire, name="titan_ft_drain_timeout", daemon=True).start()
         if self._connect is not None:
             threading.Thread(target=self._watch, args=(self._connect,), name="titan_ft_siblings", daemon=True).start()

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 
-from titan_ft.config import FaultTolerance
+from titan_ft.config import FaultTolerance, unit_of
 from titan_ft.replica import decision as decisions
 from titan_ft.replica.catch_up import CatchUp, Fetched
 from titan_ft.replica.decision import Broken, Round, Update, decide, gives_next, is_update
@@ -161,7 +161,7 @@ class Heal:
         """Keep the round's update for the replay."""
         update = made.update(self._nominal_tokens, self._exchange.reduced())
         if not attempt.queue(update, made.lineage):
-            self._fail(attempt, f"missed an update before step {update.step}")
+            self._fail(attempt, f"missed an update before {unit_of(self._config)} {update.step}")
         elif attempt.whole:
             self._position.fetched(attempt.target_step)
         elif 0 < self._config.catch_up_max_steps <= len(attempt.updates):
@@ -302,7 +302,10 @@ class Heal:
         """Go on from this group's own state."""
         position = self._position
         logger.warning(
-            "the state after step %d is lost with its groups; going on from step %d", position.seen, position.step
+            "the state after %s %d is lost with its groups; going on from %d",
+            unit_of(self._config),
+            position.seen,
+            position.step,
         )
         self._events.emit(RolledBack(step=position.step, lost=position.seen - position.step))
         if self._attempt is not None:

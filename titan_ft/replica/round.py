@@ -14,10 +14,11 @@ import logging
 import time
 from dataclasses import dataclass
 
-from titan_ft.config import FaultTolerance
+from titan_ft.config import FaultTolerance, unit_of
 from titan_ft.replica.decision import Broken, Round, judge, spoiled
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import ExchangeError, GradientExchange, OwnFacts, Reduced
 from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Entry, decode, encode
@@ -166,6 +167,8 @@ class Rounds:
         So a group makes steps of its own while the exchange is under way. `make` with the same completes it.
         """
         self.ask()
+        if self._compares_changes(contribution):
+            self.take_digest()
         self._exchange.send(
             lambda quorum: not self._is_outdated(quorum),
             lambda quorum: self._describe(quorum, contribution, GradientUse.GIVE),
@@ -184,11 +187,16 @@ class Rounds:
         """Make one round. The position then has taken it in, and a joiner that it sends here finds a copy of the state.
 
         Asks for a quorum unless one is asked for.
+
+        Raises:
+            Leaving: the group was told to leave, and the others will not be here in time.
         """
         with self._watchdog.paused():
             self.ask()
             started = time.monotonic()
-            quorum = self._membership.wait()
+            if self._compares_changes(contribution) and not self._exchange.sent:
+                self.take_digest()
+            quorum = self._await_quorum()
             ends = use.gives and not contribution.empty and not contribution.early
             if not (self._config.semi_sync_method and ends):
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
@@ -207,6 +215,22 @@ class Rounds:
         self._donor.serve(made, self._position)
         return made
 
+    def _await_quorum(self) -> Quorum:
+        """Wait for the quorum asked for.
+
+        With a semi-synchronous method the others may be in the midst of a long round. A group that was told to leave
+        waits for them for a part of its time only: when all of that is over, its ranks end wherever they are.
+
+        Raises:
+            Leaving: it has waited long enough; on all ranks of the group.
+        """
+        while self._config.semi_sync_method and not any(self._group.gather(self._membership.answered)):
+            if any(self._group.gather(self._drain.is_urgent)):
+                self._position.leave()
+                raise Leaving
+            self._membership.wait_briefly(PAUSE_SECONDS)
+        return self._membership.wait()
+
     def take_digest(self) -> str:
         """Take the digest of the state; it travels with the rounds until the next update.
 
@@ -216,6 +240,16 @@ class Rounds:
         digest = self._state.digest()
         self._position.take_digest(fold48(str(self._group.gather(fold48(digest)))))
         return digest
+
+    def _compares_changes(self, contribution: Contribution) -> bool:
+        """Say whether the groups show their bytes at the end of a round of several steps, so before its sum is used.
+
+        A bit of an anchor that has flipped in the midst of it would be in this group's change, and so in everybody's
+        state. All that come to that end show theirs, also with nothing to give: each may be what makes the majority.
+        """
+        config = self._config
+        at_end = not contribution.empty or contribution.early
+        return bool(config.semi_sync_method and config.digest_every and at_end)
 
     def _digest_for_joiners(self, quorum: Quorum) -> None:
         """Take the digest if this round may name a donor: only who shows its bytes as they are now is one."""
@@ -246,7 +280,7 @@ class Rounds:
 
     def _break(self, error: str, started: float) -> Broken:
         step, seconds = self._position.step, time.monotonic() - started
-        logger.warning("the exchange after step %d broke: %s", step, error)
+        logger.warning("the exchange after %s %d broke: %s", unit_of(self._config), step, error)
         self._events.emit(ExchangeFailed(error=error, seconds=seconds, step=step))
         self._position.broke()
         return Broken(error, spoiled=any(self._group.gather(int(self._exchange.spoiled))))
@@ -295,7 +329,8 @@ class Rounds:
     def _report_mismatch(self, made: Round) -> None:
         claims = [row for row in made.rows if row.has_state]
         minority = sorted(made.slots(made.verdict.strays))
-        logger.error("the groups' states differ after step %d; minority: groups %s", made.verdict.step, minority)
+        text = "the groups' states differ after %s %d; minority: groups %s"
+        logger.error(text, unit_of(self._config), made.verdict.step, minority)
         self._events.emit(
             DigestMismatch(
                 step=made.verdict.step,

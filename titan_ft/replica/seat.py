@@ -144,15 +144,18 @@ class Seat:
             LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`, or this group has left.
         """
         timeout = self._config.quorum_timeout_seconds
-        deadline = time.monotonic() + timeout
+        asked = tell = time.monotonic()
+        deadline = asked + timeout
         answer = self._ask(step, failures)
         while not self.closed:
             try:
                 error = answer.exception(timeout)
             except TimeoutError as waited:
                 self._probe_lighthouse(timeout, waited)
-                logger.warning("no quorum after step %d for %g s; still waiting for other groups", step, timeout)
-                deadline = time.monotonic() + timeout
+                now = time.monotonic()
+                if now >= tell:
+                    tell = self._tell_waiting(step, now - asked, now)
+                deadline = now + timeout
                 continue
             if error is None:
                 return answer.result()
@@ -216,6 +219,20 @@ class Seat:
             socket.create_connection(split_address(self._lighthouse), self._config.connect_timeout_seconds).close()
         except OSError as refused:
             raise self._unreachable("quorum", timeout, refused) from error
+
+    def _tell_waiting(self, step: int, seconds: float, now: float) -> float:
+        """Say that other groups are waited for, since so many seconds; returns when to say so again."""
+        if not self._config.semi_sync_method:
+            logger.warning("no quorum after step %d for %.3g s: waiting for other groups", step, seconds)
+            return now
+        # A round may take hours, and a group that is done with it waits all the time.
+        logger.warning(
+            "no quorum after round %d for %.3g s: waiting for other groups, which may be in the midst of their round; "
+            "said again when it is twice as long",
+            step,
+            seconds,
+        )
+        return now + seconds
 
     def _unreachable(self, what: str, seconds: float, error: BaseException) -> LighthouseError:
         return LighthouseError(

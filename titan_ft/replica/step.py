@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_ft.config import FaultTolerance, steps_per_round
+from titan_ft.config import FaultTolerance, steps_per_round, unit_of
 from titan_ft.replica import decision as decisions
 from titan_ft.replica.decision import ALONE_SECONDS, Broken, Decision, Round, Update, decide
 from titan_ft.replica.errors import Leaving
@@ -348,7 +348,8 @@ class ReplicaDimension:
         update, verdict, own = made.update(self._nominal_tokens), made.verdict, made.rows[made.quorum.rank]
         excluded = made.slots(verdict.excluded)
         if excluded:
-            logger.warning("step %d is made without the gradients of groups %s: not finite", update.step, excluded)
+            text = "%s %d is made without the gradients of groups %s: not finite"
+            logger.warning(text, unit_of(self._config), update.step, excluded)
             self._events.emit(GradientExcluded(step=update.step, slots=excluded))
         self._position.exclude(excluded, self._config.replica_id)
         self._position.advance(update)
@@ -373,7 +374,7 @@ class ReplicaDimension:
         """Pause before the next round: the step cannot be committed now."""
         if not self._waiting and isinstance(outcome, Round):
             self._waiting = True
-            logger.warning("step %d waits: %s", self._position.step + 1, reason)
+            logger.warning("%s %d waits: %s", unit_of(self._config), self._position.step + 1, reason)
             participants = outcome.slots(outcome.verdict.contributors)
             self._events.emit(Waiting(step=self._position.step, participants=participants, reason=reason))
         time.sleep(PAUSE_SECONDS)

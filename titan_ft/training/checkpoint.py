@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from titan_ft.config import ConfigError
+from titan_ft.config import ConfigError, steps_per_round
 from titan_ft.replica.errors import FinalError
 from titan_ft.replica.ledger import Ledger
 from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
@@ -50,6 +50,7 @@ from titan_ft.training.checkpoint_folder import (
     ELSEWHERE,
     Manifest,
     check_model,
+    check_rounds,
     complete_steps,
     data_change,
     discard,
@@ -511,6 +512,7 @@ class ReplicaCheckpoints(CheckpointManager):
             num_shards=self._num_shards,
             model_only=model_only,
             writer=self._name,
+            round_steps=steps_per_round(config.fault_tolerance),
         )
 
     def _prepare(self, state_dict: dict[str, Any], folder: str) -> None:
@@ -530,6 +532,7 @@ class ReplicaCheckpoints(CheckpointManager):
                 "give the step of a full one as checkpoint.load_step, or begin with this model: as "
                 "checkpoint.initial_load_path, with another checkpoint.folder"
             )
+        check_rounds(manifest, self._describe(), folder)
         if manifest is None:
             del state_dict[QUORUM_STATE]
         if OUTER_STATE in state_dict and not any(key.startswith(f"{OUTER_STATE}.") for key in keys):

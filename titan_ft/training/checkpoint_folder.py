@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import titan_ft
-from titan_ft.config import ConfigError
+from titan_ft.config import TABLE, ConfigError
 
 MANIFEST = "titan_ft.json"
 ELSEWHERE = "give another checkpoint.folder or job.dump_folder"
@@ -40,6 +40,7 @@ class Manifest:
     model_only: bool
     version: str = titan_ft.__version__
     writer: str = ""  # the group, as in "group-0"
+    round_steps: int = 0  # of a group in a round, 1 without a semi-synchronous method; 0 = it does not say
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
@@ -78,6 +79,23 @@ def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
         raise ConfigError(
             f"checkpoint: {folder} must be of the model {now.model} (model.name, model.flavor), got {earlier.model}; "
             f"{ELSEWHERE}"
+        )
+
+
+def check_rounds(earlier: Manifest | None, now: Manifest, folder: str) -> None:
+    """Check that the rounds of the checkpoint in `folder` are as long as this run's, if it says how long.
+
+    Rounds are counted by their length: one that goes on in the midst of another would have another's number.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    length = now.round_steps if earlier is None else earlier.round_steps or now.round_steps
+    if length != now.round_steps:
+        raise ConfigError(
+            f"{TABLE}.sync_steps (divided by num_fragments, or 1 without semi_sync_method) must be {length}, as in "
+            f"the run that wrote {folder}, got {now.round_steps}; set it back, or begin with that model: as "
+            "checkpoint.initial_load_path, with another checkpoint.folder"
         )
 
 

@@ -24,7 +24,7 @@ class Work:
         lr: of the update.
         readings: what this rank has read for the step.
         grad_norm: before clipping.
-        seconds: of all of it.
+        seconds: of all of it; 0 until it is in an update.
         compute_seconds: of forward and backward.
         exchange_seconds: from there to the commit.
         overlapped_seconds: from there to the commit, of the next one's forward and backward.
