@@ -668,9 +668,9 @@ def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Ca
     ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
     seats.meet(*ranks)
     asked = threading.Event()
-    client = ranks[0]._seat._client
-    ask = client.should_commit
-    ranks[0]._seat._client = SimpleNamespace(should_commit=lambda *args: (asked.set(), ask(*args))[1])
+    agreement = ranks[0]._agreement
+    gather = agreement._gather
+    agreement._gather = lambda *args: (asked.set(), gather(*args))[1]
     vote = seats.submit(ranks[0].vote, 0, True)
     assert asked.wait(DEADLINE)
     ranks[0].fall_silent()

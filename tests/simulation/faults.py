@@ -306,6 +306,34 @@ class Reset(Fault):
 
 
 @dataclass(frozen=True)
+class ResetOwn(Fault):
+    """The connections on which a rank waits for an answer in its own group are reset at its group's next `moment`.
+
+    To rank 0's server and to the group's store; what the rank has said there has arrived. Nobody dies.
+    """
+
+    slot: int  # -1 = the first group that comes to that moment
+    rank: int
+    moment: str = ""
+
+    def inject(self, world: World) -> None:
+        def act(node: Node) -> None:
+            if node[0] in world.groups:
+                world.say("fault", f"resets the connections of g{node[0]}r{self.rank} within its group")
+                world.disturb()
+                world.network.reset((node[0], self.rank))
+
+        _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        """Who has yet to come to the lighthouse has nothing to lose, and is started again."""
+        return error == "DistNetworkError" and self.slot in (-1, rank.slot) and not rank.is_built
+
+    def shorter(self) -> list[Fault]:
+        return [ResetOwn(self.at, self.slot, self.rank)] if self.moment and self.slot >= 0 else []
+
+
+@dataclass(frozen=True)
 class SlowLink(Fault):
     """Each message between two groups takes longer."""
 

@@ -468,16 +468,20 @@ class ManagerClient:
             server.waiting.append(kernel.current)
             kernel.block(end - kernel.now)
         act(call)
-        while not call.settled:
-            if server.process.dead:
-                raise RuntimeError("transport error: connection closed")
-            if kernel.now >= end:
-                server.drop(call)
-                raise TimeoutError("deadline exceeded")
-            server.waiting.append(kernel.current)
-            kernel.block(end - kernel.now)
-            if kernel.current in server.waiting:
-                server.waiting.remove(kernel.current)
+        with network.calling(self._node) as is_lost:
+            while not call.settled:
+                if server.process.dead:
+                    raise RuntimeError("transport error: connection closed")
+                if is_lost():
+                    server.drop(call)
+                    raise RuntimeError("transport error: connection reset")
+                if kernel.now >= end:
+                    server.drop(call)
+                    raise TimeoutError("deadline exceeded")
+                server.waiting.append(kernel.current)
+                kernel.block(end - kernel.now)
+                if kernel.current in server.waiting:
+                    server.waiting.remove(kernel.current)
         lag = kernel.process.lag
         if lag and kernel.rng.random() < 0.5:
             kernel.sleep(lag * kernel.rng.random())  # ranks of a group never hear an answer at the same moment

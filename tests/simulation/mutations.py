@@ -303,10 +303,22 @@ MUTATIONS = [
         ("ranks never part",),
     ),
     Mutation(
-        "each rank judges by what it has found itself",
-        _one("agreement", "            self._await(keys[:1])\n", "            return decide(set(found))\n"),
-        ("cut",),
+        "rank 0 decides by what it has found itself",
+        _one("agreement", "decide(set(found).union(*said))", "decide(set(found))"),
+        ("kill", "lossy"),
+        ("ranks never part", "one trajectory", "exact average", "liveness", "no state given up"),
+    ),
+    Mutation(
+        "each rank goes by its own vote",
+        _one("membership", '        return answer == "yes"\n', "        return ok\n"),
+        ("kill", "lossy"),
         ("ranks never part",),
+    ),
+    Mutation(
+        "a rank that loses its connection to the group's store ends",
+        _one("agreement", "                self._store = self._connect()\n", "                raise\n"),
+        ("reset_own",),
+        ("no state given up",),
     ),
     Mutation(
         "a corrupt minority ends all groups",

@@ -8,8 +8,9 @@ back, and whoever waits, waits until then or for its timeout.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,9 @@ class Network:
         self._slow: dict[tuple[Node, Node], float] = {}
         self._losses: dict[tuple[Node, Node], float] = {}  # chance that a packet is lost
         self._waiting: list[Task] = []
+        self.resets: Counter[Node] = Counter()
+        """How often the connections of a rank to its own group's server and store were reset."""
+        self._calling: dict[Node, list[Task]] = {}
         self.on_change: dict[object, Callable[[], None]] = {}
         """Called when a link is cut or comes back; by a key, in order."""
 
@@ -123,6 +127,23 @@ class Network:
         self._waiting.append(self._kernel.current)
         self._kernel.block(timeout)
 
+    def reset(self, node: Node) -> None:
+        """Reset the connections within its group on which a rank waits for an answer; what it has said has arrived."""
+        self.resets[node] += 1
+        for task in self._calling.pop(node, ()):
+            self._kernel.wake(task)
+
+    @contextlib.contextmanager
+    def calling(self, node: Node) -> Iterator[Callable[[], bool]]:
+        """Wait for an answer within the group; gives a function that says whether the connection is lost."""
+        before, task = self.resets[node], self._kernel.current
+        self._calling.setdefault(node, []).append(task)
+        try:
+            yield lambda: self.resets[node] != before
+        finally:
+            if task in (waiting := self._calling.get(node, [])):
+                waiting.remove(task)
+
     def when_usable(self, a: Node, b: Node, act: Callable[[], None]) -> None:
         """Call `act` now or as soon as the link works."""
         if self.usable(a, b):
@@ -194,13 +215,14 @@ class Store:
             raise DistNetworkError("connection refused")
         self._server = server
         self._sent: list[tuple[str, bytes]] = []  # and not yet with the server
+        self._lost = False  # a connection that was reset stays so
         self._call(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key: sent, not waited for. What another connection asks meanwhile may be answered without it."""
         server, kernel = self._server, self._server.kernel
         kernel.pause()
-        if server.gone:
+        if server.gone or self._lost:
             raise DistNetworkError("broken pipe")
         self._sent.append((key, value.encode() if isinstance(value, str) else value))
         if self._node[0] != server.node[0] or kernel.rng.random() < _SLOW_SETS:
@@ -223,6 +245,11 @@ class Store:
         """Wait until all keys are there."""
         self._wait(keys, self._timeout if timeout is None else timeout.total_seconds())
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the keys' values, once they are there."""
+        self._wait(keys, self._timeout)
+        return [self._server.values[key] for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return it."""
         self._call(self._timeout)
@@ -237,6 +264,8 @@ class Store:
 
     def _call(self, timeout: float) -> None:
         self._server.kernel.pause()
+        if self._lost:
+            raise DistNetworkError("broken pipe")
         try:
             self._network.call(self._node, self._server.node, self._server.owner, timeout)
         except ConnectionError as error:
@@ -248,12 +277,18 @@ class Store:
             self._server.put(*self._sent.pop(0))
 
     def _wait(self, keys: list[str], timeout: float) -> None:
+        network = self._network
+        self._call(timeout)
+        with network.calling(self._node) as is_lost:
+            self._wait_for(keys, timeout, is_lost)
+
+    def _wait_for(self, keys: list[str], timeout: float, is_lost: Callable[[], bool]) -> None:
         server, network = self._server, self._network
         kernel = server.kernel
         end = kernel.now + timeout
-        self._call(timeout)
         while True:
-            if server.gone:
+            if server.gone or is_lost():
+                self._lost = True
                 raise DistNetworkError("connection reset")
             there = all(key in server.values for key in keys)
             if there and network.usable(self._node, server.node):

@@ -19,7 +19,6 @@ from tests.simulation.kernel import Process
 from tests.simulation.saving import Saves
 from tests.simulation.transfer import SnapshotServer
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.decision import Round, Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -131,6 +130,11 @@ class Rank:
         return self.state.held
 
     @property
+    def is_built(self) -> bool:
+        """Say whether it has all that it needs to train."""
+        return "dimension" in vars(self)
+
+    @property
     def computed(self) -> bool:
         """Say whether it has computed gradients for the step under way."""
         return bool(self._read)
@@ -219,7 +223,7 @@ class Rank:
             probe=Probe("token", address, self.number),
             leave_requested=lambda: self._drain.requested,
         )
-        self._watch_agreements(self._membership._agreement)
+        self._watch_agreements(self._membership)
         if world.options.ranks > 1:
             store: Any = world.connect_store(host, port, 300.0)
             self.rank_watch = RankWatch(
@@ -281,15 +285,29 @@ class Rank:
     def _pauses_after(self, step: int) -> bool:
         return step >= self.world.options.steps or self.saves.due_at(step)
 
-    def _watch_agreements(self, agreement: Agreement) -> None:
-        decide = agreement.rank0_decides
+    def _watch_agreements(self, membership: Membership) -> None:
+        world, seat, agreement = self.world, membership._seat, membership._agreement
+        decide, request, vote = agreement.rank0_decides, seat.request, membership.vote
 
-        def watched(found: Collection[str], judge: Callable[[set[str]], str]) -> str:
-            answer = decide(found, judge)
-            self.world.agreed(self, answer)
+        def watched_decide(
+            found: Collection[str], judge: Callable[[set[str]], str], timeout: float | None = None
+        ) -> str:
+            answer = decide(found, judge, timeout)
+            world.agreed(self, answer)
             return answer
 
-        vars(agreement)["rank0_decides"] = watched
+        def watched_request(step: int, failures: int) -> Any:
+            world.asks(self, step)
+            return request(step, failures)
+
+        def watched_vote(step: int, ok: bool) -> bool:
+            world.votes(self)
+            world.moment("vote", self.node)
+            return vote(step, ok)
+
+        vars(agreement)["rank0_decides"] = watched_decide
+        vars(seat)["request"] = watched_request
+        vars(membership)["vote"] = watched_vote
 
     def _train(self) -> None:
         dimension, world = self.dimension, self.world

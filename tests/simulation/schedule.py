@@ -28,6 +28,7 @@ from tests.simulation.faults import (
     NotFinite,
     Publish,
     Reset,
+    ResetOwn,
     Slow,
     SlowLink,
     TakeAway,
@@ -301,6 +302,14 @@ class _Draw:
             moment = self.rng.choice(["", "exchange", "exchange", "vote", "rendezvous"])
             self.faults.append(Reset(self._time(), self._slot(), self._rank(), moment))
 
+    def reset_own(self) -> None:
+        """Ranks lose what they wait on in their own groups, while they ask for a quorum, vote or exchange."""
+        if self.ranks == 1:
+            self.ranks = self.rng.choice([2, 2, 3])
+        for _ in range(self.rng.randint(1, 3)):
+            moment = self.rng.choice(["", "asking", "asking", "vote"])
+            self.faults.append(ResetOwn(self._time(), self._slot(), self.rng.randrange(1, self.ranks), moment))
+
     def cut(self) -> None:
         """The network between two groups is dead, or comes and goes."""
         seconds = self.rng.choice([0.3, 1.5, 5.0, 25.0])
@@ -495,6 +504,7 @@ KINDS = (
     "slow",
     "long",
     "lossy",
+    "reset_own",
     "cut",
     "cut_lighthouse",
     "lighthouse",

@@ -509,8 +509,7 @@ class World(standins.World):
 
     def manager_client(self, address: str) -> ManagerClient:
         """Connect the process that runs to a manager."""
-        rank = self.ranks[self.kernel.process]
-        return _WatchedClient(self, rank, self.managers.get(address))
+        return ManagerClient(self.ranks[self.kernel.process].node, self.managers.get(address))
 
     def connect(self, host: str, port: int, timeout: float) -> None:
         """Open a connection to the lighthouse, a group's store or a rank's state server.
@@ -640,6 +639,7 @@ class World(standins.World):
     def asks(self, rank: Rank, step: int) -> None:
         """Compare a quorum request with those of the group's other ranks."""
         self._compare(rank, "asks for a quorum with step", step)
+        self.moment("asking", rank.node)
 
     def _compare(self, rank: Rank, kind: str, what: object) -> None:
         self._compare_all(rank, kind, {"it is": what})
@@ -1242,23 +1242,6 @@ class World(standins.World):
                     state = rank.ended.how
                 words.append(f"g{slot}r{rank.number} {state} at {rank.held[0]}")
         return ", ".join(words)
-
-
-class _WatchedClient(ManagerClient):
-    """A client whose calls the world compares with those of the group's other ranks."""
-
-    def __init__(self, world: World, rank: Rank, server: ManagerServer | None) -> None:
-        super().__init__(rank.node, server)
-        self._world, self._rank = world, rank
-
-    def _quorum(self, group_rank: int, step: int, *args: Any, **kwargs: Any) -> Any:
-        self._world.asks(self._rank, step)
-        return super()._quorum(group_rank, step, *args, **kwargs)
-
-    def should_commit(self, group_rank: int, step: int, *args: Any, **kwargs: Any) -> bool:
-        self._world.votes(self._rank)
-        self._world.moment("vote", self._rank.node)
-        return super().should_commit(group_rank, step, *args, **kwargs)
 
 
 def _config(options: Options) -> dict[str, Any]:

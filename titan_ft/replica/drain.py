@@ -133,8 +133,8 @@ class Drain:
     def leave(self) -> None:
         """Mark this rank as gone in order and wait, for 2 seconds at most, until all ranks are.
 
-        Call it last of all, also when training has finished: the server that the others vote at ends with rank 0, and a
-        rank that ends without this mark counts as dead.
+        Call it last of all, also when training has finished: the store that the others vote through may end with rank
+        0, and a rank that ends without this mark counts as dead.
         """
         self._left = True
         if self._store is None:

@@ -9,7 +9,7 @@ Built on `torchft.coordination` (ManagerServer, ManagerClient), not on `torchft.
 quorum to its own heal (it picks a donor per rank, fetches on the quorum thread, believes a joiner up to date after
 its first vote) and swallows errors of the exchange. With the layer below, a group reports the step it really holds
 and the heal is decided in the exchange, the same for all ranks of a group. What stays torchft's: lighthouse,
-heartbeats, quorum, the vote within a group and the reconfigurable process groups.
+heartbeats, quorum and the reconfigurable process groups.
 """
 
 from __future__ import annotations
@@ -87,13 +87,20 @@ class Membership:
     ) -> None:
         self._config, self._group_rank, self._events = config, group_rank, events
         own_store = _connect(store)
+        connect_timeout = timedelta(seconds=config.connect_timeout_seconds)
+        # For quorums, by the quorum thread, and for the votes between them, by the training thread.
+        self._agreement = Agreement(
+            lambda: _connect(store, connect_timeout),
+            f"titan_ft/agreed/{attempt}",
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+        )
         self._seat = Seat(
             config,
             lighthouse=lighthouse,
-            host=host,
             group_rank=group_rank,
-            group_world_size=group_world_size,
             store=own_store,
+            agreement=self._agreement,
             address=address,
         )
         where = join_address(host, store[1])  # of the store: on rank 0's host
@@ -105,7 +112,7 @@ class Membership:
         )
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None
-        self._former: tuple[int, list[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
+        self._former: tuple[int, Sequence[str], Admission] = (0, [], Admission(()))  # of the last quorum: id and names
         self._reported: set[str] = set()  # strangers
         self._failures = 0  # votes in a row that failed
         self._closed = False
@@ -115,15 +122,12 @@ class Membership:
         self._rendezvous = Rendezvous(
             process_group,
             timedelta(milliseconds=config.process_group_timeout_ms),
-            connect=lambda: _connect(store),
+            connect=lambda: _connect(store, connect_timeout),
             store=own_store,
             process=process,
             group_rank=group_rank,
             group_world_size=group_world_size,
             address=address,
-        )
-        self._agreement = Agreement(
-            own_store, f"titan_ft/agreed/{attempt}", group_rank=group_rank, group_world_size=group_world_size
         )
         self._partition = Partition(
             config,
@@ -195,16 +199,31 @@ class Membership:
         """Agree within the group whether the exchange worked: true only if every rank of the group says so.
 
         After a "no" the lighthouse renews the quorum's id, so that all members build a new process group.
+
+        Raises:
+            TimeoutError: not all ranks have voted within `vote_timeout_seconds`.
+            LighthouseError: this group has left.
         """
         if not ok:
             self._partition.before_no()
         with self.waiting():  # for a sibling whose exchange is not complete
-            agreed = self._seat.vote(step, ok)
+            agreed = self._agree_on(step, ok)
         if agreed:
             self._partition.forget()
         self._failures = 0 if agreed else self._failures + 1
         self._pending = None
         return agreed
+
+    def _agree_on(self, step: int, ok: bool) -> bool:
+        timeout = self._config.vote_timeout_seconds
+        try:
+            answer = self._agreement.rank0_decides(() if ok else ("no",), lambda said: "no" if said else "yes", timeout)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the ranks of this group did not all vote after step {step} within fault_tolerance."
+                f"vote_timeout_seconds ({timeout:g} s): one of them hangs, or is far slower than the others"
+            ) from error
+        return answer == "yes"
 
     def peer_address(self, rank: int) -> str:
         """Return the state server's address (host:port) of the same group rank in member `rank`."""
@@ -231,6 +250,7 @@ class Membership:
     def fall_silent(self) -> None:
         """Stop this group's heartbeats for good, so that the others go on without it; any thread of rank 0."""
         self._seat.close()
+        self._agreement.close()
 
     def close(self) -> None:
         """Leave: stop the heartbeats and close the process group; a second call does nothing."""
@@ -379,5 +399,5 @@ class Membership:
         self._events.emit(LeftOut(members=slots))
 
 
-def _connect(store: tuple[str, int]) -> TCPStore:
-    return TCPStore(store[0], store[1], is_master=False, wait_for_workers=False)
+def _connect(store: tuple[str, int], timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
+    return TCPStore(store[0], store[1], is_master=False, wait_for_workers=False, timeout=timeout)

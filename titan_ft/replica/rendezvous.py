@@ -58,7 +58,7 @@ class Rendezvous:
         address: str,
     ) -> None:
         self.process_group, self.timeout = process_group, timeout
-        self._store, self._process = store, process
+        self._connect, self._store, self._process = connect, store, process
         self._group_rank, self._group_world_size = group_rank, group_world_size
         self._address = address
         self.key = self.prefix = ""
@@ -177,9 +177,21 @@ class Rendezvous:
                 watched = self.prefix
             try:
                 store.wait([self._broken_key(watched)], timedelta(days=365))
-            except RuntimeError:  # the store ended with the group: nothing is left to watch
-                return
-            self._abort_own(watched)
+            except RuntimeError:
+                if (again := self._reconnect()) is None:
+                    return
+                store, watched = again, ""  # what was written meanwhile is there
+            else:
+                self._abort_own(watched)
+
+    def _reconnect(self) -> TCPStore | None:
+        """Connect to the group's store again; None if it has ended with the group: nothing is left to watch."""
+        if self._closed:
+            return None
+        try:
+            return self._connect()
+        except RuntimeError:
+            return None
 
     def _abort_own(self, prefix: str) -> None:
         with self._lock:

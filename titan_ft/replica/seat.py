@@ -1,39 +1,58 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One replica group's connection to the lighthouse, its seat: torchft's server on rank 0, and each rank's client of it.
+"""One replica group's connection to the lighthouse, its seat: torchft's server on rank 0, which all ranks ask through.
 
-The server heartbeats under the group's name and gathers the requests and votes of the group's ranks. A group takes
+The server heartbeats under the group's name. The ranks agree over the group's store when to ask for a quorum, and rank
+0 asks: torchft's server could gather the requests of all ranks as well, but forgets its answers. A rank whose
+connection to it broke would have to ask again, alone, and get the quorum after that of its siblings. A group takes
 another name by opening another seat: rank 0 opens it, then all ranks take it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 
 from titan_ft.config import FaultTolerance
+from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.errors import LighthouseError
 from titan_ft.replica.member import Member
 from titan_ft.replica.reach import address_key
-from titan_ft.run.address import bracketed, split_address
+from titan_ft.run.address import split_address
 
 logger = logging.getLogger(__name__)
 
-# The ranks of a group ask together. One whose request timed out would have missed the answer that its siblings get a
-# moment later, or be counted for the next quorum when it asks again: they would go on without it. So requests last.
+# A request whose time is over is forgotten by who made it and not by the lighthouse: its answer would be taken for that
+# of the next one. So requests last.
 _REQUEST = timedelta(days=30)
-# torchft's server repeats a request that a restarted lighthouse lost, once for all ranks of the group; it pauses for
-# the request's time / the number of retries, or 0.1 s.
+# torchft's server repeats a request that a restarted lighthouse lost; it pauses for the request's time / the number of
+# retries, or 0.1 s.
 _LIGHTHOUSE_RETRIES = 10**8
 _LEFT = "this group has left the job"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the lighthouse says of a quorum.
+
+    Attributes:
+        replica_ids: names of its members.
+        max_step: largest number of committed updates that one of them has told.
+    """
+
+    quorum_id: int
+    replica_ids: Sequence[str]
+    max_step: int
 
 
 class Seat:
@@ -41,8 +60,8 @@ class Seat:
 
     Args:
         lighthouse: its address, http://host:port.
-        host: the numeric address that other groups reach this rank at.
         store: the group's.
+        agreement: that of the group's ranks.
         address: host:port of this rank's state server.
 
     Attributes:
@@ -57,17 +76,16 @@ class Seat:
         config: FaultTolerance,
         *,
         lighthouse: str,
-        host: str,
         group_rank: int,
-        group_world_size: int,
         store: TCPStore,
+        agreement: Agreement,
         address: str,
     ) -> None:
-        self._config, self._lighthouse, self._host = config, lighthouse, host
-        self._group_rank, self._group_world_size = group_rank, group_world_size
-        self._store, self._address = store, address
-        self._client: Any = None
-        self._server: Any = None  # on rank 0
+        self._config, self._lighthouse = config, lighthouse
+        self._group_rank, self._store, self._agreement, self._address = group_rank, store, agreement, address
+        self._client: Any = None  # on rank 0, as its server
+        self._server: Any = None
+        self._names: Sequence[str] = ()  # of the last reply
         self._lock = threading.Lock()
         self.closed = False
 
@@ -90,25 +108,27 @@ class Seat:
         Raises:
             LighthouseError: the lighthouse does not answer; the former seat stays.
         """
-        from torchft.coordination import ManagerServer
+        from torchft.coordination import ManagerClient, ManagerServer
 
-        config, host = self._config, bracketed(self._host)
+        config = self._config
+        connect_timeout = timedelta(seconds=config.connect_timeout_seconds)
         try:
             server = ManagerServer(
                 replica_id=member.replica_id,
                 lighthouse_addr=self._lighthouse,
-                hostname=host,
-                bind=f"{bracketed(config.bind_address or self._host)}:0",
+                hostname="127.0.0.1",
+                bind="127.0.0.1:0",  # only this process asks it
                 store_addr=member.store,
-                world_size=self._group_world_size,
+                world_size=1,  # who asks it, and not the number of ranks
                 heartbeat_interval=timedelta(milliseconds=config.heartbeat_interval_ms),
-                connect_timeout=timedelta(seconds=config.connect_timeout_seconds),
+                connect_timeout=connect_timeout,
                 quorum_retries=_LIGHTHOUSE_RETRIES,
             )
+            self._client = ManagerClient(server.address(), connect_timeout=connect_timeout)
         except Exception as error:
             raise self._unreachable("connect", config.connect_timeout_seconds, error) from error
         self._replace_server(server)
-        return f"{server.address()} {member.replica_id}"
+        return member.replica_id
 
     def reopen(self, member: Member) -> str:
         """Open a seat under another name; returns nothing if the lighthouse is away, then the group tries again."""
@@ -118,13 +138,9 @@ class Seat:
             logger.warning("no seat under a new name yet: %s", error)
             return ""
 
-    def take(self, server: str) -> None:
-        """Ask and vote at the server that rank 0 has opened, as `open` describes it."""
-        from torchft.coordination import ManagerClient
-
-        address, replica_id = server.split(" ", 1)
-        self.member = Member.parse(replica_id)
-        self._client = ManagerClient(address, connect_timeout=timedelta(seconds=self._config.connect_timeout_seconds))
+    def take(self, name: str) -> None:
+        """Take the seat that rank 0 has opened under this name."""
+        self.member = Member.parse(name)
         self._store.set(address_key(self.member.unique, self._group_rank), self._address)
 
     def leave(self) -> None:
@@ -137,12 +153,32 @@ class Seat:
             self.closed = True
         self.leave()
 
-    def request(self, step: int, failures: int) -> Any:
-        """Ask until there is a quorum; gives up only when the lighthouse cannot be reached.
+    def request(self, step: int, failures: int) -> Reply:
+        """Ask until there is a quorum, when all ranks of the group do; gives up only without the lighthouse.
+
+        A collective: all ranks get the same answer, or the same error.
 
         Raises:
             LighthouseError: the lighthouse did not answer for `quorum_timeout_seconds`, or this group has left.
         """
+        answer = json.loads(self._agreement.rank0_decides((), lambda _: self._ask_for_all(step, failures)))
+        if isinstance(answer, str):
+            raise LighthouseError(answer)
+        quorum_id, max_step, names = answer
+        self._names = self._names if names is None else names
+        return Reply(quorum_id, self._names, max_step)
+
+    def _ask_for_all(self, step: int, failures: int) -> str:
+        """Ask on rank 0; returns a text: quorum id, largest step and names, None for those of before, or an error."""
+        try:
+            reply = self._ask_until_answered(step, failures)
+        except LighthouseError as error:
+            return json.dumps(str(error))
+        # With many groups there are many names, and mostly the same ones.
+        names = None if reply.replica_ids == self._names else reply.replica_ids
+        return json.dumps([reply.quorum_id, reply.max_step, names])
+
+    def _ask_until_answered(self, step: int, failures: int) -> Any:
         timeout = self._config.quorum_timeout_seconds
         asked = tell = time.monotonic()
         deadline = asked + timeout
@@ -165,28 +201,14 @@ class Seat:
             answer = self._ask(step, failures)
         raise LighthouseError(_LEFT)
 
-    def vote(self, step: int, ok: bool) -> bool:
-        """Cast this rank's vote; true only if every rank of the group says so.
-
-        Raises:
-            LighthouseError: this group has left.
-        """
-        timeout = timedelta(seconds=self._config.vote_timeout_seconds)
-        try:
-            return bool(self._client.should_commit(self._group_rank, step, ok, timeout))
-        except RuntimeError as error:  # torchft's "transport error" says nothing to who reads the log
-            if self.closed:
-                raise LighthouseError(_LEFT) from error
-            raise
-
     def _ask(self, step: int, failures: int) -> Future[Any]:
-        """Ask for a quorum once; the group's server answers when all of its ranks have asked, and a quorum is there."""
+        """Ask for a quorum once; the group's server answers when it is there."""
         client, answer = self._client, Future[Any]()
 
         def ask() -> None:
             try:
                 quorum = client._quorum(
-                    group_rank=self._group_rank,
+                    group_rank=0,
                     step=step,
                     checkpoint_metadata="",
                     shrink_only=False,
