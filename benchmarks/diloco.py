@@ -70,14 +70,15 @@ def _kill_behind(run: Run, rounds: tuple[int, ...], until: float) -> None:
 def describe(record: RunRecord, losses: Mapping[int, float]) -> dict[str, Any]:
     """Return the figures of a run, however it ended.
 
-    `losses` are the groups' at the end; `steps_made` those of all groups, `steps_thrown_away` those of them that are in
+    `loss` is the survivor's at the end, `losses` all groups'; `steps_made` those of all groups, `steps_thrown_away` those of them that are in
     no model; `rounds_mixed` counts how often the ranks of a group had states of different groups.
     """
     tries = [event for event in record.events if isinstance(event, StepTried)]
     made, kept = (_steps_of_peer if tries else _steps_of_ours)(record)
     failed = [event for event in tries if not event.committed and (event.replica, event.rank) == (SURVIVOR, 0)]
     return {
-        "losses": dict(losses),
+        "loss": losses.get(SURVIVOR),
+        "losses": {str(group): loss for group, loss in losses.items()},
         "rounds_committed": len({event.step for event in record.commits if event.replica == SURVIVOR}),
         "rounds_failed": len(failed),
         "steps_made": made,

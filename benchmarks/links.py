@@ -160,14 +160,16 @@ def throughput(commits: Sequence[StepCommitted], since: float) -> list[tuple[flo
     return found
 
 
-def measure_links(base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def measure_links(
+    base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any], cases: Sequence[Case] = MODES
+) -> Iterator[tuple[str, Any]]:
     """Measure each mode that is not `done` at all rates, slower and slower; yields its name and figures.
 
     First, as `paced`, what rates connections really have that are paced so.
     """
     if "paced" not in done:
         yield "paced", {f"{mbps:g}": measure_rate(mbps) for mbps in RATES_MBPS}
-    for case in MODES:
+    for case in cases:
         if case.name in done:
             continue
         job = Job(OURS, work_dir / f"links-{case.name}", num_ranks=1, flags=("--no-standby",))

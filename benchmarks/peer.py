@@ -7,7 +7,7 @@ there is no accelerator) and the packaged text. Takes torchtitan's TOML and flag
 
 `--observe-every=N`, before all other flags, leaves an event after each step that was tried, with a digest of the
 weights at each N-th; it changes nothing in the training. With DiLoCo that is each round, and there are events of the
-steps in it; a validation is then made behind the last step only, and on the same text in each group.
+steps in it; a validation is then made on the same text in each group.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ def observed_rounds(trainer: Any, events: EventLog, digest_every: int) -> Any:
             """torchtitan would give each group its own part of the text."""
             from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 
-            self.validator.should_validate = lambda step: step == job_config.training.steps
             mesh = self.parallel_dims.get_mesh("batch")
             self.validator.validation_dataloader = build_text_validation_dataloader(
                 dp_world_size=mesh.size(),

@@ -10,13 +10,13 @@ so it is less noisy than losses of training, which with rounds are those of mode
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import read_run
-from benchmarks.run import BenchError, Run, progress
+from benchmarks.run import SURVIVOR, BenchError, Run, progress
 from benchmarks.systems import OURS, Config, Job, derive_config
 from titan_ft.history.record import RunRecord
 from titan_ft.run.events import StepCommitted
@@ -90,15 +90,17 @@ def configure(base: Mapping[str, Any], job: Job, case: Case, steps: int = STEPS)
     return config
 
 
-def measure_losses(base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def measure_losses(
+    base: Mapping[str, Any], work_dir: Path, done: Mapping[str, Any], cases: Sequence[Case] = CASES, steps: int = STEPS
+) -> Iterator[tuple[str, Any]]:
     """Run each case that is not `done`; yields its name and figures."""
-    for case in CASES:
+    for case in cases:
         if case.name in done:
             continue
         job = Job(OURS, work_dir / case.name, case.num_groups, num_ranks=1)
-        with Run(job, configure(base, job, case)) as run:
+        with Run(job, configure(base, job, case, steps)) as run:
             run.wait(TIMEOUT_SECONDS)
-        figures = describe(job.run_dir, case)
+        figures = describe(job.run_dir, case, steps)
         progress(f"{case.name}: {figures}")
         yield case.name, figures
 
@@ -113,17 +115,17 @@ def describe(run_dir: Path, case: Case, steps: int = STEPS) -> dict[str, Any]:
         BenchError: it did not train as it was to.
     """
     record = read_run(run_dir)
-    commits = [event for event in record.commits if event.replica == 0 and event.rank == 0]
+    commits = [event for event in record.commits if (event.replica, event.rank) == (SURVIVOR, 0)]
     if not commits or commits[-1].titan_step != steps:
         raise BenchError(f"{case.name}: the run did not end with step {steps}; see {run_dir}")
     absent = [event.step for event in commits if len(event.participants) < case.num_groups]
     if absent:
         raise BenchError(f"{case.name}: not all groups were in step {absent[0]}; see {run_dir}")
     losses = final_losses(run_dir, steps)
-    if len(set(losses.values())) != 1:
+    if len(losses) != case.num_groups or len(set(losses.values())) != 1:
         raise BenchError(f"{case.name}: the groups' losses at the end must be one, got {losses}; see {run_dir}")
     return {
-        "loss": losses[0],
+        "loss": losses[SURVIVOR],
         "tokens": sum(event.tokens for event in commits),
         "bytes_per_step": bytes_per_step(record, num_parameters(run_dir), case),
     }
@@ -158,7 +160,7 @@ def bytes_per_step(record: RunRecord, parameters: int, case: Case) -> float:
     By `wire_bytes` of the events where they have it; else those of an all-reduce of fp32: each of n members sends
     2 (n - 1) / n of it.
     """
-    commits = [event for event in record.of(StepCommitted) if (event.replica, event.rank) == (0, 0)]
+    commits = [event for event in record.of(StepCommitted) if (event.replica, event.rank) == (SURVIVOR, 0)]
     told = [bytes_sent for event in commits if (bytes_sent := getattr(event, "wire_bytes", None)) is not None]
     if told and len(told) == len(commits):
         return float(sum(told)) / commits[-1].titan_step
