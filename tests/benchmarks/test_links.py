@@ -42,8 +42,11 @@ for line in sys.stdin:
 """
 
 
+Start = Callable[[int], "subprocess.Popen[str]"]
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[[int], subprocess.Popen[str]]]:
+def start() -> Iterator[Start]:
     """Start processes that are connected to one another: the first with 0, the second with the port that it told."""
     started: list[subprocess.Popen[str]] = []
 
@@ -65,7 +68,7 @@ def say(process: subprocess.Popen[str]) -> str:
 
 
 def test_the_sockets_between_two_groups_are_throttled_and_counted(
-    start: Callable[[int], subprocess.Popen[str]],
+    start: Start,
 ) -> None:
     """Both ends, from outside of the processes; a connection to anybody else is left alone."""
     server = start(0)
@@ -97,7 +100,7 @@ def test_the_sockets_between_two_groups_are_throttled_and_counted(
     assert list(between.bytes_sent(1).values()) == [0]
 
 
-def test_groups_without_connections_are_no_measurement(start: Callable[[int], subprocess.Popen[str]]) -> None:
+def test_groups_without_connections_are_no_measurement(start: Start) -> None:
     alone = start(0)
     say(alone)
     with pytest.raises(BenchError, match="no connection between the groups"):
