@@ -70,8 +70,8 @@ def _kill_behind(run: Run, rounds: tuple[int, ...], until: float) -> None:
 def describe(record: RunRecord, losses: Mapping[int, float]) -> dict[str, Any]:
     """Return the figures of a run, however it ended.
 
-    `loss` is the survivor's at the end, `losses` all groups'; `steps_made` those of all groups, `steps_thrown_away` those
-    of them that are in no model; `rounds_mixed` counts how often the ranks of a group had states of different groups.
+    `loss` is the survivor's at the end, `losses` all groups'; `steps_made` counts those of all groups, and of them
+    `steps_thrown_away` those that are in no model; `rounds_mixed` how often the ranks of a group had different states.
     """
     tries = [event for event in record.events if isinstance(event, StepTried)]
     made, kept = (_steps_of_peer if tries else _steps_of_ours)(record)

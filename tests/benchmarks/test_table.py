@@ -100,13 +100,13 @@ def test_links_are_compared_at_each_rate() -> None:
 
 
 def test_the_two_dilocos_stand_side_by_side() -> None:
-    whole = {"losses": {0: 5.0, 1: 5.0}, "rounds_committed": 30, "rounds_failed": 0, "steps_made": 600.0}
+    whole: dict[str, Any] = {"loss": 5.0, "rounds_committed": 30, "rounds_failed": 0, "steps_made": 600.0}
     whole |= {"steps_thrown_away": 0.0, "rounds_mixed": 0, "digests": "equal (step 30)", "crashes": 0}
     whole |= {"groups_finished": 2, "kills": 0, "seconds": 99.6, "ended": None}
-    broken = {**whole, "losses": {}, "groups_finished": 0, "kills": 2, "ended": "did not finish within 600 s"}
+    broken = {**whole, "loss": None, "groups_finished": 0, "kills": 2, "ended": "did not finish within 600 s"}
     rows = rounds_report(rounds_diloco={"ours-kills0": whole, "peer-kills2": broken})
     assert cells(rows["DiLoCo, 2 groups x 2 ranks"]) == ["titan_ft, no SIGKILLs", "torchtitan's own, 2 SIGKILLs"]
-    assert cells(rows["loss of each group at the end"]) == ["5.0000, 5.0000", "-"]
+    assert cells(rows["the survivor's loss at the end"]) == ["5.0000", "-"]
     assert cells(rows["groups that finished"]) == ["2 of 2", "0 of 2"]
     assert cells(rows["ended early"]) == ["no", "did not finish within 600 s"]
 
