@@ -182,13 +182,12 @@ def measure_links(
 
 
 def _measure(run: Run, mbps: float) -> dict[str, Any]:
-    """Train at a rate for a while; the links are throttled as soon as a commit is seen.
+    """Train at a rate for a while. It begins right behind a commit that was seen, in time for the next exchange.
 
     Raises:
         BenchError: the groups did not keep their connections.
     """
-    num_before = len(_commits(run))
-    run.wait_for(lambda _: len(_commits(run)) > num_before or None, "commit", TIMEOUT_SECONDS)
+    run.wait_for(lambda _: _commits(run) or None, "commit", TIMEOUT_SECONDS)
     links = Links({group: run.workers(group) for group in range(run.job.num_groups)})
     links.throttle(mbps)
     since, sent_before, first = time.time(), links.bytes_sent(SURVIVOR), _commits(run)[-1]
