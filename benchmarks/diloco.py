@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.kills import MAX_RESTARTS
 from benchmarks.record import compare_digests, num_crashes, read_run, usual_step
-from benchmarks.rounds import STEPS, Case, configure, final_losses
+from benchmarks.rounds import Case, configure, final_losses
 from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, progress
 from benchmarks.systems import NUM_GROUPS, OURS, PEER, RANKS_PER_GROUP, Job
 from benchmarks.tries import InnerStepMade, StepTried
@@ -24,9 +24,10 @@ from titan_ft.history.record import RunRecord
 from titan_ft.run.events import StepCommitted, TrainingFinished
 
 CASE = Case(NUM_GROUPS, sync_steps=10, outer_lr=0.7)
-KILLED_BEHIND = (8, 18)
+STEPS = 200
+KILLED_BEHIND = (5, 12)
 """Rounds."""
-TIMEOUT_SECONDS = 600.0
+TIMEOUT_SECONDS = 900.0
 """Of a run; several times what it takes without trouble."""
 
 
@@ -39,7 +40,7 @@ def measure_diloco(base: Mapping[str, Any], work_dir: Path, done: Mapping[str, A
                 continue
             flags = ("--observe-every=1",) if system == PEER else ()
             job = Job(system, work_dir / f"diloco-{name}", max_restarts=MAX_RESTARTS, flags=flags)
-            config = configure(base, job, CASE)
+            config = configure(base, job, CASE, STEPS)
             config["fault_tolerance"]["min_replica_size"] = 1  # a survivor goes on alone
             began, ended = time.monotonic(), None
             try:

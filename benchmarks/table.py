@@ -10,6 +10,8 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
+from benchmarks.diloco import CASE as DILOCO
+from benchmarks.diloco import STEPS as DILOCO_STEPS
 from benchmarks.links import MODES, RATES_MBPS, UNTHROTTLED
 from benchmarks.rounds import CASES, NUMS_GROUPS, SEED, SETTINGS
 from benchmarks.steady import spread
@@ -184,7 +186,8 @@ def _diloco_table(done: Mapping[str, Any]) -> list[str]:
     """Return what became of each run of the two DiLoCos."""
     names = {OURS: "titan_ft", PEER: "torchtitan's own"}
     heads = [f"{names[name.split('-')[0]]}, {figures['kills'] or 'no'} SIGKILLs" for name, figures in done.items()]
-    rows = [["DiLoCo, 2 groups x 2 ranks", *heads]]
+    length = f"{DILOCO_STEPS // DILOCO.sync_steps} rounds of {DILOCO.sync_steps} steps"
+    rows = [[f"DiLoCo, 2 groups x 2 ranks, {length}", *heads]]
     texts: Mapping[str, Callable[[Any], str]] = {
         # The JSON has the victim's too: ours has validated less often by then, and so on other text.
         "the survivor's loss at the end": lambda f: "-" if f["loss"] is None else f"{f['loss']:.4f}",
