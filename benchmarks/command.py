@@ -10,6 +10,13 @@ Two groups of two ranks each (stock: one job of four ranks), the same model, dat
   recovery  titan_ft alone, each group on cores of its own: kill to contributing with and without a standby, the
             survivors' steps during a slow transfer (replay against wait), a drain, a lighthouse that is killed
 
+Semi-synchronous training, only if it is asked for (with --only rounds, all three; half an hour on two idle cores):
+
+  rounds-loss    the loss at the end for rounds of 10, 30 and 100 steps, 2 and 4 groups and two outer LRs, beside the
+                 synchronous mode with equal tokens; bytes per step
+  rounds-diloco  torchtitan's own DiLoCo beside ours, without failures and under the same SIGKILLs
+  rounds-links   tokens per second with the links between two groups throttled to 1000, 100 and 10 Mbit/s
+
 With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random group each 15 s, to be
 set beside a run of scripts/campaign.sh (--against).
 
@@ -28,13 +35,16 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks import rounds
 from benchmarks.campaign import format_campaign, run_campaign
+from benchmarks.diloco import measure_diloco
 from benchmarks.kills import measure_kills
+from benchmarks.links import measure_links
 from benchmarks.recovery import measure_recovery
 from benchmarks.run import BenchError, progress
 from benchmarks.steady import LOG_FREQ, WARMUP_STEPS, measure_steady
@@ -43,13 +53,15 @@ from benchmarks.table import format_report
 from titan_ft.config import ConfigError, load_toml
 
 PARTS = ("steady", "failure", "rejoin", "recovery")
+ROUNDS = ("rounds-loss", "rounds-diloco", "rounds-links")
+"""Not among what is run unless it is asked for: the work of half an hour."""
 PACKAGES = ("torch", "torchtitan", "torchft", "torchdata")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 0, 1 when a run did not do what was to be measured, 2 for a bad config."""
     options = parse(argv)
-    parts: Sequence[str] = PARTS if options.only is None else (options.only,)
+    parts: Sequence[str] = {None: PARTS, "rounds": ROUNDS}.get(options.only, (options.only,))
     if options.campaign_peer:
         parts = ()
     arguments = sys.argv[1:] if argv is None else argv
@@ -81,7 +93,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return")
     parser.add_argument("--recoveries", type=_at_least(1), default=3, help="of each kind of recovery")
-    parser.add_argument("--only", choices=PARTS, help="one part; failure and rejoin come from the same kills")
+    choices = (*PARTS, "rounds", *ROUNDS)
+    parser.add_argument("--only", choices=choices, help="one part; failure and rejoin come from the same kills")
     parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
     peer = parser.add_argument_group("campaign of torchtitan.experiments.ft")
     peer.add_argument("--campaign-peer", action="store_true", help="run it, and nothing else")
@@ -91,6 +104,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     peer.add_argument("--peer-ranks", type=_at_least(1), default=2, help="of each group; with 1 it exchanges nothing")
     peer.add_argument("--against", type=Path, metavar="RUN_DIR", help="show a titan_ft campaign beside it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--go-on", action="store_true", help="of rounds: leave out what --json has from an earlier run")
     parser.add_argument("--work-dir", type=Path, help="folder for the runs, to be made; a temporary one if left out")
     options = parser.parse_args(argv)
     if options.work_dir is not None and options.work_dir.exists():
@@ -99,6 +113,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--minutes must be at least 1, got {options.minutes:g}")
     if options.against is not None and not any(options.against.glob("events/*.jsonl")):
         parser.error(f"--against must be the folder of a run, with events/*.jsonl, got {options.against}")
+    if options.go_on and options.json is None:
+        parser.error("--go-on must come with --json FILE, which has the figures so far")
     return options
 
 
@@ -137,6 +153,41 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
         for name, figures in measure_recovery(options.recoveries, base, work_dir):
             report["recovery"][name] = figures
             _save(report, options.json)
+    measure_rounds(options, parts, base, work_dir, report)
+
+
+def measure_rounds(
+    options: argparse.Namespace,
+    parts: Sequence[str],
+    base: Mapping[str, Any],
+    work_dir: Path,
+    report: dict[str, Any],
+) -> None:
+    """Fill the report's part of semi-synchronous training, and its file after each run.
+
+    Raises:
+        BenchError: the figures to go on from are of other runs.
+    """
+    wanted = [part for part in ROUNDS if part in parts]
+    if not wanted:
+        return
+    found = report["rounds"] = {"settings": rounds.SETTINGS}
+    if options.go_on and options.json.exists():
+        found = report["rounds"] = json.loads(options.json.read_text(encoding="utf-8")).get("rounds", found)
+        if found["settings"] != rounds.SETTINGS:
+            raise BenchError(f"--go-on must have figures of {rounds.SETTINGS}, got those of {found['settings']}")
+    for part in wanted:
+        done = found.setdefault(part, {})
+        for name, figures in _ROUNDS_PARTS[part](base, work_dir, done):
+            done[name] = figures
+            _save(report, options.json)
+
+
+_ROUNDS_PARTS: Mapping[str, Callable[..., Iterator[tuple[str, Any]]]] = {
+    "rounds-loss": rounds.measure_losses,
+    "rounds-diloco": measure_diloco,
+    "rounds-links": measure_links,
+}
 
 
 def _save(report: dict[str, Any], path: Path | None) -> None:

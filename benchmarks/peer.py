@@ -6,7 +6,8 @@ The trainer is torchtitan's, unmodified. It gets from this project only what it 
 there is no accelerator) and the packaged text. Takes torchtitan's TOML and flags; run it under torchrun, as a module.
 
 `--observe-every=N`, before all other flags, leaves an event after each step that was tried, with a digest of the
-weights at each N-th; it changes nothing in the training.
+weights at each N-th; it changes nothing in the training. With DiLoCo that is each round, and there are events of the
+steps in it; a validation is then made on the same text in each group.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.tries import StepTried
+from benchmarks.tries import InnerStepMade, StepTried
 from titan_ft import device
 from titan_ft.run.events import WorkerStarted
 from titan_ft.run.log import EventLog
@@ -46,7 +47,8 @@ def main() -> None:
     # `enable=False` wraps nothing but the CPU seam: torchtitan's own FT config has what the peer itself needs.
     spec.register(job_config.model.name, SimpleNamespace(enable=False))  # type: ignore[arg-type]
     events = _announce(Path(job_config.job.dump_folder), job_config.fault_tolerance.replica_id)
-    peer.main(observed(peer.FTTrainer, events, digest_every) if digest_every else peer.FTTrainer)
+    observe = observed_rounds if job_config.fault_tolerance.semi_sync_method else observed
+    peer.main(observe(peer.FTTrainer, events, digest_every) if digest_every else peer.FTTrainer)
 
 
 def _take_observe_flag() -> int:
@@ -97,6 +99,62 @@ def observed(trainer: Any, events: EventLog, digest_every: int) -> Any:
                     contributed=self._committed and manager.is_participating(),
                     own_loss=sum(loss.item() for loss in self._losses),
                     digest=digest(self.model_parts) if wants_digest else None,
+                )
+            )
+
+    return Observed
+
+
+def observed_rounds(trainer: Any, events: EventLog, digest_every: int) -> Any:
+    """Derive a trainer that trains the same with torchft's DiLoCo, and tells of each round that it tried."""
+
+    class Observed(trainer):
+        def __init__(self, job_config: Any) -> None:
+            super().__init__(job_config)
+            self._steps, self._committed, self._healed = 0, False, False
+            manager = self.ft_manager.manager
+            manager.register_state_dict_fn("benchmark", self._note_heal, dict)
+            self._vote, manager.should_commit = manager.should_commit, self._note_vote
+            if job_config.validation.enable:
+                self._validate_alike(job_config)
+
+        def _note_heal(self, _: Any) -> None:
+            self._healed = True
+
+        def _note_vote(self, *args: Any, **kwargs: Any) -> bool:
+            self._committed = self._vote(*args, **kwargs)
+            return self._committed
+
+        def _validate_alike(self, job_config: Any) -> None:
+            """torchtitan would give each group its own part of the text."""
+            from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
+
+            mesh = self.parallel_dims.get_mesh("batch")
+            self.validator.validation_dataloader = build_text_validation_dataloader(
+                dp_world_size=mesh.size(),
+                dp_rank=mesh.get_local_rank(),
+                tokenizer=self.tokenizer,
+                job_config=job_config,
+                infinite=job_config.validation.steps != -1,
+            )
+
+        def train_step(self, data_iterator: Any) -> None:
+            self._committed = self._healed = False
+            super().train_step(data_iterator)
+            events.emit(InnerStepMade())
+            self._steps += 1
+            if self._steps % self.job_config.fault_tolerance.sync_steps:
+                return
+            step = self.ft_manager.manager.current_step() + (not self._committed)
+            wants_digest = self._committed and step % digest_every == 0
+            events.emit(
+                StepTried(
+                    step=step,
+                    committed=self._committed,
+                    contributed=self._committed and not self._healed,
+                    own_loss=None,
+                    digest=digest(self.model_parts) if wants_digest else None,
+                    inner_steps=self.job_config.fault_tolerance.sync_steps,
                 )
             )
 

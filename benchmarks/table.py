@@ -5,12 +5,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from typing import Any
 
+from benchmarks.diloco import CASE as DILOCO
+from benchmarks.diloco import STEPS as DILOCO_STEPS
+from benchmarks.links import MODES, RATES_MBPS, UNTHROTTLED
+from benchmarks.rounds import CASES, NUMS_GROUPS, SEED, SETTINGS
 from benchmarks.steady import spread
-from benchmarks.systems import TITLES
+from benchmarks.systems import NUM_GROUPS, OURS, PEER, TITLES
 
 Costs = Sequence[Mapping[str, Any]]
 
@@ -29,6 +34,8 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_kill_table(report["kills"], parts)]
     for name, figures in report.get("recovery", {}).items():
         lines += ["", *_RECOVERY_TABLES[name](figures)]
+    for name in [part for part in _ROUNDS_TABLES if report.get("rounds", {}).get(part)]:
+        lines += ["", *_ROUNDS_TABLES[name](report["rounds"][name])]
     if "campaign_table" in report:
         lines += ["", *report["campaign_table"]]
     return "\n".join(lines)
@@ -128,4 +135,78 @@ _RECOVERY_TABLES: Mapping[str, Callable[[Any], list[str]]] = {
     "rejoins": _rejoin_table,
     "drains": _drain_table,
     "outages": _outage_table,
+}
+
+
+def _loss_table(done: Mapping[str, Any]) -> list[str]:
+    """Return loss and bytes of each way to meet; those of the runs that are missing are left out."""
+    heads = [part for num in NUMS_GROUPS for part in (f"loss, {num} groups", "to synchronous", "MB per step and group")]
+    rows = [[SETTINGS, *heads]]
+    for case in CASES:
+        if case.num_groups != NUMS_GROUPS[0]:
+            continue
+        title = "synchronous" if case.outer_lr is None else f"rounds of {case.sync_steps}, outer LR {case.outer_lr:g}"
+        row = [title + ("" if case.seed == SEED else f", seed {case.seed}")]
+        for num in NUMS_GROUPS:
+            same = replace(case, num_groups=num)
+            figures, other = done.get(same.name), done.get(same.reference)
+            row += ["-"] * 3 if figures is None else [f"{figures['loss']:.4f}", "-", _megabytes(figures)]
+            if figures is not None and other is not None:
+                row[-2] = f"{100 * (figures['loss'] / other['loss'] - 1):+.2f} %"
+        rows.append(row)
+    return markdown(rows)
+
+
+def _megabytes(figures: Mapping[str, Any]) -> str:
+    return f"{figures['bytes_per_step'] / 1e6:.3g}"
+
+
+def _links_table(done: Mapping[str, Any]) -> list[str]:
+    """Return tokens per second of each mode at each rate, and as a multiple of the synchronous mode's."""
+    modes = [case for case in MODES if case.name in done]
+    rows = [
+        ["tokens/s, 2 groups", *("synchronous" if c.sync_steps == 1 else f"rounds of {c.sync_steps}" for c in modes)]
+    ]
+    rates = [UNTHROTTLED, *RATES_MBPS] if modes else []
+    for index, mbps in enumerate(rates):
+        cells = []
+        for case in modes:
+            speed, usual = (done[c.name]["rates"][index]["tokens_per_second"] for c in (case, modes[0]))
+            cells.append(f"{speed:,.0f}" + (f" ({speed / usual:.2g}x)" if case.name != modes[0].name else ""))
+        paced = f"{mbps:g} Mbit/s (measured {done['paced'][f'{mbps:g}']:.4g})" if mbps else "not throttled"
+        rows.append([paced, *cells])
+    sizes = (done[case.name]["rates"][0]["bytes_per_exchange"] / case.sync_steps for case in modes)
+    rows.append(["MB per step and group, by TCP's counter", *(f"{size / 1e6:.3g}" for size in sizes)])
+    loads = ([rate["load"] for rate in done[case.name]["rates"]] for case in modes)
+    rows.append(["load of the machine", *(f"{min(load):.1f} to {max(load):.1f}" for load in loads)])
+    return markdown(rows)
+
+
+def _diloco_table(done: Mapping[str, Any]) -> list[str]:
+    """Return what became of each run of the two DiLoCos."""
+    names = {OURS: "titan_ft", PEER: "torchtitan's own"}
+    heads = [f"{names[name.split('-')[0]]}, {figures['kills'] or 'no'} SIGKILLs" for name, figures in done.items()]
+    length = f"{DILOCO_STEPS // DILOCO.sync_steps} rounds of {DILOCO.sync_steps} steps"
+    rows = [[f"DiLoCo, 2 groups x 2 ranks, {length}", *heads]]
+    texts: Mapping[str, Callable[[Any], str]] = {
+        # The JSON has the victim's too: ours has validated less often by then, and so on other text.
+        "the survivor's loss at the end": lambda f: "-" if f["loss"] is None else f"{f['loss']:.4f}",
+        "rounds committed, and failed": lambda f: f"{f['rounds_committed']}, {f['rounds_failed']}",
+        "steps made by the groups": lambda f: f"{f['steps_made']:g}",
+        "of them thrown away": lambda f: f"{f['steps_thrown_away']:g}",
+        "groups whose ranks began a round with different states": lambda f: str(f["rounds_mixed"]),
+        "digests of the groups, rank by rank": lambda f: f["digests"],
+        "crashes that nobody asked for": lambda f: str(f["crashes"]),
+        "groups that finished": lambda f: f"{f['groups_finished']} of {NUM_GROUPS}",
+        "seconds": lambda f: f"{f['seconds']:.0f}",
+        "ended early": lambda f: "no" if f["ended"] is None else f["ended"],
+    }
+    rows += [[title, *(text(figures) for figures in done.values())] for title, text in texts.items()]
+    return markdown(rows)
+
+
+_ROUNDS_TABLES: Mapping[str, Callable[[Any], list[str]]] = {
+    "rounds-loss": _loss_table,
+    "rounds-links": _links_table,
+    "rounds-diloco": _diloco_table,
 }

@@ -25,12 +25,13 @@ from titan_ft.run.events import (
 
 
 class StepTried(RankEvent, kw_only=True):
-    """The peer has tried a step: one forward and backward pass, and a vote.
+    """The peer has tried a step: one forward and backward pass, and a vote. With DiLoCo it is a round of such passes.
 
     Attributes:
         step: its number, from 1.
         committed: whether it was committed.
-        contributed: whether it was, and this group's gradient counted: it was not healing.
+        contributed: whether it was, and what this group had trained counted: it was not healing.
+        inner_steps: passes of a round.
         own_loss: this rank's share of the mean loss of its group; torchtitan logs the sum over all groups.
         digest: hash of this rank's part of the weights, hex; only every so many steps.
     """
@@ -40,6 +41,11 @@ class StepTried(RankEvent, kw_only=True):
     contributed: bool
     own_loss: float | None
     digest: str | None = None
+    inner_steps: int = 1
+
+
+class InnerStepMade(RankEvent, kw_only=True):
+    """The peer has made one of the steps of a round, whatever becomes of the round."""
 
 
 State = tuple[int, int]

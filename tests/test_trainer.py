@@ -4,16 +4,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titan_ft import device
 
 device.prepare()  # before anything imports torchtitan, which reads the device at import
 
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 from torchtitan.components.validate import BaseValidator, Validator  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
@@ -164,6 +168,33 @@ def test_a_pipeline_s_validation_loss_is_known_to_all_its_ranks() -> None:
     make(Own.__new__(Own), False).log_validation(loss=-0.01, step=4)
     assert logged[-1] == (-0.01, 4)
     assert len(told) == 2  # nobody is waited for
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Make this process a world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:
+    """A forward without a backward leaves FSDP's root whole: a digest then, and a copy, would be of other tensors."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    before = [type(parameter) for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def validate(model_parts: list[torch.nn.Module], step: int) -> None:
+        model_parts[0](torch.ones(2, 4))
+        assert [type(parameter) for parameter in model.parameters()] != before
+
+    this = trainer(validator=SimpleNamespace(validate=validate), model_parts=[model])
+    ReplicaTrainer._shard_after_validation(this)
+    this.validator.validate([model], 3)
+    assert [type(parameter) for parameter in model.parameters()] == before
 
 
 def test_the_exchange_is_armed_before_the_last_backward() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torchtitan.train
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
@@ -94,8 +95,10 @@ class ReplicaTrainer(Trainer):
         self._watchdog = Watchdog(
             config.hang_timeout_seconds, lambda: self._events.emit(Hung(step=self._num_committed))
         )
-        if job_config.validation.enable and self.parallel_dims.pp_enabled:
-            self._share_validation_loss()
+        if job_config.validation.enable:
+            self._shard_after_validation()
+            if self.parallel_dims.pp_enabled:
+                self._share_validation_loss()
         self._position = Position()
         self._replica: ReplicaDimension | None = None  # joined when the group is ready to train, see _join_job
         self._behind = self._begun = False
@@ -409,6 +412,22 @@ class ReplicaTrainer(Trainer):
             return True
         tensor_parallel = self.parallel_dims.get_optional_mesh("tp")  # whose ranks all hold the same loss
         return self.pp_has_last_stage and (tensor_parallel is None or tensor_parallel.get_local_rank() == 0)
+
+    def _shard_after_validation(self) -> None:
+        """Let FSDP shard the weights again after a validation: without a backward its root keeps whole copies.
+
+        Until the next step a digest and a donor's copy would be of those, and a heal would change the shards alone.
+        """
+        validate = self.validator.validate
+
+        def validate_and_shard(*args: Any, **kwargs: Any) -> None:
+            validate(*args, **kwargs)
+            for part in self.model_parts:
+                for module in part.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+
+        self.validator.validate = validate_and_shard
 
     def _share_validation_loss(self) -> None:
         """Log a validation's loss on all ranks; torchtitan logs -1 / tokens where a pipeline's last stage is not."""

@@ -8,7 +8,9 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,40 @@ def test_bad_usage_is_refused(arguments: list[str]) -> None:
 def test_a_config_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--config", str(tmp_path / "none.toml")]) == 2
     assert "none.toml" in capsys.readouterr().err
+
+
+def fake_rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """Let each part of rounds measure one case and say what it found done."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def measure(part: str) -> Callable[..., Iterator[tuple[str, Any]]]:
+        def run(base: Any, work_dir: Path, done: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+            calls.append((part, list(done)))
+            yield from () if "a" in done else [("a", {"loss": 5.0, "bytes_per_step": 1.0})]
+
+        return run
+
+    monkeypatch.setattr(command, "_ROUNDS_PARTS", {part: measure(part) for part in command.ROUNDS})
+    monkeypatch.setattr(command, "format_report", lambda report, parts: "a report")
+    return calls
+
+
+def test_rounds_go_on_from_the_figures_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are measured only if they are asked for; figures of other runs are refused."""
+    calls, figures = fake_rounds(monkeypatch), tmp_path / "figures.json"
+    assert not {"rounds", *command.ROUNDS} & set(command.PARTS)
+    arguments = ["--json", str(figures), "--work-dir", str(tmp_path / "work"), "--only"]
+    assert command.main([*arguments, "rounds-loss"]) == 0
+    assert command.main([*arguments, "rounds", "--go-on"]) == 0
+    assert calls == [("rounds-loss", []), ("rounds-loss", ["a"]), ("rounds-diloco", []), ("rounds-links", [])]
+    found = json.loads(figures.read_text())
+    assert all("a" in found["rounds"][part] for part in command.ROUNDS)
+    found["rounds"]["settings"] = "3 steps"
+    figures.write_text(json.dumps(found))
+    assert command.main([*arguments, "rounds", "--go-on"]) == 1
+    assert len(calls) == 4
+    with pytest.raises(SystemExit):
+        command.main(["--only", "rounds", "--go-on"])
 
 
 def processes_with(text: str) -> list[str]:

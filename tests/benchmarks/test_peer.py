@@ -65,3 +65,41 @@ def test_the_observe_flag_is_not_torchtitans(monkeypatch: pytest.MonkeyPatch) ->
     assert peer._take_observe_flag() == 5
     assert sys.argv == ["peer.py", "--job.config_file=x"]
     assert peer._take_observe_flag() == 0
+
+
+class FakeSemiSyncTrainer(FakeTrainer):
+    """One with torchft's DiLoCo: it votes behind each second step; a state may have come before that."""
+
+    def __init__(self, job_config: Any) -> None:
+        super().__init__(job_config.votes)
+        self.job_config, self.heals, self.made = job_config, iter(job_config.heals), 0
+        manager = self.ft_manager.manager
+        manager.register_state_dict_fn = lambda name, load, save: setattr(self, "load", load)
+        manager.should_commit = lambda: next(self.votes)
+
+    def train_step(self, data_iterator: Any) -> None:
+        self.made += 1
+        if self.made % 2 == 0:
+            if next(self.heals):
+                self.load({})  # type: ignore[attr-defined]
+            self.step += self.ft_manager.manager.should_commit()
+
+
+def test_the_observed_trainer_tells_of_rounds(tmp_path: Path) -> None:
+    """A round that healed is committed, and what this rank had trained for it is not in it."""
+    log = EventLog(tmp_path / "events.jsonl", replica=0, rank=0, attempt=0)
+    config = SimpleNamespace(votes=[True, False, True], heals=[True, False, False])
+    config.fault_tolerance, config.validation = SimpleNamespace(sync_steps=2), SimpleNamespace(enable=False)
+    trainer = peer.observed_rounds(FakeSemiSyncTrainer, log, 2)(config)
+    for _ in range(7):
+        trainer.train_step(None)
+    events = [untyped(event) for event in read_events(tmp_path)]
+    assert sum(event["event"] == "inner_step_made" for event in events) == 7
+    tries = [event for event in events if event["event"] == "step_tried"]
+    assert [(e["step"], e["committed"], e["contributed"]) for e in tries] == [
+        (1, True, False),
+        (2, False, False),
+        (2, True, True),
+    ]
+    assert [event["inner_steps"] for event in tries] == [2, 2, 2]
+    assert ["digest" in event for event in tries] == [False, False, True]

@@ -106,14 +106,14 @@ class Blackhole:
         """
         with self._lock:
             self._lifted = True
-            tcp = {connection.inode for connection in _connections()}
+            tcp = {connection.inode for connection in connections_here()}
             for fd, inode in own_sockets():
                 if inode in tcp or inode in self._filtered:
                     _set_option(fd, inode, _SO_DETACH_FILTER, struct.pack("i", 0))
             self._filtered.clear()
 
     def _take(self, new: Collection[tuple[int, int]]) -> None:
-        connections = {connection.inode: connection for connection in _connections()}
+        connections = {connection.inode: connection for connection in connections_here()}
         chosen = self._choose(connections.values())
         for fd, inode in new:
             if inode not in connections:
@@ -143,6 +143,18 @@ def all_but(own_pids: Collection[int] = (), spared: Collection[tuple[str, int]] 
         return {c.inode for c in connections} - left_alone
 
     return choose
+
+
+def connections_here() -> list[Connection]:
+    """Return the TCP sockets of this network namespace."""
+    found = []
+    for name in ("tcp", "tcp6"):
+        path = Path("/proc/self/net", name)
+        lines = path.read_text().splitlines()[1:] if path.exists() else []  # a kernel may be without IPv6
+        for line in lines:
+            _, local, peer, state, _, _, _, _, _, inode, *_ = line.split()
+            found.append(Connection(_parse(local), _parse(peer), int(state, 16), int(inode)))
+    return found
 
 
 def connected_to(pids: Collection[int], connections: Collection[Connection]) -> set[int]:
@@ -198,18 +210,6 @@ def _is_tcp(fd: int, inode: int) -> bool:
         if borrowed is not None:
             return borrowed.family in (socket.AF_INET, socket.AF_INET6) and borrowed.proto == socket.IPPROTO_TCP
     return True
-
-
-def _connections() -> list[Connection]:
-    """Return the TCP sockets of this network namespace."""
-    found = []
-    for name in ("tcp", "tcp6"):
-        path = Path("/proc/self/net", name)
-        lines = path.read_text().splitlines()[1:] if path.exists() else []  # a kernel may be without IPv6
-        for line in lines:
-            _, local, peer, state, _, _, _, _, _, inode, *_ = line.split()
-            found.append(Connection(_parse(local), _parse(peer), int(state, 16), int(inode)))
-    return found
 
 
 def _parse(text: str) -> Endpoint:
