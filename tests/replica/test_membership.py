@@ -21,6 +21,7 @@ from titan_ft.replica import rendezvous
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
 from titan_ft.replica.member import Member
 from titan_ft.replica.membership import Membership
+from titan_ft.replica.seat import Reply
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 
@@ -125,7 +126,7 @@ def test_a_long_wait_for_others_is_told(
 ) -> None:
     """Each time that quorum_timeout_seconds are over; with rounds, which may be long, when it is twice as long."""
     seat = seats.take(0, config=seats.config(0, quorum_timeout_seconds=10.0, semi_sync_method=method))._seat
-    now = 0.0
+    now, reply = 0.0, Reply(7, ["one", "other"], 3)
 
     class Answer:
         """One that comes after 85 seconds."""
@@ -136,12 +137,12 @@ def test_a_long_wait_for_others_is_told(
                 now += timeout
                 raise TimeoutError
 
-        def result(self) -> str:
-            return "quorum"
+        def result(self) -> Reply:
+            return reply
 
     monkeypatch.setattr(seat, "_ask", lambda step, failures: Answer())
     monkeypatch.setattr("titan_ft.replica.seat.time", SimpleNamespace(monotonic=lambda: now))
-    assert seat.request(3, 0) == "quorum"
+    assert seat.request(3, 0) == reply
     what = "round" if method else "step"
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         f"no quorum after {what} 3 for {seconds} s" for seconds in told

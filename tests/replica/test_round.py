@@ -35,7 +35,7 @@ class World:
         self.other, self.max_step = OTHER, 7
         self.slots = (0, 1)
         self.error: ExchangeError | None = None
-        self.finite, self.spoiled = True, False
+        self.finite, self.spoiled, self.sent = True, False, False
         self.sibling_agrees = True
         # What the rounds did.
         self.row: Row | None = None

@@ -114,7 +114,7 @@ class Exchange:
         self._seat, self._gradient = seat, gradient
         self._armed: bool | None = None
         self.contributed, self.finite, self.sum = False, True, 0.0
-        self.spoiled = False
+        self.spoiled = self.sent = False
 
     def arm(self, contributes: Callable[[Quorum], bool]) -> None:
         """Decide now, as the flight does when its quorum comes."""
