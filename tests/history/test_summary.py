@@ -13,6 +13,7 @@ import pytest
 from tests.event_builder import build, named
 from titan_ft.history import summary as summaries
 from titan_ft.history.record import RunRecord
+from titan_ft.history.report.facts import goodput_terms
 from titan_ft.history.summary import RunSummary, summary_table
 from titan_ft.history.terminal import text_of
 from titan_ft.run.events import Event
@@ -127,7 +128,9 @@ def test_bytes_of_gradients() -> None:
     ]
     summary = summarize(events)
     assert (summary.wire_bytes, summary.wire_bytes_per_step) == (24_000_000, 24_000_000 / 12)
-    assert "24.0 MB, 2.00 MB by a group for each of its steps" in format_summary(summary)
+    told = "24.0 MB, 2.00 MB by a group for each of its steps"
+    assert told in format_summary(summary)
+    assert ("Gradients sent", "24.0 MB", f"To other groups, by all ranks: {told}.") in goodput_terms(RunRecord(events))
 
 
 def test_order_of_events_does_not_matter() -> None:

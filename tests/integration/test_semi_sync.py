@@ -427,9 +427,17 @@ SHORT = LENGTH * ROUNDS - 2  # steps of a run whose last round is shorter
 
 
 @pytest.mark.parametrize(
-    ("catch_up", "ranks"), [("replay", 1), pytest.param("replay", 2, **NOT_QUICK), pytest.param("wait", 1, **NOT_QUICK)]
+    ("catch_up", "ranks", "more"),
+    [
+        ("replay", 1, []),
+        pytest.param("replay", 2, [], **NOT_QUICK),
+        pytest.param("replay", 1, [QUANTIZED], **NOT_QUICK),
+        pytest.param("wait", 1, [], **NOT_QUICK),
+    ],
 )
-def test_a_transfer_that_takes_longer_than_a_round(make_job: Callable[..., Job], catch_up: str, ranks: int) -> None:
+def test_a_transfer_that_takes_longer_than_a_round(
+    make_job: Callable[..., Job], catch_up: str, ranks: int, more: Flags
+) -> None:
     """The others make rounds meanwhile, which the joiner replays: one exchange each, momentum and LR as theirs."""
     pause = {"replica": 1, "attempt": 1, "queued": 2 if catch_up == "replay" else 0}
     hooks = {
@@ -437,7 +445,7 @@ def test_a_transfer_that_takes_longer_than_a_round(make_job: Callable[..., Job],
         "gates": [gate(name, 0, step, r) for name, step in (("down-1-0", 6), ("ready-1-1", 7)) for r in range(ranks)],
         "pauses": [{**pause, "rank": rank} for rank in range(ranks)],
     }
-    flags = round_flags(f"--fault_tolerance.catch_up={catch_up}", "--lr_scheduler.decay_type=cosine")
+    flags = round_flags(f"--fault_tolerance.catch_up={catch_up}", "--lr_scheduler.decay_type=cosine", *more)
     job = make_job(groups=2, ranks=ranks, steps=SHORT + 2 * LENGTH, flags=flags, hooks=hooks, late=False)
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS + 2)
