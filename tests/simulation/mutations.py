@@ -469,6 +469,17 @@ MUTATIONS = [
         mode="semi",
     ),
     Mutation(
+        "the bytes that a round's changes are measured from are not compared behind its steps",
+        _one(
+            "round",
+            "        return bool(config.semi_sync_method and config.digest_every and at_end)",
+            "        return False",
+        ),
+        ("flip",),
+        ("one trajectory",),
+        mode="semi",
+    ),
+    Mutation(
         "moments of its own are in a group's digest",
         _one("outer", "        return [self._outer.optimizer]", "        return self._optimizers"),
         ("none",),

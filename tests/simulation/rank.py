@@ -139,6 +139,12 @@ class Rank:
         """Say whether it has computed gradients for the step under way."""
         return bool(self._read)
 
+    @property
+    def in_exchange(self) -> bool:
+        """Say whether the quorum that it has asked for is there, and has not been used by a vote yet."""
+        pending: Any = self._membership._pending
+        return pending is not None and pending._done
+
     def gather(self, value: int) -> list[int]:
         """Gather an integer of every rank of the group."""
         return self._group.gather(value)

@@ -23,6 +23,7 @@ from tests.simulation.rank import Rank
 from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
 from titan_ft.config import FaultTolerance, steps_per_round
+from titan_ft.replica import drain
 from titan_ft.replica.decision import Done, GiveUp, Wait
 from titan_ft.replica.row import Standing
 
@@ -727,10 +728,19 @@ class World(standins.World):
             # Alone it needs an answer of the lighthouse, and outside of the quorum not even that.
             lonely = sum(other.runs for other in self.groups.values()) < self.options.min_replicas
             lately = self.kernel.now - self.changed < self.config["drain_timeout_seconds"] - _BREAK_SECONDS
-            fair = lately or lonely or not group.runs or not self._reaches(group)
+            fair = lately or lonely or self._waits_for_last_steps(rank) or not group.runs or not self._reaches(group)
         rank.abandoned = True
         if not fair:
             self.report("no work lost", f"{rank.process.name} ends without having left in order: {reason}")
+
+    def _waits_for_last_steps(self, rank: Rank) -> bool:
+        """Say whether a group waits in the exchange for others that make the last step of their round, a long one.
+
+        They have asked for the quorum at its beginning. Who left the exchange would cost them another one all the same.
+        """
+        options, left = self.options, (1 - drain._WAITING_SHARE) * self.config["drain_timeout_seconds"]
+        longest = 1.2 * options.compute_seconds * max(options.speeds, default=1.0)
+        return bool(self.config["semi_sync_method"]) and rank.in_exchange and longest > left
 
     def started(self, rank: Rank, step: int) -> None:
         """Take note that a rank begins to train, at step 0 or behind a checkpoint."""
