@@ -105,7 +105,10 @@ def test_the_two_dilocos_stand_side_by_side() -> None:
     whole |= {"groups_finished": 2, "kills": 0, "seconds": 99.6, "ended": None}
     broken = {**whole, "loss": None, "groups_finished": 0, "kills": 2, "ended": "did not finish within 600 s"}
     rows = rounds_report(rounds_diloco={"ours-kills0": whole, "peer-kills2": broken})
-    assert cells(rows["DiLoCo, 2 groups x 2 ranks, 20 rounds of 10 steps"]) == ["titan_ft, no SIGKILLs", "torchtitan's own, 2 SIGKILLs"]
+    assert cells(rows["DiLoCo, 2 groups x 2 ranks, 20 rounds of 10 steps"]) == [
+        "titan_ft, no SIGKILLs",
+        "torchtitan's own, 2 SIGKILLs",
+    ]
     assert cells(rows["the survivor's loss at the end"]) == ["5.0000", "-"]
     assert cells(rows["groups that finished"]) == ["2 of 2", "0 of 2"]
     assert cells(rows["ended early"]) == ["no", "did not finish within 600 s"]
