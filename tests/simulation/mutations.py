@@ -296,8 +296,8 @@ MUTATIONS = [
         "each rank leaves its gradients out, or not, for itself",
         _one(
             "round",
-            "spoiled=any(self._group.gather(int(self._nonfinite)))",
-            "spoiled=any([self._group.gather(int(self._nonfinite)), self._nonfinite][1:])",
+            "spoiled=any(self._group.gather(int(self._exchange.spoiled)))",
+            "spoiled=any([self._group.gather(int(self._exchange.spoiled)), self._exchange.spoiled][1:])",
         ),
         ("nan",),
         ("ranks never part",),
@@ -344,7 +344,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a count of givers that has broken is believed",
-        _one("exchange", "        self._raise_errored()\n        return number", "        return number"),
+        _one("exchange", "        self._raise_errored()\n        if any(", "        if any("),
         ("kill", "freeze", "cut"),
         ("no idle traffic",),
     ),

@@ -40,6 +40,7 @@ _LEFT_OUT_SECONDS = 1.5  # that a group which thaws may take to see that the oth
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
 _USUAL_STEPS = 3  # that may go by without a commit while a group heals: it replays, an exchange is made again
+_PAUSE_SECONDS = 2.0  # between two steps: a group hangs, and the others cannot know yet
 _LATE_SECONDS = 0.5  # of them, whatever a step takes: pauses, latencies and lags
 
 
@@ -311,6 +312,7 @@ class World(standins.World):
         self.disturbed = 0.0  # the same, or when training last could not go on
         self.undisturbed_steps = 0  # committed for the first time since then, and since it could go on again
         self.calm_since = 0.0  # when the first of them was
+        self._saves_since = self._judged_saves = 0.0  # since when steps go by that a save could follow; the last one
         self.progressed = 0.0  # when a step was last committed for the first time, or a heal began or ended
         self.stepped = 0.0  # when a step was last committed for the first time
         self.furthest = 0
@@ -819,12 +821,15 @@ class World(standins.World):
         every, folder = self.options.save_every, self.folder
         if not every or folder is None:
             return
+        if self.kernel.now - self._judged_saves > _PAUSE_SECONDS:  # a group hung: who takes over does so at a commit
+            self._saves_since = self.kernel.now
+        self._judged_saves = self.kernel.now
         if step % every == 0:
             self.due[step] = self.kernel.now
         # Its writer may have been busy with an earlier one, and sees at its next commit that this has ended.
         patience = 2 * self.options.save_seconds + 0.2 + 8 * self.options.lag
         for due, since in self.due.items():
-            late = self.kernel.now - max(since, self.calm_since) > patience
+            late = self.kernel.now - max(since, self.calm_since, self._saves_since) > patience
             if folder.latest < due <= step - 3 and self.undisturbed_steps > 3 and late:
                 self.report("no work lost", f"nobody has saved step {due}, due for {self.kernel.now - since:.1f} s")
 
