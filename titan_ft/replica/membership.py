@@ -250,7 +250,6 @@ class Membership:
     def fall_silent(self) -> None:
         """Stop this group's heartbeats for good, so that the others go on without it; any thread of rank 0."""
         self._seat.close()
-        self._agreement.close()
 
     def close(self) -> None:
         """Leave: stop the heartbeats and close the process group; a second call does nothing."""
