@@ -52,6 +52,7 @@ import datasets
 import torch
 import torchtitan.train
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
@@ -432,6 +433,9 @@ def install_records(folder: Path) -> None:
         write({"step": step, **values, "lr": extra_metrics["lr"], "tokens": int(extra_metrics["n_tokens_seen"])})
 
     def end(trainer: Any) -> None:
+        for module in (module for part in trainer.model_parts for module in part.modules()):
+            if isinstance(module, FSDPModule):  # stock torchtitan leaves whole weights behind a validation
+                module.reshard()
         state = TrainState(trainer.model_parts, trainer.optimizers, trainer.lr_schedulers, None)  # type: ignore[arg-type]
         write({"digest": state.digest()})
         dump(trainer, "end")
