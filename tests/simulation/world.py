@@ -775,8 +775,10 @@ class World(standins.World):
         """
         options = self.options
         fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
-        # The others ask for their quorum at the beginning of their last step: from then on they wait for a joiner.
-        fits = fetch < (options.round_steps - 1) * options.compute_seconds
+        # The others ask for their quorum at the beginning of their last step: from then on they wait for a joiner. It
+        # comes when they have made the first steps of their round, while an exchange was under way.
+        steps = options.round_steps - 1 - self.config["fragment_sync_delay"]
+        fits = fetch < steps * options.compute_seconds
         fetching = 0 if fits else 1 + int(fetch / (options.round_steps * options.compute_seconds))  # rounds
         short = self.furthest == options.steps and options.last_steps > 0
         joining = sum(group.missed is not None and group.runs for group in self.groups.values())
