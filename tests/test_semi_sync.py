@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_ft import device
 
@@ -18,6 +22,7 @@ from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E
 
 from titan_ft import semi_sync  # noqa: E402
 from titan_ft.config import ConfigError, FaultTolerance, num_fragments  # noqa: E402
+from titan_ft.replica.decision import Update  # noqa: E402
 from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import Contribution  # noqa: E402
@@ -69,6 +74,7 @@ class Round:
             _links=SimpleNamespace(exchange=SimpleNamespace(give=self.given.append)),
             _group=SimpleNamespace(gather=lambda value: [value, False]),
             _leave_if_told=lambda remaining: None,
+            _drain=SimpleNamespace(requested=False),
             _make_step=self._make_step,
             job_config=SimpleNamespace(training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(**config)),
             lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
@@ -137,6 +143,21 @@ def test_a_group_that_came_late_gives_what_it_has_of_former_rounds(monkeypatch: 
     assert this.changes == this.given == [{0: 0.3}]
 
 
+def test_a_group_that_came_late_gives_the_batches_of_what_it_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens weigh in its change: in no update, they would be trained a second time."""
+    this = Round(monkeypatch, fragment_sync_delay=2)
+    this.train()
+    trainer = this.trainer
+    assert trainer._ahead is not None
+    trainer._ahead.behind, trainer._trained, trainer._sent = None, [2 * TOKENS], {}  # committed
+    trainer._work, trainer._position.step, trainer._late = trainer._begin_work(), 3, True
+    made = this.train()
+    assert (made.early, made.valid_tokens, made.entries) == (True, 2 * TOKENS, (Entry(0, 12, 2, b"state"),))
+    assert this.changes[-1] == {0: 2 * TOKENS / 100}
+    this.train()  # the others are gone
+    assert this.steps == [*range(9, 19)]
+
+
 def test_a_round_without_more_data_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its update ends the data; the next round finds none."""
     made = (this := Round(monkeypatch, data=2, fragment_sync_delay=2)).train()
@@ -178,6 +199,14 @@ def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.Monk
     assert this.steps == [9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
     assert more.entries[0].num_batches == 4
     assert this.lr_steps == [8, 14]
+
+
+def test_who_is_told_to_leave_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be void, and take of the time that it has for the exchange."""
+    this = Round(monkeypatch, fragment_sync_delay=3)
+    this.trainer._drain.requested = True
+    this.train()
+    assert (len(this.steps), len(this.sent)) == (4, 1)
 
 
 @pytest.mark.parametrize(("last", "steps"), [(13, 5), (12, 4)])
@@ -236,21 +265,77 @@ def test_a_model_is_cut() -> None:
     assert cut(module_fqns_per_model_fragment=[["layers"], ["output", "layers.1"]]) == [0, 1, 1]
 
 
-def cut(**config: Any) -> list[int]:
+def test_ranks_with_other_shards_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are not sharded are the same on all ranks of a group, which must exchange them in the same round."""
+    cuts = []
+    for rank in (0, 1):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            model = torch.nn.Module()
+            model.first = torch.nn.Linear(3, 2, bias=False)  # 2 and 1 of its columns
+            model.first.weight = torch.nn.Parameter(distribute_tensor(model.first.weight.data, mesh, [Shard(1)]))
+            model.second = torch.nn.Linear(3, 1, bias=False)
+            cuts.append(cut(model, num_fragments=2))
+        finally:
+            dist.destroy_process_group()
+    assert cuts == [[0, 1], [0, 1]]
+
+
+def cut(model: torch.nn.Module | None = None, **config: Any) -> list[int]:
+    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
+    settings = FaultTolerance(semi_sync_method="diloco", **config)
+    vars(trainer).update(
+        model_parts=[model or layered()],
+        job_config=SimpleNamespace(fault_tolerance=settings),
+        _group=SimpleNamespace(gather=lambda value: [value]),
+    )
+    return trainer._cut_fragments()
+
+
+def layered() -> torch.nn.Module:
     model = torch.nn.Module()
     layer = torch.nn.Linear(2, 2)
     layer.requires_grad_(False)
     layer.weight.requires_grad = True
     model.layers = torch.nn.ModuleList([layer, torch.nn.Linear(2, 2, bias=False)])
     model.output = torch.nn.Linear(3, 3, bias=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("sent", "last", "alpha"),
+    [({0: 8}, 100, 0.5), ({0: 8}, 12, 0.0), ({0: 0}, 100, 0.0), ({}, 100, 0.0)],
+)
+def test_only_who_has_trained_a_fragment_keeps_a_share_of_it(sent: dict[int, int], last: int, alpha: float) -> None:
+    """One that replays an update, or came late to it, would keep a share of the anchors before: its next change would
+    take back what the others have made of them.
+    """
+    found: list[float] = []
     trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
-    settings = FaultTolerance(semi_sync_method="diloco", **config)
     vars(trainer).update(
-        model_parts=[model],
-        job_config=SimpleNamespace(fault_tolerance=settings),
+        _steps_per_round=4,
+        _trained=[10],
+        _sent=dict(sent),
+        _ahead=None,
+        _work=RoundWork(9, lr=0.1),
+        _watchdog=SimpleNamespace(beat=lambda: None),
+        _links=SimpleNamespace(exchange=SimpleNamespace(write_gradients=lambda gradients, scale: None)),
+        _outer=SimpleNamespace(step=lambda alpha: found.append(alpha) or 0.0),
+        _converters=SimpleNamespace(post_optimizer_hook=lambda parts: None),
+        _ledger=SimpleNamespace(advance=lambda entries, readers: None),
         _group=SimpleNamespace(gather=lambda value: [value]),
+        model_parts=[],
+        ntokens_seen=0,
+        checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
+        lr_schedulers=SimpleNamespace(schedulers=[]),
+        job_config=SimpleNamespace(
+            training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(fragment_update_alpha=0.5)
+        ),
     )
-    return trainer._cut_fragments()
+    trainer._apply(Update(step=3, tokens=1, lineage=1, scale=1.0, entries=[], readers=[], gradients=[]))
+    assert found == [alpha]
+    assert trainer._trained == [10 - sum(sent.values())]
 
 
 def test_weights_that_cannot_hold_the_outer_model_are_refused() -> None:

@@ -18,6 +18,7 @@ device.prepare()  # before anything imports torchtitan, which reads the device a
 
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 from torchtitan.components.validate import BaseValidator, Validator  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
@@ -231,6 +232,20 @@ def test_the_exchange_is_armed_before_the_last_backward() -> None:
     assert entries == (readings[0].entry, readings[2].entry)
     assert this._work.readings == [readings[0], readings[2]]
     assert ReplicaTrainer._train(this, []) is NOTHING
+
+
+def test_without_data_no_step_is_made() -> None:
+    """A round of a semi-synchronous method would count one that it has not, and wait for a gradient of it for ever."""
+
+    def read(slot: int, count: int, behind: int) -> Any:
+        raise DataloaderExhaustedError
+
+    this = trainer(
+        ntokens_seen=70, gradient_accumulation_steps=2, _feed=SimpleNamespace(read=read), _work=Work(1, lr=0.1)
+    )
+    with pytest.raises(DataloaderExhaustedError):
+        ReplicaTrainer._train(this, [0])
+    assert this._work.inner_steps == 0
 
 
 @pytest.mark.parametrize(("pp", "scale"), [(False, 1.0), (True, 1 / 80)])

@@ -26,7 +26,6 @@ from titan_ft.config import TABLE, ConfigError, num_fragments, outer_optimizer, 
 from titan_ft.replica import fragments
 from titan_ft.replica.decision import Update
 from titan_ft.replica.errors import Leaving
-from titan_ft.replica.exchange import local
 from titan_ft.replica.feed import Reading, merge
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
 from titan_ft.replica.round import NOTHING, Contribution
@@ -109,7 +108,8 @@ class SemiSyncTrainer(ReplicaTrainer):
         named = trained_parameters(self.model_parts)
         names = [name for name, _ in named]
         if not modules:
-            found = fragments.cut({name: local(parameter).numel() for name, parameter in named}, number)
+            # Not by this rank's shards, which may be larger than its siblings': what they hold alike must be in one.
+            found = fragments.cut({name: parameter.numel() for name, parameter in named}, number)
             most = max(self._group.gather(max(found, default=0))) + 1  # a stage of a pipeline may have fewer
             if most < number:
                 raise ConfigError(
@@ -205,7 +205,8 @@ class SemiSyncTrainer(ReplicaTrainer):
         if self._late:
             self._late = False
             self._take_changes(update)
-            return Contribution(early=True, changed=any(self._trained))
+            # With what was made ahead of it: its tokens weigh in the change, so its batches are in the update.
+            return replace(self._describe_work(), early=True, changed=any(self._trained))
         early, ended, last = self._replica.early, False, self._steps_of(update)
         set_lr(self.lr_schedulers, work.first_step + work.inner_steps - 1)  # a donor's may be of the end of a round
         for step in range(work.first_step + work.inner_steps, last + 1):
@@ -226,16 +227,20 @@ class SemiSyncTrainer(ReplicaTrainer):
                 break
         self._take_changes(update)
         is_whole = ended or work.overdue or work.first_step + work.inner_steps > last
-        made = replace(
+        made = replace(self._describe_work(), early=not is_whole)
+        if is_whole and not ended:
+            self._make_steps_ahead(update, made, slots)
+        return made
+
+    def _describe_work(self) -> Contribution:
+        """Return what the steps that are made of the round under way contribute."""
+        work = self._work
+        return replace(
             work.made,
             entries=tuple(reading.entry for reading in work.readings),
             # The groups are compared by what a step takes: one that has made fewer is not the faster for it.
             seconds=work.made.seconds / max(work.inner_steps, 1),
-            early=not is_whole,
         )
-        if is_whole and not ended:
-            self._make_steps_ahead(update, made, slots)
-        return made
 
     def _take_changes(self, update: int) -> None:
         """Let the exchange of this update have how far this group has come with its fragments."""
@@ -266,6 +271,8 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._work = self._ahead = ahead
         with contextlib.suppress(DataloaderExhaustedError):  # the next round will find it out again
             for step in range(first, min(first + delay, last + 1)):
+                if any(self._group.gather(self._drain.requested)):
+                    break  # it leaves behind this update: the steps would be void, and take of its time
                 self.gc_handler.run(step)
                 self._make_step(step, slots)
         self._work, work.overlapped_seconds = work, ahead.compute_seconds
@@ -299,7 +306,9 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._links.exchange.write_gradients(update.gradients, scale=None)
         self.checkpointer.maybe_wait_for_staging()
         is_last = self._steps_of(update.step) == self.job_config.training.steps
-        squares = self._outer.step(0.0 if is_last else self.job_config.fault_tolerance.fragment_update_alpha)
+        # One that has trained nothing of it, as in a replay, would keep a share of the anchors of before.
+        mixes = any(self._sent.values()) and not is_last
+        squares = self._outer.step(self.job_config.fault_tolerance.fragment_update_alpha if mixes else 0.0)
         while self._sent:
             fragment, tokens = self._sent.popitem()
             self._trained[fragment] -= tokens
@@ -386,15 +395,14 @@ class SemiSyncTrainer(ReplicaTrainer):
 
     def _lend_anchors(self) -> None:
         """Let torchtitan save and validate the anchors: between rounds this group's own weights are others."""
-        save = self.checkpointer.save
 
-        def save_anchors(step: int, last_step: bool = False) -> None:
-            lends = last_step or self.checkpointer.pauses_after(step)
-            with self._outer.lent() if lends else contextlib.nullcontext():
-                save(step, last_step=last_step)
+        @contextlib.contextmanager
+        def lent() -> Iterator[None]:
+            with self._outer.lent():
+                yield
                 self.checkpointer.maybe_wait_for_staging()
 
-        self.checkpointer.save = save_anchors
+        self._checkpoint_host.lent = lent
         if not self.job_config.validation.enable:
             return
         validate = self.validator.validate

@@ -344,9 +344,9 @@ class ReplicaTrainer(Trainer):
         """Add the gradients of a step's share of each slot to the local ones; calls `arm` before the last backward."""
         if not slots:
             return NOTHING
-        self._work.inner_steps = 1
         started, seen = time.monotonic(), self.ntokens_seen
         readings = [self._feed.read(slot, self.gradient_accumulation_steps, self._work.read(slot)) for slot in slots]
+        self._work.inner_steps = 1  # only now: without data it is none
         self.ntokens_seen = seen  # torchtitan counts what was read; here a commit counts, see _apply
         microbatches = [batch for reading in readings for batch in reading.batches]
         valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)

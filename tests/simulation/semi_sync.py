@@ -202,8 +202,8 @@ class RoundRank(Rank):
         update, work, dimension = self.position.step + 1, self._work, self.dimension
         if self._late:
             self._late = False
-            self._take_changes(update, late=True)
-            return Contribution(early=True, changed=any(self.state.trained))
+            self._take_changes(update, late=not work.steps)
+            return replace(self._describe_work(work), early=True, changed=any(self.state.trained))
         early, first, last = dimension.early, self._steps_of(update - 1) + 1, self._steps_of(update)
         set_lr(self.state.schedulers, first + work.steps - 1)
         for step in range(first + work.steps, last + 1):
@@ -216,14 +216,17 @@ class RoundRank(Rank):
                 dimension.ask()
             self._make_step(slots[0], work)
         self._take_changes(update)
-        made = replace(work.made, early=not (work.overdue or first + work.steps > last))
-        if work.steps:
-            entry = made.entries[0]
-            whole = Entry(entry.slot, entry.first_batch, work.steps, _loader(entry, work.steps))
-            made = replace(made, entries=(whole,))
+        made = replace(self._describe_work(work), early=not (work.overdue or first + work.steps > last))
         if not made.early:
             self._make_steps_ahead(update, made, slots)
         return made
+
+    def _describe_work(self, work: Work) -> Contribution:
+        if not work.steps:
+            return work.made
+        entry = work.made.entries[0]
+        whole = Entry(entry.slot, entry.first_batch, work.steps, _loader(entry, work.steps))
+        return replace(work.made, entries=(whole,))
 
     def _take_changes(self, update: int, late: bool = False) -> None:
         state, oracle = self.state, self.world.oracle
@@ -248,7 +251,10 @@ class RoundRank(Rank):
             return
         self.dimension.send(made)
         self.state.ahead = ahead = Work(behind=self._work.steps)
+        assert self.drain is not None
         for _ in range(first, min(first + self.config.fragment_sync_delay, last + 1)):
+            if any(self._group.gather(self.drain.requested)):
+                break
             self._make_step(slots[0], ahead)
 
     def _step(self) -> None:

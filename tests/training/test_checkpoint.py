@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -41,9 +42,11 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E4
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
-from titan_ft.config import ConfigError, FaultTolerance  # noqa: E402
+from titan_ft.config import ConfigError, FaultTolerance, OuterOptimizer  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
+from titan_ft.replica.outer import OuterModel  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
+from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402
 from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
@@ -118,6 +121,7 @@ class Run:
         self.position = Position()
         self.is_writer, self.heals = True, False
         self.outer, self.per_round = None, 1
+        self.lent: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.gathered: list[int] = []
         self.claimed = -1  # step that this group said it can load
         self.loaded: list[int] = []  # steps, as the state is when `on_load` is called
@@ -1270,6 +1274,30 @@ def test_another_model_is_refused(make_run: Callable[..., Run]) -> None:
     assert "\n" not in text
     for part in (str(run.folder / "step-5"), "llama3 8B", "llama3 tiny", "checkpoint.folder", "job.dump_folder"):
         assert part in text
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_is_saved_between_rounds_is_the_anchors(make_run: Callable[..., Run], mode: str) -> None:
+    """Also at the end of a round in whose midst the save fell due, and whether or not the others wait for that."""
+    run = make_run(async_mode=mode, method={"semi_sync_method": "diloco", "sync_steps": 4})
+    run.per_round = 4
+    trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
+    vars(trainer).update(
+        checkpointer=run.checkpoints,
+        _checkpoint_host=run,
+        _outer=OuterModel([run.model], OuterOptimizer(1.0, 0.0, nesterov=False)),
+        job_config=SimpleNamespace(validation=SimpleNamespace(enable=False)),
+    )
+    anchor = run.model.weight.detach().clone()
+    trainer._lend_anchors()
+    run.train(8)  # the save is due at step 5
+    run.settle()
+    own = run.model.weight.detach().clone()
+    run.train(12)
+    assert not torch.equal(own, anchor)
+    other = make_run(slot=1, method={"semi_sync_method": "diloco", "sync_steps": 4})
+    assert other.checkpoints.load(8)
+    assert torch.equal(other.model.weight, anchor)
 
 
 @pytest.mark.parametrize(

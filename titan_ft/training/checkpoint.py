@@ -434,7 +434,8 @@ class ReplicaCheckpoints(CheckpointManager):
     def _write_once(self, step: int, last_step: bool) -> None:
         self._under_way = save = _Save(step, self.host.position.step)
         try:
-            super().save(step, last_step)
+            with self.host.lent():
+                super().save(step, last_step)
         except (CheckpointException, _PartError) as error:
             # On all ranks, or on none. What one rank alone meets ends it: the others are in a collective of the save.
             save.done.set_exception(error)

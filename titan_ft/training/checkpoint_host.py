@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class CheckpointHost:
         steps: says what torchtitan's step is behind so many updates.
         outer: with such a method, the outer optimizer's state.
         participants: slots that contributed to the last step; the trainer sets them.
+        lent: makes the job's weights the model's while it is saved, if they are others; the trainer sets it.
     """
 
     config: Any
@@ -43,6 +45,7 @@ class CheckpointHost:
     steps: Callable[[int], int]
     outer: OuterModel | None = None
     participants: list[int] = field(default_factory=list)
+    lent: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def is_writer(self) -> bool:
