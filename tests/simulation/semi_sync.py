@@ -343,9 +343,11 @@ class RoundRank(Rank):
     def _heal(self, computed: bool) -> None:
         trained, ahead = {batch for slot, batch in self._read if slot == self.slot}, self.ahead
         self._moments, before = None, self.held[1]
+        # Those of the next round, made while the exchange was under way, are on top of weights that it has no more.
+        void = self.state.ahead.steps if self.state.ahead is not None else 0
         super()._heal(computed)
-        lost = sum(batch >= self.ledger.end(self.slot) for batch in trained)
-        if lost:
+        lost = sum(batch >= self.ledger.end(self.slot) for batch in trained) - void
+        if lost > 0:
             self.world.lost_steps(self, lost, ahead, before)
         if self.dimension.opens and not self._is_over:
             self._open()
