@@ -203,7 +203,7 @@ def kills(num_kills: int, num_groups: int, seed: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("num_kills", "policy"),
     [
-        (6, "shrink"),
+        (3, "shrink"),
         pytest.param(30, "shrink", marks=pytest.mark.slow),
         pytest.param(30, "constant", marks=pytest.mark.slow),
     ],
