@@ -104,6 +104,16 @@ def test_a_joiner_counts_by_its_part_of_a_round(run_builder: Callable[..., Any])
     assert shares[0] - shares[1] == pytest.approx(0.8 / 3, rel=0.05)
 
 
+def test_a_round_of_fragments_has_a_part_of_the_steps(run_builder: Callable[..., Any]) -> None:
+    """Each of three fragments is exchanged once in 30 steps, one of them in 10; an older history tells only of 30."""
+    for told, length in ((10, 10), (None, 30)):
+        run = run_builder(semi_sync_method="diloco", sync_steps=30)
+        for event in run.named("worker_started"):
+            event.config.round_steps = told
+        unit = RunRecord(run.events).unit
+        assert (unit.steps, unit.name(2)) == (length, f"round 2 (step {2 * length})")
+
+
 def test_a_run_without_rounds_has_none(good_run: Any) -> None:
     record = RunRecord(good_run.events)
     assert find_rounds(record) is None

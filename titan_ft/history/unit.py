@@ -29,7 +29,7 @@ class Unit:
         """Return that of a worker's config; of an older history, which does not tell, it is the step."""
         if config is None:
             return cls()
-        return cls(config.semi_sync_method or "", config.sync_steps or 1, config.steps)
+        return cls(config.semi_sync_method or "", config.round_steps or config.sync_steps or 1, config.steps)
 
     @property
     def noun(self) -> str:

@@ -79,7 +79,8 @@ class WorkerConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
     checkpoint: bool  # `checkpoint.enable`
     # "local_sgd" or "diloco": what the job commits, and `step` counts in all events, is a round of several steps then
     semi_sync_method: str | None = None
-    sync_steps: int | None = None  # torchtitan's steps of a round; with a semi-synchronous method only
+    sync_steps: int | None = None  # steps between two exchanges of a parameter; with a semi-synchronous method only
+    round_steps: int | None = None  # torchtitan's steps of a round: sync_steps / number of fragments; likewise
 
 
 class Setup(msgspec.Struct, kw_only=True):

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from torchtitan.config import JobConfig
 
 from titan_ft import device, versions
+from titan_ft.config import steps_per_round
 from titan_ft.run.events import Setup, WorkerConfig, WorkerStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
@@ -71,6 +72,7 @@ def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
         checkpoint=job_config.checkpoint.enable,
         semi_sync_method=config.semi_sync_method,
         sync_steps=None if config.semi_sync_method is None else config.sync_steps,
+        round_steps=None if config.semi_sync_method is None else steps_per_round(config),
     )
     events.emit(
         WorkerStarted(
