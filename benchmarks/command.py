@@ -7,7 +7,7 @@ Two groups of two ranks each (stock: one job of four ranks), the same model, dat
   steady    step time without failures, as ratios to stock in the same round
   failure   SIGKILL of a whole group: the survivors' stall, and the steps that they lost
   rejoin    the time from that kill until the group contributes again, on one host
-  recovery  titan_ft alone, each group on cores of its own: kill to contributing with and without a standby, the
+  recovery  titan_ft alone, each group on cores of its own: kill to contributing by a fork and by new processes, the
             survivors' steps during a slow transfer (replay against wait), a drain, a lighthouse that is killed
 
 Semi-synchronous training, only if it is asked for (with --only rounds, all three; half an hour on two idle cores):

@@ -1,12 +1,11 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Give each group of a launch cores of its own, and see when its standby is ready: by /proc, on Linux."""
+"""Give each group of a launch cores of its own: by /proc, on Linux."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -14,10 +13,6 @@ from benchmarks.run import BenchError, Run
 from titan_ft.run.events import Event
 from titan_ft.run.process import read_status
 from titan_ft.run.workers import latest_workers
-
-LOOK_SECONDS = 0.1
-IDLE_LOOKS = 20
-"""Looks in a row at which a standby sleeps, until it counts as ready: its imports are never that long without work."""
 
 
 def split_cores(cores: Collection[int], num_groups: int) -> list[set[int]]:
@@ -66,31 +61,3 @@ def children(parent: int) -> list[int]:
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
     found = ((pid, read_status(pid)) for pid in pids)
     return [pid for pid, status in found if status is not None and status.parent == parent and not status.ended]
-
-
-def wait_for_standby(supervisor: int, workers: Collection[int], num_ranks: int, timeout_seconds: float) -> float | None:
-    """Wait until a group's standby has imported everything; return the seconds, or None if it has not in time.
-
-    Nothing but its work tells it from outside: a rank that imports wants the CPU, one that is ready sleeps.
-
-    Args:
-        workers: pids of those that train.
-    """
-    began = time.monotonic()
-    num_idle = 0
-    while (waited := time.monotonic() - began) < timeout_seconds:
-        ranks = [pid for pid in children(supervisor) if pid not in workers]
-        num_idle = num_idle + 1 if len(ranks) == num_ranks and _sleep(ranks) else 0
-        if num_idle == IDLE_LOOKS:
-            return waited
-        time.sleep(LOOK_SECONDS)
-    return None
-
-
-def _sleep(pids: Sequence[int]) -> bool:
-    """Tell whether all threads of all these processes sleep."""
-    try:
-        statuses = [read_status(pid, int(thread)) for pid in pids for thread in os.listdir(f"/proc/{pid}/task")]
-    except OSError:  # one ended meanwhile
-        return False
-    return all(status is not None and status.state == "S" for status in statuses)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
 
+from benchmarks.published import part_of, side_by_side
 from benchmarks.record import compare_digests, injected, read_run
 from benchmarks.table import markdown
 from benchmarks.tries import StepTried
@@ -38,18 +39,14 @@ def figures(record: RunRecord, until: int | None = None) -> dict[str, str]:
     return {
         "length (min)": f"{good.wall_us / 60e6:.1f}",
         "failures injected": f"{len(faults)} of {len({fault.fault for fault in faults})} kinds",
-        "exchanges committed of attempted": _part(good.exchanges_committed, good.exchanges_attempted),
-        "forward passes for nothing": _part(good.num_wasted + lost, good.forward_passes + lost),
+        "exchanges committed of attempted": part_of(good.exchanges_committed, good.exchanges_attempted),
+        "forward passes for nothing": part_of(good.num_wasted + lost, good.forward_passes + lost),
         "effective training time": "-" if share is None else f"{100 * share:.1f} %",
         "batches lost, repeated": counts if batches.verdict == "holds" else f"{counts} ({batches.verdict})",
         "stall per failure (s), median (max)": f"{median(stalls):.2f} ({max(stalls):.2f})" if stalls else "-",
         "weights after the last step that all have": compare_digests(record),
         "loss of the last steps that all runs have": f"{fmean(last):.3f}" if last else "-",
     }
-
-
-def _part(part: int, whole: int) -> str:
-    return f"{part} of {whole} ({100 * part / whole:.1f} %)" if whole else "-"
 
 
 def table(columns: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -75,6 +72,8 @@ def main() -> int:
         runs[str(run_dir)] = record
     until = min(max((event.step for event in record.commits), default=0) for record in runs.values())
     print("\n".join(table({name: figures(record, until) for name, record in runs.items()})))
+    if lines := side_by_side(next(iter(runs.values()))):
+        print("\n" + "\n".join(lines))
     if options.expect_faults and not injected(next(iter(runs.values()))):
         text = "no fault was injected, so that this proves nothing; give it more --minutes"
         print(f"benchmarks.figures: {text}", file=sys.stderr)

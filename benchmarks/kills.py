@@ -48,7 +48,7 @@ def costs(record: RunRecord) -> list[dict[str, Any]]:
             raise BenchError("the survivor committed nothing after a kill")
         back = kill.time + (kill.rejoin_seconds or 0.0)
         since = [event.time for event in starts if kill.time < event.time <= back]
-        # Not the gap of the kill itself, in which a standby may have been there already.
+        # Not the gap of the kill itself, in which a fork may have been there already.
         gaps = [gap for gap in survivor_gaps(record, min(since), back) if gap[0] >= min(since)] if since else []
         found.append(
             {

@@ -172,7 +172,7 @@ def measure_links(
     for case in cases:
         if case.name in done:
             continue
-        job = Job(OURS, work_dir / f"links-{case.name}", num_ranks=1, flags=("--no-standby",))
+        job = Job(OURS, work_dir / f"links-{case.name}", num_ranks=1)
         config = configure(base, job, case, STEPS)
         config["validation"]["enable"] = False
         with Run(job, config) as run:

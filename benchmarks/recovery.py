@@ -3,7 +3,7 @@
 """Measure what recovery costs: a group that returns, one that leaves, and a lighthouse that dies.
 
 All on `titan-ft launch` with two groups, each on cores of its own, so that a group which is gone leaves none to the
-survivors. Without standbys except where these are what is measured: their imports take time from the steps.
+survivors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from benchmarks.cores import pin_groups, supervisor_of, wait_for_standby
+from benchmarks.cores import pin_groups
 from benchmarks.kills import MAX_RESTARTS, SETTLE_STEPS, costs, kill_repeatedly, wait_phase
 from benchmarks.record import Gap, injected, longest_delay, survivor_gaps, usual_step
 from benchmarks.run import SURVIVOR, VICTIM, BenchError, Run, progress
@@ -45,8 +45,8 @@ MIN_STEPS = 5
 """Fewest whole steps within a transfer of which a median says something."""
 TRANSFER_STEPS = 20
 """Usual steps that the throttled transfer takes."""
-STANDBY_SECONDS = 300.0
-"""Standbys import at idle priority, and there may be little left on cores that train."""
+
+PLAIN = "--no-zygote"
 
 Figures = dict[str, Any]
 E = TypeVar("E", bound=Event)
@@ -60,8 +60,8 @@ def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> It
     """
     launched = partial(_launched, base, work_dir)
     returns, mbps = [], 0.0
-    for num_ranks, standby in ((1, False), (1, True), (2, False), (2, True)):
-        with launched(f"returns-{num_ranks}-{'standby' if standby else 'cold'}", num_ranks, standby) as run:
+    for num_ranks, forked in ((1, False), (1, True), (2, False), (2, True)):
+        with launched(f"returns-{num_ranks}-{'forked' if forked else 'cold'}", num_ranks, forked) as run:
             returns.append(measure_returns(run, number))
             # The transfer's rate follows from what the first of these runs has shown.
             mbps = mbps or throttle(run.record())
@@ -87,10 +87,10 @@ def measure_recovery(number: int, base: Mapping[str, Any], work_dir: Path) -> It
 
 @contextlib.contextmanager
 def _launched(
-    base: Mapping[str, Any], work_dir: Path, name: str, num_ranks: int = 1, standby: bool = False, **fields: Any
+    base: Mapping[str, Any], work_dir: Path, name: str, num_ranks: int = 1, forked: bool = True, **fields: Any
 ) -> Iterator[Run]:
     """Run a launch with pinned groups; `fields` are of the [fault_tolerance] table."""
-    flags = () if standby else ("--no-standby",)
+    flags = () if forked else (PLAIN,)
     job = Job(OURS, work_dir / f"recovery-{name}", NUM_GROUPS, num_ranks, MAX_RESTARTS, flags)
     config = derive_config(base, job, STEPS, LOG_FREQ)
     config["fault_tolerance"] |= fields
@@ -113,18 +113,10 @@ def throttle(record: RunRecord) -> float:
 
 def measure_returns(run: Run, number: int) -> Figures:
     """Kill a group again and again; return how long it took to contribute again."""
-    ready: list[float | None] = []
-    standby = "--no-standby" not in run.job.flags
-
-    def wait_until_ready() -> None:
-        if standby:
-            workers = run.workers(VICTIM)
-            ready.append(wait_for_standby(supervisor_of(workers), workers, run.job.num_ranks, STANDBY_SECONDS))
-
-    kill_repeatedly(run, number, wait_until_ready)
+    kill_repeatedly(run, number)
     kills = costs(run.record())
     progress(f"{run.job.run_dir.name}: {kills}")
-    return {"num_ranks": run.job.num_ranks, "standby": standby, "standby_ready_seconds": ready, "kills": kills}
+    return {"num_ranks": run.job.num_ranks, "forked": PLAIN not in run.job.flags, "kills": kills}
 
 
 def measure_outages(run: Run, number: int) -> list[Figures]:

@@ -96,10 +96,8 @@ def _kill_table(kills: Mapping[str, Costs], parts: Sequence[str]) -> list[str]:
 def _return_table(returns: Costs) -> list[str]:
     rows = {}
     for case in returns:
-        late = case["standby_ready_seconds"].count(None)
         ranks = "1 rank" if case["num_ranks"] == 1 else f"{case['num_ranks']} ranks"
-        title = f"{ranks} a group, {'a standby' if case['standby'] else 'no standby'}"
-        rows[title + (f" ({late} of them not ready)" if late else "")] = case["kills"]
+        rows[f"{ranks} a group, {'forked' if case['forked'] else 'new processes'}"] = case["kills"]
     columns = {"kills": "number", "kill to contributing (s)": "rejoin_seconds", "survivors' stall (s)": "stall_seconds"}
     return _table("SIGKILL of a group", {**columns, "at the return (s)": "rejoin_stall_seconds"}, rows)
 

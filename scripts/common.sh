@@ -13,16 +13,20 @@ number() { # name, least value, value
 }
 
 # Set the variable of each option, and `rest` to what follows a --.
-read_options() { # names of the options that have a value, name of the one that has none, the script's arguments
-    local valued=" $1 " switch=$2 name
+read_options() { # names of the options that have a value, names of those that have none, the script's arguments
+    local valued=" ${1//[[:space:]]/ } " switches=" $2 " name
     shift 2
     while (($#)); do
         name=${1#--}
         case $1 in
-        "--$switch") printf -v "${switch//-/_}" yes && shift && continue ;;
         --help | -h) echo "$usage" && exit 0 ;;
         --) shift && break ;;
-        *) [[ $1 == --* && $valued == *" $name "* ]] || refuse "no option '$1' (torchtitan flags go after --); see --help" ;;
+        *)
+            if [[ $1 == --* && $switches == *" $name "* ]]; then
+                printf -v "${name//-/_}" yes && shift && continue
+            fi
+            [[ $1 == --* && $valued == *" $name "* ]] || refuse "no option '$1' (torchtitan flags go after --); see --help"
+            ;;
         esac
         (($# >= 2)) || refuse "$1 needs a value"
         printf -v "${name//-/_}" %s "$2"

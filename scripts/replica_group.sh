@@ -6,11 +6,16 @@
 usage='usage: replica_group.sh --config CONFIG.toml --run-dir DIR [options] [-- torchtitan flags]
   --replica R          id of this group, from 0          (SLURM_ARRAY_TASK_ID)
   --replicas N         number of groups                  (SLURM_ARRAY_TASK_COUNT, else group_size of the config)
-  --lighthouse URL     http://HOST:PORT                  (TORCHFT_LIGHTHOUSE)
+  --lighthouse URL     http://HOST:PORT, or file:PATH, the file of titan-ft lighthouse --announce
+                                                         (TORCHFT_LIGHTHOUSE)
   --ranks-per-node M   processes on each node            (SLURM_GPUS_ON_NODE, SLURM_GPUS_PER_NODE, SLURM_NTASKS_PER_NODE)
   --nodes K            nodes of this group               (SLURM_NNODES, else 1)
   --rendezvous H:P     where the nodes of this group meet (first of SLURM_JOB_NODELIST; not needed for one node)
   --max-restarts N     restarts of the group in 24 hours (100)
+  --metrics-port P     PORT or HOST:PORT of the first node, with the figures of the group for Prometheus (none)
+  --host-deaths N      leave with exit status 4 when groups of the job have died so often on this host (0: never)
+  --host-window S      seconds within which they count    (3600)
+  --on-host-suspected "COMMAND"  run then, with the host and the reason as further arguments
   --dry-run            print the torchrun command and end
 TITAN_FT_TOKEN, the secret that all groups share, must be set unless every address is on this host.'
 set -euo pipefail
@@ -25,8 +30,10 @@ slurm_count() {
 }
 
 first_host() { # a Slurm node list such as node[03-07,09],other1
-    if command -v scontrol >/dev/null; then
-        scontrol show hostnames "$1" | head -n 1
+    local names
+    # It may be there without a configuration, as in a container.
+    if names=$(scontrol show hostnames "$1" 2>/dev/null) && [[ -n $names ]]; then
+        echo "${names%%$'\n'*}"
     else
         sed -E 's/^([^],[]*)\[([0-9]+)[^]]*\]([^,]*).*/\1\2\3/; s/,.*//' <<<"$1"
     fi
@@ -46,19 +53,25 @@ ranks_per_node=$(slurm_count "${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-${SLU
 nodes=${SLURM_NNODES:-1}
 rendezvous=""
 max_restarts=100
-read_options "config run-dir replica replicas lighthouse ranks-per-node nodes rendezvous max-restarts" dry-run "$@"
+metrics_port=""
+host_deaths=0 host_window=3600 on_host_suspected=""
+read_options "config run-dir replica replicas lighthouse ranks-per-node nodes rendezvous max-restarts metrics-port
+    host-deaths host-window on-host-suspected" dry-run "$@"
 
 [[ -n $config ]] || refuse "--config is missing"
 [[ -f $config ]] || refuse "--config must be a TOML file, got '$config'"
 [[ -n $run_dir ]] || refuse "--run-dir is missing: a folder that all groups share"
 [[ -n $replica ]] || refuse "--replica is missing, and SLURM_ARRAY_TASK_ID is not set"
 [[ -n $lighthouse ]] || refuse "--lighthouse is missing, and TORCHFT_LIGHTHOUSE is not set"
-[[ $lighthouse =~ ^http://[^/]+:[0-9]+/?$ ]] || refuse "--lighthouse must be http://HOST:PORT, got '$lighthouse'"
+[[ $lighthouse =~ ^(http://[^/]+:[0-9]+/?|file:/.+)$ ]] ||
+    refuse "--lighthouse must be http://HOST:PORT or file:PATH with an absolute path, got '$lighthouse'"
 [[ -n $ranks_per_node ]] || refuse "--ranks-per-node is missing, and Slurm names no GPUs or tasks per node"
 number --replica 0 "$replica"
 number --ranks-per-node 1 "$ranks_per_node"
 number --nodes 1 "$nodes"
 number --max-restarts 0 "$max_restarts"
+number --host-deaths 0 "$host_deaths"
+number --host-window 1 "$host_window"
 group=(--fault_tolerance.enable "--fault_tolerance.replica_id=$replica")
 if [[ -n $replicas ]]; then
     number --replicas 1 "$replicas"
@@ -91,7 +104,11 @@ command=("$python" -m titan_ft.launch.torchrun "--nnodes=$nodes" "--nproc-per-no
 # As titan-ft launch sets them: torchft's log at its default level costs time in each step. A restarted group needs a
 # store of its own: in the agent's it would read the addresses of its dead predecessors (pytorch issue 135712).
 environment=("TORCHFT_LIGHTHOUSE=$lighthouse" "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
-    "PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}" "RUST_LOG=${RUST_LOG:-warn}")
+    "PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}" "RUST_LOG=${RUST_LOG:-warn}" ${metrics_port:+"TITAN_FT_METRICS_PORT=$metrics_port"})
+if ((host_deaths > 0)); then
+    environment+=("TITAN_FT_HOST_DEATHS=$host_deaths" "TITAN_FT_HOST_WINDOW=$host_window"
+        "TITAN_FT_ON_HOST_SUSPECTED=$on_host_suspected")
+fi
 if [[ -n $dry_run ]]; then
     printf '%q ' "${environment[@]}" "${command[@]}"
     echo

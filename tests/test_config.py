@@ -15,18 +15,8 @@ from typing import Any
 import pytest
 
 from titan_ft import config as config_module
-from titan_ft.config import (
-    ConfigError,
-    FaultTolerance,
-    JobConfig,
-    check_toml,
-    load_toml,
-    outer_optimizer,
-    quantizes,
-    resolve_lighthouse,
-    steps_per_round,
-    validate,
-)
+from titan_ft.config import ConfigError, FaultTolerance, JobConfig, check_toml, load_toml, resolve_lighthouse, validate
+from titan_ft.round_settings import outer_optimizer, quantizes, steps_per_round
 
 
 def make_config(changes: dict[str, Any] | None = None) -> Any:
@@ -182,6 +172,7 @@ def test_broken_rule_is_named(changes: dict[str, Any], parts: list[str]) -> None
         {"training.global_batch_size": 32},
         {"training.global_batch_size": 32, "parallelism.data_parallel_shard_degree": 2},
         {"lighthouse": "http://[::1]:29510/"},
+        {"lighthouse": "file:/shared/run 1/lighthouse.json"},
         {"advertise_address": "fe80::1"},
         {"bind_address": "0.0.0.0"},
         {"sync_steps": 20, "num_fragments": 3},
@@ -287,6 +278,10 @@ def test_durations_are_positive(name: str, value: int) -> None:
         ({"bucket_size_mb": math.nan}, ["fault_tolerance.bucket_size_mb must be finite", "nan"]),
         ({"vote_timeout_seconds": math.inf}, ["fault_tolerance.vote_timeout_seconds must be finite", "inf"]),
         ({"enable": "no"}, ["fault_tolerance.enable must be true or false", "'no'"]),
+        (
+            {"lighthouse": "file:run"},
+            ["fault_tolerance.lighthouse must have an absolute path behind file:", "'file:run'"],
+        ),
         ({"lighthouse": 29510}, ["fault_tolerance.lighthouse must be a string", "29510"]),
         ({"semi_sync_method": 1}, ["fault_tolerance.semi_sync_method must be of type str | None"]),
         ({"module_fqns_per_model_fragment": ["a"]}, ["must be of type list[list[str]]"]),

@@ -17,9 +17,14 @@ import pytest
 from titan_ft.chaos.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "kubernetes/README.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+)
 PRINTED = (("docs/settings.py", "docs/settings.md"), ("docs/images/overview.py", "docs/images/overview.svg"))
-_SOURCES = ("titan_ft", "tests", "scripts", "benchmarks")
+_SOURCES = ("titan_ft", "tests", "scripts", "benchmarks", "kubernetes")
 _WORD = r"[A-Za-z_]\w*"
 
 
@@ -63,11 +68,11 @@ def _quoted(page: str) -> Iterator[str]:
 
 def _stands(quoted: str) -> bool:
     """Tell whether a file or a name that is quoted exists; what is neither is not looked at."""
-    if re.fullmatch(r"[\w./-]+\.(py|sh|md|toml|txt)", quoted):
+    if re.fullmatch(r"[\w./-]+\.(py|sh|md|toml|txt|yaml)", quoted):
         return (ROOT / quoted).exists() or any(path.endswith(f"/{quoted}") for path in _files())
     if re.fullmatch(r"[\w.-]+/([\w.-]+/)*", quoted):
         return (ROOT / quoted).is_dir() or any(path.endswith(f"/{quoted}") for path in _files())
-    quoted = re.sub(r"^titan_ft_(\w+?)(_info)?$", r"\1", quoted)  # a metric: its name begins with the project's
+    quoted = re.sub(r"^titan_ft_(\w+?)(_info|_total)?$", r"\1", quoted)  # a metric: its name begins with the project's
     called = re.match(rf"({_WORD}(?:\.{_WORD})*)(?:\(.*)?$", quoted)
     return called is None or quoted.startswith("torchft.") or all(part in _known() for part in called[1].split("."))
 

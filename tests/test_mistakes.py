@@ -120,8 +120,8 @@ COMMAND_LINE = [
     ),
     Mistake(
         f"{LAUNCH} --chaos every_30s",
-        "titan-ft: chaos plan must be the path of a TOML file or one of campaign, ci, every_15s, every_60s, poisson, "
-        "ranks, script, trace, got every_30s; did you mean every_60s? there is no such file",
+        "titan-ft: chaos plan must be the path of a TOML file or one of blog_15s, blog_60s, campaign, ci, every_15s, "
+        "every_60s, poisson, ranks, script, trace, got every_30s; did you mean every_60s? there is no such file",
     ),
     Mistake(
         "lighthouse --bind nowhere",
@@ -273,6 +273,11 @@ CONFIGS = [
         "config llama3_debug -- --parallelism.tensor_parallel_degree=3",
         "titan-ft: parallelism.tensor_parallel_degree must divide the 16 attention heads of llama3 debugmodel, got 3; "
         "lower it",
+    ),
+    Mistake(
+        "config llama3_debug -- --validation.enable --training.seq_len=128 --validation.seq_len=130",
+        "titan-ft: validation.seq_len must be <= training.seq_len (128), up to which the positions of llama3 "
+        "debugmodel are built, got 130; set it to 128, or raise training.seq_len",
     ),
     Mistake(
         "config llama3_debug -- --parallelism.pipeline_parallel_degree=16",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import tomli
 
-from titan_ft.config import outer_optimizer, steps_per_round
+from titan_ft.round_settings import outer_optimizer, steps_per_round
 from titan_ft.run.events import StepCommitted
 from titan_ft.run.log import read_events
 from titan_ft.training.divisions import check_ranks
@@ -150,7 +150,7 @@ def test_a_narrow_model_of_a_recipe_trains(recipe: Recipe, tmp_path: Path) -> No
     config.write_text((CONFIGS / f"{recipe.name}.toml").read_text().replace('converters = ["float8"]', ""))
     launch = [sys.executable, "-m", "titan_ft", "launch", str(config), "--replicas=2", "--ranks-per-replica=1"]
     ended = subprocess.run(
-        [*launch, "--no-standby", f"--run-dir={tmp_path / 'run'}", "--", *ON_CPU.split()],
+        [*launch, f"--run-dir={tmp_path / 'run'}", "--", *ON_CPU.split()],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
         text=True,

@@ -21,11 +21,13 @@ device.prepare()  # before anything imports torchtitan, which reads the device a
 from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
 
 from titan_ft import semi_sync  # noqa: E402
-from titan_ft.config import ConfigError, FaultTolerance, num_fragments  # noqa: E402
+from titan_ft.config import ConfigError, FaultTolerance  # noqa: E402
 from titan_ft.replica.decision import Update  # noqa: E402
+from titan_ft.replica.errors import Leaving  # noqa: E402
 from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import Contribution  # noqa: E402
+from titan_ft.round_settings import num_fragments  # noqa: E402
 from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402
 
@@ -57,6 +59,7 @@ class Round:
             early=early,
             awaited=lambda: len(self.steps) >= awaited,
             ask=lambda: self.asked_at.append(len(self.steps)),
+            serve_if_wanted=lambda: None,
             send=lambda made: self.sent.append((len(self.steps), made)),
         )
         self.data = data
@@ -64,17 +67,18 @@ class Round:
             _steps_per_round=4,
             _trained=[0] * num_fragments(FaultTolerance(semi_sync_method="diloco", **config)),
             _late=False,
+            _under_way=None,
             _ahead=None,
             _sent={},
             _replica=self.replica,
-            _position=SimpleNamespace(step=2),
+            _position=SimpleNamespace(step=2, leave=lambda: None),
             _work=RoundWork(9, lr=0.1),
             _nominal_tokens=100,
             _outer=SimpleNamespace(take_changes=self.changes.append),
             _links=SimpleNamespace(exchange=SimpleNamespace(give=self.given.append)),
             _group=SimpleNamespace(gather=lambda value: [value, False]),
-            _leave_if_told=lambda remaining: None,
-            _drain=SimpleNamespace(requested=False),
+            _broken_off="",
+            _drain=SimpleNamespace(requested=False, spent=0.0),
             _make_step=self._make_step,
             job_config=SimpleNamespace(training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(**config)),
             lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
@@ -207,6 +211,49 @@ def test_who_is_told_to_leave_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPat
     this.trainer._drain.requested = True
     this.train()
     assert (len(this.steps), len(this.sent)) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "spent", "early", "steps", "broken_off"),
+    [
+        (6.1, 0.0, False, 4, ""),  # three steps of a second fit into half of it
+        (5.9, 0.0, False, 1, "3 steps of the round were left, too many for drain_timeout_seconds"),
+        (7.9, 0.1, False, 4, ""),
+        (7.9, 0.13, False, 1, "3 steps of the round were left, too many for drain_timeout_seconds"),
+        (1.5, 0.0, True, 4, ""),  # it has asked: the others take what it has when they come
+        (8.0, 0.6, True, 4, ""),
+        (8.0, 0.63, True, 1, ""),  # three quarters of it would be over behind another step
+    ],
+)
+def test_who_is_told_to_leave_finishes_the_round_if_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, timeout: float, spent: float, early: bool, steps: int, broken_off: str
+) -> None:
+    """It has half of the time since it was told for its own steps, three quarters where it only waits for others."""
+    this = Round(monkeypatch, early=early, drain_timeout_seconds=timeout)
+    told = this.trainer._drain = SimpleNamespace(requested=True, spent=spent)
+    make = this._make_step
+
+    def make_step(step: int, slots: Any) -> None:
+        make(step, slots)
+        if len(this.steps) > 1 and not early:
+            told.spent += 1 / timeout
+
+    this.trainer._make_step = make_step
+    if steps == 4:
+        assert not this.train().early
+    else:
+        with pytest.raises(Leaving):
+            this.train()
+    assert len(this.steps) == steps
+    assert this.trainer._broken_off == broken_off
+
+
+def test_who_is_overdue_is_not_asked_for_the_rest_of_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline that is over with a step lets it ask; from then on it only waits for the others."""
+    this = Round(monkeypatch, sync_deadline_seconds=1.0, awaited=2, drain_timeout_seconds=3.0)
+    this.trainer._drain = SimpleNamespace(requested=True, spent=0.0)
+    assert not this.train().early
+    assert len(this.steps) == 2
 
 
 @pytest.mark.parametrize(("last", "steps"), [(13, 5), (12, 4)])
@@ -394,10 +441,10 @@ def test_who_leaves_names_the_batches_that_are_in_no_update(
 
 
 @pytest.mark.parametrize(
-    ("step", "exclusions", "done"), [(8, 0, ["open"]), (8, 1, ["clear", "heal"]), (12, 0, []), (12, 1, [])]
+    ("step", "exclusions", "done"), [(8, 0, ["open"]), (8, 1, ["clear", "anchors", "heal"]), (12, 0, []), (12, 1, [])]
 )
 def test_what_follows_an_update(step: int, exclusions: int, done: list[str]) -> None:
-    """A group whose change was not finite gets other moments, and keeps none if nobody is left who has some.
+    """A group whose change was not finite gets other moments, and begins with none if nobody is left who has some.
 
     Behind the last update there is nothing to open, and no step for which moments would matter.
     """
@@ -409,7 +456,56 @@ def test_what_follows_an_update(step: int, exclusions: int, done: list[str]) -> 
         optimizers=[SimpleNamespace(state=SimpleNamespace(clear=lambda: found.append("clear")))],
         _position=SimpleNamespace(step=step // 4, exclusions=exclusions),
         _open=lambda replica: found.append("open"),
+        _state=SimpleNamespace(restore=lambda: found.append("anchors")),
         _heal=lambda replica: found.append("heal"),
     )
     trainer._go_on(None)  # type: ignore[arg-type]
     assert found == done
+
+
+@pytest.mark.parametrize(("loads", "ahead", "keeps"), [(False, 0, True), (True, 0, False), (False, 2, False)])
+def test_who_goes_back_to_its_own_state_keeps_its_round(
+    monkeypatch: pytest.MonkeyPatch, loads: bool, ahead: int, keeps: bool
+) -> None:
+    """The update that it had missed is lost with its holders: it offers the same change, and no step is made again."""
+    this = Round(monkeypatch, fragment_sync_delay=ahead)
+    trainer, restored = this.trainer, []
+    trainer.step = 9
+    work = trainer._work = trainer._begin_work()
+    first = this.train()
+    assert len(this.steps) == 4 + ahead
+
+    def take_other_weights() -> None:
+        restored.append(True)
+        trainer._begin_anew()
+
+    trainer._state = SimpleNamespace(restore=take_other_weights)
+    monkeypatch.setattr(ReplicaTrainer, "_heal", lambda trainer, replica: trainer._begin_anew() if loads else None)
+    this.replica.opens = False
+    trainer._heal(this.replica)
+    assert bool(restored) == bool(ahead)
+    trainer._work = trainer._begin_work()
+    assert (trainer._work is work) == keeps
+    if keeps:
+        assert this.train() == first
+        assert this.steps == [9, 10, 11, 12]
+        assert this.changes == [{0: 4 * TOKENS / 100}] * 2
+        trainer._begin_anew()
+        trainer._heal(this.replica)
+        assert trainer._ahead is None  # a state that is loaded ends it
+
+
+@pytest.mark.parametrize(
+    ("groups", "quantize", "told"),
+    [(7, True, ""), (8, True, "sends 1 times"), (12, True, "1.5 times"), (12, False, "")],
+)
+def test_bits_that_save_nothing_are_told(
+    groups: int, quantize: bool, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of many groups each one would send more in 8 bits than in fp32."""
+    monkeypatch.setattr(semi_sync.logger, "propagate", True)
+    semi_sync._warn_of_useless_bits(
+        FaultTolerance(group_size=groups, semi_sync_method="diloco", should_quantize=quantize)
+    )
+    assert bool(caplog.text) == bool(told)
+    assert told in caplog.text

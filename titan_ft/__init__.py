@@ -2,11 +2,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fault-tolerant data parallelism for torchtitan: replica groups that may die, hang, leave or join at any step."""
 
+import functools
+
 __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
     """Return the versions of this package and of what it builds on, as far as it is installed; none of it is loaded."""
+    return dict(_versions())  # whoever takes one out of it has his own
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     from importlib import metadata  # not at import: every process of a run would pay for it
 
     found = {"titan_ft": __version__}

@@ -57,7 +57,7 @@ def _run(argv: list[str]) -> int:
         case Lighthouse():
             from titan_ft.launch.lighthouse import serve
 
-            return serve(command.bind, command)
+            return serve(command)
         case Chaos():
             return _chaos(command)
         case Check():

@@ -3,7 +3,7 @@
 """Define the `[fault_tolerance]` table of a run's TOML, and hold every rule about its values.
 
 The class `JobConfig` makes this module a torchtitan `custom_config_module`. It imports the standard
-library and tomli only, so that the launcher can check a config before anything slow is loaded.
+library, tomli and `round_settings` only, so that the launcher can check a config before anything slow is loaded.
 
 There is no `from __future__ import annotations` here, on purpose: torchtitan's `ConfigManager._merge_configs` reads the
 types of the fields as objects, and would take strings for plain values.
@@ -16,10 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import tomli
+
+from titan_ft import round_settings
+from titan_ft.round_settings import SEMI_SYNC_METHODS
 
 TABLE = "fault_tolerance"
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -29,9 +32,6 @@ CHOICES = {
     "batch_policy": ("shrink", "constant"),
     "lr_policy": ("none", "sqrt", "linear"),
 }
-SEMI_SYNC_METHODS = ("local_sgd", "diloco")
-ROUND_JOIN_TIMEOUT_MS = 24 * 3600 * 1000
-"""Least `join_timeout_ms` of a semi-synchronous job's lighthouse: nobody goes on without a group in mid-round."""
 
 
 class ConfigError(ValueError):
@@ -141,7 +141,9 @@ class FaultTolerance:
     other leaves it aside. `titan-ft launch` gives each run a name of its own."""
 
     lighthouse: str = ""
-    """Address of the lighthouse, http://host:port. Empty takes the environment variable TORCHFT_LIGHTHOUSE."""
+    """Address of the lighthouse, http://host:port; or file:PATH, with the absolute path of the file in which a
+    lighthouse with --announce says where it is, so that it may move. Empty takes the environment variable
+    TORCHFT_LIGHTHOUSE."""
 
     quorum_timeout_seconds: float = 60.0
     """Seconds without a quorum after which it is looked whether the lighthouse is there, and it is named as unreachable
@@ -267,44 +269,6 @@ class FaultTolerance:
     lighthouse of `launch` waits for a day at least; give one that is started by itself --join-timeout-ms 86400000."""
 
 
-class OuterOptimizer(NamedTuple):
-    """SGD without dampening and weight decay, which makes a round's update from the groups' mean change."""
-
-    lr: float
-    momentum: float
-    nesterov: bool
-
-
-def outer_optimizer(ft: FaultTolerance) -> OuterOptimizer:
-    """Return what makes a round's update. "local_sgd" takes the mean of the groups as it is: SGD with LR 1.
-
-    torch.optim.SGD accepts it as it stands: Nesterov's momentum is off where there is no momentum.
-    """
-    if ft.semi_sync_method == "diloco":
-        return OuterOptimizer(ft.outer_lr, ft.outer_momentum, ft.outer_nesterov and ft.outer_momentum > 0)
-    return OuterOptimizer(1.0, 0.0, nesterov=False)
-
-
-def num_fragments(ft: FaultTolerance) -> int:
-    """Return how many fragments the model is cut into: 1 without a semi-synchronous method."""
-    return 1 if ft.semi_sync_method is None else len(ft.module_fqns_per_model_fragment) or ft.num_fragments
-
-
-def quantizes(ft: FaultTolerance) -> bool:
-    """Say whether the groups exchange their changes in 8 bits."""
-    return ft.semi_sync_method is not None and ft.should_quantize
-
-
-def steps_per_round(ft: FaultTolerance) -> int:
-    """Return how many steps a group makes from one exchange to the next: 1 without a semi-synchronous method."""
-    return 1 if ft.semi_sync_method is None else ft.sync_steps // num_fragments(ft)
-
-
-def unit_of(ft: FaultTolerance) -> str:
-    """Return what the groups count, and a line of the log names: "step", or with a semi-synchronous method "round"."""
-    return "step" if ft.semi_sync_method is None else "round"
-
-
 @dataclass
 class JobConfig:
     """Add the table to torchtitan's config, through `[job] custom_config_module = "titan_ft.config"`."""
@@ -427,7 +391,7 @@ def validate(config: Any) -> None:
         _group_rules(ft),
         _number_rules(ft),
         _order_rules(ft),
-        _semi_sync_rules(ft),
+        ((holds, f"{TABLE}.{name}", *rest) for holds, name, *rest in round_settings.rules(ft)),
         _dtype_rules(config),
         _batch_rules(config),
     ):
@@ -562,73 +526,6 @@ def _order_rules(ft: FaultTolerance) -> Iterator[Rule]:
     )
 
 
-# What a semi-synchronous method wants of other fields, and why.
-_SEMI_SYNC_WANTS = {
-    "batch_policy": ("shrink", "who is absent is known at the end of a round only"),
-    "lr_policy": ("none", "the steps of a round are each group's own"),
-    "catch_up": ("replay", "within a round nobody waits for another group"),
-}
-# What only DiLoCo reads, and what it is where another method is used.
-_DILOCO_ONLY: dict[str, Any] = {
-    "outer_lr": FaultTolerance.outer_lr,
-    "outer_momentum": FaultTolerance.outer_momentum,
-    "outer_nesterov": FaultTolerance.outer_nesterov,
-    "should_quantize": False,
-    "num_fragments": 1,
-    "module_fqns_per_model_fragment": [],
-    "fragment_sync_delay": 0,
-    "fragment_update_alpha": 0.0,
-}
-
-
-def _semi_sync_rules(ft: FaultTolerance) -> Iterator[Rule]:
-    """Check what only a semi-synchronous method reads, and what it cannot do. Without one nothing of it is looked at,
-    so that torchtitan's TOMLs, which may have these fields, mean the same here.
-    """
-    method = ft.semi_sync_method
-    if method is None:
-        return
-    yield ft.sync_steps >= 1, f"{TABLE}.sync_steps", "must be >= 1", ft.sync_steps, "1 exchanges at each step"
-    if method == "diloco":
-        name, remedy = f"{TABLE}.outer_lr", f"the default is {FaultTolerance.outer_lr}"
-        yield ft.outer_lr > 0, name, "must be > 0", ft.outer_lr, remedy
-        name, remedy = f"{TABLE}.outer_momentum", f"the default is {FaultTolerance.outer_momentum}, 0 keeps none"
-        yield 0 <= ft.outer_momentum < 1, name, "must be >= 0 and < 1", ft.outer_momentum, remedy
-        yield from _fragment_rules(ft)
-    else:
-        for name, unused in _DILOCO_ONLY.items():
-            value, rule = getattr(ft, name), f'is not used with semi_sync_method = "{method}" and must be left out'
-            remedy = 'remove it, or set semi_sync_method = "diloco"'
-            yield value == unused, f"{TABLE}.{name}", rule, value, remedy
-    for name, (only, reason) in _SEMI_SYNC_WANTS.items():
-        rule = f'must be "{only}" with semi_sync_method ({reason})'
-        yield getattr(ft, name) == only, f"{TABLE}.{name}", rule, getattr(ft, name), f'set it to "{only}"'
-    # Whoever is done with its round waits at the lighthouse, for ROUND_JOIN_TIMEOUT_MS.
-    hang = ft.hang_timeout_seconds
-    rule, remedy = "must be > 0 with semi_sync_method", "without it a group that hangs is waited for without end"
-    yield hang > 0, f"{TABLE}.hang_timeout_seconds", rule, hang, remedy
-
-
-def _fragment_rules(ft: FaultTolerance) -> Iterator[Rule]:
-    """Check what Streaming DiLoCo reads; that the model has such modules, the worker checks."""
-    name = f"{TABLE}.num_fragments"
-    yield ft.num_fragments >= 1, name, "must be >= 1", ft.num_fragments, "1 exchanges the whole model at once"
-    modules, number = ft.module_fqns_per_model_fragment, num_fragments(ft)
-    rule, remedy = f"must be {number}, or be left out, with as many lists of modules", "leave it out"
-    yield not modules or ft.num_fragments in (1, number), name, rule, ft.num_fragments, remedy
-    listed = [module for fragment in modules for module in fragment]
-    rule = "must name a module or more in each list, and none twice"
-    name = f"{TABLE}.module_fqns_per_model_fragment"
-    yield all(modules) and len(set(listed)) == len(listed), name, rule, modules, "correct it, or use num_fragments"
-    rule, remedy = f"must be a multiple of the number of fragments ({number})", "one is exchanged after so many steps"
-    yield ft.sync_steps % number == 0, f"{TABLE}.sync_steps", rule, ft.sync_steps, remedy
-    delay, most = ft.fragment_sync_delay, ft.sync_steps // number - 1
-    rule, remedy = f"must be >= 0 and <= {most}, less than the steps between two exchanges", "0 waits for each"
-    yield 0 <= delay <= most, f"{TABLE}.fragment_sync_delay", rule, delay, remedy
-    name, alpha = f"{TABLE}.fragment_update_alpha", ft.fragment_update_alpha
-    yield 0 <= alpha < 1, name, "must be >= 0 and < 1", alpha, "0 takes the global parameters"
-
-
 def _dtype_rules(config: Any) -> Iterator[Rule]:
     """Check that weights can hold what the groups agree on; the trainer looks at those of the model once built."""
     dtype = config.training.dtype
@@ -667,7 +564,14 @@ def _batch_rules(config: Any) -> Iterator[Rule]:
 
 
 def _check_lighthouse(name: str, address: str) -> None:
-    """Raise ConfigError unless the address looks like http://host:port."""
+    """Raise ConfigError unless the address looks like http://host:port, or file:PATH."""
+    if address.startswith("file:"):
+        if not address.startswith("file:/") or address.endswith("/"):
+            raise ConfigError(
+                f"{name} must have an absolute path behind file:, got {address!r}; for example "
+                "file:/shared/run/lighthouse.json, which the lighthouse gets as --announce"
+            )
+        return
     try:
         parts = urlsplit(address)
         ok = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)

@@ -52,8 +52,11 @@ class Launch:
     drain_timeout: Annotated[float | None, _unset("SECONDS")] = None
     """Seconds that groups get to finish their step and leave after Ctrl-C or SIGTERM; when left out, what
     fault_tolerance.drain_timeout_seconds says."""
+    no_zygote: Annotated[bool, _FLAG] = False
+    """Start each worker as a new process, which takes as long as its imports, and has their memory to itself; without
+    this, workers are forks of one process that has imported everything."""
     no_standby: Annotated[bool, _FLAG] = False
-    """Keep no processes ready that have imported everything; a restarted group then takes as long as its imports."""
+    """Taken, and without effect: no processes are kept ready any more."""
     resume: Annotated[bool, _FLAG] = False
     """Go on from the last checkpoint of the earlier run in --run-dir."""
     dry_run: Annotated[bool, _FLAG] = False
@@ -102,6 +105,15 @@ class Lighthouse(LighthouseSettings):
 
     bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "[::]:29510"
     """HOST:PORT to listen at, with a numeric host; port 0 lets the system choose one."""
+    announce: Annotated[Path | None, _unset("FILE")] = None
+    """Say in FILE, in the run's folder, where this lighthouse is, for groups with fault_tolerance.lighthouse =
+    "file:FILE". It steps down when another one says so there, as its successor on another host does."""
+    standby: Annotated[bool, _FLAG] = False
+    """With --announce: be ready, and announce this lighthouse when the one in FILE does not answer; then the groups
+    follow within two seconds."""
+    advertise: Annotated[str, _unset("HOST")] = ""
+    """With --announce: the numeric address that the groups reach this host at; when left out, that of the interface
+    which leads out of it."""
 
 
 @dataclass(frozen=True)

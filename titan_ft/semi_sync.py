@@ -22,15 +22,17 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from titan_ft.config import TABLE, ConfigError, num_fragments, outer_optimizer, steps_per_round
+from titan_ft.config import TABLE, ConfigError, FaultTolerance
 from titan_ft.replica import fragments
 from titan_ft.replica.decision import Update
+from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.feed import Reading, merge
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
 from titan_ft.replica.round import NOTHING, Contribution
 from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import Opening, ReplicaDimension
+from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
 from titan_ft.run.events import Batches, Drained
 from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training import spec
@@ -69,8 +71,10 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._trained = [0] * num_fragments(config)
         self._sent: dict[int, int] = {}  # those of them that are in the exchange under way, by fragment
         self._late = False  # whether the others wait at the end of a round that this group has not begun
+        self._under_way: RoundWork | None = None  # on a round that is in no update yet, on top of this group's weights
         self._ahead: RoundWork | None = None  # on the next round, made while the exchange is under way
         self._broken_off = ""  # why this group leaves in the midst of its steps
+        _warn_of_useless_bits(config)
         super().__init__(job_config)
         if self.job_config.validation.enable:
             self._validate_behind_rounds()
@@ -161,7 +165,7 @@ class SemiSyncTrainer(ReplicaTrainer):
     def _begin_anew(self) -> None:
         """Forget what this group has made of weights that it does not have any more."""
         self._trained, self._sent = [0] * len(self._trained), {}
-        self._ahead = None
+        self._under_way = self._ahead = None
 
     def _agreed_parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._outer.named_anchors())
@@ -193,7 +197,8 @@ class SemiSyncTrainer(ReplicaTrainer):
 
     def _begin_work(self) -> RoundWork:
         ahead, self._ahead = self._ahead, None
-        return ahead or RoundWork(self.step, lr=self._lr)
+        self._under_way = ahead or RoundWork(self.step, lr=self._lr)
+        return self._under_way
 
     def _train(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
         """Make the steps of a round, or those that are left of it, and let the exchange have what came of all of them.
@@ -212,9 +217,10 @@ class SemiSyncTrainer(ReplicaTrainer):
         for step in range(work.first_step + work.inner_steps, last + 1):
             if early and self._replica.awaited():
                 break
+            self._replica.serve_if_wanted()
             if work.inner_steps:
-                self._leave_if_told(last + 1 - step)
                 early = early or self._is_overdue(work)
+                self._leave_if_told(0 if early else last + 1 - step)
                 self.gc_handler.run(step)
             if step == last and not early:
                 self._replica.ask()  # the others need not wait for the quorum behind the step
@@ -273,6 +279,7 @@ class SemiSyncTrainer(ReplicaTrainer):
             for step in range(first, min(first + delay, last + 1)):
                 if any(self._group.gather(self._drain.requested)):
                     break  # it leaves behind this update: the steps would be void, and take of its time
+                self._replica.serve_if_wanted()
                 self.gc_handler.run(step)
                 self._make_step(step, slots)
         self._work, work.overlapped_seconds = work, ahead.compute_seconds
@@ -309,6 +316,7 @@ class SemiSyncTrainer(ReplicaTrainer):
         # One that has trained nothing of it, as in a replay, would keep a share of the anchors of before.
         mixes = any(self._sent.values()) and not is_last
         squares = self._outer.step(self.job_config.fault_tolerance.fragment_update_alpha if mixes else 0.0)
+        self._under_way = None
         while self._sent:
             fragment, tokens = self._sent.popitem()
             self._trained[fragment] -= tokens
@@ -337,6 +345,7 @@ class SemiSyncTrainer(ReplicaTrainer):
             logger.warning("this group's change was not finite: it begins the next round with a peer's state")
             for optimizer in self.optimizers:
                 optimizer.state.clear()  # should every peer be gone by then
+            self._state.restore()
             self._heal(replica)
         else:
             self._open(replica)
@@ -350,6 +359,13 @@ class SemiSyncTrainer(ReplicaTrainer):
 
     def _heal(self, replica: ReplicaDimension) -> None:
         super()._heal(replica)
+        if self._under_way is not None:
+            # It has gone back to its own state, for the others' is lost with them: it gives what it has made of the
+            # round once more. Where steps of the next one are on top of that, both are trained again.
+            if self._ahead is None:
+                self._ahead = self._under_way
+            else:
+                self._state.restore()
         if replica.opens and self.step < self.job_config.training.steps:
             self._open(replica)
 
@@ -361,16 +377,22 @@ class SemiSyncTrainer(ReplicaTrainer):
     def _leave_if_told(self, remaining: int) -> None:
         """Leave at once, if a rank of this group was told to and the round would take too long. All ranks.
 
+        Args:
+            remaining: steps until it asks for the exchange; none if it has: it gives what it has made by then.
+
         Raises:
             Leaving: they leave; the round's batches are void, and are trained when the group is back.
         """
         if not any(self._group.gather(self._drain.requested)):
             return
-        needed = self._work.compute_seconds / self._work.inner_steps * remaining
-        allowed = self.job_config.fault_tolerance.drain_timeout_seconds / 2
-        if not any(self._group.gather(needed > allowed)):
+        step = self._work.compute_seconds / self._work.inner_steps
+        # Who has asked makes another step only while it waits for the others.
+        needed, share = (step * remaining, OWN_SHARE) if remaining else (step, WAITING_SHARE)
+        timeout = self.job_config.fault_tolerance.drain_timeout_seconds
+        if not any(self._group.gather(self._drain.spent + needed / timeout > share)):
             return
-        self._broken_off = f"{remaining} steps of the round were left, too many for drain_timeout_seconds"
+        if remaining:
+            self._broken_off = f"{remaining} steps of the round were left, too many for drain_timeout_seconds"
         self._position.leave()
         raise Leaving
 
@@ -424,3 +446,11 @@ class SemiSyncTrainer(ReplicaTrainer):
             return any(map(should_validate, range(first, step + 1)))
 
         self.validator.should_validate = is_due
+
+
+def _warn_of_useless_bits(config: FaultTolerance) -> None:
+    if quantizes(config) and config.group_size >= 8:
+        logger.warning(
+            f"{TABLE}.should_quantize should be false with {TABLE}.group_size >= 8, got {config.group_size}: each "
+            f"group sends {config.group_size / 8:.3g} times the bytes that it would send in fp32; leave it out"
+        )

@@ -3,35 +3,38 @@
 """The worker: `torchrun ... -m titan_ft.train --job.config_file F [torchtitan flags]`.
 
 Takes torchtitan's TOML and flags. With `[fault_tolerance] enable = false` it is torchtitan's own trainer. A supervisor
-may start it as a standby, which has imported everything when it is told to begin.
+may run it in a fork of a process in which everything is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import importlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan_ft import config as ft_config
+from titan_ft import versions
 from titan_ft.config import ConfigError
+from titan_ft.data.datasets import load_text
+from titan_ft.launch import store_server
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
-from titan_ft.launch.standby import wait_for_go
+from titan_ft.replica.errors import JobFinished
 from titan_ft.run.error_file import write_error
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.training.divisions import check_ranks
 from titan_ft.training.job_config import read_config
 
-# What a worker imports only on its way to the first step; a standby does so before.
+# What a worker imports only on its way to the first step; `preload` does so before.
 IMPORTED_LATER = (
     "datasets",
     "tensorboard",
+    "titan_ft.semi_sync",
     "titan_ft.trainer",
     "torch._dynamo",
     "torch.utils.tensorboard",
@@ -65,7 +68,7 @@ def main() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     exit_with_parent()
     try:
-        status = _run(wait_for_go(_import_all), os.environ)
+        status = _run(sys.argv[1:], os.environ)
     except ConfigError as error:
         write_error(error)
         print(f"titan_ft: {error}", file=sys.stderr)
@@ -79,23 +82,23 @@ def main() -> None:
     os._exit(status)
 
 
-def _import_all() -> None:
-    """Import what training needs, and do once what is slow only the first time; leave GPUs alone."""
+def preload(args: Sequence[str]) -> None:
+    """Import what training needs, and do once what is slow only the first time; leave GPUs alone, start no thread."""
     # CUDA would keep to the GPUs that are visible now. NVML counts them without initializing it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    with contextlib.suppress(ConfigError):  # found again, and reported, when this worker runs
-        job_config = read_config(*sys.argv[1:])
-        from torchtitan.protocols.train_spec import get_train_spec
+    try:
+        with contextlib.suppress(ConfigError):  # found again, and reported, by the workers
+            job_config = read_config(*args)
+            from torchtitan.protocols.train_spec import get_train_spec
 
-        get_train_spec(job_config.model.name)
-    for name in IMPORTED_LATER:
-        importlib.import_module(name)
-    import torch
-
-    assert not torch.cuda.is_initialized()
-    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
-    gc.collect()
-    gc.freeze()  # what is imported stays: later collections need not look at it
+            get_train_spec(job_config.model.name)
+            with contextlib.suppress(FileNotFoundError):
+                load_text(job_config.training.dataset, job_config.training.dataset_path)
+        for name in IMPORTED_LATER:
+            importlib.import_module(name)
+        versions()
+    finally:
+        del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
 
 def _run(args: list[str], environ: Mapping[str, str]) -> int:
@@ -122,6 +125,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             attempt=int(environ.get("TITAN_FT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
             config_digest=_config_digest(job_config),
             slurm=_slurm_step(environ),
+            store_pid=int(environ.get(store_server.PID_ENV) or os.getppid()),
         )
         if job_config.metrics.enable_wandb:
             os.environ.update(wandb_environment(environ, job_config, launch.rank))
@@ -137,7 +141,10 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             return job_config
 
     torchtitan.train.ConfigManager = ParsedConfig  # main() builds its own otherwise
-    torchtitan.train.main(trainer_class)
+    try:
+        torchtitan.train.main(trainer_class)
+    except JobFinished as over:
+        print(f"titan_ft: {over}", file=sys.stderr)
     return 0
 
 

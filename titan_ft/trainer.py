@@ -26,11 +26,11 @@ from torchtitan.protocols.model_converter import ModelConvertersContainer, build
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from titan_ft.config import check_replicate, unit_of
+from titan_ft.config import check_replicate
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.errors import Leaving
+from titan_ft.replica.errors import JobFinished, Leaving
 from titan_ft.replica.feed import Feed
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
@@ -42,11 +42,14 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
-from titan_ft.run.events import Batches, Drained, Hung, StartedAnew, TrainingFinished
+from titan_ft.round_settings import unit_of
+from titan_ft.run.events import Batches, CameTooLate, Drained, Hung, StartedAnew, TrainingFinished
+from titan_ft.run.paths import RunPaths
 from titan_ft.training import spec
 from titan_ft.training.checkpoint import ReplicaCheckpoints
 from titan_ft.training.checkpoint_host import CheckpointHost
 from titan_ft.training.curves import keep_curves
+from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.links import Links
 from titan_ft.training.step_log import StepLog, Work
 from titan_ft.training.worker import Launch, begin_events
@@ -121,6 +124,7 @@ class ReplicaTrainer(Trainer):
         """Set up the group as torchtitan does; from then on SIGTERM lets the group leave in order."""
         dims = super().init_distributed()
         check_replicate(dims.dp_replicate, dims.dp_shard, dims.cp)
+        self._end_if_finished()
         num_ranks = torch.distributed.get_world_size()
         host, port = self.launch.store
         self._drain = Drain(
@@ -135,6 +139,37 @@ class ReplicaTrainer(Trainer):
         )
         self._drain.install()
         return dims
+
+    def _end_if_finished(self) -> None:
+        """End here if the job is over: nobody would come any more, and this group would train all of it again.
+
+        Raises:
+            JobFinished: it is; on all ranks of the group.
+        """
+        group, config = Group(self.device, None), self.job_config
+        mark = RunPaths(config.job.dump_folder).finished
+        # Rank 0 looks for all: on a shared file system two ranks may see different things.
+        step = finished_step(mark, self.launch.config_digest) if self.launch.rank == 0 else None
+        last = group.gather(-1 if step is None else step)[0]
+        if last < 0:
+            return
+        self._events.emit(CameTooLate(step=last))
+        with contextlib.suppress(RuntimeError):  # all know it from here on
+            group.gather(last)  # no rank closes its connections before its siblings have heard
+        raise JobFinished(
+            f"the job has finished: {unit_of(config.fault_tolerance)} {last}, its last, was made before this group "
+            f"came (so says {mark}); this group ends. To train it once more, take another run folder"
+        )
+
+    def _mark_finished(self) -> None:
+        """Let a group that comes back from now on see that the job is over."""
+        if self.launch.rank != 0:
+            return
+        mark = RunPaths(self.job_config.job.dump_folder).finished
+        try:
+            mark_finished(mark, self.launch.config_digest, self._position.step)
+        except OSError as error:
+            logger.warning(f"{mark} cannot be written ({error}): a group that comes back would begin the job anew")
 
     def _build_model_converters(self, *args: Any) -> ModelConvertersContainer:
         self._converters = build_model_converters(*args)
@@ -236,6 +271,7 @@ class ReplicaTrainer(Trainer):
             self._events.emit(
                 TrainingFinished(step=self._position.step, tokens=self.ntokens_seen, digest=digest, lineage=lineage)
             )
+            self._mark_finished()
             self.checkpointer.raise_last_failure()
         return False
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Groups on cores of their own, and standbys that are ready."""
+"""Groups on cores of their own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cores
-from benchmarks.cores import children, pin_groups, split_cores, supervisor_of, wait_for_standby
+from benchmarks.cores import children, pin_groups, split_cores, supervisor_of
 from benchmarks.run import BenchError, Run
 from benchmarks.systems import OURS, Job
 from tests.benchmarks.histories import started
@@ -53,19 +52,6 @@ def test_children_and_parents_are_found(start: Callable[..., int]) -> None:
     assert supervisor_of([2**22 + 1, pid]) == os.getpid()
     with pytest.raises(BenchError, match="has no process"):
         supervisor_of([2**22 + 1])
-
-
-@needs_proc
-def test_a_standby_is_ready_when_it_sleeps(start: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that imports wants the CPU; the workers that train are not taken for it."""
-    monkeypatch.setattr(cores, "LOOK_SECONDS", 0.01)
-    busy = start("print(flush=True)\nwhile True: pass")
-    asleep = start(SLEEP)
-    # Other tests of this process may have children too.
-    monkeypatch.setattr(cores, "children", lambda parent: [busy, asleep])
-    assert wait_for_standby(os.getpid(), {busy}, 1, 60.0) is not None
-    assert wait_for_standby(os.getpid(), {asleep}, 1, 0.5) is None
-    assert wait_for_standby(os.getpid(), {busy}, 2, 0.5) is None
 
 
 SUPERVISOR = """

@@ -42,7 +42,7 @@ def test_lost_steps_belong_to_the_kill_before_them() -> None:
     assert (second["rejoin_seconds"], second["rejoin_stall_seconds"], second["num_starts"]) == (None, None, None)
 
 
-def test_a_standby_that_is_there_within_the_stall_does_not_count_it_twice() -> None:
+def test_a_process_that_is_there_within_the_stall_does_not_count_it_twice() -> None:
     times = [0.0, 1.0, 2.0, 5.0, 6.0, 7.0]
     back = commits([6.0, 7.0], replica=1, first_step=5, attempt=1)
     events = [*commits(times), *commits([0.0, 1.0, 2.0], replica=1), *killed(2.5), started(3.0, attempt=1), *back]

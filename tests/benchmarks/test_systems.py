@@ -66,6 +66,6 @@ def test_the_peer_has_torchfts_own_lighthouse_and_each_group_its_own_id_and_logs
 
 
 def test_a_launch_has_the_ranks_and_the_flags_that_are_asked_for(tmp_path: Path) -> None:
-    (command,) = commands(Job(OURS, tmp_path, num_ranks=1, flags=("--no-standby",)))
+    (command,) = commands(Job(OURS, tmp_path, num_ranks=1, flags=("--no-zygote",)))
     assert "--ranks-per-replica=1" in command.args
-    assert command.args[-1] == "--no-standby"
+    assert command.args[-1] == "--no-zygote"

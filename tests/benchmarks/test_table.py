@@ -38,8 +38,8 @@ def test_recovery_has_a_table_per_kind() -> None:
     kill = {"rejoin_seconds": 2.0, "stall_seconds": 0.1, "rejoin_stall_seconds": 0.3}
     recovery: dict[str, Any] = {
         "returns": [
-            {"num_ranks": 1, "standby": False, "standby_ready_seconds": [], "kills": [kill]},
-            {"num_ranks": 2, "standby": True, "standby_ready_seconds": [3.0, None], "kills": [kill, kill]},
+            {"num_ranks": 1, "forked": False, "kills": [kill]},
+            {"num_ranks": 2, "forked": True, "kills": [kill, kill]},
         ],
         "rejoins": {"transfer_max_mbps": 12.34, "replay": [rejoin], "wait": [{**rejoin, "step_ratio": None}]},
         "drains": [{"stall": pause, "leave_seconds": 0.2, "in_order": True}],
@@ -48,8 +48,8 @@ def test_recovery_has_a_table_per_kind() -> None:
     report = {"command": "python scripts/bench.py", "machine": describe_machine(), "recovery": recovery}
     text = format_report(report, ["recovery"])
     rows = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("|")}
-    assert "2.000 (2.000 to 2.000)" in rows["1 rank a group, no standby"]
-    assert "2 ranks a group, a standby (1 of them not ready)" in rows
+    assert "2.000 (2.000 to 2.000)" in rows["1 rank a group, new processes"]
+    assert "2 ranks a group, forked" in rows
     assert "12.3 Mbit/s" in text
     assert "1.020 (1.020 to 1.020)" in rows["replay, 1 times"]
     assert rows["wait, 1 times"].split("|")[4].strip() == "-"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from titan_ft.data import assets
-from titan_ft.data.datasets import TRAIN, VALIDATION, load_documents, register_datasets
+from titan_ft.data.datasets import TRAIN, VALIDATION, load_documents, load_text, register_datasets
 from titan_ft.data.documents import read_text
 
 ROOT = Path(__file__).parents[2]
@@ -139,3 +139,17 @@ def test_the_packaged_tokenizer_is_what_the_script_trains(tmp_path: Path) -> Non
     runpy.run_path(str(ROOT / "scripts" / "train_tokenizer.py"))["train"](tmp_path)
     for path in assets.TOKENIZER.iterdir():
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_text_is_cut_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+    """All slots, and forks of a process that has it, share the documents of a file."""
+    file = tmp_path / "text.txt"
+    file.write_text("One.\n")
+    first = load_documents(str(file))
+    assert load_documents(str(file)) is first
+    file.write_text("Another one.\n")
+    assert load_documents(str(file))["text"][:] == ["Another one."]
+    load_text("austen", str(file))
+    load_text("c4", "nowhere")  # nothing is known of it
+    with pytest.raises(FileNotFoundError, match=r"training\.dataset_path"):
+        load_text("austen", str(tmp_path / "none.txt"))

@@ -348,13 +348,13 @@ def test_drained_group_did_not_fail() -> None:
     assert [failure.cause for failure in summarize([*events, crash]).failures] == ["SIGSEGV"]
 
 
-def test_restarts_by_a_standby_and_of_the_lighthouse() -> None:
-    """Restarts that a standby took over, and those of the lighthouse, are counted."""
+def test_restarts_without_imports_and_of_the_lighthouse() -> None:
+    """Restarts of workers that had everything imported, and those of the lighthouse, are counted."""
     events = [event("replica_restarted", 1.0, 1, None, 1, standby=True), event("replica_restarted", 2.0, 1, None, 2)]
     events += [build(named("lighthouse_restarted"), time=3.0)]
     summary = summarize(events)
     assert (summary.num_restarts, summary.num_standby_restarts, summary.num_lighthouse_restarts) == (2, 1, 1)
-    assert "2 restarts (1 by a standby)" in format_summary(summary)
+    assert "2 restarts (1 without imports)" in format_summary(summary)
     assert "lighthouse" in format_summary(summary)
 
 

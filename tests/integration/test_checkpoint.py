@@ -342,7 +342,7 @@ def test_a_last_save_that_cannot_be_made_as_asked(make_job: Callable[..., Job], 
     flags = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", f"--checkpoint.folder={folder}"]
     flags += ["--checkpoint.interval=2", "--training.steps=5", "--training.seq_len=32", *SCHEDULE]
     launch = [sys.executable, "-m", "titan_ft", "launch", str(CONFIG), "--replicas=2", "--ranks-per-replica=1"]
-    launch += ["--no-standby", f"--run-dir={run_dir}"]
+    launch += [f"--run-dir={run_dir}"]
     paths = [str(tmp_path / "stub"), str(REPOSITORY)]
     ended = subprocess.run(
         [*launch, "--", *flags],

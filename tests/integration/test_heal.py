@@ -104,6 +104,13 @@ def test_finished_groups_leave_when_nobody_comes(make_job: Callable[..., Job]) -
     assert "finish_timeout_seconds" in job.output(0)
     assert [(e["replica"], e["step"]) for e in job.events("training_finished")] == [(0, 6)]
 
+    # One that comes back now ends too: it would wait for company, and then train all of it again.
+    job.start_again(1)
+    assert job.wait_for_end(1) == [0]
+    assert "the job has finished: step 6, its last, was made before this group came" in job.output(1, attempt=1)
+    assert [(e["replica"], e["step"]) for e in job.events("came_too_late")] == [(1, 6)]
+    assert not [event for event in job.events("step_committed") if event["attempt"] == 1]
+
 
 def test_last_holder_dies(make_job: Callable[..., Job]) -> None:
     """When the only donor dies during a heal the state is gone: the joiner says so and ends; the job begins again."""

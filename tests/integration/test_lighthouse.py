@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from harness.job import Job
@@ -78,3 +79,22 @@ def test_a_lighthouse_that_dies_again_and_again(make_job: Callable[..., Job]) ->
         job.restart_lighthouse()
     job.finish()
     check_undisturbed(job, 2)
+
+
+def test_a_standby_takes_over(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    """The groups follow the file to the other lighthouse: nobody is restarted, no step is lost."""
+    file = tmp_path / "lighthouse.json"
+    flags = [f"--fault_tolerance.lighthouse=file:{file}"]
+    job = make_job(groups=2, steps=12, flags=flags, lighthouse={"announce": str(file), "standby": True})
+    job.start()
+    first = job._lighthouse
+    assert first is not None
+    job.wait_until(lambda: any(event["step"] == 2 for event in job.events("step_committed")), 60, "step 2")
+    job._start_lighthouse("127.0.0.1:0")
+    job._zygote.signal(first, signal.SIGKILL)
+    job.finish()
+    check_undisturbed(job, 2)
+    moved = job.events("lighthouse_moved")
+    assert {(event["replica"], event["rank"], event["address"]) for event in moved} == {
+        (replica, 0, job._address) for replica in (0, 1)
+    }

@@ -6,9 +6,6 @@ In $FAKE_WORKERS it writes `<replica>-<rank>-<attempt>.json` (pid, environment, 
 file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, that holds "exit CODE", "ignore" (SIGTERM from now on),
 "step N", "drain" (finish when SIGTERM comes) or "raise". What is done is acknowledged by removing the file, except for
 "any".
-
-As a standby it writes `<rank>-<pid>.standby`. Its imports take for as long as there is a file `slow-imports`; with a
-file `bad-imports` they fail.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import sys
 import time
 from pathlib import Path
 
-from titan_ft.launch.standby import SOCKET_ENV, wait_for_go
 from titan_ft.run.events import StepCommitted, WorkerStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import exit_with_parent
@@ -36,9 +32,6 @@ def flag(name: str) -> str:
 def main() -> None:
     exit_with_parent(poll_seconds=0.1)
     folder = Path(os.environ["FAKE_WORKERS"])
-    if SOCKET_ENV in os.environ:
-        (folder / f"{os.environ['RANK']}-{os.getpid()}.standby").touch()
-    sys.argv[1:] = wait_for_go(lambda: imports(folder))
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TITAN_FT_ATTEMPT"])
     replica = int(flag("fault_tolerance.replica_id"))
     paths = RunPaths(flag("job.dump_folder"))
@@ -49,6 +42,7 @@ def main() -> None:
     helper = subprocess.Popen(["sleep", "600"])  # as a data loader's process would be: it dies with its worker's group
     me = f"{replica}-{rank}-{attempt}"
     about = {"pid": os.getpid(), "helper": helper.pid, "env": dict(os.environ), "argv": sys.argv[1:]}
+    about |= {"parent": os.getppid(), "command": Path("/proc/self/cmdline").read_text().split("\0")}
     (folder / f"{me}.tmp").write_text(json.dumps(about))
     (folder / f"{me}.tmp").rename(folder / f"{me}.json")
     print("out", me, flush=True)
@@ -60,13 +54,6 @@ def main() -> None:
                 if "any" not in order.name:
                     order.unlink()
         time.sleep(0.02)
-
-
-def imports(folder: Path) -> None:
-    while (folder / "slow-imports").exists():
-        time.sleep(0.02)
-    if (folder / "bad-imports").exists():
-        raise ImportError("told to fail")
 
 
 def finish(signum: int, frame: object) -> None:

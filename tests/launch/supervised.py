@@ -7,8 +7,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from titan_ft.launch.standby import StandbyKeeper
-from titan_ft.launch.supervisor import GroupSpec, Supervisor, start_standby
+from titan_ft.launch.supervisor import GroupSpec, Supervisor
+from titan_ft.launch.worker_group import PlainStarter
 from titan_ft.run.stop import StopRequests
 
 
@@ -18,9 +18,11 @@ class Supervised:
     def __init__(self, run: Any, num_ranks: int = 1, module: str = "fake_worker", **settings: Any) -> None:
         flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
         env = {name: run.env[name] for name in ("FAKE_WORKERS", "PYTHONPATH")}
-        spec = GroupSpec(run.paths.root, num_ranks, module=module, args=flags, env=env, **settings)
+        spec = GroupSpec(
+            run.paths.root, num_ranks, "http://127.0.0.1:1", module=module, args=flags, env=env, **settings
+        )
         self.stop = StopRequests()  # called as a signal handler would be
-        self._supervisor = Supervisor(spec, self.stop, StandbyKeeper(lambda: start_standby(spec)))
+        self._supervisor = Supervisor(spec, self.stop, PlainStarter())
         self._codes: list[int] = []
         self._thread = threading.Thread(target=lambda: self._codes.append(self._supervisor.run()), daemon=True)
 

@@ -20,6 +20,8 @@ from titan_ft.run.events import LaunchStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
 
+LIGHTHOUSE = "http://127.0.0.1:4711"
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
@@ -30,6 +32,10 @@ def config(tmp_path: Path) -> Path:
 
 def plan(config: Path, num_replicas: int = 3, worker_args: list[str] | None = None, **settings: Any) -> LaunchPlan:
     return LaunchPlan(Launch(config, num_replicas, 2, config.parent / "run", **settings), worker_args or [])
+
+
+def supervisor_args(made: LaunchPlan, replica: int) -> list[str]:
+    return made.supervisor_args(replica, LIGHTHOUSE)
 
 
 def began(paths: RunPaths, *names: str) -> None:
@@ -53,12 +59,13 @@ def test_command_lines(config: Path) -> None:
         "--quorum-tick-ms 20 --join-timeout-ms 60000"
     )
     root = config.parent / "run"
-    command = made.supervisor_command(1)
-    assert command[3:] == [
+    command = supervisor_args(made, 1)
+    assert command == [
         f"--run-dir={root}",
         "--replica=1",
         "--attempt=0",
         "--ranks=2",
+        f"--lighthouse={LIGHTHOUSE}",
         "--max-restarts=100",
         "--module=titan_ft.train",
         "--drain-timeout=25",
@@ -79,16 +86,16 @@ def test_command_lines(config: Path) -> None:
     ]
 
 
-def test_spares_are_told_their_group_later(config: Path) -> None:
-    """A spare's command is a group's without its number; --no-standby and --drain-timeout reach both."""
-    made = plan(config, spares=1, no_standby=True, drain_timeout=7.5)
-    spare, group = made.spare_command(), made.supervisor_command(2)
-    assert "--spare" in spare
-    assert not any("replica" in flag and "group" not in flag for flag in spare if not flag.startswith("--run-dir"))
-    for command in (spare, group):
-        assert command.index("--no-standby") < command.index("--")
-        assert "--drain-timeout=7.5" in command
-        assert "--fault_tolerance.drain_timeout_seconds=7.5" in command
+def test_options_reach_the_supervisor(config: Path) -> None:
+    """--no-zygote and --drain-timeout do, and why a spare begins."""
+    made = plan(config, spares=1, no_zygote=True, drain_timeout=7.5)
+    group, spare = supervisor_args(made, 2), made.supervisor_args(2, LIGHTHOUSE, "a spare takes its place")
+    assert "--takeover=a spare takes its place" in spare
+    assert [flag for flag in spare if "takeover" not in flag] == group
+    assert group.index("--no-zygote") < group.index("--")
+    assert "--drain-timeout=7.5" in group
+    assert "--fault_tolerance.drain_timeout_seconds=7.5" in group
+    assert "--no-zygote" not in supervisor_args(plan(config), 2)
 
 
 def test_drain_timeout_comes_from_option_flag_or_config(config: Path) -> None:
@@ -104,7 +111,7 @@ def test_each_run_has_a_job_id_of_its_own(config: Path) -> None:
     """It names the folder in plain characters, differs from launch to launch, and is the user's if given."""
     made = LaunchPlan(Launch(config, 3, 1, config.parent / "my run, é/"))
     assert re.fullmatch(r"my-run-[0-9a-f]{6}", made.job_id)
-    assert made.supervisor_command(0)[-2] == made.supervisor_command(1)[-2]
+    assert supervisor_args(made, 0)[-2] == supervisor_args(made, 1)[-2]
     assert made.job_id != LaunchPlan(Launch(config, 3, 1, config.parent / "my run, é/")).job_id
     assert plan(config, worker_args=["--fault-tolerance.job-id", "mine"]).job_id == "mine"
     config.write_text(config.read_text() + 'job_id = "ours"\n')
@@ -163,6 +170,20 @@ def test_a_resumed_run_keeps_the_name_of_its_first_launch(config: Path) -> None:
     assert resumed.labels["job_id"] == resumed.job_id
 
 
+def test_a_resumed_run_is_not_over(config: Path) -> None:
+    """The mark of a finished job goes: its last save may have failed, and all groups would end at once with success."""
+    config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
+    first = plan(config)
+    first.write()
+    log = EventLog(first.paths.launcher_events(1))
+    log.emit(LaunchStarted(replicas=3, ranks_per_replica=2, spares=0, job_id="first"))
+    log.close()
+    (first.paths.checkpoint / "step-5").mkdir(parents=True)
+    first.paths.finished.write_text("{}")
+    plan(config, resume=True).write()
+    assert not first.paths.finished.exists()
+
+
 def test_config_is_copied_with_the_command(config: Path) -> None:
     """The run directory holds the TOML as given, below a comment with the command."""
     made = plan(config)
@@ -216,8 +237,8 @@ def test_resume_needs_the_same_config_and_a_checkpoint(config: Path) -> None:
     (first.paths.checkpoint / "step-10").mkdir(parents=True)
     first.paths.logs(1, 4, 0).parent.mkdir(parents=True)
     again = plan(config, resume=True)
-    assert "--attempt=5" in again.supervisor_command(1)
-    assert "--attempt=0" in again.supervisor_command(0)
+    assert "--attempt=5" in supervisor_args(again, 1)
+    assert "--attempt=0" in supervisor_args(again, 0)
     again.write()
     assert LaunchPlan(Launch(first.paths.config, 3, 2, first.paths.root, resume=True)).num_replicas == 3
     with pytest.raises(ConfigError, match=r"checkpoint.enable = true, got false; .* start anew"):
@@ -278,7 +299,7 @@ def test_a_failed_start_keeps_nobody_out(config: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().out == (
             f"a launch that ended before any step was in {paths.root}; it is in failed-start-{number} now\n"
         )
-        assert "--attempt=0" in plan(config).supervisor_command(0)
+        assert "--attempt=0" in supervisor_args(plan(config), 0)
         assert not paths.has_events()
         assert RunPaths(paths.root / f"failed-start-{number}").has_events()
 

@@ -16,13 +16,29 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
-from titan_ft.launch.spares import may_replace
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, may_replace
+from titan_ft.run.process import read_command
 
 
 def children(pid: int) -> list[int]:
     """List the processes that a process started and that still are its children."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def zygote_of(pid: int) -> int | None:
+    """Return the process that a launcher's groups are forked from, if there is one."""
+    return next((child for child in children(pid) if "zygote" in read_command(child)[2] and is_main(child)), None)
+
+
+def is_main(pid: int) -> bool:
+    """Tell a process that was started from those that were forked from it, which have a name of their own."""
+    return not Path(f"/proc/{pid}/comm").read_text().startswith("titan-ft")
+
+
+def supervisors_of(pid: int) -> list[int]:
+    """List the supervisors of a launcher, by group."""
+    found = {Path(f"/proc/{child}/comm").read_text().strip(): child for child in children(pid)}
+    return [found[name] for name in sorted(found) if name.startswith("titan-ft ")]
 
 
 def test_killed_group_is_restarted_alone(run: Any) -> None:
@@ -47,6 +63,7 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
         run.order(replica, "any", "any", "exit 0")
     printed, errors = launcher.communicate(timeout=20)
     assert (launcher.returncode, errors) == (0, "")
+    assert [event["standby"] for event in run.events("replica_restarted")] == [True]
     lines = [line.split("] ", 1)[1] for line in printed.splitlines()]
     assert lines[0].startswith("lighthouse at http://127.0.0.1:")
     root = run.paths.root
@@ -57,7 +74,7 @@ def test_killed_group_is_restarted_alone(run: Any) -> None:
     assert [(point.step, point.value) for point in curve.Scalars("loss_metrics/global_avg_loss")] == [(7, 3.25)]
     assert "replica 1 died: rank 0 was killed by SIGKILL" in lines
     assert "replica 1 restarting (attempt 1)" in lines
-    assert any(line.startswith("step 7  loss 3.25000  groups 2/2") for line in lines)
+    assert any(line.startswith("step 7  loss 3.25000  groups ") for line in lines)  # 2/2, or 1/2 already
     assert lines[-1].startswith("all groups finished")
     assert not any("replica 0 died" in line for line in lines)
     assert run.events("launch_finished")[0]["code"] == 0
@@ -87,7 +104,7 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
     for replica in (0, 1):
         run.worker(replica, 0, 0)
     started = children(launcher.pid)
-    assert len(started) == 3
+    assert len(started) == 4
     os.killpg(launcher.pid, signal.SIGINT)
     printed, _ = launcher.communicate(timeout=15)
     assert launcher.returncode == 1
@@ -121,13 +138,62 @@ def test_a_plan_of_faults_is_carried_out(run: Any, tmp_path: Path) -> None:
 def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
     """After SIGKILL of the launcher all that it started ends within seconds, also workers that ignore SIGTERM."""
     launcher = run.launch(replicas=2)
-    for replica in (0, 1):
-        run.worker(replica, 0, 0)
+    stores = [int(run.worker(replica, 0, 0)["env"]["TITAN_FT_STORE_PID"]) for replica in (0, 1)]
     run.order(0, 0, 0, "ignore")
     run.wait_obeyed(0, 0, 0)
-    started = children(launcher.pid)
+    started = children(launcher.pid) + stores
     launcher.kill()
     run.wait_until(lambda: run.all_gone() and not any(run.is_alive(pid) for pid in started), 5.0, "all gone")
+
+
+def test_a_run_outlives_its_zygote(run: Any) -> None:
+    """When the zygote is killed, a killed group still comes back, as a fork; a spare then imports everything itself.
+
+    The launcher says so once, and its end is a success.
+    """
+    launcher = run.launch(replicas=2, spares=1, max_restarts=1)
+    first = [run.worker(replica, 0, 0) for replica in (0, 1)]
+    zygote = zygote_of(launcher.pid)
+    assert zygote is not None
+    assert {worker["parent"] for worker in first} == set(supervisors_of(launcher.pid))
+    os.kill(zygote, signal.SIGKILL)
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    assert "zygote" in run.worker(1, 0, 1)["command"][2]
+    assert run.is_alive(first[0]["pid"])
+    run.order(1, 0, 1, "exit 1")
+    assert run.worker(1, 0, 2)["command"][2] == "titan_ft.launch.supervisor"  # of which it is a fork
+    for replica in (0, 1):
+        run.order(replica, "any", "any", "exit 0")
+    printed, errors = launcher.communicate(timeout=20)
+    assert (launcher.returncode, errors) == (0, "")
+    assert printed.count("the zygote ended (SIGKILL); groups started from now on import everything themselves") == 1
+    assert run.all_gone()
+
+
+def test_a_zygote_that_cannot_import_is_done_without(run: Any) -> None:
+    """Workers are new processes then, which meet the same error and tell of it."""
+    (run.orders.parent / "broken.py").write_text("raise ImportError('told to fail')\n")
+    run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
+    launcher = run.launch(replicas=1, module="broken", max_restarts=0)
+    printed, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "the zygote ended (exit status 1)" in printed
+    assert "ImportError: told to fail" in printed
+
+
+def test_workers_without_a_zygote_are_new_processes(run: Any) -> None:
+    """With --no-zygote each worker has the command line of its own, and a restart says that it imports."""
+    launcher = run.launch(replicas=1, no_zygote=True)
+    assert zygote_of(launcher.pid) is None
+    for attempt in (0, 1):
+        worker = run.worker(0, 0, attempt)
+        assert worker["command"][2] == "fake_worker"
+        if attempt == 0:
+            os.kill(worker["pid"], signal.SIGKILL)
+    run.order(0, 0, 1, "exit 0")
+    assert launcher.wait(timeout=20) == 0
+    assert [event["standby"] for event in run.events("replica_restarted")] == [False]
+    assert run.all_gone()
 
 
 def lighthouse_of(pid: int) -> int | None:
@@ -144,8 +210,7 @@ def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
     """A killed supervisor leaves no workers; the other group goes on, and the launcher says what happened."""
     launcher = run.launch(replicas=2)
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
-    _, *supervisors = children(launcher.pid)
-    os.kill(supervisors[0], signal.SIGKILL)
+    os.kill(supervisors_of(launcher.pid)[0], signal.SIGKILL)
     run.wait_until(lambda: not run.is_alive(workers[0]["pid"]), 10.0, "workers of the killed supervisor gone")
     assert run.is_alive(workers[1]["pid"])
     run.order(1, "any", "any", "exit 0")
@@ -200,7 +265,7 @@ def test_lighthouse_that_keeps_dying_ends_the_run(run: Any) -> None:
 
 def test_first_signal_drains(run: Any) -> None:
     """At Ctrl-C all groups get to leave in order, which is told; the run was stopped, so the status is 1."""
-    launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60, no_standby=True)
+    launcher = run.launch(replicas=2, module="draining_worker", drain_timeout=60)
     about = [run.worker(replica, 0, 0) for replica in (0, 1)]
     assert "--fault_tolerance.drain_timeout_seconds=60" in about[0]["argv"]
     launcher.send_signal(signal.SIGINT)
@@ -231,11 +296,10 @@ def test_second_signal_ends_at_once(run: Any) -> None:
 
 def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
     """A group whose supervisor gets SIGTERM leaves; when the others finish, the run has succeeded."""
-    launcher = run.launch(replicas=2, module="draining_worker", no_standby=True)
+    launcher = run.launch(replicas=2, module="draining_worker")
     for replica in (0, 1):
         run.worker(replica, 0, 0)
-    _, _, second = children(launcher.pid)
-    os.kill(second, signal.SIGTERM)
+    os.kill(supervisors_of(launcher.pid)[1], signal.SIGTERM)
     run.wait_until(lambda: run.events("drained"), what="group 1 drained")
     run.order(0, "any", "any", "exit 0")
     printed, errors = launcher.communicate(timeout=30)
@@ -246,7 +310,7 @@ def test_group_drained_from_outside_has_not_failed(run: Any) -> None:
 
 def test_spare_takes_the_place_of_a_lost_group(run: Any) -> None:
     """A group out of restarts is taken over by a spare, under the next attempt; without a spare left it has failed."""
-    launcher = run.launch(replicas=2, spares=1, max_restarts=0, no_standby=True)
+    launcher = run.launch(replicas=2, spares=1, max_restarts=0)
     for replica in (0, 1):
         run.worker(replica, 0, 0)
     run.order(1, 0, 0, "exit 1")
@@ -275,7 +339,7 @@ def test_what_a_spare_may_replace() -> None:
 @pytest.mark.slow
 def test_run_with_a_spare_succeeds(run: Any) -> None:
     """When the spare finishes in the place of the lost group, the run has succeeded; a spare not needed just ends."""
-    launcher = run.launch(replicas=1, spares=2, max_restarts=0, no_standby=True)
+    launcher = run.launch(replicas=1, spares=2, max_restarts=0)
     run.worker(0, 0, 0)
     run.order(0, 0, 0, "exit 1")
     run.worker(0, 0, 1)
@@ -317,7 +381,7 @@ def test_bad_config_ends_the_run(run: Any) -> None:
 def crashing(run: Any, crash: str, replicas: int = 2, **settings: Any) -> tuple[int, str, str]:
     """Launch workers that end as `crash` says; return status, what was printed, and the lines about errors."""
     run.env["CRASH"] = crash
-    launcher = run.launch(replicas=replicas, module="crashing_worker", no_standby=True, **settings)
+    launcher = run.launch(replicas=replicas, module="crashing_worker", **settings)
     printed, errors = launcher.communicate(timeout=60)
     return launcher.returncode, printed, errors
 

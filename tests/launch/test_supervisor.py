@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,6 +90,20 @@ def test_group_is_restarted_as_a_whole(run: Any) -> None:
     assert exits[0]["worker_pid"] == first[1]["pid"]
     assert run.events("replica_restarted")[0]["reason"] == "rank 1 was killed by SIGKILL"
     assert run.paths.logs(0, 1, 0).read_text().splitlines() == ["out 0-0-1", "err 0-0-1"]
+
+
+@pytest.mark.parametrize(("bind", "reached"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_store_that_other_hosts_reach(run: Any, bind: str, reached: bool) -> None:
+    """It listens on loopback alone, or where --bind says; the group's own workers have an address that they reach."""
+    supervisor = start(run, 1, f"--bind={bind}")
+    env = run.worker(0, 0, 0)["env"]
+    assert env["MASTER_ADDR"] == "127.0.0.1"
+    with contextlib.ExitStack() as stack:
+        if not reached:
+            stack.enter_context(pytest.raises(ConnectionRefusedError))
+        socket.create_connection(("127.0.0.2", int(env["MASTER_PORT"])), timeout=10).close()
+    supervisor.kill()
+    run.wait_until(lambda: not run.is_alive(int(env["TITAN_FT_STORE_PID"])), 5.0, "the store gone with its supervisor")
 
 
 def test_bad_config_is_not_restarted(run: Any) -> None:
@@ -193,7 +209,7 @@ def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
 
 def test_a_stopped_rank_does_not_sit_out_the_grace_time(run: Any) -> None:
     """A stopped process takes no SIGTERM: it is continued, so that the group starts again at once."""
-    with Supervised(run, 2, grace_seconds=600.0, standby=False) as supervised:
+    with Supervised(run, 2, grace_seconds=600.0) as supervised:
         workers = [run.worker(0, rank, 0) for rank in (0, 1)]
         os.kill(workers[0]["pid"], signal.SIGSTOP)
         os.kill(workers[1]["pid"], signal.SIGKILL)
@@ -308,7 +324,7 @@ if rank == 0: raise RuntimeError("lost rank 1")
 raise KeyError(f"nope {os.getpid()}")
 """
     monkeypatch.setenv("CRASH", crash)
-    with Supervised(run, 2, module="crashing_worker", standby=False, max_restarts=100) as supervised:
+    with Supervised(run, 2, module="crashing_worker", max_restarts=100) as supervised:
         assert supervised.wait(60.0) == 1
     causes = [event for event in run.events("worker_exited") if "nope" in event.get("error", "")]
     assert [event["attempt"] for event in causes] == [0, 1, 2]
@@ -332,7 +348,7 @@ raise KeyError(f"nope {os.getpid()}")
 def test_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, transient: bool | None) -> None:
     """Injected exceptions are none, nor those with a commit between: such a group has as many restarts as any."""
     monkeypatch.setenv("CRASH", f"{crash}\nraise RuntimeError('again')")
-    with Supervised(run, 1, module="crashing_worker", standby=False, max_restarts=3) as supervised:
+    with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
         assert supervised.wait(60.0) == 1
     (gave_up,) = run.events("replica_gave_up")
     assert gave_up["reason"].endswith("no restart left (--max-restarts 3 within 24 hours)")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import urllib.request
 from typing import Any
 
 import pytest
@@ -33,6 +34,95 @@ def test_a_wrong_config_is_not_started_again(run: Any) -> None:
     (gave_up,) = run.events("replica_gave_up")
     assert (gave_up["replica"], gave_up["attempt"]) == (3, 0)
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("files", "slurm", "attempt"), [((0, 4), None, 5), ((), "2", 2), ((), None, 0)])
+def test_a_group_that_is_started_again_counts_on(
+    run: Any, files: tuple[int, ...], slurm: str | None, attempt: int
+) -> None:
+    """A requeued group is a restart like any other, whatever torchrun, which has just begun, counts."""
+    for number in files:
+        path = run.paths.worker_events(3, 0, number, 4711)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    run.env.pop("SLURM_RESTART_COUNT", None)
+    if slurm is not None:
+        run.env["SLURM_RESTART_COUNT"] = slurm
+    process = torchrun(run, "if attempt == 0: raise KeyError('first')\nraise SystemExit(2)", "--standalone", ranks=1)
+    process.communicate(timeout=60)
+    (last,) = run.events("replica_gave_up")
+    assert last["attempt"] == max(attempt, 1)
+    told = {5: "started by hand", 2: "Slurm requeued it", 0: "rank 0 ended with exit status 1"}[attempt]
+    assert [event["reason"] for event in run.events("replica_restarted")] == [told]
+    assert {event["attempt"] for event in run.events("worker_started")} == set(range(attempt, last["attempt"] + 1))
+
+
+@pytest.mark.slow
+def test_a_group_leaves_a_host_on_which_workers_die(run: Any) -> None:
+    """Its exit status is one of its own, and the events say which host it is."""
+    run.env |= {"TITAN_FT_HOST_DEATHS": "2", "SLURMD_NODENAME": "gpu7"}
+    run.env.pop("SLURM_RESTART_COUNT", None)
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    process = torchrun(run, crash, "--standalone", ranks=1)
+    process.communicate(timeout=60)
+    assert process.returncode == 4
+    (event,) = run.events("host_left")
+    assert (event["replica"], event["host"], event["deaths"]) == (3, "gpu7", 2)
+    assert [end["host"] for end in run.events("worker_exited")] == ["gpu7"] * 2
+
+
+@pytest.mark.slow
+def test_nodes_of_a_group_count_alike(run: Any) -> None:
+    """A node whose workers did not fail has restarted nothing by its own count; what a start is called is node 0's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x"]
+    crash = """
+if attempt == 0 and rank == 1: raise KeyError("one node alone")
+if attempt > 0:
+    import pathlib, time
+    pathlib.Path(paths.root, f"{attempt}-{rank}").touch()
+    time.sleep(600)
+import time; time.sleep(600)
+"""
+    nodes = [torchrun(run, crash, *options, ranks=1) for _ in range(2)]
+    marks = [run.paths.root / f"1-{rank}" for rank in range(2)]
+    run.wait_until(lambda: all(mark.exists() for mark in marks), 60.0, "both ranks are of attempt 1")
+    for node in nodes:
+        node.kill()
+
+
+@pytest.mark.slow
+def test_a_group_serves_its_figures_and_is_not_finished_when_it_is_sent_away(run: Any) -> None:
+    """The agent says where. At SIGTERM its status is not 0: Kubernetes would take the group for finished."""
+    run.env["TITAN_FT_METRICS_PORT"] = "0"
+    crash = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"
+    ready = "(paths.root / 'ready').touch()\ntime.sleep(60)"
+    process = torchrun(run, f"import sys\n{crash}\n{ready}", "--standalone", ranks=1)
+    said = ""
+    while "metrics at " not in said:
+        said = process.stderr.readline()
+        assert said, "it ended without a word of metrics"
+    url = said.partition("metrics at ")[2].strip()
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30) as response:
+        assert 'titan_ft_run_info{replica="3"' in response.read().decode()
+    run.wait_until(lambda: (run.paths.root / "ready").exists(), 60.0, "the worker would leave in order")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+
+
+def test_a_place_for_metrics_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, with one line, before anything is started."""
+    from titan_ft.launch.torchrun import main
+
+    monkeypatch.setenv("TITAN_FT_METRICS_PORT", "host:")
+    assert main() == 2
+    assert capsys.readouterr().err.startswith(
+        "titan_ft: --metrics-port must be PORT (this host only) or HOST:PORT, got"
+    )
 
 
 @pytest.mark.slow

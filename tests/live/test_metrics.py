@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ from tests.event_builder import build, named
 from titan_ft.chaos.faults import FAULTS
 from titan_ft.config import ConfigError
 from titan_ft.live import status
+from titan_ft.live.group_metrics import GroupMetrics
 from titan_ft.live.metrics import FAILURE_CAUSES, MetricsServer, split_address
 from titan_ft.live.status import STATES
+from titan_ft.run.log import encode
+from titan_ft.run.paths import RunPaths
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -34,7 +38,7 @@ def server() -> Iterator[MetricsServer]:
     server.close()
 
 
-def scrape(server: MetricsServer) -> dict[Series, float]:
+def scrape(server: MetricsServer | GroupMetrics) -> dict[Series, float]:
     """Return every sample by its name and labels."""
     with NO_PROXY.open(server.url, timeout=30) as response:
         families = text_string_to_metric_families(response.read().decode())
@@ -259,6 +263,50 @@ def test_every_state_is_known() -> None:
     """A state that a group can be in is among those that are served."""
     names = {value for name, value in vars(status).items() if name.isupper() and isinstance(value, str)}
     assert names == set(STATES)
+
+
+def test_bytes(server: MetricsServer) -> None:
+    """All ranks' bytes count: gradients that they sent, state that they fetched."""
+    for rank in (0, 1):
+        server.observe(step(1, 2, rank, wire_bytes=100))
+        server.observe(event("heal_finished", 2, rank, bytes=7, seconds=1.0))
+    server.observe(step(2, 2, wire_bytes=None))
+    found = scrape(server)
+    assert value(found, "gradient_sent_bytes_total", replica="2") == 200
+    assert value(found, "heal_received_bytes_total", replica="2") == 14
+    assert value(found, "heals_total", replica="2") == 1
+
+
+def test_a_group_serves_its_own_figures(tmp_path: Path) -> None:
+    """On a cluster: the job's as the group sees them, of groups its own, from now on."""
+    paths = RunPaths(tmp_path)
+    paths.events.mkdir()
+
+    def write(name: str, *events: Any) -> None:
+        with (paths.events / f"{name}.jsonl").open("ab") as file:
+            file.writelines(encode(each) + b"\n" for each in events)
+
+    write("replica-1-rank-0-attempt-0-7", step(1, 1))
+    metrics = GroupMetrics("0", paths, 1)
+    try:
+        config = {"steps": 500, "group_size": 4}
+        write(
+            "replica-1-rank-0-attempt-1-8", event("worker_started", 1, attempt=1, config=config), step(2, 1, attempt=1)
+        )
+        write("replica-1-rank-1-attempt-1-9", step(2, 1, 1, attempt=1))
+        write("replica-11-rank-0-attempt-0-10", step(3, 11))
+        write("supervisor-1-6", event("worker_exited", 1, attempt=1, signal="SIGKILL", stopped=False))
+        write("supervisor-11-6", event("worker_exited", 11, signal="SIGKILL", stopped=False))
+        metrics.poll()
+        found = scrape(metrics)
+        assert value(found, "run_info", run_dir=str(tmp_path), replica="1") == 1
+        assert (value(found, "step"), value(found, "steps_committed_total")) == (2, 1)
+        assert (value(found, "groups"), value(found, "participants"), value(found, "target_step")) == (4, 4, 500)
+        assert value(found, "failures_total", replica="1", cause="SIGKILL") == 1
+        assert value(found, "group_state", replica="1", state="died") == 1
+        assert {dict(labels)["replica"] for (_, labels) in found if "replica" in dict(labels)} == {"1"}
+    finally:
+        metrics.close()
 
 
 def test_two_servers_share_nothing(server: MetricsServer) -> None:

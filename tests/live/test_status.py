@@ -267,6 +267,12 @@ def test_worker_tells_its_host_and_attempt() -> None:
     assert (groups[0].attempt, groups[0].host, groups[0].restarts) == (4, "node03", 0)
 
 
+def test_a_group_that_comes_when_all_is_over_has_finished() -> None:
+    """It is in no view as one that starts, or that did not leave in order."""
+    groups = status.fold(status.initial(2), event("came_too_late", 1, step=3))
+    assert groups[1].state == status.FINISHED
+
+
 def test_drained_group_has_not_died() -> None:
     """Asked to leave, a group still commits its step; then it is drained, whatever its processes' ends are."""
     groups = status.draining(status.fold(status.initial(2), event("training_finished", 1, step=3)))

@@ -115,6 +115,17 @@ def test_fault_is_counted_once() -> None:
     assert [faults.observe(old), faults.observe(old)] == [True, True]
 
 
+def test_deaths_are_shown_by_host() -> None:
+    """Where there are several hosts, those with the most first; who was stopped because of another is none."""
+    run = fold(
+        *(event("worker_started", replica, 0, 1.0, host=f"n{replica}") for replica in (0, 1)),
+        event("worker_exited", 0, 0, 2.0, signal="SIGKILL", stopped=False, host="n0"),
+        *(event("worker_exited", 1, 0, 2.0 + n, signal="SIGBUS", stopped=False, host="n1") for n in range(2)),
+        event("worker_exited", 0, 1, 2.0, signal="SIGTERM", stopped=True, host="n0"),
+    )
+    assert "deaths by host n1 2, n0 1" in " ".join(shown(run, 100, now=5.0))
+
+
 def test_figures_of_the_run() -> None:
     """The head tells where the run is and what befell it."""
     lines = shown(story(), 100, now=36.0)

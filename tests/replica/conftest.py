@@ -160,7 +160,16 @@ from torchft.coordination import LighthouseServer
 for line in sys.stdin:
     if os.fork() == 0:
         sys.stdin.close()
-        server = LighthouseServer(bind="127.0.0.1:" + line.strip(), min_replicas=1, **{LIGHTHOUSE!r})
+        deadline = time.monotonic() + {DEADLINE}
+        while True:
+            try:
+                server = LighthouseServer(bind="127.0.0.1:" + line.strip(), min_replicas=1, **{LIGHTHOUSE!r})
+                break
+            except RuntimeError:  # the port is that of one that was killed, and is not free yet
+                if time.monotonic() > deadline:
+                    os.write(1, b"0 no-port:0" + bytes([10]))
+                    os._exit(1)
+                time.sleep(0.05)
         os.write(1, (str(os.getpid()) + " " + server.address() + chr(10)).encode())
         parent = os.getppid()
         while os.getppid() == parent:
@@ -187,6 +196,7 @@ class MortalLighthouse:
         self._nursery.stdin.write(self._port + "\n")
         self._nursery.stdin.flush()
         pid, address = self._nursery.stdout.readline().split()
+        assert int(pid), f"no lighthouse at port {self._port}"
         self._pid, self._port = int(pid), address.rsplit(":", 1)[1]
 
     def kill(self) -> None:

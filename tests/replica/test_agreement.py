@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,6 +20,7 @@ from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-de
 from tests.replica.conftest import DEADLINE, Seats, wait_until
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.errors import LighthouseError
+from titan_ft.run.process import borrowed_socket, own_sockets
 
 
 class Relay:
@@ -242,3 +246,65 @@ def test_a_rank_that_loses_its_connection_gets_its_siblings_quorum(
         assert seats.together(*[lambda r=r, s=step: r.vote(s, True) for r in ranks]) == [True] * 4
         connection = -1
     relay.close()
+
+
+# A host that is gone without a word
+
+
+def test_the_kernel_asks_whether_the_stores_host_is_still_there(seats: Seats) -> None:
+    """A connection that says nothing for hours, as a wait for the next quorum may, is one of a host that lives."""
+    seats.take(0, world_size=2)
+    found = []
+    for descriptor, inode in own_sockets():
+        with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as connection:
+            assert connection is not None
+            if connection.getpeername()[1:2] == (seats.stores[0].port,):
+                alive = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                found.append((bool(alive), connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
+    assert len(found) >= 3  # that of the seat, of the agreement and of the watch for broken exchanges
+    assert set(found) == {(True, 30_000)}
+
+
+VANISHING = """
+import subprocess, sys, threading, time
+from datetime import timedelta
+from torch.distributed import DistNetworkError, TCPStore
+from titan_ft.replica import group_store, membership
+from titan_ft.replica.agreement import Agreement
+
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+group_store._KEEP_ALIVE = {name: min(value, 1000) for name, value in group_store._KEEP_ALIVE.items()}
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+connect = lambda: membership._connect(("127.0.0.1", store.port), timedelta(seconds=1))
+rank1 = Agreement(connect, "agreed", group_rank=1, group_world_size=2)
+def vanish():
+    while not store.check(["agreed/1/1"]):
+        time.sleep(0.01)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)  # what is sent from now on is lost
+    print("gone", flush=True)
+threading.Thread(target=vanish, daemon=True).start()
+try:
+    rank1.rank0_decides([], None)
+except DistNetworkError:
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_host_that_vanishes_ends_the_wait(asks: bool) -> None:
+    """No connection of it is closed; without being asked, the kernel would let a rank wait for ever."""
+    script = VANISHING if asks else VANISHING.replace("_KEEP_ALIVE = ", "_KEEP_ALIVE = {} and ")
+    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", script]
+    if shutil.which("ip") is None or subprocess.run([*command[:4], "true"], check=False).returncode:
+        pytest.skip("needs a network of its own, and the command ip")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "gone\n"
+        try:
+            process.wait(20 if asks else 8)
+            assert process.stdout.read() == "ended\n"
+        except subprocess.TimeoutExpired:
+            assert not asks
+        finally:
+            process.kill()

@@ -264,7 +264,8 @@ def test_of_two_that_read_one_slot_one_drops_its_gradients(first: list[int], sec
 
 def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
     """All ranks of all groups read the same waits, so that they end it in the same round."""
-    rows = [ready(0, step=0, valid_tokens=0, waited=4.0), ready(1, step=0, valid_tokens=0, waited=5.5)]
+    waits = {"step": 0, "valid_tokens": 0, "training": 0}
+    rows = [ready(0, waited=4.0, **waits), ready(1, waited=5.5, **waits)]
     for rank in (0, 1):
         made = made_of(rows, rank)
         assert isinstance(decide(Position(), made, config(rank, start_timeout_seconds=6.0)), Wait)
@@ -273,6 +274,16 @@ def test_the_first_step_waits_for_all_groups_up_to_a_time() -> None:
         act = decide(Position(), made, config(rank, start_timeout_seconds=5.0, min_replica_size=3))
         assert isinstance(act, GiveUp)
         assert "min_replica_size" in str(act.error)
+
+
+def test_a_group_that_comes_to_others_that_wait_in_their_first_step_waits_with_them() -> None:
+    """However long they have waited: two that came by turns gave up by turns, and the job never began."""
+    rows = [
+        ready(0, step=0, valid_tokens=8, waited=5.5, training=True),
+        ready(1, step=0, valid_tokens=0, training=0),
+    ]
+    act = decide(Position(), made_of(rows, 1), config(1, start_timeout_seconds=5.0, min_replica_size=3))
+    assert act == Begin(missing=1)
 
 
 def test_who_comes_to_a_step_that_the_others_make_heals() -> None:

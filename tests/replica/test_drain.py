@@ -104,6 +104,7 @@ def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
         made.request()
     now += after
     assert made.is_urgent is urgent
+    assert made.spent == pytest.approx(after / 100.0 if told else 0.0)
 
 
 # The agreement

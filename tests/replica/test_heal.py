@@ -19,7 +19,9 @@ from titan_ft.replica.errors import JobLostError, Leaving
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.offer import Offer
 from titan_ft.replica.position import Position
+from titan_ft.replica.reach import Peer
 from titan_ft.replica.row import Row, Standing, descend, fold48
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import TransferError
@@ -46,6 +48,23 @@ def gradient_of(step: int) -> int:
 def apply(value: int, gradient: int) -> int:
     """Apply an update to a state."""
     return (31 * value + gradient) % 1_000_003
+
+
+class Search:
+    """Finds what it is told to, in its order."""
+
+    def __init__(self) -> None:
+        self.found: list[Offer] = []
+        self.rests: list[float] = []
+
+    def begin(self) -> None:
+        pass
+
+    def rest(self, seconds: float) -> None:
+        self.rests.append(seconds)
+
+    def poll(self, beyond: int) -> Offer | None:
+        return self.found.pop(0) if self.found and self.found[0].step > beyond else None
 
 
 class World:
@@ -80,7 +99,6 @@ class World:
         self.seconds = 0.0  # of the group's clock
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
-        self.restored = 0  # how often training's own changes of it were undone
         self.position = Position()
         self.ledger = Ledger(GROUPS)
         log = EventLog(None)
@@ -100,6 +118,13 @@ class World:
             apply=self._apply,
         )
 
+        self.search = Search()
+        self.heal._search = self.search  # type: ignore[assignment]  # does what a heal asks of it
+
+    def offer(self, slot: int) -> Offer:
+        """Return what a holder offers."""
+        return Offer(slot, self.step, self.lineage, self._digest(value_after(self.step)))
+
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
 
@@ -111,6 +136,7 @@ class World:
     def ask(self) -> None:
         pass
 
+    leads = True  # rank 0 of its group
     awaited = told_to_leave = False
     pauses = 0
 
@@ -120,14 +146,20 @@ class World:
         if self.release.is_set() and self.heal._attempt is not None:
             concurrent.futures.wait([self.heal._attempt._fetch], 20)
 
+    def begin(self) -> None:
+        pass
+
+    def find_peers(self) -> dict[int, Peer]:
+        return {}
+
+    def find_address(self, slot: int) -> str:
+        return str(slot)
+
     def peer_address(self, rank: int) -> str:
         return str(rank)
 
     def find_outsiders(self, made: Round) -> list[int]:
         return self.outsiders
-
-    def restore(self) -> None:
-        self.restored += 1
 
     def take_digest(self) -> str:
         self.position.take_digest(self._digest(self.value))
@@ -327,7 +359,7 @@ def test_an_older_state_is_what_is_left(make: Callable[..., World]) -> None:
     position = world.position
     assert (position.standing, position.step, position.lineage) == (Standing.READY, 4, 44)
     assert world.value == value_after(4)
-    assert (world.applied, world.restored, world.dropped) == ([], 1, [])
+    assert (world.applied, world.dropped) == ([], [])
     assert world.made >= 5
     (event,) = world.named("rolled_back")
     assert (event.step, event.lost) == (4, 1)  # type: ignore[attr-defined]  # a RolledBack
@@ -395,7 +427,8 @@ def test_told_to_leave_it_leaves(make: Callable[..., World]) -> None:
 def rounds(make: Callable[..., World]) -> World:
     """Return a world in which the others have just opened a round: they make no update until they are at its end."""
     world = make(semi_sync_method="diloco", sync_steps=4)
-    world.idle = True
+    world.idle = world.awaited = True
+    world.on_round = lambda number: setattr(world, "awaited", False)
     return world
 
 
@@ -417,6 +450,7 @@ def test_a_transfer_that_lasts_longer_than_a_round_is_followed_by_a_replay(make:
         world.awaited, world.idle = True, False  # the others are at the end of their round
 
     def go_on(number: int) -> None:
+        world.awaited = number != 1
         if number == 3:
             world.idle, world.awaited = True, False  # they open the next one
             world.on_pause = lambda _: world.release.set()
@@ -432,9 +466,10 @@ def test_a_donor_that_dies_in_mid_round_is_followed_by_the_next(make: Callable[.
     world = rounds(make)
     world.fail = {1}
     world.on_pause = lambda number: world.release.set()
+    world.search.found = [world.offer(1)]
     world.heal.run()
     assert healed(world)
-    assert len(world.fetches) == 2
+    assert (len(world.fetches), world.made) == (2, 1)
 
 
 def test_a_group_leaves_while_it_fetches(make: Callable[..., World]) -> None:
@@ -445,3 +480,94 @@ def test_a_group_leaves_while_it_fetches(make: Callable[..., World]) -> None:
         world.heal.run()
     assert world.position.leaving
     world.release.set()
+
+
+def mid_round(make: Callable[..., World], *holders: int) -> World:
+    """Return a world in which the others are in the midst of a round, and `holders` offer what they have."""
+    world = rounds(make)
+    world.awaited = False
+    world.search.found = [world.offer(slot) for slot in holders]
+    return world
+
+
+def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World]) -> None:
+    """It makes no exchange for that: nobody is there to make one with."""
+    world = mid_round(make, 1)
+    assert world.heal.sees_offer(4)
+    world.search.found = [world.offer(1)]
+    assert not world.search.poll(5)
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert (world.made, world.fetches) == (0, [(1, 5)])
+    assert (world.position.step, world.position.lineage) == (5, 55)
+    assert not world.heal.ended_on_update
+
+
+def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., World]) -> None:
+    """Who hears of none learns from the quorum where the others are, and where its donor is."""
+    world = mid_round(make)
+    world.on_pause = lambda number: setattr(world, "awaited", number == 3)
+    assert not world.heal.sees_offer(0)
+    assert world.pauses == 3
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert world.made == 1
+
+
+def test_an_offer_that_comes_late_is_followed_by_a_replay(make: Callable[..., World]) -> None:
+    """The others are at the end of their round before the state is there: their update is queued."""
+    world = mid_round(make, 1)
+
+    def come(number: int) -> None:
+        world.awaited, world.idle = True, False
+
+    def go_on(number: int) -> None:
+        if number == 2:
+            world.idle, world.awaited = True, False
+            world.on_pause = lambda _: world.release.set()
+
+    world.on_pause, world.on_round = come, go_on
+    world.heal.run()
+    assert healed(world)
+    assert (world.made, world.applied, world.fetches) == (2, [6], [(1, 5)])
+
+
+def test_an_offer_of_other_bytes_is_not_kept(make: Callable[..., World]) -> None:
+    """A bit has flipped since the holders compared theirs: another one's is taken, after a rest."""
+    world = mid_round(make, 0, 1)
+    world.corrupt = {0}
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert world.fetches == [(0, 5), (1, 5)]
+    assert world.search.rests == [0]
+
+
+def test_who_waits_for_an_offer_leaves_when_it_is_told_to(make: Callable[..., World]) -> None:
+    """It has nothing to finish, and nobody may come for an hour."""
+    world = mid_round(make)
+    world.on_pause = lambda number: setattr(world, "told_to_leave", True)
+    with pytest.raises(Leaving):
+        world.heal.run()
+    assert world.position.leaving
+
+
+def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the search and the fetch."""
+    world = mid_round(make, 0, 1)
+    world.release.set()
+
+    def find_address(slot: int) -> str:
+        if slot == 0:
+            raise KeyError(slot)
+        return str(slot)
+
+    monkeypatch.setattr(world, "find_address", find_address)
+    world.heal.run()
+    assert healed(world)
+    assert world.fetches == [(1, 5)]
+    assert len(world.named("heal_failed")) == 1

@@ -631,6 +631,16 @@ def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., Non
     assert ranks[1].find_outsiders(quorums[1]) == []
 
 
+def test_a_group_finds_its_counterparts_without_a_quorum(seats: Any, wait_until: Callable[..., None]) -> None:
+    """Each rank for itself, by the lighthouse's page and the store of the group that it looks for."""
+    waits = [seats.take(0, rank=rank, world_size=2, address=f"10.0.0.{rank}:1") for rank in range(2)]
+    [seats.take(1, rank=rank, world_size=2, address=f"10.0.1.{rank}:1") for rank in range(2)]
+    wait_until(lambda: list(waits[1].find_peers()) == [1], "group 1 is heard of")
+    assert [rank.find_address(1) for rank in waits] == ["10.0.1.0:1", "10.0.1.1:1"]
+    with pytest.raises(KeyError):
+        waits[0].find_address(2)
+
+
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_process_group_that_cannot_be_aborted(seats: Any, stuck: int, caplog: pytest.LogCaptureFixture) -> None:
     """The other ranks of the group are told all the same, the log says why, and the next quorum is watched as well."""
@@ -726,7 +736,7 @@ def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pyte
 
         def request(step: int, failures: int, replies: Any = replies, told: list[int] = told) -> Any:
             told.append(failures)
-            return SimpleNamespace(quorum_id=next(replies), replica_ids=left)
+            return Reply(next(replies), left, 0)
 
         members[0]._former = former
         monkeypatch.setattr(members[0]._seat, "request", request)

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchft.process_group import ProcessGroupGloo
 
 from titan_ft import device
-from titan_ft.config import FaultTolerance, OuterOptimizer, outer_optimizer
+from titan_ft.config import FaultTolerance
 from titan_ft.replica.exchange import GradientExchange, Reduced
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.outer import OuterModel, OuterState, _num_copies, join_norm, set_lr
+from titan_ft.round_settings import OuterOptimizer, outer_optimizer
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 NOMINAL = 8  # tokens of a step of all groups

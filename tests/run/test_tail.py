@@ -134,6 +134,50 @@ def test_a_file_that_was_cut_begins_anew(tmp_path: Path) -> None:
     assert tail.poll() == b""
 
 
+def test_shared_storage_that_lags_tells_no_event_twice(tmp_path: Path) -> None:
+    """Its caches may show a file as short as it was seconds ago, though this process has read more of it already."""
+    path = tmp_path / "a.jsonl"
+    log = EventLog(path)
+    log.emit(hung(1))
+    early = path.read_bytes()
+    tail = EventTail(tmp_path, from_start=True)
+    assert steps(tail) == [1]
+    log.emit(hung(2))
+    assert steps(tail) == [2]
+    whole = path.read_bytes()
+    path.write_bytes(early)
+    assert tail.poll() == []
+    path.write_bytes(whole)
+    assert tail.poll() == []
+    log.emit(hung(3))
+    assert steps(tail) == [3]
+
+
+def test_bytes_that_have_yet_to_come_are_waited_for(tmp_path: Path) -> None:
+    """The length of a file may be there before what was written last: zeros stand in its place."""
+    path = tmp_path / "a.jsonl"
+    EventLog(path).emit(hung(1))
+    line = path.read_bytes()
+    path.write_bytes(line + b"\0" * (len(line) - 1) + b"\n")
+    tail = EventTail(tmp_path, from_start=True)
+    assert len(tail.poll()) == 1
+    path.write_bytes(line + line)
+    assert len(tail.poll()) == 1
+
+
+def test_another_file_of_the_same_name_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """A launch that came to nothing is cleared away, and the next one may have its pid."""
+    path = tmp_path / "a.jsonl"
+    tail = EventTail(tmp_path, from_start=True)
+    for step in (1, 2):
+        EventLog(path).emit(hung(step))
+    assert len(tail.poll()) == 2
+    other = tmp_path / "other"
+    EventLog(other).emit(hung(3))
+    other.replace(path)
+    assert steps(tail) == [3]
+
+
 def test_only_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the files with such names, each line is looked at once, and only events of the wanted classes are returned."""
     looked_at: list[bytes] = []

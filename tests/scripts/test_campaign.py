@@ -83,6 +83,46 @@ def test_a_campaign_is_launched_checked_and_reported(campaign: Campaign, tmp_pat
     assert f"{run_dir}/report/index.html" in ended.stdout
 
 
+def test_above_eight_groups_the_model_is_halved(campaign: Campaign, tmp_path: Path) -> None:
+    """So many share the cores: a small model, and time for each one's turn; a config of the user's is left as it is."""
+    small = "--model.flavor=debugmodel_half --training.seq_len=128"
+    _, calls = campaign("--run-dir", str(tmp_path / "many"), "--groups", "30")
+    assert "--replicas 30 " in calls[0]
+    assert small in calls[0]
+    assert "--fault_tolerance.hang_timeout_seconds=120" in calls[0]
+    _, calls = campaign("--run-dir", str(tmp_path / "few"), "--groups", "8")
+    assert small not in calls[0]
+    assert "--fault_tolerance.hang_timeout_seconds=20" in calls[0]
+    config = ROOT / "configs" / "llama3_debug.toml"
+    _, calls = campaign("--run-dir", str(tmp_path / "own"), "--groups", "30", "--config", str(config))
+    assert f" launch {config} --replicas 30 " in calls[0]
+    assert small not in calls[0]
+
+
+def test_a_campaign_that_was_cut_goes_on(campaign: Campaign, tmp_path: Path) -> None:
+    """With --resume in its folder: what is not given is as it was, and the faults are not those of before again."""
+    plan, run_dir = tmp_path / "plan.toml", tmp_path / "run"
+    plan.touch()
+    arguments = ["--seed", "7", "--groups", "5", "--plan", str(plan), "--run-dir", str(run_dir)]
+    campaign(*arguments, "--", "--metrics.log_freq=5")
+    ended, calls = campaign("--resume", "--run-dir", str(run_dir), "--minutes", "9")
+    assert ended.returncode == 0, ended.stderr
+    assert f"--replicas 5 --ranks-per-replica 1 --run-dir {run_dir} " in calls[0]
+    assert f"--chaos {plan} --chaos-seed 8 --minutes 9 --resume -- " in calls[0]
+    assert calls[0].endswith(" --metrics.log_freq=5")
+    ended, calls = campaign("--resume", "--run-dir", str(run_dir), "--groups", "6", "--", "--metrics.log_freq=1")
+    assert "--replicas 6 " in calls[0]
+    assert "--chaos-seed 9 " in calls[0]
+    assert calls[0].endswith(" --metrics.log_freq=5 --metrics.log_freq=1")
+
+
+def test_a_command_that_was_refused_can_be_corrected_in_the_same_folder(campaign: Campaign, tmp_path: Path) -> None:
+    ended, _ = campaign("--run-dir", str(tmp_path / "run"), LAUNCH="2")
+    assert ended.returncode == 2
+    ended, _ = campaign("--run-dir", str(tmp_path / "run"))
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_semi_synchronous(campaign: Campaign, tmp_path: Path) -> None:
     """The method comes in the place of a policy that it refuses; a method that is none is refused here."""
     ended, calls = campaign("--run-dir", str(tmp_path / "run"), "--semi-sync", "diloco")
@@ -156,7 +196,11 @@ def test_a_reference_that_fails_is_no_comparison(campaign: Campaign, tmp_path: P
         (["--seed", "-3"], "--seed must be a whole number"),
         (["--seed"], "--seed needs a value"),
         (["--plan", "/no/plan.toml"], "--plan must be a TOML file, got '/no/plan.toml'"),
+        (["--config", "/no/job.toml"], "--config must be a TOML file, got '/no/job.toml'"),
         (["--run-dir", "."], "--run-dir must not hold another run"),
+        (["--resume"], "--resume needs --run-dir: the folder of the campaign that is to go on"),
+        (["--resume", "--run-dir", "."], "--resume needs a campaign in --run-dir, got '.', which holds none"),
+        (["--resume", "--run-dir", ".", "--reference"], "--reference must be left out with --resume"),
         (["--training.steps=3"], "no option '--training.steps=3' (torchtitan flags go after --)"),
     ],
 )
@@ -170,7 +214,7 @@ def test_bad_usage_is_one_line(campaign: Campaign, arguments: list[str], message
 def test_the_usage_names_every_option(campaign: Campaign) -> None:
     ended, _ = campaign("--help")
     assert ended.returncode == 0
-    for name in ("minutes", "seed", "groups", "ranks", "run-dir", "plan", "reference"):
+    for name in ("minutes", "seed", "groups", "ranks", "run-dir", "plan", "config", "resume", "reference"):
         assert f"--{name}" in ended.stdout
 
 

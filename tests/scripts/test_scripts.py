@@ -113,6 +113,19 @@ def test_slurm_gives_what_is_not_named(nodelist: str, first: str) -> None:
     assert {"--fault_tolerance.replica_id=2", "--fault_tolerance.group_size=8"} < set(words)
 
 
+def test_a_scontrol_that_fails_is_done_without(tmp_path: Path) -> None:
+    """Slurm's commands may be installed where its configuration is not: in a container of a compute node."""
+    for tool in ("dirname", "sed", "head"):
+        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol: fatal: no configuration >&2\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    words = options(nodes="2", lighthouse="http://127.0.0.1:1")
+    environment = {"SLURM_JOB_NODELIST": "gpu[003-004]", "SLURM_JOB_ID": "7", "TITAN_FT_TOKEN": "secret"}
+    result = run("replica_group.sh", "--dry-run", *words, path=str(tmp_path), **environment)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--rdzv-endpoint=gpu003:20007" in shlex.split(result.stdout)
+
+
 @pytest.mark.parametrize("value", ["h100:8", "8", "8(x2)"])
 def test_slurm_counts_are_understood(value: str) -> None:
     """Slurm writes a count with a type before it or a repetition after it."""
@@ -133,7 +146,10 @@ def test_arguments_win_over_slurm() -> None:
         (options(run_dir=None), "--run-dir is missing"),
         (options(replica=None), "--replica is missing, and SLURM_ARRAY_TASK_ID is not set"),
         (options(lighthouse=None), "--lighthouse is missing, and TORCHFT_LIGHTHOUSE is not set"),
-        (options(lighthouse="10.0.0.1"), "--lighthouse must be http://HOST:PORT, got '10.0.0.1'"),
+        (
+            options(lighthouse="10.0.0.1"),
+            "--lighthouse must be http://HOST:PORT or file:PATH with an absolute path, got '10.0.0.1'",
+        ),
         (options(ranks_per_node=None), "--ranks-per-node is missing"),
         (options(ranks_per_node="0"), "--ranks-per-node must be a whole number, at least 1, got '0'"),
         (options(replica="-1"), "--replica must be a whole number, at least 0, got '-1'"),

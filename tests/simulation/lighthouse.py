@@ -98,7 +98,7 @@ class Lighthouse:
         join_timeout: float = 60.0,
         tick: float = 0.02,
         heartbeat_timeout: float = 0.5,
-        address: str = "http://lighthouse:1",
+        address: str = "http://10.9.0.1:1",
     ) -> None:
         self._kernel, self._address = kernel, address
         self._min_replicas, self._join_timeout = min_replicas, join_timeout

@@ -336,7 +336,7 @@ MUTATIONS = [
         "a job begins with all of its groups only",
         _one(
             "decision",
-            "    if present < config.min_replica_size:\n        return GiveUp(",
+            "    if present < config.min_replica_size and not begun:\n        return GiveUp(",
             "    if present < config.group_size:\n        return GiveUp(",
         ),
         ("late",),
@@ -459,13 +459,6 @@ MUTATIONS = [
         ),
         ("lighthouse", "leave", "alone"),
         ("no work lost",),
-        mode="semi",
-    ),
-    Mutation(
-        "a group that goes on from its own state keeps the steps that are in no update",
-        _one("heal", "        self._state.restore()\n", ""),
-        ("lost", "donor"),
-        ("one trajectory", "exact average"),
         mode="semi",
     ),
     Mutation(

@@ -216,7 +216,7 @@ class Rank:
         self._membership = Membership(
             config,
             process_group=self._process_group,
-            lighthouse="http://lighthouse:1",
+            lighthouse="http://10.9.0.1:1",
             host=host,
             group_rank=self.number,
             group_world_size=world.options.ranks,

@@ -20,14 +20,16 @@ from torch import nn
 from tests.simulation import training
 from tests.simulation.oracle import Committed, Oracle
 from tests.simulation.rank import Rank
-from titan_ft.config import FaultTolerance, num_fragments, outer_optimizer, steps_per_round
+from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Update
+from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr
 from titan_ft.replica.round import NOTHING, Contribution
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import Opening
+from titan_ft.round_settings import num_fragments, outer_optimizer, steps_per_round
 
 if TYPE_CHECKING:
     from tests.simulation.oracle import Rules
@@ -76,6 +78,7 @@ class State(OuterState):
         """Go on from the anchors, with nothing trained on top of them."""
         self.trained, self.sent = [0] * (max(self.fragments) + 1), dict[int, int]()
         self.ahead: Work | None = None
+        self.under_way: Work | None = None
         self.expected = _flat(self.outer.anchors)  # the weights that the next step must begin with
 
     def _take_state(self) -> None:
@@ -209,9 +212,10 @@ class RoundRank(Rank):
         for step in range(first + work.steps, last + 1):
             if early and dimension.awaited():
                 break
+            dimension.serve_if_wanted()
             if work.steps:
-                self._leave_if_told(work, last + 1 - step)
                 early = early or self._is_overdue(work)
+                self._leave_if_told(work, 0 if early else last + 1 - step)
             if step == last and not early:
                 dimension.ask()
             self._make_step(slots[0], work)
@@ -255,10 +259,12 @@ class RoundRank(Rank):
         for _ in range(first, min(first + self.config.fragment_sync_delay, last + 1)):
             if any(self._group.gather(self.drain.requested)):
                 break
+            self.dimension.serve_if_wanted()
             self._make_step(slots[0], ahead)
 
     def _step(self) -> None:
         self._work, self.state.ahead = self.state.ahead or Work(), None
+        self.state.under_way = self._work
         super()._step()
 
     def _make_step(self, slot: int, work: Work) -> None:
@@ -313,7 +319,7 @@ class RoundRank(Rank):
         state.expected = np.where(kept, state.expected, anchors)
         for fragment, tokens in state.sent.items():
             state.trained[fragment] -= tokens
-        state.sent = {}
+        state.sent, state.under_way = {}, None
         if state.ahead is not None:
             state.ahead.behind = 0
         set_lr(state.schedulers, self._steps_of(update.step))
@@ -329,6 +335,7 @@ class RoundRank(Rank):
         if self._is_over:
             return
         if self.position.exclusions:
+            self.state.restore()
             self._heal(computed=False)
         else:
             self._open()
@@ -346,6 +353,14 @@ class RoundRank(Rank):
         # Those of the next round, made while the exchange was under way, are on top of weights that it has no more.
         void = self.state.ahead.steps if self.state.ahead is not None else 0
         super()._heal(computed)
+        work = self.state.under_way
+        if work is not None and self.state.ahead is None:  # it has gone back to its own state, and gives the same again
+            self.state.ahead = work
+            if work.steps:
+                self.world.say(self.process.name, f"keeps {work.steps} steps of its round")
+            return
+        if work is not None:
+            self.state.restore()
         lost = sum(batch >= self.ledger.end(self.slot) for batch in trained) - void
         if lost > 0:
             self.world.lost_steps(self, lost, ahead, before)
@@ -357,8 +372,9 @@ class RoundRank(Rank):
         assert self.drain is not None
         if not any(self._group.gather(self.drain.requested)):
             return
-        needed = work.seconds / work.steps * remaining
-        if any(self._group.gather(needed > self.config.drain_timeout_seconds / 2)):
+        step, timeout = work.seconds / work.steps, self.config.drain_timeout_seconds
+        needed, share = (step * remaining, OWN_SHARE) if remaining else (step, WAITING_SHARE)
+        if any(self._group.gather(self.drain.spent + needed / timeout > share)):
             self.position.leave()
             raise Leaving
 

@@ -488,6 +488,9 @@ class World:
     def fetch(self, *args: Any) -> Any:
         raise NotImplementedError
 
+    def ask_offer(self, *args: Any) -> Any:
+        raise NotImplementedError
+
     def host_of(self, process: Process) -> str:
         raise NotImplementedError
 
@@ -696,6 +699,10 @@ def _fetch(*args: Any, **kwargs: Any) -> Any:
     return world().fetch(*args, **kwargs)
 
 
+def _ask_offer(*args: Any, **kwargs: Any) -> Any:
+    return world().ask_offer(*args, **kwargs)
+
+
 def _round_trip(*args: Any, **kwargs: Any) -> None:
     world().round_trip(*args, **kwargs)
 
@@ -714,7 +721,7 @@ def _watched(decide: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacements() -> dict[int, Any]:
     """Return what stands in, by the identity of what it stands for."""
-    from titan_ft.replica import decision, reach, state_fetch
+    from titan_ft.replica import decision, group_store, reach, state_fetch
 
     modules: list[tuple[Any, Any]] = [
         (time, TIME),
@@ -747,6 +754,8 @@ def _replacements() -> dict[int, Any]:
     found[id(vars(dist)["PrefixStore"])] = _prefix_store
     found[id(decision.decide)] = _watched(decision.decide)
     found[id(state_fetch.fetch)] = _fetch
+    found[id(state_fetch.ask_offer)] = _ask_offer
+    found[id(group_store.keep_alive)] = lambda port: None  # a connection of the world breaks when it is told to
     found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server
     found[id(torchft.coordination.ManagerClient)] = _manager_client

@@ -17,7 +17,17 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import standins
-from tests.simulation.faults import CutLighthouse, DrainGroup, Flip, Freeze, Hang, KillGroups, LighthouseDies, Slow
+from tests.simulation.faults import (
+    CutLighthouse,
+    DrainGroup,
+    Flip,
+    Freeze,
+    Hang,
+    KillGroups,
+    LighthouseDies,
+    Reset,
+    Slow,
+)
 from tests.simulation.schedule import Schedule, draw
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
@@ -32,11 +42,15 @@ ROOT = Path(__file__).parents[2]
 def test_every_promise_holds() -> None:
     """No schedule of the default ones breaks a promise."""
     # A process of its own: the order of sets of strings is part of what a seed decides.
-    # A nice one: it would starve the heartbeats of the jobs that other tests run meanwhile.
+    # A nice one: it would starve the heartbeats of the jobs that other tests run meanwhile. Linux shares time between
+    # sessions first, where it groups tasks by them, and a process is nice to its own session alone.
+    begin = '(echo 19 > /proc/self/autogroup) 2>/dev/null; exec nice -n 19 "$@"'
     explore = ["-m", "tests.simulation.explore", "--seed", "0", "--schedules", str(SCHEDULES)]
-    command = ["nice", "-n", "19", sys.executable, *explore]
+    command = ["sh", "-c", begin, "sh", sys.executable, *explore]
     environ = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    explored = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    explored = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, start_new_session=True
+    )
     assert explored.returncode == 0, explored.stdout[-4000:] + explored.stderr[-2000:]
     assert f"{SCHEDULES} schedules" in explored.stdout
 
@@ -154,7 +168,9 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
         monkeypatch.setattr(
             pulse,
             "find_successors",
-            lambda own, others, quorum: [] if own.replica_id in quorum else pulse._slots_of_job(own, quorum),
+            lambda own, others, quorum: (
+                [] if own.replica_id in quorum else [member.slot for member in pulse._members_of_job(own, quorum)]
+            ),
         )
     fault_tolerance = {
         "enable": True,
@@ -261,7 +277,7 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
     }
 
 
-@pytest.mark.parametrize("at", [0.69, 0.7])
+@pytest.mark.parametrize("at", [0.66, 0.68])
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(at: float) -> None:
     """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
     fault_tolerance = {
@@ -331,6 +347,28 @@ def test_a_bit_that_flips_in_an_anchor_is_in_no_update(monkeypatch: pytest.Monke
         assert sum("commits step 2 of groups [0, 2]" in text for _, text in said) == 4
     else:
         assert "a change from an anchor in which a bit flipped" in world.problems[0].text
+
+
+def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
+    """One group has it and dies while the other fetches it: this one gives the steps that it has made once more."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "finish_timeout_seconds": 2.0,
+        "process_group_timeout_ms": 3000,
+        "semi_sync_method": "diloco",
+        "sync_steps": 4,
+        "batch_policy": "shrink",
+    }
+    options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.02)
+    faults = Reset(0.8, 1, 0, "vote"), KillGroups(0.8, (1,), "fetching", of=0)
+    with standins.installed():
+        world = Schedule(28, options, faults).run(traces=True)
+    assert not world.problems
+    said = [text for _, who, text in world.trace if who == "g0r0"]
+    assert "rolled_back step=1 lost=1" in said
+    assert "keeps 4 steps of its round" in said
+    assert not any(text.startswith("has lost") for text in said)
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:

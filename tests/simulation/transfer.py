@@ -12,9 +12,9 @@ import torch
 from tests.simulation.kernel import Kernel, Process, Task
 from tests.simulation.network import Network, Node
 from titan_ft.replica.snapshot import Snapshot
-from titan_ft.replica.wire import TransferError
+from titan_ft.replica.wire import Message, TransferError
 
-_STALL_SECONDS = 10.0  # as in titan_ft.replica.state_fetch
+_STALL_SECONDS, _OFFER_SECONDS = 10.0, 1.5  # as in titan_ft.replica.state_fetch
 
 
 class SnapshotServer:
@@ -23,6 +23,8 @@ class SnapshotServer:
     def __init__(self, kernel: Kernel, process: Process, node: Node, wait_seconds: float) -> None:
         self._kernel, self.process, self.node, self.wait_seconds = kernel, process, node, wait_seconds
         self.snapshot: Snapshot | None = None
+        self.offered: Message | None = None
+        self.wanted = False
         self.readers = 0
         self.closed = False
         self._waiting: list[Task] = []
@@ -31,7 +33,13 @@ class SnapshotServer:
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
         """Serve `snapshot` from now on."""
         self._kernel.pause()
-        self.snapshot = snapshot
+        self.snapshot, self.wanted = snapshot, False
+        self.tell()
+
+    def offer(self, offer: Message | None) -> None:
+        """Let joiners ask for a state of this step."""
+        self._kernel.pause()
+        self.offered, self.wanted = offer, False
         self.tell()
 
     def withdraw(self) -> Snapshot | None:
@@ -102,6 +110,24 @@ class Transfers:
         self.on_moment("fetched", node)
         return Snapshot(step, lineage, header, torch.cat(parts))
 
+    def ask_offer(self, address: str, token: str) -> tuple[int, int, int] | None:
+        """Ask the server at `address` what it offers.
+
+        Raises:
+            OSError: it cannot be reached.
+        """
+        kernel = self._kernel
+        server, node = self.servers.get(address), self.node_of(kernel.current.process)
+        if server is None or server.process.dead or server.closed:
+            raise ConnectionRefusedError(f"{address}: connection refused")
+        try:
+            self._reach(server, node, kernel.now + _OFFER_SECONDS, None)
+        except TransferError as error:
+            raise TimeoutError(f"{address}: {error}") from error
+        kernel.sleep(0.01 * kernel.rng.random())
+        offer = server.offered
+        return None if offer is None else (offer["step"], offer["lineage"], offer["digest"])
+
     def _acquire(
         self, server: SnapshotServer, node: Node, step: int, lineage: int | None, end: float, cancelled: Any
     ) -> Snapshot:
@@ -114,10 +140,13 @@ class Transfers:
             if found is not None and found.step == step and lineage in (None, found.lineage):
                 server.readers += 1
                 return found
-            if server.closed or kernel.now >= patience or (found is not None and found.step >= step):
+            offered = server.offered is not None and server.offered["step"] == step
+            settled = found is not None and found.step >= step
+            server.wanted = server.wanted or (offered and not settled)
+            if server.closed or settled or (kernel.now >= patience and not offered):
                 held = "none" if found is None else f"step {found.step} of lineage {found.lineage}"
                 raise TransferError(f"the donor has no state of step {step} (it has {held})")
-            server.wait(patience - kernel.now)
+            server.wait(server.wait_seconds if offered else patience - kernel.now)
 
     def _spend(self, seconds: float, server: SnapshotServer, node: Node, end: float, cancelled: Any) -> None:
         """Let time go by in which bytes come."""

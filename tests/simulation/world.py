@@ -22,10 +22,11 @@ from tests.simulation.oracle import Oracle, Rules
 from tests.simulation.rank import Rank
 from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
-from titan_ft.config import FaultTolerance, steps_per_round
+from titan_ft.config import FaultTolerance
 from titan_ft.replica import drain
 from titan_ft.replica.decision import Done, GiveUp, Wait
 from titan_ft.replica.row import Standing
+from titan_ft.round_settings import steps_per_round
 
 if TYPE_CHECKING:
     from tests.simulation.faults import Fault
@@ -183,6 +184,8 @@ class GroupRun:
         was_outside: it was not in the largest clique once.
         rolled_back: it has once gone on from its own state because that of others was lost.
         missed: rounds since it came in which it had no part; None = it has had a part in one.
+        failed_heals: fetches that failed.
+        heal_broke, former_heal_broke: an exchange broke for it while it healed, this time and the time before.
     """
 
     def __init__(self, world: World, slot: int, attempt: int) -> None:
@@ -199,6 +202,8 @@ class GroupRun:
         self.others_wait = False
         self.missed: int | None = 0
         self.was_outside = self.rolled_back = False
+        self.failed_heals = 0
+        self.heal_broke = self.former_heal_broke = False
         self.delays = [options.build_seconds + kernel.rng.random() * (0.02 + options.lag) for _ in range(options.ranks)]
         self.began = kernel.now
         self.over = False
@@ -521,7 +526,7 @@ class World(standins.World):
             OSError: nobody listens there, or it cannot be reached.
         """
         node = self.ranks[self.kernel.process].node
-        if host == "lighthouse":
+        if host == "10.9.0.1":
             self.network.call(node, LIGHTHOUSE, None, timeout)
             if not self.lighthouse.listens:
                 raise ConnectionRefusedError("connection refused")
@@ -571,6 +576,10 @@ class World(standins.World):
     def fetch(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch a state for the process that runs."""
         return self.transfers.fetch(*args, **kwargs)
+
+    def ask_offer(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask for an offer for the process that runs."""
+        return self.transfers.ask_offer(*args, **kwargs)
 
     # What ranks tell
 
@@ -660,9 +669,11 @@ class World(standins.World):
         if event == "joined":
             rank.group.members = frozenset(self.groups[slot] for slot in fields["participants"])
         if event == "exchange_failed":
+            rank.group.heal_broke |= rank.group.heals_since is not None
             self._judge_break(rank)
             self.moment("broke", rank.node)
         rank.group.rolled_back |= event == "rolled_back"
+        rank.group.failed_heals += event == "heal_failed" and rank.number == 0
         if event == "outside":
             rank.group.was_outside = True
             rank.group.met_from = math.inf
@@ -740,7 +751,7 @@ class World(standins.World):
 
         They have asked for the quorum at its beginning. Who left the exchange would cost them another one all the same.
         """
-        options, left = self.options, (1 - drain._WAITING_SHARE) * self.config["drain_timeout_seconds"]
+        options, left = self.options, (1 - drain.WAITING_SHARE) * self.config["drain_timeout_seconds"]
         longest = 1.2 * options.compute_seconds * max(options.speeds, default=1.0)
         return bool(self.config["semi_sync_method"]) and rank.in_exchange and longest > left
 
@@ -771,7 +782,8 @@ class World(standins.World):
     def _judge_joiners(self, participants: Collection[int]) -> None:
         """A group has a part in the second round after it came, unless something happens, or its transfer is long.
 
-        The first one is that which it came in. A holder serves one joiner after the other.
+        The first one is that which it came in. A holder serves one joiner after the other. A state that was offered in
+        the midst of a round may be gone with the round's end, before it is fetched.
         """
         options = self.options
         fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
@@ -789,7 +801,8 @@ class World(standins.World):
                 continue
             group.missed += 1
             quiet = not short and self.disturbed <= group.entered and self.network.calm and self.lighthouse.listens
-            if quiet and group.missed > (1 + fetching) * joining:
+            quiet &= not self.flipped  # whose bytes are not the agreed ones is asked once more, a round later
+            if quiet and group.missed > (1 + fetching) * joining + group.failed_heals:
                 text = f"g{group.slot} has had no part in the {group.missed} rounds since it came"
                 self.report("no stall for a joiner", text)
 
@@ -842,6 +855,7 @@ class World(standins.World):
         rank.ready = False
         if rank.group.heals_since is None and self.config["catch_up"] == "replay":
             rank.group.heals_since = self.kernel.now
+            rank.group.former_heal_broke, rank.group.heal_broke = rank.group.heal_broke, False
             self.kernel.after(self._patience, functools.partial(self._judge_stall, rank.group, self.kernel.now))
 
     def lost_steps(self, rank: Rank, number: int, ahead: bool, before: int) -> None:
@@ -864,7 +878,7 @@ class World(standins.World):
             for update in self.oracle.chain.values()
         )
         own = rank.slot in self.thawed or any(fault.concerns(rank.slot) for fault in self.faults)
-        own |= rank.group.was_outside or rank.group.rolled_back
+        own |= rank.group.was_outside or rank.group.rolled_back or rank.group.former_heal_broke
         self.say(rank.process.name, f"has lost {number} steps" + (", was ahead" if ahead else ""))
         if not (own or ahead or forsaken or rank.slot in self.flipped or rank.group.missed is not None):
             self.report("no work lost", f"{rank.process.name} heals and loses {number} steps of its round")

@@ -42,10 +42,11 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E4
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
-from titan_ft.config import ConfigError, FaultTolerance, OuterOptimizer  # noqa: E402
+from titan_ft.config import ConfigError, FaultTolerance  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.replica.outer import OuterModel  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
+from titan_ft.round_settings import OuterOptimizer  # noqa: E402
 from titan_ft.semi_sync import SemiSyncTrainer  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import ReplicaCheckpoints, SaveError, latest_due  # noqa: E402

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from titan_ft.data.documents import read_text, split_documents
 
 TRAIN = "austen"
 VALIDATION = "austen_validation"
+KNOWN = {TRAIN: assets.TRAIN_TEXT, VALIDATION: assets.VALIDATION_TEXT}
+"""Where the text of each is."""
 
 
 def register_datasets() -> None:
@@ -24,8 +28,21 @@ def register_datasets() -> None:
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    for name, path in {TRAIN: assets.TRAIN_TEXT, VALIDATION: assets.VALIDATION_TEXT}.items():
+    for name, path in KNOWN.items():
         DATASETS[name] = DatasetConfig(path=str(path), loader=load_documents, sample_processor=_text)
+
+
+def load_text(name: str, path: str | None) -> None:
+    """Load the text of one of these datasets, which is there then when it is asked for; of others nothing is known.
+
+    Args:
+        path: of another text file that takes its place.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if name in KNOWN:
+        load_documents(path or str(KNOWN[name]))
 
 
 def load_documents(path: str) -> Any:
@@ -37,10 +54,17 @@ def load_documents(path: str) -> Any:
     Raises:
         FileNotFoundError: there is no such file.
     """
-    import datasets
-
     if not Path(path).is_file():
         raise FileNotFoundError(f"training.dataset_path must be an existing .txt or .txt.gz file, got {path!r}")
+    status = os.stat(path)
+    return _load(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=8)  # each slot has a loader; and forks have it from the process that they are forks of
+def _load(path: str, modified: int, size: int) -> Any:
+    """Cut the text of a file as it is now, which the time of its last change and its size tell."""
+    import datasets
+
     return datasets.Dataset.from_dict({"text": list(split_documents(read_text(Path(path))))})
 
 

@@ -16,6 +16,7 @@ from titan_ft.history.checks.judgement import count
 from titan_ft.history.crashes import Crash, find_crashes
 from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.goodput import count_exchanges, count_wire_bytes
+from titan_ft.history.hosts import HostFigures, find_hosts
 from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.rework import Rework, find_rework
@@ -95,6 +96,8 @@ class RunSummary:
     failures: list[Failure] = field(default_factory=list)
     crashes: list[Crash] = field(default_factory=list)
     """The exceptions that ended groups, each once."""
+    hosts: list[HostFigures] = field(default_factory=list)
+    """What ran on each host, and how often it died there; those with the most deaths first."""
     heals: list[Heal] = field(default_factory=list)
     """All transfers of state that were received, those at the start of the run included."""
     transfers: list[Transfer] = field(default_factory=list)
@@ -158,6 +161,7 @@ def summarize(record: RunRecord) -> RunSummary:
         drains=find_drains(record),
         failures=find_failures(record),
         crashes=find_crashes(record),
+        hosts=find_hosts(record),
         heals=find_heals(record),
         transfers=find_transfers(record),
         losses=_losses(record),
@@ -215,7 +219,7 @@ def _last_to_leave(record: RunRecord) -> list[Drained]:
 def summary_table(summary: RunSummary) -> Table:
     """Return the figures as a short table for the terminal."""
     s = summary
-    standby = f" ({s.num_standby_restarts} by a standby)" if s.num_standby_restarts else ""
+    standby = f" ({s.num_standby_restarts} without imports)" if s.num_standby_restarts else ""
     rows = [
         ("groups", f"{s.num_groups} x {count(s.ranks_per_group, 'rank')}"),
         ("time", f"{s.seconds:.1f} s, {_seconds(s.step_seconds)} a {s.unit.noun} (median)"),
@@ -234,6 +238,13 @@ def summary_table(summary: RunSummary) -> Table:
     rows += [("exception", crash.describe(s.start)) for crash in s.crashes[:MAX_FAILURES_SHOWN]]
     if len(s.crashes) > MAX_FAILURES_SHOWN:
         rows.append(("  ...", f"{len(s.crashes) - MAX_FAILURES_SHOWN} more (--json names them all)"))
+    if len(s.hosts) > 1:
+        rows.append(("hosts", str(len(s.hosts))))
+        rows += [(f"  {each.host}", _describe_host(each)) for each in s.hosts[:MAX_FAILURES_SHOWN]]
+        if len(s.hosts) > MAX_FAILURES_SHOWN:
+            rows.append(
+                ("  ...", f"{len(s.hosts) - MAX_FAILURES_SHOWN} more, with no more deaths (--json has them all)")
+            )
     if s.failures:
         rows.append(("survivors' stall", _spread([failure.stall_seconds for failure in s.failures])))
         rows.append(("time to rejoin", _spread([failure.rejoin_seconds for failure in s.failures])))
@@ -284,6 +295,12 @@ def _describe(failure: Failure) -> str:
         if heal.replayed:
             parts.append(f"{count(heal.replayed, 'update')} replayed")
     return ", ".join(parts)
+
+
+def _describe_host(figures: HostFigures) -> str:
+    groups = ", ".join(map(str, figures.groups)) or "none"
+    left = f"; left {'once' if figures.left == 1 else f'{figures.left} times'} as suspected" if figures.left else ""
+    return f"{count(figures.deaths, 'death')} of {count(figures.starts, 'worker')} started, groups {groups}{left}"
 
 
 def _served(transfers: Sequence[Transfer]) -> str:

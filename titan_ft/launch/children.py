@@ -4,15 +4,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_ft.launch.forks import ForkedProcess
 from titan_ft.run.orphan import PARENT_PID_ENV
 
 LAST_SECONDS = 2.0
@@ -24,7 +24,7 @@ class Child:
     """A process started here."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     log: Path
     needed_by_others: bool = False
     """Ends after all others."""
@@ -33,15 +33,6 @@ class Child:
     def code(self) -> int | None:
         """Exit status (negative: the signal), or None while it runs."""
         return self.process.poll()
-
-    def write_line(self, line: str, *, more: bool = False) -> None:
-        """Write a line to its stdin; close it unless `more` will follow. A child that is gone is noticed elsewhere."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
-            if not more:
-                self.process.stdin.close()
 
     def describe_end(self) -> str:
         code = self.code
@@ -54,11 +45,21 @@ class Children:
     """The processes started by one launcher, in the order of their start."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = {**os.environ, **env, PARENT_PID_ENV: str(os.getpid())}
+        self.env = {**os.environ, **env, PARENT_PID_ENV: str(os.getpid())}
+        """Environment of all of them."""
         self._children: list[Child] = []
 
-    def start(self, name: str, command: list[str], log: Path, *, needed_by_others: bool = False) -> Child:
-        """Start a process with its output in `log` and a pipe as stdin.
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        log: Path,
+        *,
+        needed_by_others: bool = False,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Child:
+        """Start a process with its output in `log`.
 
         It gets a session of its own: Ctrl-C in the terminal must reach the launcher only, which ends all in order.
         """
@@ -66,13 +67,17 @@ class Children:
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=self._env,
+                env={**self.env, **(env or {})},
+                pass_fds=pass_fds,
                 start_new_session=True,
             )
-        child = Child(name, process, log, needed_by_others)
+        return self.add(Child(name, process, log, needed_by_others))
+
+    def add(self, child: Child) -> Child:
+        """Count a process as one of them that was started for this launcher by another one."""
         self._children.append(child)
         return child
 
@@ -83,10 +88,6 @@ class Children:
         """
         self._end([child for child in self._children if not child.needed_by_others], grace_seconds, hurry)
         self._end([child for child in self._children if child.needed_by_others], LAST_SECONDS, hurry)
-        for child in self._children:
-            if child.process.stdin is not None and not child.process.stdin.closed:
-                with contextlib.suppress(BrokenPipeError):
-                    child.process.stdin.close()
 
     def _end(self, children: list[Child], grace_seconds: float, hurry: Callable[[], bool]) -> None:
         for seconds, may_hurry in ((grace_seconds, True), (LAST_SECONDS, False)):

@@ -15,19 +15,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import (
-    TABLE,
-    ConfigError,
-    FaultTolerance,
-    load_toml,
-    num_fragments,
-    quantizes,
-    read_flags,
-    steps_per_round,
-)
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags
 from titan_ft.data.assets import SCHEME
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
+from titan_ft.round_settings import num_fragments, quantizes, steps_per_round
 from titan_ft.training.job_config import read_config
 
 if TYPE_CHECKING:
@@ -84,12 +76,12 @@ def _job_lines(plan: LaunchPlan) -> list[str]:
     flags = [f"--job.config_file={plan.config}", *plan.worker_flags([f"--{TABLE}.replica_id=0"])[1:]]
     missing = _find_missing_tokenizer(plan.config, flags)
     config = read_config(*flags, *([f"{TOKENIZER}={SCHEME}tokenizer"] if missing else []))
-    standby = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it imports what this process has imported
+    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # by this process; a worker's is about as much
     sizes = _measure(config, plan.num_ranks)
     return [
         *([f"tokenizer    {missing}, which this host does not have and the job's must"] if missing else []),
         *_batch_lines(plan, config, sizes),
-        *_memory_lines(plan, config, sizes, standby),
+        *_memory_lines(plan, config, sizes, imported),
         *_move_lines(plan, config, sizes),
     ]
 
@@ -156,7 +148,7 @@ def _batch_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     return lines
 
 
-def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, standby: int) -> list[str]:
+def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, imported: int) -> list[str]:
     rank, ft = sizes.largest, config.fault_tolerance
     on_gpu = {"parameters": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
     on_host = {"copy of the state": rank.state}
@@ -169,13 +161,15 @@ def _memory_lines(plan: LaunchPlan, config: Any, sizes: JobSizes, standby: int) 
         where["what rounding leaves"] = 2 * rank.exchange  # of the exchange under way, and of those before it
     if ft.catch_up == "replay" and ft.catch_up_max_steps:
         on_host[f"queue of {ft.catch_up_max_steps} updates while it heals"] = ft.catch_up_max_steps * rank.exchange
-    if not plan.options.no_standby:
-        on_host["its standby about"] = standby
+    if plan.options.no_zygote:
+        on_host["what it imports about"] = imported
     lines = [
         f"GPU memory   {_sum(on_gpu)}",
         "             and what activations and torchtitan's own buffers take",
         f"host memory  {_sum(on_host)}",
     ]
+    if not plan.options.no_zygote:
+        lines.append(f"             and, once for all ranks of a host, about {_size(imported)} of imports")
     if ft.catch_up == "replay" and not ft.catch_up_max_steps:
         lines.append(f"             and {_size(rank.exchange)} for each update that it queues while it heals")
     return lines

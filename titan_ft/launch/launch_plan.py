@@ -17,15 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import (
-    ROUND_JOIN_TIMEOUT_MS,
-    TABLE,
-    ConfigError,
-    FaultTolerance,
-    check_toml,
-    load_toml,
-    read_flags,
-)
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
 from titan_ft.data.assets import find_config
 from titan_ft.launch.failed_start import is_failed_start, set_aside
 from titan_ft.launch.gpus import num_gpus
@@ -34,6 +26,7 @@ from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
 from titan_ft.options import Launch, LighthouseSettings
+from titan_ft.round_settings import ROUND_JOIN_TIMEOUT_MS
 from titan_ft.run.events import LaunchStarted
 from titan_ft.run.paths import JOB_CURVE, RunPaths
 from titan_ft.run.tail import EventTail
@@ -107,6 +100,8 @@ class LaunchPlan:
         self._check_own(values.get(TABLE, {}))
         self._check_table(table)
         self._check_gpus(table.get("process_group", FaultTolerance.process_group))
+        if options.no_standby:
+            self.notes.append("--no-standby has no effect: nothing is kept ready any more (see --no-zygote)")
         _check_ranks(values, self.worker_args, self.num_replicas, self.num_ranks)
         self.lighthouse = _lighthouse_settings(table)
         self.drain_seconds = self._resolve_drain_timeout(table)
@@ -245,7 +240,8 @@ class LaunchPlan:
     def write(self) -> None:
         """Make the run directory and put the config there, headed by the command that made it, then by earlier ones.
 
-        What an earlier launch left that ended before any step is set aside, which is told.
+        What an earlier launch left that ended before any step is set aside, which is told. A launch that goes on takes
+        back that the job has finished: whoever wants it to has a reason, a last save that failed for instance.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -255,6 +251,7 @@ class LaunchPlan:
                 folder = set_aside(self.paths)
                 print(f"a launch that ended before any step was in {self.paths.root}; it is in {folder.name} now")
             self.paths.events.mkdir(parents=True, exist_ok=True)
+            self.paths.finished.unlink(missing_ok=True)
             given = self.config.read_text(encoding="utf-8").splitlines(keepends=True)
             held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
             earlier = takewhile(_is_header, held.splitlines(keepends=True))
@@ -307,24 +304,25 @@ class LaunchPlan:
             command += [f"--{setting.name.replace('_', '-')}", str(getattr(self.lighthouse, setting.name))]
         return command
 
-    def supervisor_command(self, replica: int) -> list[str]:
-        """Return the command that supervises one group from its first attempt that the folder does not hold."""
-        which = [f"--replica={replica}", f"--attempt={self.paths.next_attempt(replica)}"]
-        return self._supervisor(which, [f"--{TABLE}.replica_id={replica}"])
+    def supervisor_args(self, replica: int, lighthouse: str, takeover: str = "") -> list[str]:
+        """Return the command line that supervises one group from its first attempt that the folder does not hold.
 
-    def spare_command(self) -> list[str]:
-        """Return the command that waits, and then supervises the group that it is told to take over."""
-        return self._supervisor(["--spare"], [])
-
-    def _supervisor(self, which: list[str], replica_flags: list[str]) -> list[str]:
+        Args:
+            lighthouse: its address.
+            takeover: why that attempt is a restart; empty if it is none.
+        """
         return [
-            *(sys.executable, "-m", "titan_ft.launch.supervisor", f"--run-dir={self.paths.root}", *which),
+            f"--run-dir={self.paths.root}",
+            f"--replica={replica}",
+            f"--attempt={self.paths.next_attempt(replica)}",
             f"--ranks={self.num_ranks}",
+            f"--lighthouse={lighthouse}",
             f"--max-restarts={self.options.max_restarts}",
             f"--module={self.module}",
             f"--drain-timeout={self.drain_seconds:g}",
-            *(["--no-standby"] if self.options.no_standby else []),
-            *("--", *self.worker_flags(replica_flags)),
+            *([f"--takeover={takeover}"] if takeover else []),
+            *(["--no-zygote"] if self.options.no_zygote else []),
+            *("--", *self.worker_flags([f"--{TABLE}.replica_id={replica}"])),
         ]
 
     def worker_flags(self, replica_flags: list[str]) -> list[str]:

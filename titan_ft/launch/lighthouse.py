@@ -4,17 +4,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import ipaddress
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import fields
 from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from titan_ft.config import ConfigError
-from titan_ft.options import LighthouseSettings
+from titan_ft.launch.succession import Succession
+from titan_ft.options import Lighthouse, LighthouseSettings
+from titan_ft.run.address import bracketed
+from titan_ft.run.lighthouse import Announcement
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
 from titan_ft.run.stop import StopRequests
 
@@ -59,14 +66,16 @@ def _native_torchft() -> Any:
     return module
 
 
-def serve(bind: str, settings: LighthouseSettings) -> int:
+def serve(command: Lighthouse) -> int:
     """Run a lighthouse until SIGTERM or SIGINT; announce its address on stdout once it is up.
 
     Raises:
-        ConfigError: it cannot listen at `bind`.
+        ConfigError: it cannot listen where it should, or not announce itself.
     """
+    bind, settings = command.bind, command
     host, _ = split_bind(bind)
     check_settings(settings)
+    _check_announcement(command)
     if PARENT_PID_ENV in os.environ:  # started by a launcher; by hand, it may outlive the shell that started it
         exit_with_parent()
     # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
@@ -82,13 +91,79 @@ def serve(bind: str, settings: LighthouseSettings) -> int:
     except RuntimeError as error:
         raise ConfigError(f"the lighthouse cannot listen at {bind}: {error}; choose another --bind") from error
     # torchft's address() holds the host's name, which others would have to resolve.
-    reachable = "127.0.0.1" if host in ("[::]", "0.0.0.0") else host
+    reachable = host
+    if host in ("[::]", "0.0.0.0"):
+        reachable = (bracketed(command.advertise) or _own_address()) if command.announce else "127.0.0.1"
     port = server.address().rsplit(":", 1)[1]
     # One write: print makes two when unbuffered, and a log line of torchft's could come between.
     sys.stdout.write(f"{ANNOUNCEMENT}http://{reachable}:{port}\n")
     sys.stdout.flush()
     stop = StopRequests(signal.SIGTERM, signal.SIGINT)
-    while not stop:
-        time.sleep(0.1)
+    if command.announce is not None:
+        own = Announcement.of_this_process(f"http://{reachable}:{port}", os.environ)
+        _take_turns(command.announce, Succession(command.announce, own, standby=command.standby), stop)
+        if not stop and command.standby:
+            # Anew: a server that is shut down goes on answering those who are connected to it.
+            os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:]])
+    else:
+        while not stop:
+            time.sleep(0.1)
     server.shutdown()
     return 0
+
+
+def _take_turns(path: Path, succession: Succession, stop: StopRequests) -> None:
+    """Announce this lighthouse when it is its turn; return when another one is announced, or it is to stop.
+
+    Raises:
+        ConfigError: it cannot announce itself.
+    """
+    served, watched = False, ""
+    while not stop:
+        try:
+            turn = succession.poll()
+        except OSError as error:
+            raise ConfigError(
+                f"--announce must be a file that can be written, got {path} ({error.strerror})"
+            ) from error
+        other = succession.other
+        if not turn:
+            assert other is not None, "it steps down for another one"
+            _say(f"{other.address} (on {other.host}) is announced in {path}: this lighthouse steps down")
+            return
+        if succession.serves and not served:
+            served = True
+            _say(f"lighthouse announced in {path}")
+        elif other is not None and other.id != watched:
+            watched = other.id
+            _say(f"standby of the lighthouse at {other.address} (on {other.host})")
+        time.sleep(0.1)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _check_announcement(command: Lighthouse) -> None:
+    if command.announce is None and (command.standby or command.advertise):
+        option = "--standby" if command.standby else "--advertise"
+        raise ConfigError(f"{option} must come with --announce FILE, got it alone; give the file that the groups read")
+    if command.advertise:
+        try:
+            ipaddress.ip_address(command.advertise)
+        except ValueError as error:
+            raise ConfigError(
+                f"--advertise must be a numeric address, got {command.advertise!r}; give that of the network that the "
+                "groups use"
+            ) from error
+
+
+def _own_address() -> str:
+    """Return the numeric address of the interface that leads out of this host; no name lookup of it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("203.0.113.1", 9))  # reserved for documentation; a datagram socket sends nothing
+        return str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"

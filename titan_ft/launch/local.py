@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from titan_ft.launch.children import Child, Children
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd
-from titan_ft.launch.spares import Spares, may_replace
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, may_replace
 from titan_ft.launch.supervisor import GRACE_SECONDS
+from titan_ft.launch.zygote import SUPERVISOR, Zygote, is_possible
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
@@ -31,6 +31,7 @@ from titan_ft.run.events import (
     LaunchStarted,
     LaunchStopping,
     ReplicaGaveUp,
+    SpareTookOver,
     StepCommitted,
     WorkerExited,
 )
@@ -74,7 +75,8 @@ class LocalRun:
             self._events,
         )
         self._supervisors: dict[int, Child] = {}
-        self._spares = Spares(plan, self._children, self._events)
+        self._num_spares = plan.options.spares
+        self._zygote: Zygote | None = None
         self._shown: set[Child] = set()
         self._trains_since: float | None = None
         self._time_is_up = False
@@ -129,11 +131,8 @@ class LocalRun:
             )
         )
         self._lighthouse.poll()
-        # Supervisors import torch, and then wait for the lighthouse's address.
-        for replica in range(plan.num_replicas):
-            name, log = f"supervisor of replica {replica}", plan.paths.supervisor_log(replica)
-            self._supervisors[replica] = self._children.start(name, plan.supervisor_command(replica), log)
-        self._spares.start()
+        if not plan.options.no_zygote:
+            self._start_zygote()
         while not self._lighthouse.listens:
             if self.stop:
                 return self._interrupted()
@@ -148,16 +147,57 @@ class LocalRun:
             self.view.line(f"curves: tensorboard --logdir {self._curve.folder.parent}")
         if self._metrics:
             self.view.line(f"metrics at {self._metrics.url}")
-        for child in self._supervisors.values():
-            child.write_line(address)
-        self._spares.tell_address(address)
+        while self._zygote is not None and not self._zygote.ready:
+            if self.stop:
+                return self._interrupted()
+            time.sleep(TICK_SECONDS / 4)
+            self._lighthouse.poll()
+            if self._lighthouse.failure:
+                return self._lighthouse_failed()
+            self._watch_zygote()
+        for replica in range(plan.num_replicas):
+            self._supervisors[replica] = self._start_supervisor(replica)
         return self._watch()
+
+    def _start_zygote(self) -> None:
+        """Let the groups' imports begin, beside the start of the lighthouse."""
+        if is_possible():
+            flags = self.plan.worker_flags([])
+            self._zygote = Zygote(self._children, self.plan.module, flags, self.plan.paths.zygote_log)
+        else:
+            self.view.line("this system hands no forks over: each group imports everything itself")
+
+    def _watch_zygote(self) -> None:
+        """Say once that it is gone. Groups that run have their own way to fork."""
+        if self._zygote is None:
+            return
+        self._zygote.poll()
+        if self._zygote.lost:
+            self.view.line(
+                f"{self._zygote.lost}; groups started from now on import everything themselves "
+                f"({self.plan.paths.zygote_log})"
+            )
+            self._zygote = None
+
+    def _start_supervisor(self, replica: int, takeover: str = "") -> Child:
+        """Start a group: as a fork of the zygote where there is one, else as a process that imports everything."""
+        name, log = f"supervisor of replica {replica}", self.plan.paths.supervisor_log(replica)
+        args = self.plan.supervisor_args(replica, self._lighthouse.address, takeover)
+        if self._zygote is not None:
+            forked = self._zygote.fork(f"titan-ft {replica}", args, log)
+            if forked is not None:
+                return self._children.add(Child(name, forked, log))
+            self._watch_zygote()
+            if self._zygote is not None:
+                self.view.line(f"{name} cannot be forked, and imports everything itself ({self.plan.paths.zygote_log})")
+        return self._children.start(name, [sys.executable, "-m", SUPERVISOR, *args], log)
 
     def _watch(self) -> tuple[int, str]:
         """Follow the run to its end; return the exit status and the reason."""
         while True:
             codes = {replica: child.code for replica, child in self._supervisors.items()}
             self._lighthouse.poll()
+            self._watch_zygote()
             self._refresh()
             if self.stop:
                 return self._interrupted()
@@ -240,22 +280,22 @@ class LocalRun:
         ended = [
             (self._supervisors[r], self.status.groups[r].state == status.FAILED) for r, code in codes.items() if code
         ]
-        ended += [(child, False) for child in self._spares.take_dead()]
         for child, explained in ended:
             if child not in self._shown and not explained:
                 self._error(f"{child.describe_end()}; {child.log}: {last_error_line(child.log)}")
             self._shown.add(child)
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
-        """Give the place of each group that is lost to a spare, while there is one; its exit status becomes None."""
+        """Start a spare in the place of each group that is lost, while there is one; its exit status becomes None."""
         if any(group.state == status.FINISHED for group in self.status.groups.values()):
             return  # nobody would be left to fetch the state from
         for replica, code in codes.items():
             gave_up = self.status.groups[replica].state == status.FAILED
-            if may_replace(code, gave_up):
-                child = self._spares.take_over(replica)
-                if child is not None:
-                    self._supervisors[replica], codes[replica] = child, None
+            if self._num_spares and may_replace(code, gave_up):
+                self._num_spares -= 1
+                self._events.emit(SpareTookOver(replica=replica, attempt=self.plan.paths.next_attempt(replica)))
+                self._supervisors[replica] = self._start_supervisor(replica, "a spare takes its place")
+                codes[replica] = None
 
     def _finished(self) -> tuple[int, str]:
         failed = [replica for replica, child in self._supervisors.items() if child.code != 0]

@@ -18,6 +18,8 @@ CONFIG_ERROR_CODE = 2
 """Exit status of a worker whose configuration is wrong: starting it again cannot help."""
 FINAL_CODE = 3
 """Exit status of a worker whose group must not come back by itself: its state diverged, or another took its place."""
+HOST_SUSPECTED_CODE = 4
+"""Exit status of a group's agent that leaves a suspected host: the group should go on elsewhere."""
 WINDOW_SECONDS = 24 * 3600.0
 """Restarts before it are forgotten when the group commits: a run of weeks does not end of what has happened in all."""
 MAX_SAME_ENDS = 3
@@ -100,10 +102,6 @@ class RestartPolicy:
     _num_same: int = 0
     """Ends with the exception `_last_kind` since the last commit, and since the last end with another one."""
 
-    @property
-    def restarts_left(self) -> bool:
-        return len(self._restarts) < self.max_restarts
-
     def decide(self, end: AttemptEnd) -> float | str:
         """Return the seconds to wait before the group is started again, or why it is not.
 
@@ -118,7 +116,7 @@ class RestartPolicy:
         # Not without a commit: attempts that each wait long for what never comes (a file server) would go on for ever.
         while end.committed and self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS:
             self._restarts.popleft()
-        if not self.restarts_left:
+        if len(self._restarts) >= self.max_restarts:
             return f"no restart left (--max-restarts {self.max_restarts} within {WINDOW_SECONDS / 3600:g} hours)"
         if end.committed or end.alive_seconds >= self.healthy_seconds:
             self.streak = 0
@@ -187,3 +185,14 @@ class CommonEnd:
         if any_committed or CRASH_LOOP not in event.reason:
             return ""
         return f"replica {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
+
+
+def may_replace(code: int | None, gave_up: bool) -> bool:
+    """Tell whether a spare may take the place of a group, by how its supervisor ended.
+
+    Another process would do no better where the config is wrong or the state diverged. A supervisor that was killed
+    did not get to say that it gave up.
+    """
+    if code is None or code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
+        return False
+    return gave_up or code < 0

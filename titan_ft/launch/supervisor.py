@@ -2,49 +2,50 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep one replica group running: start its workers, and start them all again when one of them dies.
 
-One process per group (`python -m titan_ft.launch.supervisor`), so that a restart does not pay for this module's imports
-again; beside the group it keeps a standby (see `standby`), so that a restart does not pay for the workers' imports
-either. The group as a whole is what is restarted, because its ranks cannot go on without each other.
-
-A spare supervisor (`--spare`) prepares a standby for a replica that it is told later, on stdin.
+One process per group (`python -m titan_ft.launch.supervisor`), of which the workers are forks: it has imported all that
+they need (see `forks`), by itself or as a fork of the launcher's zygote. The group as a whole is what is restarted,
+because its ranks cannot go on without each other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from titan_ft.config import FaultTolerance
+from titan_ft.launch.forks import preload
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, AttemptEnd, AttemptEvents, RestartPolicy, exit_status
-from titan_ft.launch.standby import Standby, StandbyKeeper
+from titan_ft.launch.worker_group import (
+    LOOPBACK,
+    ForkStarter,
+    PlainStarter,
+    Starter,
+    WorkerExit,
+    WorkerGroup,
+    attempt_env,
+    usual_env,
+    worker_env,
+)
 from titan_ft.run.error_file import beside, read_error
 from titan_ft.run.events import ReplicaGaveUp, ReplicaRestarted, TrainingFinished
 from titan_ft.run.log import EventLog
-from titan_ft.run.orphan import exit_with_parent
+from titan_ft.run.orphan import end_with_parent
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail, last_error_line
-
-if TYPE_CHECKING:
-    from titan_ft.launch.worker_group import WorkerExit, WorkerGroup
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
 CAUSE_SECONDS = 1.0
 """What a rank that has told of an exception gets to end by itself."""
-STANDBY_AFTER_SECONDS = 30.0
-"""A group that waits for others this long gets a standby, though it has not committed a step."""
 DEFAULT_MODULE = "titan_ft.train"
 OVER_SECONDS = 10.0
 """What a group that is back may take to finish together with the others."""
@@ -57,21 +58,23 @@ class GroupSpec:
 
     run_dir: Path
     ranks: int
+    lighthouse: str
+    """Its address."""
     replica: int = 0
-    spare: bool = False
-    """Wait on stdin, after the lighthouse, for a line {"replica": R, "attempt": K}; then be the supervisor of that
-    replica from that attempt on, with its --fault_tolerance.replica_id added to the workers' flags."""
+    bind: str = LOOPBACK
+    """Numeric address at which the group's store listens: groups on other hosts must reach it; 0.0.0.0 for all."""
+    takeover: str = ""
+    """Why the first attempt is a restart, if it is one."""
     attempt: int = 0
     """Number of the first attempt."""
     max_restarts: int = 100
     module: str = DEFAULT_MODULE
-    lighthouse: str = ""
-    """Its address; if left out, read as one line from stdin."""
     drain_seconds: Annotated[float, tyro.conf.arg(name="drain-timeout")] = FaultTolerance.drain_timeout_seconds
     """How long workers may take to finish their step at a stop; 0 kills them at once."""
     grace_seconds: float = GRACE_SECONDS
     """How long the other ranks of a rank that failed may take to end."""
-    standby: bool = True
+    zygote: bool = True
+    """Import what the workers need here, and fork them; else they are new processes, which import it themselves."""
     args: tyro.conf.Suppress[list[str]] = field(default_factory=list)
     env: tyro.conf.Suppress[dict[str, str]] = field(default_factory=dict)
 
@@ -85,13 +88,13 @@ class Supervisor:
 
     Args:
         stop: counts the requests to stop.
-        keeper: of the standbys of `spec`; one that already has a standby lets the first attempt begin with it.
+        starter: of the workers.
     """
 
-    def __init__(self, spec: GroupSpec, stop: StopRequests, keeper: StandbyKeeper) -> None:
+    def __init__(self, spec: GroupSpec, stop: StopRequests, starter: Starter) -> None:
         self.spec = spec
         self._stop = stop
-        self._keeper = keeper
+        self._starter = starter
         self._policy = RestartPolicy(spec.max_restarts)
         self._events = EventLog(spec.paths.supervisor_events(spec.replica, os.getpid()), replica=spec.replica)
         self._group: WorkerGroup | None = None
@@ -104,19 +107,15 @@ class Supervisor:
         """Whether the others have finished while the group was coming back."""
 
     def kill_workers(self) -> None:
-        """Kill the workers at once; for the thread that found this process orphaned."""
+        """Kill the workers at once; for the end of a process that is orphaned."""
         self._stop()
         if self._group is not None:
             self._group.kill()
 
-    def run(self, takeover: str = "") -> int:
-        """Return 0 when the group finished or was drained, 2 or 3 (see `restart_policy`) as a worker did, else 1.
-
-        Args:
-            takeover: why the first attempt is a restart, if it is one.
-        """
+    def run(self) -> int:
+        """Return 0 when the group finished or was drained, 2 or 3 (see `restart_policy`) as a worker did, else 1."""
         attempt = self.spec.attempt
-        restarted_because = takeover
+        restarted_because = self.spec.takeover
         try:
             while not self._stop:
                 started = time.monotonic()
@@ -142,7 +141,6 @@ class Supervisor:
                 restarted_because = SENT_AWAY if failure is None else failure.describe()
             return 1
         finally:
-            self._keeper.end()
             self._events.close()
 
     def _run_attempt(self, attempt: int, restarted_because: str) -> WorkerExit | None:
@@ -163,7 +161,6 @@ class Supervisor:
                 self._emit_exit(attempt, exit)
                 announced.add(exit.rank)
             if self._stop and first is None and self.spec.drain_seconds > 0:
-                self._keeper.end()
                 group.drain(self.spec.drain_seconds, self._stop.impatient)
         finally:
             # A rank cannot finish without the one that failed; after a drain, there was time enough.
@@ -177,21 +174,23 @@ class Supervisor:
         return first or root_failure(final)
 
     def _start_group(self, attempt: int, restarted_because: str) -> WorkerGroup:
-        """Let the standby begin if there is one that may; else start workers."""
-        from titan_ft.launch.worker_group import WorkerGroup, attempt_env
-
         spec = self.spec
         logs = {rank: self._log(attempt, rank) for rank in range(spec.ranks)}
         point_to(logs[0].parent, spec.paths.latest_logs(spec.replica))
-        standby = self._keeper.take()
         if restarted_because:
-            self._events.emit(ReplicaRestarted(attempt=attempt, reason=restarted_because, standby=standby is not None))
-        if standby is not None:
-            # One that dies right now costs its start-up time, but is not the group's failure.
-            if standby.go(spec.args, {**spec.env, **attempt_env(attempt)}, logs):
-                return standby.group
-            standby.end()
-        return WorkerGroup(spec.module, spec.args, spec.env, spec.ranks, spec.max_restarts, attempt=attempt, logs=logs)
+            self._events.emit(ReplicaRestarted(attempt=attempt, reason=restarted_because, standby=self._starter.forks))
+        return WorkerGroup(
+            self._starter,
+            spec.module,
+            spec.args,
+            {**spec.env, **attempt_env(attempt)},
+            spec.ranks,
+            spec.max_restarts,
+            attempt=attempt,
+            logs=logs,
+            title=f"titan-ft {spec.replica}.",
+            bind=spec.bind,
+        )
 
     def _wait_for_end(self, group: WorkerGroup, came_back: bool) -> list[WorkerExit]:
         """Wait until all finished, one failed, or a stop was asked for; return those that ended by themselves.
@@ -199,8 +198,7 @@ class Supervisor:
         Args:
             came_back: whether the others do not wait for the group, because it left in order.
         """
-        started = looked = time.monotonic()
-        due = False
+        looked = time.monotonic()
         while True:
             exits = group.exits()
             if self._stop or len(exits) == group.num_ranks or any(exit.failed for exit in exits):
@@ -213,10 +211,6 @@ class Supervisor:
                 if came_back and self._job_is_over(OVER_SECONDS):
                     self._too_late = True  # it would train everything anew, alone
                     self._stop.count = max(self._stop.count, 2)
-                # Imports must not slow the start of the group itself.
-                due = due or self._attempt_events.committed or now - started > STANDBY_AFTER_SECONDS
-            # A group of which ranks have left needs no standby.
-            self._keeper.keep(due and not exits and self.spec.standby and self._policy.restarts_left)
             time.sleep(POLL_SECONDS)
 
     def _wait_for_cause(self, attempt: int, group: WorkerGroup) -> list[WorkerExit]:
@@ -276,13 +270,7 @@ class Supervisor:
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self._stop and time.monotonic() < deadline:
-            self._keeper.keep(due=False)
             time.sleep(POLL_SECONDS)
-
-
-def start_standby(spec: GroupSpec) -> Standby:
-    """Start a standby of the group; what depends on the replica, if it is not known yet, follows with "go"."""
-    return Standby(spec.module, spec.args, spec.env, spec.ranks, spec.max_restarts)
 
 
 def point_to(folder: Path, link: Path) -> None:
@@ -309,49 +297,34 @@ def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
     return min((exit for exit in exits if exit.failed), key=order, default=None)
 
 
-def read_instruction(stop: StopRequests, meanwhile: Callable[[], None] = lambda: None) -> str:
-    """Return the launcher's next line on stdin; an empty one when it closed stdin, or a stop was asked for."""
-    while not stop and not select.select([0], [], [], POLL_SECONDS)[0]:
-        meanwhile()
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # a buffer would keep the line after it from `select`
-        return "" if stop else stdin.readline().decode().strip()
-
-
 def main() -> int:
-    """Supervise the group that the command line, or for a spare the launcher, describes."""
+    """Supervise the group that the command line describes."""
     stop = StopRequests(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
     spec = tyro.cli(GroupSpec, args=arguments[:end], config=(tyro.conf.FlagCreatePairsOff,))
     spec.args = arguments[end + 1 :]
-    keeper = StandbyKeeper(lambda: start_standby(spec))
     started: list[Supervisor] = []
 
     def kill_workers() -> None:
-        keeper.kill()
         for supervisor in started:
             supervisor.kill_workers()
 
-    exit_with_parent(before_exit=kill_workers)
-    # Imported here, while the lighthouse starts, and before its address is waited for.
-    from titan_ft.launch.worker_group import usual_env, worker_env
+    end_with_parent(kill_workers)
+    spec.env = worker_env(spec.replica, spec.ranks, spec.lighthouse)
+    started.append(Supervisor(spec, stop, choose_starter(spec)))
+    return started[0].run()
 
-    lighthouse = spec.lighthouse or read_instruction(stop)
-    if not lighthouse:
-        return 0 if spec.spare else 1  # the launcher ended before the lighthouse was there
-    if spec.spare:
-        spec.env = usual_env()
-        line = read_instruction(stop, lambda: keeper.keep(due=spec.standby))
-        if not line:
-            keeper.end()
-            return 0
-        place = json.loads(line)
-        spec.replica, spec.attempt = place["replica"], place["attempt"]
-        spec.args.append(f"--fault_tolerance.replica_id={spec.replica}")
-    spec.env = worker_env(spec.replica, spec.ranks, lighthouse)
-    supervisor = Supervisor(spec, stop, keeper)
-    started.append(supervisor)
-    return supervisor.run(takeover="a spare takes its place" if spec.spare else "")
+
+def choose_starter(spec: GroupSpec) -> Starter:
+    """Import what the workers need, if they are to be forks; where that is not possible they are new processes."""
+    if not spec.zygote or sys.platform != "linux":  # macOS's own libraries do not bear a fork
+        return PlainStarter()
+    os.environ.update(usual_env())  # what is read when a library is loaded must be there before
+    obstacle = preload(spec.module, spec.args)
+    if obstacle:
+        print(f"replica {spec.replica}: {obstacle}: its workers are new processes", file=sys.stderr, flush=True)
+    return PlainStarter() if obstacle else ForkStarter()
 
 
 if __name__ == "__main__":

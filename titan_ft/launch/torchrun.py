@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -25,18 +26,30 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher import api
 
-from titan_ft.config import TABLE, FaultTolerance, load_toml, read_flags
-from titan_ft.launch.restart_policy import AttemptEnd, AttemptEvents, RestartPolicy, exit_status
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags
+from titan_ft.launch.restart_policy import (
+    CONFIG_ERROR_CODE,
+    HOST_SUSPECTED_CODE,
+    AttemptEnd,
+    AttemptEvents,
+    RestartPolicy,
+    exit_status,
+)
 from titan_ft.launch.supervisor import root_failure
+from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
 from titan_ft.launch.worker_group import WorkerExit
+from titan_ft.live.group_metrics import PORT_ENV, GroupMetrics
+from titan_ft.live.metrics import split_address
 from titan_ft.run.error_file import read_error
-from titan_ft.run.events import ReplicaGaveUp, ReplicaRestarted
+from titan_ft.run.events import HostLeft, ReplicaGaveUp, ReplicaRestarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
+from titan_ft.run.process import node_name
 
 UNLIMITED = 1_000_000
 """Restarts that torchrun itself may make: the policy counts them."""
 NO_LOG = "the output of torchrun"
+_ATTEMPT_KEY = "titan_ft/attempt"  # in the store of a rendezvous
 
 
 class GroupAgent(LocalElasticAgent):
@@ -52,22 +65,64 @@ class GroupAgent(LocalElasticAgent):
         self._paths, self._replica = _run_of([str(arg) for arg in spec.args])
         file = None if self._paths is None else self._paths.supervisor_events(self._replica, os.getpid())
         self._events = EventLog(file, replica=self._replica)
+        self._metrics: GroupMetrics | None = None
+        self._suspects, self._host = SuspectPolicy.of(os.environ), node_name()
+        self._deaths = None
+        if self._paths is not None and self._suspects.deaths:
+            pattern, window = self._paths.supervisors_pattern(), self._suspects.window_seconds
+            self._deaths = HostDeaths(self._paths.events, pattern, self._host, window)
         self._started = 0.0
+        self._attempt = -1
+        """How often the group was started before, as node 0 counts; what torchrun counts begins anew with its agent."""
         self._restarted_because = ""
         """Why the workers are started again; empty at their first start, and where nodes come or go."""
 
-    @property
-    def _attempt(self) -> int:
-        """Which start of the workers this is, as torchrun tells them."""
-        return UNLIMITED - int(self._remaining_restarts)
+    def _count_attempt(self, node: int, store: Store) -> int:
+        """Return how often the group was started before, the same on all of its nodes.
+
+        A node whose workers did not fail counts no restart, and an agent that Slurm has requeued none at all: the ranks
+        of a group would take each other for other attempts, and a restarted group itself for one that never was.
+
+        Args:
+            store: of this rendezvous.
+        """
+        if node > 0:
+            return int(store.get(_ATTEMPT_KEY))
+        number = self._attempt + 1
+        if number == 0:
+            requeued = os.environ.get("SLURM_RESTART_COUNT", "")
+            known = 0 if self._paths is None else self._paths.next_attempt(self._replica)
+            number = max(known, int(requeued) if requeued.isdigit() else 0)
+        store.set(_ATTEMPT_KEY, str(number))
+        return number
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         node: Any = worker_group.group_rank
-        if self._started and node == 0:  # of all nodes of the group one tells
-            reason = self._restarted_because or "its nodes have changed, or workers failed on another one"
+        store: Any = worker_group.store  # set by the rendezvous, which has just been
+        self._attempt = self._count_attempt(node, store)
+        os.environ["TITAN_FT_ATTEMPT"] = str(self._attempt)
+        if node == 0:  # of all nodes of the group one tells
+            self._serve_metrics()
+        if self._attempt > 0 and node == 0:
+            reason = self._restarted_because
+            if not reason and self._started:
+                reason = "its nodes have changed, or workers failed on another one"
+            elif not reason:
+                reason = "Slurm requeued it" if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else "started by hand"
             self._events.emit(ReplicaRestarted(attempt=self._attempt, reason=reason, standby=False))
         self._started, self._restarted_because = time.monotonic(), ""
         return dict(super()._start_workers(worker_group))
+
+    def _serve_metrics(self) -> None:
+        """Serve the group's figures from now on, if that is asked for; training goes on without where it fails."""
+        place = os.environ.get(PORT_ENV, "")
+        if not place or self._metrics or self._paths is None:
+            return
+        try:
+            self._metrics = GroupMetrics(place, self._paths, self._replica)
+            print(f"titan_ft: replica {self._replica}: metrics at {self._metrics.url}", file=sys.stderr, flush=True)
+        except ConfigError as error:
+            print(f"titan_ft: replica {self._replica} serves no metrics: {error}", file=sys.stderr, flush=True)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Looked at before torchrun does: where one has failed it ends the others, and tells of all of them alike.
@@ -97,16 +152,32 @@ class GroupAgent(LocalElasticAgent):
             self._events.emit(exit.event(self._attempt, why, disturbed=disturbed, log=None))
         alive = time.monotonic() - self._started
         delay = self._policy.decide(AttemptEnd(first.code, alive, committed, first.error, disturbed))
+        status = exit_status(first.code)
+        if isinstance(delay, float) and (suspicion := self._suspect()):
+            delay, status = suspicion, HOST_SUSPECTED_CODE
         if isinstance(delay, float):
             self._restarted_because = first.describe()
             time.sleep(delay)
             return
         self._remaining_restarts, attempt = 0, self._attempt
-        GroupAgent.status = exit_status(first.code)
+        GroupAgent.status = status
         text = "see its output" if first.error is None else first.error.text
         reason = f"{first.describe()}; {delay}"
         self._events.emit(ReplicaGaveUp(attempt=attempt, rank=first.rank, reason=reason, log=NO_LOG, error=text))
         print(f"titan_ft: replica {self._replica}: {reason}; {text}", file=sys.stderr, flush=True)
+
+    def _suspect(self) -> str:
+        """Return why this host is suspected, after whoever is to know was told; nothing if it is not."""
+        deaths = 0 if self._deaths is None else self._deaths.count()
+        if deaths < self._suspects.deaths or not deaths:
+            return ""
+        seconds = self._suspects.window_seconds
+        reason = (
+            f"{deaths} deaths of workers on host {self._host} within {seconds:g} s: the group is to go on elsewhere"
+        )
+        self._events.emit(HostLeft(attempt=self._attempt, host=self._host, deaths=deaths, reason=reason))
+        self._suspects.act(self._host, reason)
+        return reason
 
     def _look_back(self, rank: int) -> AttemptEvents | None:
         """Return what this rank has announced of the attempt; None where it writes no events."""
@@ -129,7 +200,13 @@ def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:
 
 
 def main() -> int:
-    """Return 0 when the workers finished, 2 or 3 (see `restart_policy`) as a worker did, else 1."""
+    """Return 0 when the workers finished, 2 or 3 as a worker did, 4 on a suspected host (`restart_policy`), else 1."""
+    try:
+        split_address(os.environ.get(PORT_ENV, "0") or "0")
+        SuspectPolicy.of(os.environ)
+    except ConfigError as error:
+        print(f"titan_ft: {error}", file=sys.stderr)
+        return CONFIG_ERROR_CODE
     api.LocalElasticAgent = GroupAgent  # type: ignore[attr-defined] # what `launch_agent` makes
     try:
         torch_run.run(torch_run.parse_args(sys.argv[1:]))

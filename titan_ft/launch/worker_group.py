@@ -15,20 +15,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-import torch
-import torch.distributed as dist
-
-from titan_ft.launch.gpus import listed_gpus
-from titan_ft.launch.standby import SOCKET_ENV
+from titan_ft.launch import store_server
+from titan_ft.launch.forks import ForkedProcess, fork_module
+from titan_ft.launch.gpus import listed_gpus, num_gpus
 from titan_ft.run import error_file
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import WorkerExited
 from titan_ft.run.orphan import PARENT_PID_ENV
+from titan_ft.run.process import node_name
 
 LOOPBACK = "127.0.0.1"
 
@@ -66,6 +65,7 @@ class WorkerExit:
         event = WorkerExited(
             rank=self.rank, attempt=attempt, worker_pid=self.pid, reason=reason, stopped=bool(stopped_because)
         )
+        event.host = node_name()
         if self.code >= 0:
             event.code = self.code
         else:
@@ -73,25 +73,111 @@ class WorkerExit:
         if self.code > 0 and log is not None:
             event.log = str(log)
         if self.error is not None:
-            event.error, event.transient = self.error.text, self.error.transient or disturbed or None
+            event.error = self.error.text
+        if self.failed:
+            event.transient = disturbed or (self.error is not None and self.error.transient) or None
         return event
+
+
+class Starter(Protocol):
+    """A way to start the processes of a group."""
+
+    forks: bool
+    """Whether its workers have imported everything when they begin."""
+
+    def start(
+        self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        """Run a Python module in a session of its own; without a log its output goes where this process's own goes."""
+
+    def serve_store(self, listener: socket.socket) -> Store:
+        """Serve a store for the workers of one attempt at a socket, which is the store's from then on."""
+
+
+class Store(Protocol):
+    """Where the workers of one attempt meet."""
+
+    pid: int
+    """Of the process that serves it."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class PlainStarter:
+    """Starts new Python processes; the store is served by this one."""
+
+    forks = False
+
+    def start(
+        self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
+    ) -> subprocess.Popen[bytes]:
+        with _open_log(log) as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *args],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def serve_store(self, listener: socket.socket) -> Store:
+        return _StoreHere(store_server.serve(listener))
+
+
+class _StoreHere:
+    def __init__(self, store: Any) -> None:
+        self.store, self.pid = store, os.getpid()
+
+    def close(self) -> None:
+        self.store = None
+
+
+class ForkStarter:
+    """Forks this process, which has imported everything (see `forks`)."""
+
+    forks = True
+
+    def start(
+        self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
+    ) -> ForkedProcess:
+        return fork_module(module, args, env, log, title=title)
+
+    def serve_store(self, listener: socket.socket) -> Store:
+        with listener:
+            arguments = [str(listener.fileno())]
+            env = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
+            return _StoreFork(fork_module(store_server.__name__, arguments, env, None, title="titan-ft store"))
+
+
+class _StoreFork:
+    def __init__(self, process: ForkedProcess) -> None:
+        self.process, self.pid = process, process.pid
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 class WorkerGroup:
     """The workers of one attempt of one group: started together, and all ended as soon as one of them fails.
 
     Args:
+        starter: how.
         module: Python module that the workers run.
         args: its command line.
         env: environment of all workers, on top of this process's own and of torchrun's usual variables.
         max_restarts: told to the workers, as torchrun does.
         attempt: which start of the group this is, from 0 (see `attempt_env`).
         logs: log file per rank; without, output goes where this process's own goes.
-        standby: per rank the socket at which it waits, if it is to (see `standby`).
+        title: what a worker is called in `ps` where it is a fork, before its rank.
+        bind: numeric address at which the group's store listens; groups on other hosts must reach it.
     """
 
     def __init__(
         self,
+        starter: Starter,
         module: str,
         args: list[str],
         env: Mapping[str, str],
@@ -100,48 +186,37 @@ class WorkerGroup:
         *,
         attempt: int = 0,
         logs: Mapping[int, Path] | None = None,
-        standby: Sequence[socket.socket] = (),
+        title: str = "titan-ft ",
+        bind: str = LOOPBACK,
     ) -> None:
         self.num_ranks = num_ranks
-        # Workers meet at a store that lives here, on a port the system chose: a port picked now for rank 0 to bind
-        # after seconds of imports could be taken by then. On loopback only.
-        listener = socket.create_server((LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(  # type: ignore[attr-defined] # torch exports it without listing it
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        shared = {**os.environ, **env, **self._group_env(port, max_restarts), **attempt_env(attempt)}
-        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        # Workers meet at a store on a port that the system chose: a port picked now for rank 0 to bind after seconds of
+        # imports could be taken by then.
+        listener = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
+        address = store_server.reachable(listener)
+        self._store = starter.serve_store(listener)
+        shared = {**os.environ, **env, **self._group_env(address, max_restarts), **attempt_env(attempt)}
+        self._workers: dict[int, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._reaped = False
         try:
             for rank in range(num_ranks):
                 own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-                if logs:
-                    own[error_file.FILE_ENV] = str(error_file.beside(logs[rank]))
-                descriptors = []
-                if standby:
-                    descriptors = [standby[rank].fileno()]
-                    own[SOCKET_ENV] = str(descriptors[0])
-                with _open_log(logs[rank] if logs else None) as output:
-                    self._workers[rank] = subprocess.Popen(
-                        [sys.executable, "-m", module, *args],
-                        env={**shared, **own},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        pass_fds=descriptors,
-                        start_new_session=True,
-                    )
+                log = logs[rank] if logs else None
+                if log is not None:
+                    own[error_file.FILE_ENV] = str(error_file.beside(log))
+                self._workers[rank] = starter.start(module, args, {**shared, **own}, log, f"{title}{rank}")
         except BaseException:
             self.end(0.0)
             raise
 
-    def _group_env(self, port: int, max_restarts: int) -> dict[str, str]:
+    def _group_env(self, address: tuple[str, int], max_restarts: int) -> dict[str, str]:
         """Return the variables that are the same for all ranks and attempts: torchrun's, and who the parent is."""
         world = str(self.num_ranks)
         return {
             PARENT_PID_ENV: str(os.getpid()),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
+            store_server.PID_ENV: str(self._store.pid),
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": str(address[1]),
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,
             "ROLE_WORLD_SIZE": world,
@@ -187,6 +262,7 @@ class WorkerGroup:
         self._reaped = True
         for worker in self._workers.values():
             worker.poll()
+        self._store.close()
         return exits
 
     def kill(self) -> None:
@@ -225,8 +301,9 @@ def visible_devices(replica: int, num_ranks: int, devices: list[str]) -> list[st
 def worker_env(replica: int, num_ranks: int, lighthouse: str) -> dict[str, str]:
     """Return what the environment of all workers of a group holds, whatever the attempt."""
     env = {"TORCHFT_LIGHTHOUSE": lighthouse, **usual_env()}
+    # Counted without torch, which would initialize CUDA here, and so for good in all forks of this process.
     listed = listed_gpus()
-    devices = listed if listed is not None else [str(index) for index in range(torch.cuda.device_count())]
+    devices = listed if listed is not None else [str(index) for index in range(num_gpus() or 0)]
     chosen = visible_devices(replica, num_ranks, devices)
     if chosen is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)

@@ -136,6 +136,8 @@ class MetricsServer:
         self._restarts = counter("restarts", "Restarts of groups.", ("replica", "standby"))
         self._failures = counter("failures", "Ends of groups, by what ended the first rank.", ("replica", "cause"))
         self._heals = counter("heals", "Transfers of state to a group that ended well.", ("replica",))
+        self._heal_bytes = counter("heal_received_bytes", "Bytes of state that healing groups received.", ("replica",))
+        self._sent_bytes = counter("gradient_sent_bytes", "Bytes of gradients sent to other groups.", ("replica",))
         self._heal_seconds = histogram("heal_seconds", "Seconds until the state was there.", buckets=HEAL_BUCKETS)
         self._faults = counter("faults_injected", "Faults injected.", ("fault",))
         self._mismatches = counter("digest_mismatches", "Steps at which groups held different state.")
@@ -146,8 +148,11 @@ class MetricsServer:
         """Count an event."""
         new_fault, is_first_rank = self._injected.observe(event), not event.rank
         match event:
-            case ev.StepCommitted() if event.rank == 0:
-                self._count_step(event)
+            case ev.StepCommitted():
+                if event.wire_bytes is not None:
+                    self._sent_bytes.labels(str(event.replica)).inc(event.wire_bytes)
+                if is_first_rank:
+                    self._count_step(event)
             case ev.WorkerStarted() if event.config is not None:
                 self._target.set(event.config.steps)
             case ev.ChaosStarted():
@@ -162,9 +167,11 @@ class MetricsServer:
                 self._lighthouses.inc()
             case ev.Drained() if is_first_rank:
                 self._drained_attempts.add((event.replica, event.attempt))
-            case ev.HealFinished() if is_first_rank:
-                self._heals.labels(str(event.replica)).inc()
-                self._heal_seconds.observe(event.seconds)
+            case ev.HealFinished():
+                self._heal_bytes.labels(str(event.replica)).inc(event.bytes)
+                if is_first_rank:
+                    self._heals.labels(str(event.replica)).inc()
+                    self._heal_seconds.observe(event.seconds)
             case ev.DigestMismatch() if is_first_rank and event.step not in self._differing_steps:
                 # Each group has the event.
                 self._differing_steps.add(event.step)
@@ -172,9 +179,13 @@ class MetricsServer:
             case ev.CheckpointSaved() if is_first_rank:
                 self._saved.inc()
 
-    def update(self, groups: Groups) -> None:
-        """Set what is known of all groups; called often."""
-        self._groups.set(len(groups))
+    def update(self, groups: Groups, num_groups: int | None = None) -> None:
+        """Set what is known of the groups; called often.
+
+        Args:
+            num_groups: groups of the run, where these are not all of them.
+        """
+        self._groups.set(len(groups) if num_groups is None else num_groups)
         for replica, group in groups.items():
             if self._shown.get(replica) == group:
                 continue
@@ -187,7 +198,8 @@ class MetricsServer:
 
     def _begin_group(self, replica: str) -> None:
         """Let a group's counters begin with 0: one that shows up with its first event has no increase to be seen."""
-        self._heals.labels(replica)
+        for metric in (self._heals, self._heal_bytes, self._sent_bytes):
+            metric.labels(replica)
         for standby in ("false", "true"):
             self._restarts.labels(replica, standby)
         for cause in (*FAILURE_CAUSES, OTHER_CAUSE):

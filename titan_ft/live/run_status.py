@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from statistics import fmean
 from typing import Any
@@ -119,6 +119,8 @@ class RunStatus:
         self.participants: tuple[int, ...] = ()
         self.faults = InjectedFaults()
         self.num_lighthouse_restarts = 0
+        self.deaths: Counter[str] = Counter()
+        """Of workers, by host; without those that were stopped because of another one."""
         self.lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
         """What happened, with its Unix seconds."""
         self.started: float | None = None
@@ -169,6 +171,8 @@ class RunStatus:
                 line = self._take_step(event)
             case ev.LighthouseRestarted():
                 self.num_lighthouse_restarts += 1
+            case ev.WorkerExited(host=str(host), stopped=False) if event.cause:
+                self.deaths[host] += 1
             case ev.LaunchStopping():
                 self.groups = status.draining(self.groups)
             case ev.LaunchFinished():

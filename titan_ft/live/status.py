@@ -131,7 +131,7 @@ def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
             )
         case ev.Drained():
             return replace(group, state=DRAINED, step=event.step)
-        case ev.TrainingFinished():
+        case ev.TrainingFinished() | ev.CameTooLate():
             return replace(group, state=FINISHED, step=event.step)
     return group
 
@@ -176,6 +176,7 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.CheckpointSaved: lambda e, u: f"saved the checkpoint of step {e.step}",
     ev.DataReset: lambda e, u: f"starts its data anew{_because(e.reason)}",
     ev.TrainingFinished: lambda e, u: f"finished at {u.name(e.step)}",
+    ev.CameTooLate: lambda e, u: f"came when the job had finished, at {u.name(e.step)}, and ends",
 }
 # Every group comes to the same finding: one line is enough.
 _SEEN_BY_ALL = (ev.Waiting, ev.Straggler, ev.StragglerRecovered, ev.DigestMismatch, ev.GradientExcluded, ev.RolledBack)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 SILENT_SECONDS = 10.0
 """Without an event for so long, and for two steps, a run that is not over may be stuck, or its launcher killed."""
+MAX_HOSTS = 4
+"""Hosts whose deaths are shown."""
 NUM_LINES = 10
 """Of what happened, where the height is not limited."""
 
@@ -100,6 +102,7 @@ def _state(run: RunStatus, now: float) -> Text:
 def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     """Return the figures of the whole run, in as many lines as the width asks for."""
     rate, left, steps = run.tokens_per_second(now), run.seconds_left(now), run.steps
+    hosts = {group.host for group in run.groups.values()}
     share = f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)" if steps.num_attempted else ""
     step = None if run.step is None else run.unit.step_after(run.step)
     figures = [
@@ -113,6 +116,7 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
         ("faults", str(run.faults.num_injected)),
         ("restarts", str(run.restarts)),
         ("lighthouse restarts", str(run.num_lighthouse_restarts)),
+        *([("deaths by host", _deaths(run))] if len(hosts) > 1 and run.deaths else []),
     ]
     lines = [_text("")]
     for label, value in figures:
@@ -120,6 +124,12 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
             lines.append(_text(""))
         lines[-1].append("  " if lines[-1].plain else "").append(f"{label} ", "dim").append(value, "bold")
     return lines
+
+
+def _deaths(run: RunStatus) -> str:
+    """Return the hosts on which most workers have died."""
+    worst = ", ".join(f"{host} {deaths}" for host, deaths in run.deaths.most_common(MAX_HOSTS))
+    return worst + (", ..." if len(run.deaths) > MAX_HOSTS else "")
 
 
 def _losses(run: RunStatus, screen: Screen) -> list[Text]:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titan_ft.config import FaultTolerance, unit_of
+from titan_ft.config import FaultTolerance
 from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
 from titan_ft.replica.ledger import Entry, share_out
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.row import Row, Standing, descend
+from titan_ft.round_settings import unit_of
 
 if TYPE_CHECKING:
     from titan_ft.replica.position import Position
@@ -330,7 +331,10 @@ def _start(made: Round, config: FaultTolerance) -> Decision:
     # The rows tell each group's own wait, the same on all of its ranks, so that everybody ends the wait in this round.
     if present < config.group_size and max(row.waited for row in made.rows) < config.start_timeout_seconds:
         return Wait(f"{present} of {config.group_size} groups are here")
-    if present < config.min_replica_size:
+    # Beside groups that have begun there is nothing to give up: they wait, however long, and this one waits with them.
+    # Two that came by turns used to be told each other's absence at once, and the job never got further.
+    begun = any(row.training and row.standing == Standing.READY for row in made.rows)
+    if present < config.min_replica_size and not begun:
         return GiveUp(
             GaveUpError(
                 f"fault_tolerance.min_replica_size must be reached within start_timeout_seconds "

@@ -1,6 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The donor's part in a heal: a copy of the state in host memory as long as a joiner fetches it."""
+"""The donor's part in a heal: a copy of the state in host memory as long as a joiner fetches it.
+
+The copy is made in the round in which a joiner is sent here; with a semi-synchronous method also between two steps of a
+round of several, for a joiner that has come meanwhile and takes what this group offers (`offer.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from titan_ft.replica.decision import Round
 from titan_ft.replica.position import Position
 from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.state_server import StateServer
+from titan_ft.replica.wire import Message
 
 
 class Donor:
@@ -18,6 +23,7 @@ class Donor:
     def __init__(self, state: TrainState, server: StateServer) -> None:
         self._state, self._server = state, server
         self._served: Snapshot | None = None
+        self._offers = False
 
     def serve(self, made: Round, position: Position) -> None:
         """Copy the state to host memory if a joiner was sent to this group, before the optimizer writes it."""
@@ -30,12 +36,32 @@ class Donor:
         )
         # A joiner may fetch already although this group voted no in the round that named it the donor.
         if (sent and not held) or (serving and self._served is None):
-            self._withdraw()
-            started = time.monotonic()
-            self._served = self._state.copy(position.step, position.lineage)
-            self._server.publish(self._served, time.monotonic() - started)
+            self.copy(position)
         elif not sent and not serving:
             self._withdraw()
+        self._offer(made, position)
+
+    @property
+    def wanted(self) -> bool:
+        """Say whether a joiner waits for what this rank offers."""
+        return self._server.wanted
+
+    def copy(self, position: Position) -> None:
+        """Copy the state as it is now, and serve that."""
+        self._withdraw()
+        started = time.monotonic()
+        self._served = self._state.copy(position.step, position.lineage)
+        self._server.publish(self._served, time.monotonic() - started)
+
+    def _offer(self, made: Round, position: Position) -> None:
+        """Offer the state if the groups have compared its bytes right before the steps of a round, else none."""
+        rank, verdict = made.quorum.rank, made.verdict
+        offers = rank in verdict.opening and verdict.verified and not verdict.due
+        if offers:
+            self._server.offer(Message(step=position.step, lineage=position.lineage, digest=verdict.digest))
+        elif self._offers:
+            self._server.offer(None)
+        self._offers = offers
 
     def _withdraw(self) -> None:
         self._served = None

@@ -28,9 +28,10 @@ TERMINATED = 128 + signal.SIGTERM
 _ONE_REQUEST_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
-# Of the timeout: how long others are waited for at most. A round of several steps is finished if its rest takes half of
-# the timeout, and the others may come a little later; what is left is for the exchange with them.
-_WAITING_SHARE = 0.75
+# Of the timeout: a round of several steps is finished if this group's are over within the first, the others are waited
+# for until the second is over, and what is left is for the exchange with them.
+OWN_SHARE = 0.5
+WAITING_SHARE = 0.75
 _NO_VOTE_SECONDS = 1.0  # time to find a dead sibling for a rank that has nothing to finish
 
 
@@ -65,6 +66,7 @@ class Drain:
         self._requested = self._left = False
         self._requested_at = math.inf
         self._votes = 0
+        self._begun = False
         self._announced = self._agreed = False
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -78,9 +80,14 @@ class Drain:
         return self._requested
 
     @property
+    def spent(self) -> float:
+        """Return which share of the timeout is over, by this rank's clock; 0 before this rank was told to leave."""
+        return max(0.0, time.monotonic() - self._requested_at) / self._timeout_seconds
+
+    @property
     def is_urgent(self) -> bool:
         """Say whether this rank's group should wait for no other group any more, by this rank's clock."""
-        return time.monotonic() - self._requested_at >= _WAITING_SHARE * self._timeout_seconds
+        return self.spent >= WAITING_SHARE
 
     def install(self) -> None:
         """Take SIGTERM as the request to leave, and a second one as the order to end at once; main thread only.
@@ -112,6 +119,10 @@ class Drain:
         threading.Thread(target=self._expire, name="titan_ft_drain_timeout", daemon=True).start()
         if self._connect is not None:
             threading.Thread(target=self._watch, args=(self._connect,), name="titan_ft_siblings", daemon=True).start()
+
+    def begin(self) -> None:
+        """Note that this rank has something to finish, though it may not have come to a vote yet; training thread."""
+        self._begun = True
 
     def before_vote(self) -> None:
         """Tell the other ranks if this one was told to leave; training thread, right before each vote."""
@@ -166,7 +177,7 @@ class Drain:
         if self._store is not None:
             time.sleep(min(_NO_VOTE_SECONDS, self._timeout_seconds))
         reason = "it had not begun to train"
-        if self._votes:
+        if self._votes or self._begun:
             time.sleep(max(0.0, began + self._timeout_seconds - time.monotonic()))
             reason = f"fault_tolerance.drain_timeout_seconds ({self._timeout_seconds:g} s) is over"
         self._abandon(reason)

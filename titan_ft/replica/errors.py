@@ -19,6 +19,10 @@ class Leaving(Exception):  # noqa: N818  # no error, but an end in order
     """This group was told to leave, and all of its ranks have agreed."""
 
 
+class JobFinished(Exception):  # noqa: N818  # no error, but an end in order
+    """The job had made its last step when this group came; there is nothing left to train."""
+
+
 def first_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message: torch appends stacks of C++ to it."""
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]

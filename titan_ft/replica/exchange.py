@@ -185,6 +185,7 @@ class GradientExchange:
         self._flight: _Flight | None = None
         self.spoiled = False  # whether what this rank gave to the last exchange was not finite
         self._wire_bytes = 0
+        self._read: torch.Event | None = None  # when the sums have been copied out of the buckets
         if overlap:
             for bucket in self._buckets:
                 for index, part in enumerate(bucket.parts):
@@ -318,6 +319,7 @@ class GradientExchange:
                     part.write(view, self._gradient_scale * (1 / weight if scale is None else scale))
                 else:  # no group has one
                     part.drop()
+        self._read = device.record_event()
 
     def _flat(self, bucket: _Bucket) -> torch.Tensor | None:
         return bucket.flat if bucket.fragment in self._reduced else None
@@ -330,6 +332,8 @@ class GradientExchange:
         gives: bool = True,
     ) -> None:
         given = frozenset(self._weights) if gives else frozenset()
+        # The host writes into buckets of its own at once, though a GPU may still copy the last sums out of them.
+        device.synchronize([self._read])
         self._flight = _Flight(
             self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe
         )
@@ -437,9 +441,9 @@ class _Flight:
         gathered[self._quorum.rank] = own
         self._all_reduce(gathered)
         self._await_works()
-        device.synchronize()
+        vectors = gathered.cpu()  # waits for all of it
         self._raise_errored()
-        return gathered.cpu()
+        return vectors
 
     def join(self) -> None:
         """End the thread; it never outlives its exchange, because the next one writes the same buckets."""
@@ -453,11 +457,12 @@ class _Flight:
                 raise ExchangeError(quorum.error)
             self._quorum = quorum
             self.contributed = self._contributes(quorum)
-            # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
-            self.travelling = self._agree_on_fragments()
             full: set[int] = set()
             sums: list[torch.Tensor] = []
+            # All of it: this thread's own stream is that of the training, which would wait for the other members.
             with device.side_stream(self._where):
+                # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
+                self.travelling = self._agree_on_fragments()
                 for bucket in self._buckets:
                     if bucket.fragment not in self.travelling:
                         continue

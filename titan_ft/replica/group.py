@@ -23,6 +23,11 @@ class Group:
         self._where = where
         self._loss_group = loss_group
 
+    @property
+    def leads(self) -> bool:
+        """Say whether this rank is the group's rank 0; no collective."""
+        return dist.get_rank() == 0
+
     def gather_losses(self, values: Sequence[float]) -> torch.Tensor:
         """Gather `values` of the ranks whose losses add up: float64 [num_ranks, len(values)] on CPU."""
         own = torch.tensor([values], dtype=torch.float64)

@@ -13,19 +13,22 @@ import math
 import time
 from collections.abc import Callable
 
-from titan_ft.config import FaultTolerance, unit_of
+from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision as decisions
 from titan_ft.replica.catch_up import CatchUp, Fetched
 from titan_ft.replica.decision import Broken, Round, Update, decide, gives_next, is_update
-from titan_ft.replica.errors import Leaving
+from titan_ft.replica.errors import Leaving, first_line
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.offer import Offer, OfferSearch
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import PAUSE_SECONDS, Rounds
 from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_fetch import fetch
+from titan_ft.replica.wire import TransferError
+from titan_ft.round_settings import unit_of
 from titan_ft.run.events import CatchUpWaiting, HealFailed, HealFinished, HealStarted, RolledBack
 from titan_ft.run.log import EventLog
 
@@ -61,6 +64,7 @@ class Heal:
         self._config, self._position, self._rounds, self._exchange = config, position, rounds, exchange
         self._state, self._ledger, self._group, self._events = state, ledger, group, events
         self._nominal_tokens, self._token, self._apply = nominal_tokens, token, apply
+        self._search = OfferSearch(rounds.find_peers, token, config.replica_id)
         self._attempt: CatchUp | None = None
         self._rest = 0  # rounds until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
@@ -87,6 +91,8 @@ class Heal:
         self.ended_on_update = True  # whatever the round was that this group missed
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
+            if self._attempt is None and self._config.semi_sync_method:
+                self._begin_aside()
             attempt = self._attempt
             if attempt is not None and self._config.semi_sync_method and not self.ended_on_update:
                 self._fetch_aside(attempt)
@@ -103,8 +109,59 @@ class Heal:
             if self._attempt is not None and not self._is_about_to_miss(outcome):
                 self._conclude(self._attempt)
             self._round_seconds = time.monotonic() - began
+        self._rounds.begin()
         self._rounds.ask()
         return time.monotonic() - started
+
+    def sees_offer(self, beyond: int) -> bool:
+        """Wait for the quorum asked for, or until a group in the midst of its round offers a state behind more updates.
+
+        Returns:
+            Whether it does: the others are further than `beyond`, and come to a quorum at the end of the round only.
+        """
+        return self._await_offer(beyond) is not None
+
+    def _begin_aside(self) -> None:
+        """Begin to fetch while the others are in the midst of a round, from one that offers its state.
+
+        Raises:
+            Leaving: the group was told to leave; it has nothing to finish.
+        """
+        offer = self._await_offer(0)
+        if offer is None:
+            return
+        self.ended_on_update = False
+        self._attempt = self._begin(offer, lambda: self._find_address(offer.slot))
+
+    def _find_address(self, slot: int) -> str:
+        try:
+            return self._rounds.find_address(slot)
+        except (KeyError, OSError, RuntimeError) as error:
+            raise TransferError(f"group {slot} offered its state and cannot be reached: {first_line(error)}") from error
+
+    def _await_offer(self, beyond: int) -> Offer | None:
+        """Wait until a group offers a state behind more than `beyond` updates; None if the quorum comes first."""
+        self._rounds.ask()
+        self._search.begin()
+        while not any(self._group.gather(self._rounds.awaited)):
+            found = (self._search.poll(beyond) if self._group.leads else None) or Offer(0, 0, 0, 0)
+            if step := self._group.gather(found.step)[0]:
+                slot, lineage, digest = (self._group.gather(v)[0] for v in (found.slot, found.lineage, found.digest))
+                return Offer(slot, step, lineage, digest)
+            if self._position.standing is not Standing.READY:
+                self._leave_if_told()
+            self._rounds.pause()
+        return None
+
+    def _leave_if_told(self) -> None:
+        """Leave at once: a group that heals has nothing to finish.
+
+        Raises:
+            Leaving: it was told to.
+        """
+        if any(self._group.gather(self._rounds.told_to_leave)):
+            self._position.leave()
+            raise Leaving
 
     def _fetch_aside(self, attempt: CatchUp) -> None:
         """Wait for the state while the others train a round, until it is there or they are at the round's end.
@@ -117,9 +174,7 @@ class Heal:
         """
         self._rounds.ask()
         while self._attempt is attempt and not any(self._group.gather(self._rounds.awaited)):
-            if any(self._group.gather(self._rounds.told_to_leave)):
-                self._position.leave()
-                raise Leaving
+            self._leave_if_told()
             if attempt.whole:
                 self._replay_some(attempt)  # void if the bytes are not the agreed ones
             else:
@@ -135,7 +190,9 @@ class Heal:
         """
         match decide(self._position, outcome, self._config):
             case decisions.Fetch(donor) if isinstance(outcome, Round):
-                self._attempt = self._begin(outcome, donor)
+                verdict, address = outcome.verdict, self._rounds.peer_address(donor)
+                offer = Offer(outcome.quorum.slots[donor], verdict.step, outcome.lineage, verdict.digest)
+                self._attempt = self._begin(offer, lambda: address)
             case decisions.RollBack():
                 self._roll_back()
                 return
@@ -181,18 +238,17 @@ class Heal:
             attempt.whole = True
             self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
 
-    def _begin(self, made: Round, donor: int) -> CatchUp:
-        address, slot, config = self._rounds.peer_address(donor), made.quorum.slots[donor], self._config
-        step = made.verdict.step
+    def _begin(self, offer: Offer, address: Callable[[], str]) -> CatchUp:
+        slot, step, config = offer.slot, offer.step, self._config
         self._position.fetch(slot, awaited=config.catch_up == "wait")
         self._events.emit(HealStarted(donor=slot, from_step=step, step=step))
         return CatchUp(
             slot,
             step,
-            made.lineage,
-            made.verdict.digest,
+            offer.lineage,
+            offer.digest,
             lambda cancelled: fetch(
-                address,
+                address(),
                 self._token,
                 step,
                 str(config.replica_id),
@@ -218,6 +274,8 @@ class Heal:
         attempt.cancel()
         self._attempt = None
         self._rest = min(2 ** (self._position.heals - 1), _MAX_REST) - 1
+        if self._config.semi_sync_method:
+            self._search.rest(self._rest)
         self._position.end_fetch(rest=self._rest > 0)
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
         self._events.emit(HealFailed(donor=attempt.donor, from_step=attempt.from_step, error=reason))
@@ -312,7 +370,5 @@ class Heal:
             self._attempt.cancel()
         self._attempt = None
         position.roll_back()
-        # The steps of a round that this group gave up are in no update, and their batches will be read again.
-        self._state.restore()
         # Nobody reads for another group until all have met again: what is missing is dealt out in the round.
         self._ledger.readers = tuple(range(self._config.group_size))

@@ -30,14 +30,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.agreement import Agreement
+from titan_ft.replica.group_store import keep_alive
 from titan_ft.replica.member import Admission, Member, Quorum, admit
 from titan_ft.replica.partition import Partition
-from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_outsiders
-from titan_ft.replica.reach import Peer
+from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_living, find_outsiders
+from titan_ft.replica.reach import Peer, look_up
 from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.seat import Seat
 from titan_ft.run.address import join_address
-from titan_ft.run.events import ForeignMember, Joined, LeftOut, PeerSilent
+from titan_ft.run.events import ForeignMember, Joined, LeftOut, LighthouseMoved, PeerSilent
+from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 # above the time that all groups need to heartbeat again.
 _REUNION_ASKS = 20
 _REUNION_PAUSE_SECONDS = 0.1
+_FOLLOW_ASKS = 100  # of one at another place: shared storage tells some groups seconds later than others
 _OFTEN = 4  # groups that look at the lighthouse's page in each heartbeat timeout; 1000 groups look 200 times a second
 
 
@@ -57,6 +60,7 @@ class Membership:
     called by the exchange's thread as well.
 
     Args:
+        lighthouse: its address (see `LighthouseAddress`).
         host: the numeric address that other groups reach this rank at.
         store: host and port of the group's TCPStore.
         attempt: how often the group was started before; the store of torchrun's agent outlives an attempt.
@@ -95,13 +99,15 @@ class Membership:
             group_rank=group_rank,
             group_world_size=group_world_size,
         )
+        found = LighthouseAddress(lighthouse)
         self._seat = Seat(
             config,
-            lighthouse=lighthouse,
+            lighthouse=found,
             group_rank=group_rank,
             store=own_store,
             agreement=self._agreement,
             address=address,
+            on_move=lambda former, address, job: events.emit(LighthouseMoved(address=address, former=former, job=job)),
         )
         where = join_address(host, store[1])  # of the store: on rank 0's host
         self._seat.enter(
@@ -116,7 +122,7 @@ class Membership:
         self._reported: set[str] = set()  # strangers
         self._failures = 0  # votes in a row that failed
         self._closed = False
-        self._page = StatusPage(lighthouse)
+        self._page = StatusPage(found)
         self._looked_at = ""  # prefix of the quorum that the pulse has looked at
         process = self.member.unique  # of the first name
         self._rendezvous = Rendezvous(
@@ -139,7 +145,7 @@ class Membership:
             store=own_store,
             process=process,
             group_rank=group_rank,
-            lighthouse=lighthouse,
+            lighthouse=found,
             events=events,
         )
         # Of the group rank 0 alone reads the lighthouse's page: its abort reaches the other ranks.
@@ -243,6 +249,21 @@ class Membership:
         status = self._page.read(beat) if self._group_rank == 0 else None
         return [] if status is None else find_outsiders(self.member, quorum.members, status, beat)
 
+    def find_peers(self) -> dict[int, Peer]:
+        """Return this rank's counterparts in the job's other groups that live, by slot; any thread."""
+        beat = self._config.heartbeat_timeout_ms / 1000
+        status = self._page.read(beat)
+        living = [] if status is None else find_living(self.member, status, beat)
+        return {member.slot: Peer(member.unique, member.store) for member in living if member.slot != self.member.slot}
+
+    def find_address(self, slot: int) -> str:
+        """Return the state server's address (host:port) of this rank's counterpart in a group that lives; any thread.
+
+        Raises:
+            KeyError, OSError, RuntimeError: it does not live any more, or cannot be reached.
+        """
+        return look_up(self.find_peers()[slot], self._group_rank)
+
     def abort(self) -> None:
         """Break off the exchange under way, here and, by closed connections, at the others."""
         self._rendezvous.abort(self._rendezvous.prefix)
@@ -305,7 +326,7 @@ class Membership:
         ask again, as often on each rank of the group, before they count as gone.
         """
         former_id, former_names, former = self._former
-        restarted, earlier = False, self._former[:2]
+        restarted, earlier, most = False, self._former[:2], _REUNION_ASKS
         for again in itertools.count():
             # Failures give the quorum a new id: reported once, so that another new id shows others' failures.
             reply = self._seat.request(step, 0 if again else failures)
@@ -318,11 +339,13 @@ class Membership:
             if again == 0:
                 restarted = reply.quorum_id < former_id
                 restarted |= reply.quorum_id == former_id and names != former_names
+            if reply.moved:
+                restarted, most = True, _FOLLOW_ASKS
             # A member that knows of no restart goes on to its exchange, which fails as long as this group waits here.
             another_broke = names == earlier[1] and reply.quorum_id > earlier[0]
             if not (restarted and missing):
                 break
-            if (another_broke or again >= _REUNION_ASKS) and not self._are_in_a_round(missing, admission):
+            if (another_broke or again >= most) and not self._are_in_a_round(missing, admission):
                 break
             earlier = reply.quorum_id, names
             if again == 0:
@@ -399,4 +422,6 @@ class Membership:
 
 
 def _connect(store: tuple[str, int], timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
-    return TCPStore(store[0], store[1], is_master=False, wait_for_workers=False, timeout=timeout)
+    connected = TCPStore(store[0], store[1], is_master=False, wait_for_workers=False, timeout=timeout)
+    keep_alive(store[1])
+    return connected

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_ft import device
-from titan_ft.config import OuterOptimizer
 from titan_ft.replica.exchange import local
 from titan_ft.replica.snapshot import Counters, TrainState, like
+from titan_ft.round_settings import OuterOptimizer
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # compile's and activation checkpointing's
 

@@ -37,6 +37,7 @@ from titan_ft.replica.reach import Peer
 from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.seat import Seat
 from titan_ft.run.events import LinkBack, LinkDead, Outside
+from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Partition:
         leave_requested: says whether this rank was.
         store: the group's.
         process: names this group's process for as long as it lives.
-        lighthouse: its address, http://host:port.
+        lighthouse: its address.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Partition:
         store: TCPStore,
         process: str,
         group_rank: int,
-        lighthouse: str,
+        lighthouse: LighthouseAddress,
         events: EventLog,
     ) -> None:
         self._beat = config.heartbeat_timeout_ms / 1000

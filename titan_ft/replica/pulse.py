@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from titan_ft.replica.member import Member, kind, known_members
+from titan_ft.run.lighthouse import LighthouseAddress
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +63,18 @@ class StatusPage:
     """The lighthouse's status page.
 
     Args:
-        lighthouse: its address, http://host:port.
+        lighthouse: its address, http://host:port, or what tells it anew each time.
     """
 
-    def __init__(self, lighthouse: str) -> None:
-        self._url = f"{lighthouse}/status"
+    def __init__(self, lighthouse: str | LighthouseAddress) -> None:
+        self._lighthouse = lighthouse
         # A proxy that the environment names could not reach the lighthouse.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self, timeout: float) -> Status | None:
         """Return what it says now; None if there is no answer."""
         try:
-            with self._opener.open(self._url, timeout=timeout) as answer:
+            with self._opener.open(f"{self._lighthouse}/status", timeout=timeout) as answer:
                 return Status.parse(answer.read().decode(errors="replace"))
         except (OSError, ValueError, http.client.HTTPException):  # it is away, or went while it answered
             return None
@@ -212,7 +213,9 @@ def find_successors(own: Member, others: Collection[Member], quorum: Collection[
     have met without any of `others`, who are in the exchange as before, in the midst of a long step.
     """
     left = {member.slot for member in others}
-    return [] if own.replica_id in quorum else [slot for slot in _slots_of_job(own, quorum) if slot in left]
+    if own.replica_id in quorum:
+        return []
+    return sorted({member.slot for member in _members_of_job(own, quorum)} & left)
 
 
 def find_outsiders(own: Member, members: Collection[Member], status: Status, beat: float) -> list[int]:
@@ -221,9 +224,14 @@ def find_outsiders(own: Member, members: Collection[Member], status: Status, bea
     A group asks for a quorum between two steps only: until then those who ask may be given one without it.
     """
     inside = {member.slot for member in members}
+    return sorted({member.slot for member in find_living(own, status, beat)} - inside)
+
+
+def find_living(own: Member, status: Status, beat: float) -> list[Member]:
+    """Return the job's groups that have been heard of for the last `beat` seconds, the oldest process first."""
     living = [name for name, seconds in status.heartbeats.items() if seconds < beat]
-    return [slot for slot in _slots_of_job(own, living) if slot not in inside]
+    return sorted(_members_of_job(own, living), key=lambda member: member.age)
 
 
-def _slots_of_job(own: Member, names: Collection[str]) -> list[int]:
-    return sorted({member.slot for member in known_members(names) if kind(member) == kind(own)})
+def _members_of_job(own: Member, names: Collection[str]) -> list[Member]:
+    return [member for member in known_members(names) if kind(member) == kind(own)]

@@ -88,7 +88,7 @@ class Probe:
         try:
             if self._group_rank > 0:  # the ranks of all groups meet at a store, and its host is rank 0's
                 _connect(peer.store, CONNECT_SECONDS).close()
-            address = peer.address or _look_up(peer, self._group_rank)
+            address = peer.address or look_up(peer, self._group_rank)
             try:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
             except ConnectionError:  # such as one that was taken for a broken exchange's, and closed with it
@@ -195,8 +195,12 @@ def _is_all_acknowledged(connection: socket.socket) -> bool:
     return bool(unacknowledged == 0)
 
 
-def _look_up(peer: Peer, group_rank: int) -> str:
-    """Read the address of the peer's state server in its group's store."""
+def look_up(peer: Peer, group_rank: int) -> str:
+    """Read the address of the peer's state server in its group's store.
+
+    Raises:
+        OSError, RuntimeError: the store does not answer.
+    """
     _connect(peer.store, CONNECT_SECONDS).close()  # torch's store tries again and again
 
     def read() -> str:

@@ -14,7 +14,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from titan_ft.config import FaultTolerance, unit_of
+from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Broken, Round, judge, spoiled
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
@@ -25,9 +25,11 @@ from titan_ft.replica.ledger import Entry, decode, encode
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.position import Position
+from titan_ft.replica.reach import Peer
 from titan_ft.replica.row import Row, Standing, fold48
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.watchdog import Watchdog
+from titan_ft.round_settings import unit_of
 from titan_ft.run.events import DigestMismatch, ExchangeFailed
 from titan_ft.run.log import EventLog
 
@@ -152,6 +154,23 @@ class Rounds:
         """Return the state server's address (host:port) of the same group rank in member `rank`."""
         return self._membership.peer_address(rank)
 
+    def find_peers(self) -> dict[int, Peer]:
+        """Return this rank's counterparts in the job's other groups that live, by slot; any thread."""
+        return self._membership.find_peers()
+
+    def find_address(self, slot: int) -> str:
+        """Return the state server's address (host:port) of one of them; any thread. Raises as `Membership` does."""
+        return self._membership.find_address(slot)
+
+    def serve_if_wanted(self) -> None:
+        """Copy the state, between two steps of a round of several, if a joiner waits for it. A collective."""
+        if any(self._group.gather(self._donor.wanted)):  # all ranks behind the same step: moments must fit together
+            self._donor.copy(self._position)
+
+    def begin(self) -> None:
+        """Note that this group has the job's state and trains on: told to leave, it has something to finish."""
+        self._drain.begin()
+
     def find_outsiders(self, made: Round) -> list[int]:
         """Return the slots of groups that live and were not in a round, as rank 0 sees it; none on other ranks."""
         return self._membership.find_outsiders(made.quorum)
@@ -196,6 +215,8 @@ class Rounds:
             started = time.monotonic()
             if self._compares_changes(contribution) and not self._exchange.sent:
                 self.take_digest()
+            elif use is GradientUse.OPEN and self._config.digest_every and not self._position.digest:
+                self.take_digest()  # what all show alike here, each may serve until the next update
             quorum = self._await_quorum()
             ends = use.gives and not contribution.empty and not contribution.early
             if not (self._config.semi_sync_method and ends):

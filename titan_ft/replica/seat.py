@@ -5,18 +5,20 @@
 The server heartbeats under the group's name. The ranks agree over the group's store when to ask for a quorum, and rank
 0 asks: torchft's server could gather the requests of all ranks as well, but forgets its answers. A rank whose
 connection to it broke would have to ask again, alone, and get the quorum after that of its siblings. A group takes
-another name by opening another seat: rank 0 opens it, then all ranks take it.
+another name by opening another seat: rank 0 opens it, then all ranks take it. When the lighthouse moves, rank 0 opens
+the same seat there (`follow.py`): the name stays, and the other ranks need not know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,9 +28,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.errors import LighthouseError
+from titan_ft.replica.follow import Follower
 from titan_ft.replica.member import Member
 from titan_ft.replica.reach import address_key
 from titan_ft.run.address import split_address
+from titan_ft.run.lighthouse import LighthouseAddress, Place
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +52,29 @@ class Reply:
     Attributes:
         replica_ids: names of its members.
         max_step: largest number of committed updates that one of them has told.
+        moved: whether another lighthouse says it than said the last one.
     """
 
     quorum_id: int
     replica_ids: Sequence[str]
     max_step: int
+    moved: bool = False
+
+
+class _MovedError(Exception):
+    """The seat was moved to another lighthouse; what was asked at the former one is not answered any more."""
 
 
 class Seat:
     """One rank's part in its group's seat. `enter` comes first.
 
     Args:
-        lighthouse: its address, http://host:port.
+        lighthouse: its address.
         store: the group's.
         agreement: that of the group's ranks.
         address: host:port of this rank's state server.
+        on_move: called on rank 0 with the url of the lighthouse that the seat was at, and of the one that it is at now,
+            and with Slurm's id of the latter's job.
 
     Attributes:
         member: the name that the group has at the lighthouse.
@@ -75,11 +87,12 @@ class Seat:
         self,
         config: FaultTolerance,
         *,
-        lighthouse: str,
+        lighthouse: LighthouseAddress,
         group_rank: int,
         store: TCPStore,
         agreement: Agreement,
         address: str,
+        on_move: Callable[[str, str, str], None],
     ) -> None:
         self._config, self._lighthouse = config, lighthouse
         self._group_rank, self._store, self._agreement, self._address = group_rank, store, agreement, address
@@ -87,6 +100,11 @@ class Seat:
         self._server: Any = None
         self._names: Sequence[str] = ()  # of the last reply
         self._lock = threading.Lock()
+        self._opening = threading.RLock()  # the quorum's thread takes other names, the follower's moves
+        self._opened_as: Member | None = None
+        self._asked = Future[Any]()  # the request under way
+        self._follower: Follower | None = None
+        self._on_move, self._moved = on_move, False
         self.closed = False
 
     def enter(self, key: str, name: Callable[[], Member]) -> None:
@@ -99,8 +117,42 @@ class Seat:
             LighthouseError: the lighthouse does not answer.
         """
         if self._group_rank == 0:
-            self._store.set(key, self.open(name()))
+            self._store.set(key, self._open_first(name()))
         self.take(self._store.get(key).decode())
+
+    def _open_first(self, member: Member) -> str:
+        """Open the group's first seat. A lighthouse that a file names may be gone: its successor is waited for."""
+        deadline = time.monotonic() + self._config.start_timeout_seconds
+        while True:
+            self._lighthouse.place = self._lighthouse.look() or self._lighthouse.place
+            try:
+                opened = self.open(member)
+            except LighthouseError:
+                if not self._lighthouse.is_file or time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.1)
+                continue
+            if self._lighthouse.may_change:
+                self._follower = Follower(self._lighthouse, self._config.replica_id, self._move)
+            return opened
+
+    def _move(self, place: Place) -> bool:
+        """Open the group's seat at another lighthouse, under the same name; says whether that one answers."""
+        with self._opening:
+            if self.closed or self._opened_as is None:
+                return False
+            former = str(self._lighthouse)
+            try:
+                if self._server is not None:  # else the group is outside, and opens its next seat there
+                    self._open_at(place.url, self._opened_as)
+            except LighthouseError as error:
+                logger.warning("no seat at the lighthouse's new place yet: %s", error)
+                return False
+            self._moved = True
+        with contextlib.suppress(InvalidStateError):  # it was answered just now
+            self._asked.set_exception(_MovedError())
+        self._on_move(former, place.url, place.job)
+        return True
 
     def open(self, member: Member) -> str:
         """Heartbeat as `member` from now on, on rank 0; returns what `take` needs on all ranks.
@@ -108,6 +160,10 @@ class Seat:
         Raises:
             LighthouseError: the lighthouse does not answer; the former seat stays.
         """
+        with self._opening:
+            return self._open_at(str(self._lighthouse), member)
+
+    def _open_at(self, url: str, member: Member) -> str:
         from torchft.coordination import ManagerClient, ManagerServer
 
         config = self._config
@@ -115,7 +171,7 @@ class Seat:
         try:
             server = ManagerServer(
                 replica_id=member.replica_id,
-                lighthouse_addr=self._lighthouse,
+                lighthouse_addr=url,
                 hostname="127.0.0.1",
                 bind="127.0.0.1:0",  # only this process asks it
                 store_addr=member.store,
@@ -126,8 +182,9 @@ class Seat:
             )
             self._client = ManagerClient(server.address(), connect_timeout=connect_timeout)
         except Exception as error:
-            raise self._unreachable("connect", config.connect_timeout_seconds, error) from error
+            raise self._unreachable("connect", config.connect_timeout_seconds, error, url) from error
         self._replace_server(server)
+        self._opened_as = member
         return member.replica_id
 
     def reopen(self, member: Member) -> str:
@@ -151,6 +208,8 @@ class Seat:
         """Stop the heartbeats for good; any thread."""
         with self._lock:  # no other seat is taken from now on
             self.closed = True
+        if self._follower is not None:
+            self._follower.close()
         self.leave()
 
     def request(self, step: int, failures: int) -> Reply:
@@ -164,9 +223,9 @@ class Seat:
         answer = json.loads(self._agreement.rank0_decides((), lambda _: self._ask_for_all(step, failures)))
         if isinstance(answer, str):
             raise LighthouseError(answer)
-        quorum_id, max_step, names = answer
+        quorum_id, max_step, names, moved = answer
         self._names = self._names if names is None else names
-        return Reply(quorum_id, self._names, max_step)
+        return Reply(quorum_id, self._names, max_step, moved)
 
     def _ask_for_all(self, step: int, failures: int) -> str:
         """Ask on rank 0; returns a text: quorum id, largest step and names, None for those of before, or an error."""
@@ -176,7 +235,8 @@ class Seat:
             return json.dumps(str(error))
         # With many groups there are many names, and mostly the same ones.
         names = None if reply.replica_ids == self._names else reply.replica_ids
-        return json.dumps([reply.quorum_id, reply.max_step, names])
+        moved, self._moved = self._moved, False
+        return json.dumps([reply.quorum_id, reply.max_step, names, moved])
 
     def _ask_until_answered(self, step: int, failures: int) -> Any:
         timeout = self._config.quorum_timeout_seconds
@@ -194,16 +254,44 @@ class Seat:
                 deadline = now + timeout
                 continue
             if error is None:
-                return answer.result()
-            if time.monotonic() >= deadline:
-                raise self._unreachable("quorum", timeout, error) from error
-            time.sleep(0.1)
+                reply = answer.result()
+                if self._counts(reply):
+                    return reply
+            elif isinstance(error, _MovedError):
+                deadline = time.monotonic() + timeout
+            elif time.monotonic() >= deadline:
+                self._give_up(timeout, error)
+                deadline = time.monotonic() + timeout
+            if not isinstance(error, _MovedError):
+                time.sleep(0.1)
             answer = self._ask(step, failures)
         raise LighthouseError(_LEFT)
 
+    def _counts(self, reply: Any) -> bool:
+        """Say whether a reply is that of the announced lighthouse.
+
+        Of two, one of which was only slow and does not know of the other yet, each could give some of the groups a
+        quorum without the rest. Only members that change can come from that.
+        """
+        if self._follower is None or not self._lighthouse.is_file or list(reply.replica_ids) == list(self._names):
+            return True
+        return self._follower.check()
+
+    def _give_up(self, seconds: float, error: BaseException) -> None:
+        """Raise because the lighthouse does not answer; not where a file will tell where its successor is.
+
+        Groups that end take the state with them. Slurm may take minutes until it has started another lighthouse.
+        """
+        lost = self._unreachable("quorum", seconds, error)
+        if not self._lighthouse.is_file:
+            raise lost from error
+        logger.warning("%s; waiting for another one to announce itself", lost)
+
     def _ask(self, step: int, failures: int) -> Future[Any]:
         """Ask for a quorum once; the group's server answers when it is there."""
-        client, answer = self._client, Future[Any]()
+        with self._opening:  # the request of a seat that is moved is ended
+            client, answer = self._client, Future[Any]()
+            self._asked = answer
 
         def ask() -> None:
             try:
@@ -217,9 +305,11 @@ class Seat:
                     commit_failures=failures,
                 )
             except Exception as error:  # noqa: BLE001  # the future carries it
-                answer.set_exception(error)
+                result: Exception | Any = error
             else:
-                answer.set_result(quorum)
+                result = quorum
+            with contextlib.suppress(InvalidStateError):  # the seat was moved meanwhile
+                answer.set_exception(result) if isinstance(result, Exception) else answer.set_result(result)
 
         # No pool's thread: the interpreter would wait for it when it ends.
         threading.Thread(target=ask, name="titan_ft_ask", daemon=True).start()
@@ -238,9 +328,9 @@ class Seat:
     def _probe_lighthouse(self, timeout: float, error: Exception) -> None:
         """Raise if nobody listens at the lighthouse's address; else it only waits for other groups."""
         try:
-            socket.create_connection(split_address(self._lighthouse), self._config.connect_timeout_seconds).close()
+            socket.create_connection(split_address(str(self._lighthouse)), self._config.connect_timeout_seconds).close()
         except OSError as refused:
-            raise self._unreachable("quorum", timeout, refused) from error
+            self._give_up(timeout, refused)
 
     def _tell_waiting(self, step: int, seconds: float, now: float) -> float:
         """Say that other groups are waited for, since so many seconds; returns when to say so again."""
@@ -256,9 +346,9 @@ class Seat:
         )
         return now + seconds
 
-    def _unreachable(self, what: str, seconds: float, error: BaseException) -> LighthouseError:
+    def _unreachable(self, what: str, seconds: float, error: BaseException, url: str = "") -> LighthouseError:
         return LighthouseError(
-            f"the lighthouse at {self._lighthouse} did not answer within fault_tolerance.{what}_timeout_seconds "
+            f"the lighthouse at {url or self._lighthouse} did not answer within fault_tolerance.{what}_timeout_seconds "
             f"({seconds:g} s): {error}; check that it runs and that fault_tolerance.lighthouse / TORCHFT_LIGHTHOUSE "
             "name it"
         )

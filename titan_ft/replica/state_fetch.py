@@ -31,6 +31,7 @@ _CHUNK = 8 << 20  # bytes of one request
 
 _MAX_TRIES = 3  # of one request, when connections break, and as many when checksums differ
 _STALL_SECONDS = 10.0  # of silence until a connection counts as broken
+_OFFER_SECONDS = 1.5  # for each thing that a group which is asked for an offer does
 _TICK_SECONDS = 0.1  # until a silent connection notices that its transfer is cancelled
 
 
@@ -98,6 +99,23 @@ def fetch(
         reason = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
         raise TransferError(f"state of step {step} from {address}: {reason}") from error
     return Snapshot(step, lineage, header, payload)
+
+
+def ask_offer(address: str, token: str) -> tuple[int, int, int] | None:
+    """Return step, lineage and digest of the state that the StateServer at `address` offers; None if it offers none.
+
+    Raises:
+        OSError, ValueError, KeyError: it cannot be reached, or does not speak the protocol.
+        RefusedError: one end does not know the other's token.
+    """
+    with (
+        contextlib.closing(socket.create_connection(split_address(address), _OFFER_SECONDS)) as connection,
+        connection.makefile("rwb") as stream,
+    ):
+        prove(stream, address, token)
+        write_line(stream, {"offer": True})
+        answer = read_line(stream)
+        return None if "error" in answer else (answer["step"], answer["lineage"], answer["digest"])
 
 
 class _TransferLimits:

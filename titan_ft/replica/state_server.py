@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import socket
 import socketserver
@@ -56,6 +57,8 @@ class StateServer:
         """Sends ranges of the payload; fault injection puts another one here."""
         self._snapshot: Snapshot | None = None
         self._copy_seconds = 0.0
+        self._offer: Message | None = None
+        self._wanted = False
         self._readers = 0
         self._changed = threading.Condition()
         self._server = _Server((host, 0), self._handle)
@@ -71,7 +74,7 @@ class StateServer:
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
         """Serve `snapshot`, which took `copy_seconds` to copy, from now on."""
         with self._changed:
-            self._snapshot, self._copy_seconds = snapshot, copy_seconds
+            self._snapshot, self._copy_seconds, self._wanted = snapshot, copy_seconds, False
             self._changed.notify_all()
 
     def withdraw(self) -> Snapshot | None:
@@ -79,6 +82,20 @@ class StateServer:
         with self._changed:
             snapshot, self._snapshot = self._snapshot, None
             return snapshot if self._readers == 0 else None
+
+    def offer(self, offer: Message | None) -> None:
+        """Let joiners ask for a state of this step, lineage and digest, which is published once it is `wanted`.
+
+        None takes the offer back; who waits for it then does so for `wait_seconds` only.
+        """
+        with self._changed:
+            self._offer, self._wanted = offer, False
+            self._changed.notify_all()
+
+    @property
+    def wanted(self) -> bool:
+        """Say whether a joiner waits for the state that is offered."""
+        return self._wanted
 
     def close(self) -> None:
         """Stop listening, drop the snapshot and end the answers under way."""
@@ -106,6 +123,9 @@ class StateServer:
         while request := self._next_request(connection, stream):
             if "probe" in request:
                 answer_probe(stream, request, self._token)
+                continue
+            if "offer" in request:
+                write_line(stream, self._offer or {"error": "this group is in no round of steps"})
                 continue
             snapshot = self._acquire(stream, request)
             if isinstance(snapshot, str):
@@ -138,7 +158,10 @@ class StateServer:
 
         while True:
             with self._changed:
-                rest = ends - time.monotonic()
+                offered = self._offer is not None and self._offer["step"] == step
+                self._wanted = self._wanted or (offered and not settled())
+                # The training thread copies it between two steps, which may be long.
+                rest = math.inf if offered else ends - time.monotonic()
                 over = self._changed.wait_for(settled, min(_WAITING_SECONDS, rest)) or rest <= _WAITING_SECONDS
                 found = self._snapshot
                 if found and (found.step, found.lineage) == (step, request.get("lineage", found.lineage)):

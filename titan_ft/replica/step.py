@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_ft.config import FaultTolerance, steps_per_round, unit_of
+from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision as decisions
 from titan_ft.replica.decision import ALONE_SECONDS, Broken, Decision, Round, Update, decide
 from titan_ft.replica.errors import Leaving
@@ -26,6 +26,7 @@ from titan_ft.replica.ledger import Ledger, share_out
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds
 from titan_ft.replica.straggler import Stragglers
+from titan_ft.round_settings import steps_per_round, unit_of
 from titan_ft.run.events import GradientExcluded, Straggler, StragglerRecovered, Waiting
 from titan_ft.run.log import EventLog
 
@@ -106,6 +107,9 @@ class ReplicaDimension:
             Whether they are further, so that this one must `heal`.
         """
         self._position.start_at(step)
+        if self._config.semi_sync_method and self._heal.sees_offer(step):
+            self._position.start_at(0)
+            return True
         # A rank that could not reach the others may have heard of their steps only in part.
         behind = any(self._group.gather(int(self._rounds.meet().max_step > step)))
         if behind:
@@ -154,6 +158,10 @@ class ReplicaDimension:
     def send(self, contribution: Contribution) -> None:
         """Let the exchange go on while this group makes steps of the next round; `commit` completes it."""
         self._rounds.send(contribution)
+
+    def serve_if_wanted(self) -> None:
+        """Let a joiner that has come in the midst of this round have the state. A collective."""
+        self._rounds.serve_if_wanted()
 
     def ask(self) -> None:
         """Ask for the next round's quorum: from then on the others wait for this group no longer than for its step."""

@@ -12,6 +12,9 @@ A connection carries one request line after another: {"step", "lineage", "offset
 {"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes; while the donor has yet to take the snapshot, a
 line {"waiting": step} now and then comes before it, so that silence always means that something is wrong.
 
+A request {"offer": true} is answered at once by a line {"step", "lineage", "digest"}, of the state that the donor lets
+joiners have until its next update (`offer.py`), or by {"error": text} if it is none.
+
 A request {"probe": n, "back": address} is followed by n bytes, which come back behind {"bytes": n}: whether two ranks
 reach each other at all (`reach.py`); the joiner's first line has blanks before it then.
 """
@@ -46,6 +49,8 @@ class Message(TypedDict, total=False):
     refused: str
     step: int
     lineage: int
+    digest: int
+    offer: bool
     offset: Size
     bytes: Size
     crc32: int

@@ -197,6 +197,12 @@ class TrainingFinished(RankEvent, kw_only=True):
     lineage: str  # names the final state
 
 
+class CameTooLate(RankEvent, kw_only=True):
+    """The job had made its last step before this worker's group came, and the group ends."""
+
+    step: int  # number of the last step
+
+
 class Drained(RankEvent, kw_only=True):
     """The worker leaves because it was asked to."""
 
@@ -308,6 +314,14 @@ class LinkBack(RankEvent, kw_only=True):
     """A group that was outside comes back."""
 
     slots: list[int]  # groups that can be reached again, or are gone
+
+
+class LighthouseMoved(RankEvent, kw_only=True):
+    """The group has followed the lighthouse to another place, or to another process at the same one."""
+
+    address: str  # where it is now, http://host:port
+    former: str  # where it was
+    job: str  # Slurm's id of its job; empty outside Slurm
 
 
 class ForeignMember(RankEvent, kw_only=True):
@@ -429,9 +443,11 @@ class WorkerExited(GroupEvent, kw_only=True):
     code: int | None = None  # its exit status, if it ended by itself
     signal: str | None = None  # name of the signal that ended it, if one did
     error: str | None = None  # the exception that ended it: its type and the first line of its message
-    # true where that may go by itself (a network, a lighthouse, other groups) or a fault was injected into the attempt
+    # true where the reason may go by itself (a network, a lighthouse, other groups), or a fault was injected into the
+    # attempt
     transient: bool | None = None
     log: str | None = None  # path of its log, where it failed
+    host: str | None = None  # name of its host, Slurm's where it has one; not in older histories
 
     @property
     def cause(self) -> str | None:
@@ -439,11 +455,19 @@ class WorkerExited(GroupEvent, kw_only=True):
         return self.signal or (f"exit code {self.code}" if self.code else None)
 
 
+class HostLeft(GroupEvent, kw_only=True):
+    """So many workers have died on a host that the group leaves it, to be started elsewhere."""
+
+    host: str  # its name
+    deaths: int  # attempts of all groups that ended there by a worker's death, within the window
+    reason: str  # in words
+
+
 class ReplicaRestarted(GroupEvent, kw_only=True):
     """A group is started again; `attempt` is the new one."""
 
     reason: str  # why its last attempt ended
-    standby: bool  # whether processes take over that have imported everything
+    standby: bool  # whether its workers had everything imported: forks, in earlier versions a standby
 
 
 class ReplicaGaveUp(GroupEvent, kw_only=True):

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 PARENT_PID_ENV = "TITAN_FT_PARENT_PID"
 """Set by the launcher and the supervisor for what they start. It closes the gap between the start of a process
@@ -42,3 +44,30 @@ def exit_with_parent(
     thread = threading.Thread(target=watch, name="exit_with_parent", daemon=True)
     thread.start()
     return thread
+
+
+def end_with_parent(before_exit: Callable[[], None] = lambda: None) -> None:
+    """As `exit_with_parent`, but without a thread, which a fork of this process would lose; in the main thread only.
+
+    Linux signals the end of the parent. Elsewhere it is a thread that looks.
+    """
+    if sys.platform != "linux":
+        exit_with_parent(before_exit=before_exit)
+        return
+    import ctypes  # only here: a worker has no need of it
+
+    expected = int(os.environ.get(PARENT_PID_ENV, "0")) or os.getppid()
+
+    def look(signum: int = 0, frame: FrameType | None = None) -> None:
+        if os.getppid() == expected:
+            return  # sent by somebody else
+        try:
+            before_exit()
+        finally:
+            os._exit(1)
+
+    signal.signal(signal.SIGRTMIN, look)
+    set_pdeathsig = 1  # linux/prctl.h
+    if ctypes.CDLL(None).prctl(set_pdeathsig, int(signal.SIGRTMIN), 0, 0, 0) != 0:
+        exit_with_parent(before_exit=before_exit)
+    look()  # it may have ended before

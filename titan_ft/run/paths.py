@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Literal
 
 JOB_CURVE = "job"
 """Folder of the job's curves, beside those of its groups in TensorBoard's folder."""
@@ -38,6 +40,11 @@ class RunPaths:
         return self.root / "tb" / JOB_CURVE
 
     @property
+    def finished(self) -> Path:
+        """Says that the job has made its last step, and which job; see `titan_ft.training.finished`."""
+        return self.root / "finished.json"
+
+    @property
     def checkpoint(self) -> Path:
         return self.root / "checkpoint"
 
@@ -54,9 +61,10 @@ class RunPaths:
     def lighthouse_log(self) -> Path:
         return self.root / "logs" / "lighthouse.log"
 
-    def spare_log(self, spare: int) -> Path:
-        """Output of the supervisor of one spare group, whatever group it takes over."""
-        return self.root / "logs" / f"spare-{spare}.log"
+    @property
+    def zygote_log(self) -> Path:
+        """Output of the process that all groups of the launch are forked from."""
+        return self.root / "logs" / "zygote.log"
 
     def supervisor_log(self, replica: int) -> Path:
         """Output of the supervisor of one group (not of its workers)."""
@@ -80,19 +88,32 @@ class RunPaths:
     def supervisor_events(self, replica: int, pid: int) -> Path:
         return self.events_file(f"supervisor-{replica}-{pid}")
 
+    @staticmethod
+    def supervisors_pattern() -> str:
+        """Return a pattern for the names of the event files of all groups' supervisors."""
+        return "supervisor-*.jsonl"
+
     def launcher_events(self, pid: int) -> Path:
         return self.events_file(f"launcher-{pid}")
 
     @staticmethod
-    def workers_pattern(replica: int | None = None, attempt: int | None = None, rank: int | None = None) -> str:
+    def workers_pattern(
+        replica: int | None = None, attempt: int | Literal["*"] | None = None, rank: int | None = None
+    ) -> str:
         """Return a pattern for the names of the workers' event files: of all, or of one attempt of a group.
 
         Args:
+            attempt: "*" stands for all attempts.
             rank: of the group; None stands for all of them.
         """
         if replica is None:
             return "replica-*.jsonl"
         return f"replica-{replica}-rank-{'*' if rank is None else rank}-attempt-{attempt}-*.jsonl"
+
+    @staticmethod
+    def group_patterns(replica: int) -> tuple[str, ...]:
+        """Return patterns for the names of a group's event files: of its workers, and of its supervisors."""
+        return f"replica-{replica}-rank-*.jsonl", f"supervisor-{replica}-*.jsonl"
 
     def has_events(self) -> bool:
         """Tell whether some process wrote an event; a launch that is refused leaves an empty file at most."""
@@ -104,6 +125,7 @@ class RunPaths:
 
     def next_attempt(self, replica: int) -> int:
         """Return the first attempt number of a group that nothing in the folder belongs to."""
-        folders = self.logs(replica, 0, 0).parents[1].glob("attempt-*")
-        numbers = [folder.name.removeprefix("attempt-") for folder in folders]
-        return max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
+        logs = [path.name for path in self.logs(replica, 0, 0).parents[1].glob("attempt-*")]
+        events = [path.name for path in self.events.glob(self.workers_pattern(replica, "*"))]
+        found = [re.search(r"attempt-(\d+)", name) for name in logs + events]
+        return max((int(match[1]) + 1 for match in found if match), default=0)

@@ -20,6 +20,11 @@ _START_SLACK_SECONDS = 1.0
 """A process's start is known in clock ticks."""
 
 
+def node_name() -> str:
+    """Return what people call this host: Slurm's name of the node, else the host's own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 @dataclass(frozen=True)
 class Process:
     """One process, that another with the same pid is not taken for.

@@ -21,24 +21,31 @@ class FileTail:
     Args:
         path: the file, which may not exist yet.
         offset: bytes of it to leave out.
+        only_grows: whether nobody ever cuts it. Shared storage may then show it as short as it was seconds ago, or with
+            zeros in the place of bytes that have yet to come: they are waited for.
     """
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self._path, self._offset = path, offset
+    def __init__(self, path: Path, offset: int = 0, *, only_grows: bool = False) -> None:
+        self._path, self._offset, self._only_grows = path, offset, only_grows
+        self._inode: int | None = None
 
     def poll(self) -> bytes:
         """Return the new whole lines; one that is not whole yet is left for later."""
         try:
-            size = self._path.stat().st_size
-            if size < self._offset:  # somebody has cut or replaced it
+            status = self._path.stat()
+            size, replaced = status.st_size, self._inode not in (None, status.st_ino)
+            self._inode = status.st_ino
+            if replaced or (size < self._offset and not self._only_grows):  # somebody has replaced or cut it
                 self._offset = 0
-            if size == self._offset:
+            if size <= self._offset:
                 return b""
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except OSError:  # not there, yet or any more, or a network file system that has no answer right now
             return b""
+        if self._only_grows:
+            data = data.partition(b"\0")[0]
         whole = data.rfind(b"\n") + 1
         self._offset += whole
         return data[:whole]
@@ -58,7 +65,7 @@ class EventTail:
     def __init__(self, folder: Path, *wanted: type[Event], pattern: str = "*.jsonl", from_start: bool = False) -> None:
         self._folder, self._wanted, self._pattern = folder, wanted, pattern
         existing = () if from_start else folder.glob(pattern)
-        self._tails = {path: FileTail(path, path.stat().st_size) for path in existing}
+        self._tails = {path: FileTail(path, path.stat().st_size, only_grows=True) for path in existing}
 
     def poll(self) -> list[Event]:
         """Return the new events of all files, sorted by time.
@@ -68,7 +75,7 @@ class EventTail:
         """
         events: list[Event] = []
         for path in sorted(self._folder.glob(self._pattern)):
-            for line in self._tails.setdefault(path, FileTail(path)).poll().splitlines():
+            for line in self._tails.setdefault(path, FileTail(path, only_grows=True)).poll().splitlines():
                 with contextlib.suppress(ValueError):
                     event = decode(line, *self._wanted)
                     events += [] if event is None else [event]

@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from titan_ft.config import ConfigError, steps_per_round
+from titan_ft.config import ConfigError
 from titan_ft.replica.errors import FinalError
 from titan_ft.replica.ledger import Ledger
+from titan_ft.round_settings import steps_per_round
 from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
 from titan_ft.training.checkpoint_choice import (
     NONE,

@@ -1,8 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Flavors of torchtitan's models that its recipes elsewhere have and torchtitan 0.2.2 does not."""
+"""Flavors of models that torchtitan 0.2.2 does not have: of its recipes elsewhere, and one for many groups."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 
 def register_flavors(model: str) -> None:
@@ -25,3 +27,5 @@ def register_flavors(model: str) -> None:
         rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
     )
     llama3_args.setdefault("1B", flavor)
+    # torchtitan's debug model halved: thirty groups of it train on two cores, with a step of a few seconds.
+    llama3_args.setdefault("debugmodel_half", replace(llama3_args["debugmodel"], dim=128, n_layers=3, n_heads=8))

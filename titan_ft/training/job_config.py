@@ -16,7 +16,6 @@ from titan_ft.training.divisions import check_model, num_experts
 from titan_ft.training.flavors import register_flavors
 
 
-@functools.cache  # a standby has read it before it begins
 def read_config(*args: str) -> Any:
     """Read and validate the job's config; nothing before this may import torchtitan.
 
@@ -25,6 +24,13 @@ def read_config(*args: str) -> Any:
     """
     flags = dict(reversed(list(ft_config.read_flags(args))))  # torchtitan's ConfigManager takes the first
     toml = flags.get("job.config_file")
+    modified = os.stat(toml).st_mtime_ns if toml is not None and os.path.exists(toml) else 0
+    return _read_config(args, toml, modified)
+
+
+@functools.cache  # a worker is a fork of a process that has read it
+def _read_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
+    """Read the config whose TOML was last changed at this time (ns)."""
     values: dict[str, Any] = {}
     if toml is not None:
         values = ft_config.load_toml(toml)

@@ -16,8 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torchtitan.distributed import ParallelDims
 
 from titan_ft import device, versions
-from titan_ft.config import FaultTolerance, quantizes
+from titan_ft.config import FaultTolerance
 from titan_ft.replica.drain import Drain
+from titan_ft.replica.errors import LighthouseError
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
@@ -29,8 +30,10 @@ from titan_ft.replica.shape import describe_shape
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.watchdog import end_process
+from titan_ft.round_settings import quantizes
 from titan_ft.run.address import join_address, split_address
 from titan_ft.run.events import RankSilent, StateServed
+from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
 from titan_ft.training import spec
 from titan_ft.training.worker import Launch
@@ -66,7 +69,7 @@ class Links:
     ) -> None:
         self._config, self._launch, self._events, self._drain = config, launch, events, drain
         shape = _group_shape(parallel_dims, model_parts, group)
-        self.host = config.advertise_address or _resolve_address(launch.lighthouse)
+        self.host = config.advertise_address or _resolve_address(_find(launch.lighthouse, config))
         self.server = StateServer(
             config.bind_address or self.host,
             launch.token,
@@ -191,6 +194,20 @@ def _layout(model_parts: Sequence[nn.Module]) -> str:
         for name, parameter in part.named_parameters()
     ]
     return "\n".join([*parameters, *(f"count {tuple(local(count).shape)}" for count in spec.token_counts(model_parts))])
+
+
+def _find(lighthouse: str, config: FaultTolerance) -> str:
+    """Return the lighthouse's http://host:port, which may yet have to be announced.
+
+    Raises:
+        LighthouseError: it is not.
+    """
+    try:
+        return LighthouseAddress(lighthouse).wait(config.start_timeout_seconds)
+    except TimeoutError as error:
+        raise LighthouseError(
+            f"{error} (fault_tolerance.start_timeout_seconds); check that the lighthouse's job runs, and with this file"
+        ) from error
 
 
 def _resolve_address(lighthouse: str) -> str:

@@ -19,9 +19,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
-from titan_ft.config import FaultTolerance, outer_optimizer, quantizes
+from titan_ft.config import FaultTolerance
 from titan_ft.replica.exchange import GradientExchange, local
 from titan_ft.replica.snapshot import TrainState
+from titan_ft.round_settings import outer_optimizer, quantizes
 from titan_ft.training.spec import token_counts
 
 

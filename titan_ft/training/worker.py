@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from torchtitan.config import JobConfig
 
 from titan_ft import device, versions
-from titan_ft.config import steps_per_round
+from titan_ft.round_settings import steps_per_round
 from titan_ft.run.events import Setup, WorkerConfig, WorkerStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
@@ -35,11 +35,12 @@ class Launch:
     Attributes:
         rank: in the replica group.
         store: host and port of the group's TCPStore.
-        lighthouse: its address, http://host:port.
+        lighthouse: its address, http://host:port, or file:PATH.
         token: the run's shared secret.
         attempt: how often this group was started before.
         config_digest: hex hash of what must be equal in all groups.
         slurm: Slurm's ids of the job and the step that this worker belongs to; None = not under Slurm.
+        store_pid: process that serves the group's store; 0 = not known.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Launch:
     attempt: int
     config_digest: str
     slurm: dict[str, str] | None = None
+    store_pid: int = 0
 
 
 def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:

@@ -9,6 +9,7 @@ line of output is what came of it.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -34,7 +35,7 @@ class Member:
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=50
         )
         threading.Thread(target=self._serve, daemon=True).start()
-        Location.own(replica, 0, address).publish(folder)
+        Location.own(replica, 0, address, os.getppid()).publish(folder)
 
     def port(self) -> int:
         """Return the port that it listens at."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -172,7 +173,7 @@ def connection(local: str, peer: str, inode: int) -> Connection:
 
 def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
     """All connections to it, and no others."""
-    here = Location.own(A, 0, "10.0.0.1")
+    here = Location.own(A, 0, "10.0.0.1", os.getppid())
     here.publish(tmp_path)
     for rank, address in enumerate(("10.0.0.2", "fd00::2")):
         replace(here, replica=B, rank=rank, host="another", address=address).publish(tmp_path)
@@ -191,7 +192,7 @@ def test_a_peer_on_another_host_is_told_by_its_address(tmp_path: Path) -> None:
 def test_what_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
     """A group that nobody has heard of, and two groups at one address of another host."""
     assert Link(tmp_path, B).obstacle() == "no worker of replica 1 has told where it is"
-    here = Location.own(A, 0, "10.0.0.1")
+    here = Location.own(A, 0, "10.0.0.1", os.getppid())
     afar = replace(here, replica=B, host="another", address="10.0.0.2")
     for worker in (here, afar, replace(afar, replica=C)):
         worker.publish(tmp_path)

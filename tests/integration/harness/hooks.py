@@ -21,7 +21,8 @@ environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter 
     pin      whether each group has a core of its own, as far as there are cores
     gates    [{"name", "replica", "rank", "attempt", "point", "step"}]: at `point` ("forward") in a step >= `step` leave
              the mark reached-NAME-REPLICA-ATTEMPT-RANK and wait, for ever unless there is a mark NAME; "awaited" is
-             there once the quorum that a group at a gate of this name has asked for is
+             there once the quorum that a group at a gate of this name has asked for is, "wanted" once a joiner waits
+             for the state that it offers
     chaos    [{"replica", "rank", "attempt", "fault", "steps"}]: a fault of `titan_ft.chaos` strikes in these steps:
              nan_gradient, or flip_parameter when the optimizer has made them
     mask     whether a pattern of labels is masked, which differs between data shards and batches
@@ -113,6 +114,7 @@ class Worker:
         self.events: Any = None
         self.watchdog: Any = None
         self.is_awaited: Callable[[], bool] = lambda: False
+        self.is_wanted: Callable[[], bool] = lambda: False
         self.markers = Path(SETTINGS["markers"])
         # There as long as this rank fetches a donor's state.
         self.fetching = self.markers / "fetching-{replica}-{attempt}-{rank}".format(**SETTINGS)
@@ -147,7 +149,7 @@ class Worker:
         started = time.monotonic()
         (self.markers / "reached-{0}-{replica}-{attempt}-{rank}".format(gate, **SETTINGS)).touch()
         while not (self.markers / gate).exists():
-            if gate == "awaited" and self.is_awaited():
+            if {"awaited": self.is_awaited, "wanted": self.is_wanted}.get(gate, lambda: False)():
                 (self.markers / gate).touch()
             time.sleep(0.005)
         self.held_seconds += time.monotonic() - started
@@ -293,6 +295,7 @@ def install_progress() -> None:
 
     def await_quorum(trainer: ReplicaTrainer) -> None:
         WORKER.is_awaited = lambda: trainer._links.membership.answered
+        WORKER.is_wanted = lambda: trainer._links.server.wanted
 
     after(ReplicaTrainer, "_build_replica", lambda trainer: build(trainer))
     after(ReplicaTrainer, "_build_replica", await_quorum)

@@ -1,9 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A process that imports everything a worker needs, once, and forks workers on request.
+"""A process that imports everything a worker needs, once, and forks workers on request, as `titan-ft launch` does.
 
 torch and torchtitan take about six seconds of CPU to import. A fork of a process that has them takes 0.03 s. What a
-forked worker runs is `titan_ft.train.main()`, as `python -m titan_ft.train` would.
+forked worker runs is `titan_ft.train.main()`.
 
 Requests come as JSON lines on stdin, answers go as JSON lines to stdout; the process ends with its stdin:
     {"id": 1, "call": "module:function", "argv": [...], "env": {...}, "log": "path"}   ->   {"id": 1, "pid": 4711}
@@ -13,10 +13,6 @@ Requests come as JSON lines on stdin, answers go as JSON lines to stdout; the pr
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import functools
-import gc
 import importlib
 import json
 import os
@@ -24,46 +20,13 @@ import select
 import signal
 import sys
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from titan_ft.launch.forks import fork_module, preload
+
 CONFIG = Path(__file__).parents[3] / "configs" / "llama3_debug.toml"
-
-
-def import_all() -> None:
-    """Import what a worker imports; start no thread that a fork would lose."""
-    from titan_ft import device
-
-    device.prepare()
-    for name in (
-        "datasets",
-        "tensorboard",
-        "titan_ft.data.assets",
-        "titan_ft.data.datasets",
-        "titan_ft.launch.lighthouse",
-        "titan_ft.semi_sync",
-        "titan_ft.train",
-        "titan_ft.trainer",
-        "torch.utils.tensorboard",
-        "torchft.process_group",
-        "torchtitan.hf_datasets.text_datasets",
-        "torchtitan.models.llama3",
-        "torchtitan.train",
-    ):
-        importlib.import_module(name)
-
-
-def warm_up() -> None:
-    """Do once what every worker would do for itself: tyro reads the sources of all config classes, half a second."""
-    from titan_ft import train
-    from titan_ft.data import assets
-    from titan_ft.data import datasets as data
-
-    data.load_documents = functools.cache(data.load_documents)
-    data.load_documents(str(assets.TRAIN_TEXT))
-    train.read_config(f"--job.config_file={CONFIG}")
 
 
 class Zygote:
@@ -72,11 +35,11 @@ class Zygote:
     def __init__(self, answers: int) -> None:
         self._answers = answers
         self._running: dict[int, int] = {}  # process id -> id of the request
-        self._wakeup, wakeup = os.pipe()
-        os.set_blocking(wakeup, False)
+        self._wakeup, self._wakes = os.pipe()
+        os.set_blocking(self._wakes, False)
         os.set_blocking(self._wakeup, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the select below
-        signal.set_wakeup_fd(wakeup)
+        signal.set_wakeup_fd(self._wakes)
 
     def serve(self) -> None:
         """Serve requests until stdin is closed; then end what still runs."""
@@ -102,11 +65,16 @@ class Zygote:
                 if number == request["id"]:
                     os.kill(pid, request["signal"])
             return
-        pid = os.fork()
-        if pid == 0:
-            _become(request, close=[self._answers, self._wakeup])
-        self._running[pid] = request["id"]
-        self._answer({"id": request["id"], "pid": pid})
+        child = fork_module(
+            "harness.call",
+            [request["call"], *request["argv"]],
+            {**os.environ, **request["env"]},
+            Path(request["log"]),
+            append=True,
+            close=[self._answers, self._wakeup, self._wakes],
+        )
+        self._running[child.pid] = request["id"]
+        self._answer({"id": request["id"], "pid": child.pid})
 
     def _reap(self) -> None:
         for pid in list(self._running):
@@ -118,41 +86,15 @@ class Zygote:
         os.write(self._answers, json.dumps(message).encode() + b"\n")
 
 
-def _become(request: dict[str, Any], close: list[int]) -> None:
-    """Turn the forked process into what was asked for; never returns."""
-    code = 1
-    try:
-        wakeup = signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()  # as torchrun's workers: each leads a session of its own
-        for fd in (*close, wakeup):
-            os.close(fd)
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        os.environ.update(request["env"])
-        faulthandler.register(signal.SIGUSR1)  # a test that ran out of time asks where its workers hang
-        module, _, function = request["call"].partition(":")
-        sys.argv = [module, *request["argv"]]
-        getattr(importlib.import_module(module), function)()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001  # process edge: what went wrong is in the log
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
 def lighthouse() -> None:
     """Run a lighthouse on the address given as argument, with the defaults of `titan-ft launch` but for some (JSON)."""
-    from titan_ft.launch.lighthouse import LighthouseSettings, serve
+    from titan_ft.launch.lighthouse import serve
+    from titan_ft.options import Lighthouse
 
-    serve(sys.argv[1], LighthouseSettings(**json.loads(sys.argv[2])))
+    settings = json.loads(sys.argv[2])
+    if "announce" in settings:
+        settings["announce"] = Path(settings["announce"])
+    serve(Lighthouse(bind=sys.argv[1], **settings))
 
 
 def store() -> None:
@@ -172,10 +114,9 @@ def main() -> None:
     answers = os.dup(1)
     os.set_inheritable(answers, False)
     os.dup2(2, 1)  # what an import prints is no answer
-    import_all()
-    warm_up()
-    gc.collect()
-    gc.freeze()  # collections in the workers need not touch what all of them share
+    obstacle = preload("titan_ft.train", [f"--job.config_file={CONFIG}"])
+    assert not obstacle, obstacle
+    importlib.import_module("titan_ft.launch.lighthouse")
     zygote = Zygote(answers)
     os.write(answers, b'{"ready": true}\n')
     zygote.serve()

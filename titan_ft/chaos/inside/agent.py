@@ -138,11 +138,11 @@ def start_agent(
         optimizers=optimizers,
         process_group=links.membership.process_group,
         server=links.server,
-        group_pids={os.getppid(), *group_pids},
+        group_pids={launch.store_pid, os.getppid(), *group_pids},
         store=launch.store,
         hang_timeout_seconds=config.hang_timeout_seconds,
         folder=orders.parent,
     )
-    Location.own(config.replica_id, launch.rank, links.host).publish(orders.parent)
+    Location.own(config.replica_id, launch.rank, links.host, launch.store_pid).publish(orders.parent)
     logger.warning("fault_tolerance.chaos is true: this worker breaks as %s orders", orders)
     return ChaosAgent(orders, worker, events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)

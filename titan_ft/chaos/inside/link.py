@@ -23,7 +23,7 @@ class Location(msgspec.Struct, frozen=True):
 
     Attributes:
         host: names the host and its namespaces: with the same name, process ids and connections can be looked up.
-        pids: the worker, and its parent, which has the group's store.
+        pids: the worker, and the process that serves the group's store.
         address: numeric address that other groups reach it at.
     """
 
@@ -34,9 +34,9 @@ class Location(msgspec.Struct, frozen=True):
     address: str
 
     @classmethod
-    def own(cls, replica: int, rank: int, address: str) -> Location:
+    def own(cls, replica: int, rank: int, address: str, store_pid: int) -> Location:
         """Return the location of this process."""
-        return cls(replica, rank, this_host("net", "pid"), (os.getpid(), os.getppid()), address)
+        return cls(replica, rank, this_host("net", "pid"), (os.getpid(), store_pid), address)
 
     def publish(self, folder: Path) -> None:
         """Write the location into the folder; it replaces that of this rank's earlier worker."""

@@ -25,6 +25,8 @@ NOTED: tuple[type[ev.Event], ...] = (
     ev.CheckpointFailed,
     ev.ReplicaGaveUp,
     ev.LighthouseRestarted,
+    ev.LighthouseMoved,
+    ev.HostLeft,
 )
 """Nothing that breaks a promise by itself, but worth knowing."""
 DEADLY = (

@@ -1,0 +1,44 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What each host had of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.event_builder import build
+from titan_ft.history.hosts import HostFigures, find_hosts
+from titan_ft.history.record import RunRecord
+from titan_ft.history.summary import summarize, summary_table
+from titan_ft.history.terminal import show
+from titan_ft.run.events import HostLeft, WorkerExited, WorkerStarted
+
+
+def record() -> RunRecord:
+    """Two groups, one of which was started again on another host."""
+    events: list[Any] = []
+    for replica, host in ((0, "n1.cluster"), (1, "n2.cluster"), (1, "n2.cluster"), (1, "n1.cluster")):
+        events.append(build(WorkerStarted, replica=replica, host=host, pid=10 + len(events)))
+    events += [build(WorkerExited, replica=1, host="n2", signal="SIGBUS", stopped=False) for _ in range(2)]
+    events.append(build(WorkerExited, replica=1, host="n2", signal="SIGTERM", stopped=True))
+    events.append(build(WorkerExited, replica=0, host="n1", code=0, stopped=False))
+    events.append(build(WorkerExited, replica=0, signal="SIGKILL", stopped=False))  # of an older history
+    events.append(build(HostLeft, replica=1, host="n2", deaths=2))
+    return RunRecord(events)
+
+
+def test_deaths_are_the_hosts() -> None:
+    """An end in order, one that another rank caused, and one of an unknown host are none."""
+    assert find_hosts(record()) == [
+        HostFigures("n2", groups=[1], starts=2, deaths=2, left=1),
+        HostFigures("n1", groups=[0, 1], starts=2),
+    ]
+
+
+def test_the_report_has_a_table(capsys: Any) -> None:
+    """Where there are several hosts."""
+    show(summary_table(summarize(record())))
+    text = capsys.readouterr().out
+    assert "n2" in text
+    assert "2 deaths of 2 workers started, groups 1; left once as suspected" in " ".join(text.split())
+    assert summarize(record()).to_dict()["hosts"][0]["deaths"] == 2

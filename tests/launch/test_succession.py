@@ -1,0 +1,181 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Several lighthouses of one job: the file says which one serves it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.launch import succession
+from titan_ft.launch.succession import SILENT_SECONDS, Succession
+from titan_ft.run.lighthouse import Announcement
+
+DEADLINE = 30.0  # seconds; only ever reached by a bug
+
+
+class World:
+    """A clock, a file, and which lighthouses answer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.now, self.answering = path, 100.0, set[str]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def lighthouse(self, name: str, *, standby: bool) -> Succession:
+        self.answering.add(f"http://{name}:1")
+        own = Announcement(f"http://{name}:1", host=name)
+        return Succession(self.path, own, standby=standby, answers=lambda address: address in self.answering)
+
+    @property
+    def announced(self) -> str | None:
+        said = Announcement.read(self.path)
+        return None if said is None else said.host
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(tmp_path / "run" / "lighthouse.json")
+    monkeypatch.setattr(succession, "time", world)
+    return world
+
+
+def test_a_standby_takes_over_from_one_that_is_silent(world: World) -> None:
+    """Not before it was silent for a while; the former one, which was only slow, then steps down."""
+    first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
+    assert first.poll()
+    assert second.poll()
+    world.now += 10.0
+    assert second.poll()
+    assert (world.announced, second.serves) == ("a", False)
+    world.answering.clear()
+    world.now += SILENT_SECONDS / 2
+    assert second.poll()
+    assert world.announced == "a"
+    world.now += SILENT_SECONDS + 0.1
+    assert second.poll()
+    assert (world.announced, second.serves) == ("b", True)
+    assert not first.poll()
+    assert first.other is not None
+    assert first.other.host == "b"
+    assert second.poll()
+
+
+def test_one_that_is_no_standby_takes_over_at_once(world: World) -> None:
+    """Slurm has started it because the former one is gone; if that one lives all the same, the newer one counts."""
+    first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=False)
+    assert first.poll()
+    assert second.poll()
+    assert world.announced == "b"
+    assert not first.poll()
+    assert second.poll()
+
+
+def test_of_two_that_take_over_at_once_one_remains(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file holds one name at a time."""
+    both = [world.lighthouse(name, standby=True) for name in ("a", "b")]
+    for one in both:
+        assert one.poll()
+    assert world.announced is None
+    world.now += SILENT_SECONDS + 0.1
+    with monkeypatch.context() as neither_has_seen_the_other:
+        neither_has_seen_the_other.setattr(Announcement, "read", lambda path: None)
+        for one in both:
+            assert one.poll()
+    assert [one.poll() for one in both] == [False, True]
+    assert world.announced == "b"
+
+
+def test_a_file_that_cannot_be_read_is_no_silence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standby goes on asking the one that it knew."""
+    first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
+    first.poll()
+    second.poll()
+    with monkeypatch.context() as storage_is_away:
+        storage_is_away.setattr(Announcement, "read", lambda path: None)
+        for _ in range(3):
+            world.now += SILENT_SECONDS + 0.1
+            assert second.poll()
+    assert (world.announced, second.serves) == ("a", False)
+
+
+def test_a_standby_gives_a_successor_its_time(world: World) -> None:
+    """The silence of the one before does not count."""
+    first, second, third = (world.lighthouse(name, standby=number > 0) for number, name in enumerate("abc"))
+    first.poll()
+    assert third.poll()
+    world.answering.clear()
+    world.now += SILENT_SECONDS - 0.1
+    third.poll()
+    world.now += 0.2
+    second.poll()
+    world.now += SILENT_SECONDS + 0.1
+    second.poll()
+    assert world.announced == "b"
+    third.poll()
+    assert world.announced == "b"
+
+
+def test_a_lighthouse_that_serves_is_not_misled_by_a_file_that_cannot_be_read(world: World) -> None:
+    """Half of an announcement, or none, is nobody's."""
+    first = world.lighthouse("a", standby=False)
+    first.poll()
+    world.path.write_text("")
+    assert first.poll()
+    world.path.unlink()
+    assert first.poll()
+
+
+@pytest.fixture
+def lighthouses(tmp_path: Path) -> Iterator[Any]:
+    """Start real ones."""
+    started = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        command = ["-m", "titan_ft", "lighthouse", "--bind", "[::]:0", "--announce", str(tmp_path / "lighthouse.json")]
+        log = (tmp_path / f"{len(started)}.log").open("w")
+        process = subprocess.Popen([sys.executable, *command, "--advertise", "127.0.0.1", *options], stdout=log)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Any, what: str) -> Any:
+    deadline = time.monotonic() + DEADLINE
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+    return value
+
+
+def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(lighthouses: Any, tmp_path: Path) -> None:
+    """A stopped process still accepts connections. When it goes on it reads who serves, and waits for its turn."""
+    path = tmp_path / "lighthouse.json"
+    first = lighthouses("--standby")
+    served = wait_for(lambda: Announcement.read(path), "one announces itself")
+    second = lighthouses("--standby")
+    wait_for(lambda: f"standby of the lighthouse at {served.address}" in (tmp_path / "1.log").read_text(), "a standby")
+    first.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    successor = wait_for(lambda: (said := Announcement.read(path)) and said.id != served.id and said, "a successor")
+    assert time.monotonic() - stopped < DEADLINE / 2
+    first.send_signal(signal.SIGCONT)
+    line = f"standby of the lighthouse at {successor.address}"
+    wait_for(lambda: line in (tmp_path / "0.log").read_text(), "the first one stands by")
+    second.kill()
+    again = wait_for(lambda: (said := Announcement.read(path)) and said.id != successor.id and said, "the first again")
+    assert again.id not in (served.id, successor.id)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(DEADLINE) == 0

@@ -1,0 +1,142 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Groups follow a lighthouse that moves, without a restart and without parting."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ft.run.lighthouse import Announcement
+
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where lighthouses announce themselves."""
+    return tmp_path / "lighthouse.json"
+
+
+@pytest.fixture
+def moving(path: Path, start_lighthouse: Callable[..., str]) -> Iterator[Any]:
+    """Provide seats at whichever lighthouse is announced; nobody announces one yet."""
+    from tests.replica.conftest import Seats
+
+    seats = Seats(f"file:{path}")
+    yield seats
+    seats.close()
+
+
+def named(seat: Any, name: str) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = seat._events.named(name)
+    return events
+
+
+def test_groups_follow_one_that_died(moving: Any, path: Path, nursery: subprocess.Popen[str]) -> None:
+    """Both ranks of both groups go on in the next quorum under their old names, as soon as another is announced."""
+    from tests.replica.conftest import MortalLighthouse
+
+    first = MortalLighthouse(nursery)
+    Announcement(first.address).write(path)
+    seats = [moving.take(slot, rank=rank, world_size=2) for slot in (0, 1) for rank in (0, 1)]
+    quorums = moving.meet(*seats, steps=[3] * 4)
+    names = [seat.member for seat in seats]
+    first.kill()
+    moving.together(*[lambda seat=seat: seat.vote(3, True) for seat in seats])
+    for seat in seats:
+        seat.begin(4)
+    with pytest.raises(TimeoutError):
+        seats[0]._pending.result(0.5)  # nobody answers
+    second = MortalLighthouse(nursery)
+    Announcement(second.address, job="78").write(path)
+    after = moving.together(*[seat.wait for seat in seats])
+    assert [seat.member for seat in seats] == names
+    assert [quorum.members for quorum in after] == [quorum.members for quorum in quorums]
+    assert {quorum.max_step for quorum in after} == {4}
+    moved = [event for seat in seats for event in named(seat, "lighthouse_moved")]
+    assert [(event["former"], event["address"], event["job"]) for event in moved] == [
+        (first.address, second.address, "78")
+    ] * 2
+
+
+def test_a_group_in_the_midst_of_a_step_is_waited_for(moving: Any, path: Path, start_lighthouse: Any) -> None:
+    """It follows by itself; the successor, which knows nobody, gives no quorum without it to who asks first."""
+    Announcement(start_lighthouse()).write(path)
+    early, late = moving.take(0), moving.take(1)
+    moving.meet(early, late, steps=[3, 3])
+    moving.together(lambda: early.vote(3, True), lambda: late.vote(3, True))
+    Announcement(start_lighthouse()).write(path)
+    early.begin(4)
+    with pytest.raises(TimeoutError):
+        early._pending.result(1.5)
+    late.begin(4)
+    assert [quorum.slots for quorum in moving.together(early.wait, late.wait)] == [[0, 1], [0, 1]]
+
+
+def test_a_file_that_cannot_be_read_makes_no_lighthouse_count(moving: Any, path: Path, start_lighthouse: Any) -> None:
+    """Members that change are taken from one that the file names; storage that hiccups says nothing of who that is."""
+    announced = Announcement(start_lighthouse())
+    announced.write(path)
+    one, other = moving.take(0), moving.take(1)
+    path.rename(path.with_name("away"))
+    one.begin(0)
+    other.begin(0)
+    with pytest.raises(TimeoutError):
+        one._pending.result(1.0)
+    announced.write(path)
+    assert [quorum.slots for quorum in moving.meet(one, other)] == [[0, 1], [0, 1]]
+
+
+def test_one_that_was_only_slow_gives_no_quorum_any_more(moving: Any, path: Path, start_lighthouse: Any) -> None:
+    """A successor is announced, one group has followed, and the old one still answers the other."""
+    Announcement(start_lighthouse()).write(path)
+    one, other = moving.take(0), moving.take(1)
+    moving.meet(one, other, steps=[3, 3])
+    moving.together(lambda: one.vote(3, True), lambda: other.vote(3, True))
+    other._seat._follower.close()  # as if shared storage had yet to tell it
+    successor = start_lighthouse()
+    Announcement(successor).write(path)
+    one._events.wait_for("lighthouse_moved")
+    one.begin(4)
+    other.begin(4)
+    assert [quorum.slots for quorum in moving.together(one.wait, other.wait)] == [[0, 1], [0, 1]]
+    assert {str(seat._seat._lighthouse) for seat in (one, other)} == {successor}
+
+
+def test_a_first_start_waits_for_the_successor(moving: Any, path: Path, start_lighthouse: Any) -> None:
+    """A file that names one that is gone is no reason to end: Slurm starts another."""
+    Announcement("http://127.0.0.1:9").write(path)
+    taken = moving.submit(lambda: moving.take(0, config=moving.config(0, connect_timeout_seconds=0.3)))
+    with pytest.raises(TimeoutError):
+        taken.result(1.0)
+    Announcement(start_lighthouse()).write(path)
+    (quorum,) = moving.meet(taken.result(DEADLINE))
+    assert quorum.slots == [0]
+
+
+def test_a_name_that_stands_for_another_address(
+    seats: Any, monkeypatch: pytest.MonkeyPatch, nursery: subprocess.Popen[str]
+) -> None:
+    """It is resolved anew when nobody answers, and not before."""
+    from tests.replica.conftest import MortalLighthouse
+    from titan_ft.run import lighthouse as where
+
+    numbers = ["10.0.0.1"]
+    monkeypatch.setattr(where, "_resolve", lambda url: iter(numbers))
+    mortal = MortalLighthouse(nursery)
+    seats.lighthouse = mortal.address.replace("127.0.0.1", "localhost")
+    seat = seats.take(0)
+    seats.meet(seat)
+    numbers[:] = ["10.0.0.2"]
+    time.sleep(2.5)  # two looks at a name that is not asked
+    assert not named(seat, "lighthouse_moved")
+    mortal.kill()
+    mortal.start()
+    seat._events.wait_for("lighthouse_moved")
+    seats.meet(seat)

@@ -1,0 +1,422 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What runs on a GPU waits for what it reads: the same training on an accelerator whose streams run late.
+
+Two groups of one rank train, copy, heal and replay on `tests.fake_accelerator`; every byte must be what the same code
+makes on a CPU. Then each wait that the engine has is left out, one at a time, and must be missed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fake_accelerator import LateNccl, installed, move
+from tests.replica.conftest import TinyTraining
+from titan_ft import device
+from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.feed import _checksum
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.outer import OuterModel
+from titan_ft.replica.snapshot import Snapshot, _view
+from titan_ft.round_settings import OuterOptimizer
+
+DEADLINE = 30.0  # seconds; only ever reached by a bug
+NUM_MEMBERS, NUM_STEPS = 2, 4
+SEEDS = range(3)
+BACKENDS = ("gloo", "nccl")
+CPU = torch.device("cpu")
+_SEEDING = threading.Lock()  # torch's generator is one for all threads
+
+
+class _Sum:
+    """A process group between threads over host memory: the call returns with the sum, added in the members' order."""
+
+    def __init__(self, rank: int, shared: dict[str, Any]) -> None:
+        self._rank = rank
+        self._parts = shared.setdefault("parts", [None] * NUM_MEMBERS)
+        self._barrier = shared.setdefault("barrier", threading.Barrier(NUM_MEMBERS, timeout=DEADLINE))
+
+    def errored(self) -> None:
+        """Say that nothing went wrong."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Future[bool]:
+        """Sum a tensor."""
+        self._gather(tensors[0], lambda parts: tensors[0].copy_(functools.reduce(torch.add, parts)))
+        return _done()
+
+    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> Future[bool]:
+        """Gather the members' tensors."""
+
+        def spread(parts: list[torch.Tensor]) -> None:
+            for output, part in zip(outputs[0], parts, strict=True):
+                output.copy_(part)
+
+        self._gather(tensors[0], spread)
+        return _done()
+
+    def _gather(self, own: torch.Tensor, act: Callable[[list[torch.Tensor]], object]) -> None:
+        self._parts[self._rank] = own.clone()
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        act(parts)
+
+
+def _done() -> Any:
+    work: Future[bool] = Future()
+    work.set_result(True)
+    work.wait = work.result  # type: ignore[attr-defined]  # as torch's have it
+    return work
+
+
+class _Seat:
+    """Stands in for a Membership whose quorum is always there."""
+
+    timeout = timedelta(seconds=DEADLINE)
+
+    def __init__(self, rank: int, process_group: Any) -> None:
+        self._rank, self.process_group = rank, process_group
+
+    def wait(self) -> Quorum:
+        members = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(NUM_MEMBERS))
+        return Quorum("key", self._rank, members, max_step=0)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def abort(self) -> None:
+        """Break off nothing."""
+
+
+class _World:
+    """Where a scenario runs: on a CPU, or on a fake accelerator with buckets on the host (gloo) or on it (nccl)."""
+
+    def __init__(self, backend: str, accelerator: Any = None) -> None:
+        self._backend, self._accelerator = backend, accelerator
+        self._shared: dict[Any, Any] = {}
+
+    def place(self, rank: int) -> torch.device:
+        """Return a rank's device, which becomes that of the thread."""
+        if self._accelerator is None:
+            return CPU
+        self._accelerator.set_device_index(rank)
+        return torch.device("cuda", rank)
+
+    def exchange(self, rank: int, parameters: Any, **options: Any) -> GradientExchange:
+        """Build a rank's exchange, with several buckets."""
+        on_device = self._backend == "nccl" and self._accelerator is not None
+        group: Any = (
+            LateNccl(self._accelerator, rank, NUM_MEMBERS, self._shared) if on_device else _Sum(rank, self._shared)
+        )
+        where = self.place(rank) if on_device else CPU
+        return GradientExchange(
+            parameters,
+            _Seat(rank, group),  # type: ignore[arg-type]  # stands in for it
+            bucket_bytes=100,
+            where=where,
+            **{"overlap": True, **options},
+        )
+
+
+class _Rank:
+    """A rank that trains TinyTraining's model; its batches are its own."""
+
+    def __init__(self, world: _World, rank: int, seed: int = 0, **options: Any) -> None:
+        self.where, self.rank = world.place(rank), rank
+        with _SEEDING:
+            self.training = TinyTraining(seed)
+        move(self.training.model, self.where)
+        for optimizer in self.training.optimizers:  # made over the parameters that were
+            optimizer.param_groups[0]["params"] = list(self.training.model.parameters())
+        self.state = self.training.state
+        self.exchange = world.exchange(rank, self.training.model.parameters(), **options)
+
+    def step(self, number: int, gives: bool = True, describe: Any = None) -> list[torch.Tensor | None]:
+        """Make a step as the trainer does, without a wait that the engine does not have; returns the sums."""
+        training = self.training
+        training.optimizers.zero_grad()
+        if gives:
+            tokens = torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(10 * number + self.rank))
+            loss = training.model(tokens.to(self.where))
+            self.exchange.arm(lambda quorum: True)
+            loss.backward()
+        else:
+            self.exchange.launch_empty()
+        self.exchange.finish(gives, lambda quorum: ([float(number)], b"x" * self.rank))
+        sums = self.exchange.reduced()
+        self.apply(None)
+        return sums
+
+    def apply(self, sums: list[torch.Tensor | None] | None) -> None:
+        """Apply an update, live or replayed."""
+        self.exchange.write_gradients(sums, 1.0)
+        self.training.optimizers.step()
+        self.training.lr_schedulers.step()
+
+    def bytes(self) -> list[torch.Tensor]:
+        """Return the state, waited for by torch alone."""
+        tensors = [tensor.detach() for _, tensor, _ in self.state._tensors(self.training.optimizers)]
+        return [tensor.cpu().clone() for tensor in tensors]
+
+
+def _together(function: Callable[[int], Any]) -> list[Any]:
+    """Run a function for each rank, on threads of their own."""
+    futures: list[Future[Any]] = [Future() for _ in range(NUM_MEMBERS)]
+
+    def run(rank: int) -> None:
+        try:
+            futures[rank].set_result(function(rank))
+        except BaseException as error:  # noqa: BLE001  # handed to the test
+            futures[rank].set_exception(error)
+
+    for rank in range(NUM_MEMBERS):
+        threading.Thread(target=run, args=(rank,), daemon=True).start()
+    return [future.result(2 * DEADLINE) for future in futures]
+
+
+# Scenarios: each returns tensors and texts that must not depend on where it runs.
+
+
+def train(world: _World, **options: Any) -> Any:
+    """Steps one after the other; now and then a rank has nothing to give."""
+
+    def run(number: int) -> Any:
+        rank = _Rank(world, number, **options)
+        for step in range(NUM_STEPS):
+            rank.step(step, gives=number == 0 or step != 2)
+        return rank.bytes()
+
+    return _together(run)
+
+
+def train_without_overlap(world: _World) -> Any:
+    """The same, with buckets that are filled at the end."""
+    return train(world, overlap=False)
+
+
+def train_in_8_bits(world: _World) -> Any:
+    """The same, with quantized sums and what they leave behind."""
+    return train(world, quantize=True)
+
+
+def copy(world: _World) -> Any:
+    """A donor's copies right behind an update, and the digest."""
+
+    def run(number: int) -> Any:
+        rank, found = _Rank(world, number), []
+        for step in range(NUM_STEPS):
+            rank.step(step)
+            if step == 1:
+                snapshot = rank.state.copy(step, 0)
+                found += _tensors(snapshot)
+                rank.state.reuse(snapshot)
+            if step == 2:
+                found.append(rank.state.digest())
+        snapshot = rank.state.copy(step, 0)
+        return [*found, *_tensors(snapshot)]
+
+    return _together(run)
+
+
+def _tensors(snapshot: Snapshot) -> list[torch.Tensor]:
+    """Copy what is in a snapshot; between its tensors there may be anything."""
+    return [_view(snapshot.payload, entry).clone() for entry in json.loads(snapshot.header)["tensors"]]
+
+
+def heal(world: _World) -> Any:
+    """A joiner loads a donor's copy, replays the sums that it has queued, and goes on with the others."""
+    snapshots: list[Snapshot] = []
+    copied = threading.Event()
+
+    def run(number: int) -> Any:
+        rank = _Rank(world, number, seed=number)
+        if number == 0:
+            snapshots.append(rank.state.copy(0, 0))
+            copied.set()
+        queued = [rank.step(step, gives=number == 0) for step in range(2)]
+        if number == 1:
+            assert copied.wait(DEADLINE)
+            rank.state.load(snapshots[0])
+            snapshots[0].payload.fill_(7)  # its memory is another one's from now on
+            for sums in queued:
+                rank.apply(sums)
+        for step in range(2, NUM_STEPS):
+            rank.step(step)
+        return [*rank.bytes(), rank.state.digest()]
+
+    return _together(run)
+
+
+def rounds(world: _World, alpha: float = 0.0) -> Any:
+    """Rounds of steps of a rank's own, exchanged as changes of the anchors."""
+
+    def run(number: int) -> Any:
+        rank = _Rank(world, number)
+        outer = OuterModel([rank.training.model], OuterOptimizer(0.7, 0.9, nesterov=True))
+        exchange = world.exchange(number, outer.anchors, overlap=False)
+        found = []
+        for step in range(NUM_STEPS):
+            training = rank.training
+            for inner in range(2):
+                training.optimizers.zero_grad()
+                tokens = torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(20 * step + inner))
+                training.model(tokens.to(rank.where)).backward()
+                training.optimizers.step()
+            outer.take_changes({0: 1.0 + number})
+            exchange.give({0: 1.0 + number})
+            exchange.finish(True, lambda quorum: ([0.0], b""))
+            exchange.write_gradients(None, None)
+            squares = outer.step(alpha)
+            found += [str(squares), *(anchor.detach().clone() for anchor in outer.anchors)]
+            if step == 1:
+                with outer.lent():
+                    found += [tensor.cpu().clone() for tensor in rank.training.model.state_dict().values()]
+        with torch.no_grad():  # they are the host's, whatever the device was told to read
+            for anchor in outer.anchors:
+                anchor.zero_()
+        return [*found, *rank.bytes()]
+
+    return _together(run)
+
+
+def rounds_mixed(world: _World) -> Any:
+    """Rounds that go on with a share of the own weights."""
+    return rounds(world, alpha=0.5)
+
+
+def restore(world: _World) -> Any:
+    """The anchors become the model's weights, and are changed at once."""
+    where = world.place(0)
+    model: nn.Module = TinyTraining(0).model
+    move(model, where)
+    outer = OuterModel([model], OuterOptimizer(1.0, 0.0, nesterov=False))
+    before = [anchor.detach().clone() for anchor in outer.anchors]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+        outer.restore_model()
+        for anchor in outer.anchors:
+            anchor.zero_()
+    return [*before, *(parameter.detach().cpu().clone() for parameter in model.parameters())]
+
+
+def read(world: _World) -> Any:
+    """The checksum of a batch that a loader has put on the device."""
+    where = world.place(0)
+    inputs = torch.arange(12).to(where) * 3
+    return [_checksum([({"input": inputs}, inputs + 1)])]
+
+
+SCENARIOS = {
+    "exchange.py": (train, train_without_overlap, train_in_8_bits),
+    "snapshot.py": (copy, heal),
+    "outer.py": (rounds, rounds_mixed, restore),
+    "feed.py": (read,),
+}
+"""By the module whose waits they need."""
+
+
+@functools.cache
+def on_cpu(scenario: Callable[[_World], Any]) -> Any:
+    """Return what a scenario comes to on a CPU."""
+    return scenario(_World("gloo"))
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Compare bit for bit."""
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if not isinstance(expected, torch.Tensor):
+        return bool(found == expected)
+    octets = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (found, expected)]
+    return found.dtype == expected.dtype and torch.equal(*octets)
+
+
+def agrees(scenario: Callable[[_World], Any], backend: str, seed: int) -> bool:
+    """Say whether a scenario comes to the same on an accelerator that runs late."""
+    expected = on_cpu(scenario)
+    with installed(seed, NUM_MEMBERS) as accelerator:
+        found = scenario(_World(backend, accelerator))
+    return same(found, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scenario", sum(SCENARIOS.values(), ()), ids=lambda scenario: scenario.__name__)
+def test_late_streams_change_nothing(scenario: Callable[[_World], Any], backend: str) -> None:
+    """Whatever runs when: every byte is what it is on a CPU."""
+    for seed in SEEDS:
+        assert agrees(scenario, backend, seed), f"seed {seed}"
+
+
+# Waits
+
+
+WAITS = ("synchronize", "record_event")
+PACKAGE = Path(device.__file__).parent / "replica"
+
+
+def find_waits() -> list[tuple[str, int]]:
+    """Return where the engine waits for the device: file and line."""
+    return [
+        (str(path.relative_to(PACKAGE)), node.lineno)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func) in {f"device.{name}" for name in WAITS}
+    ]
+
+
+@contextlib.contextmanager
+def left_out(file: str, line: int) -> Iterator[None]:
+    """Let one of the engine's waits do nothing."""
+
+    def unless_there(original: Callable[..., Any], nothing: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            caller = sys._getframe(1)
+            there = caller.f_lineno == line and caller.f_code.co_filename.endswith(f"replica/{file}")
+            return (nothing if there else original)(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "synchronize", unless_there(device.synchronize, lambda *_: None))
+        patch.setattr(device, "record_event", unless_there(device.record_event, lambda: None))
+        yield
+
+
+@pytest.mark.parametrize(("file", "line"), find_waits())
+def test_each_wait_is_needed(file: str, line: int) -> None:
+    """Without it a byte is another one, under some order of some scenario."""
+    with left_out(file, line):
+        for seed, scenario, backend in itertools.product(range(8), SCENARIOS[file], BACKENDS):
+            try:
+                if not agrees(scenario, backend, seed):
+                    return
+            except Exception:  # noqa: BLE001  # what was read too early may be anything
+                return
+    raise AssertionError(f"nobody misses the wait in {file}:{line}")
+
+
+def test_training_waits_for_no_other_member() -> None:
+    """While buckets are summed, no stream but the exchange's own waits for the other members: backward goes on."""
+    for seed in SEEDS:
+        with installed(seed, NUM_MEMBERS) as accelerator:
+            train(_World("nccl", accelerator))
+        assert accelerator.waits["titan_ft_exchange"], "nobody waits at all"
+        assert not set(accelerator.defaults) & set(accelerator.waits["titan_ft_exchange"])

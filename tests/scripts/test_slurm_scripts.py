@@ -1,0 +1,229 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""slurm/submit.sh, with an sbatch that only notes how it was called; tests/slurm has a real one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "llama3_debug.toml"
+
+
+def submit(folder: Path, *options: str, refused: str = "nothing of the kind") -> subprocess.CompletedProcess[str]:
+    """Run it with a stand-in that gives jobs the ids 101, 102, ..."""
+    tools = folder / "bin"
+    tools.mkdir(exist_ok=True)
+    stand_in = tools / "sbatch"
+    stand_in.write_text(f"""#!/bin/bash
+[[ "$*" != *"$REFUSED"* ]] || exit 1
+printf "%q " "$@" >> {folder}/calls
+echo >> {folder}/calls
+echo $((100 + $(wc -l < {folder}/calls)))
+""")
+    (tools / "scancel").write_text(f'#!/bin/bash\necho "$@" > {folder}/cancelled\n')
+    (tools / "scancel").chmod(0o755)
+    stand_in.chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    return subprocess.run(
+        ["/bin/bash", str(ROOT / "slurm" / "submit.sh"), *options],
+        env={**clean, "PATH": f"{tools}:{os.environ['PATH']}", "REFUSED": refused},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def full(folder: Path) -> list[str]:
+    return ["--config", str(CONFIG), "--run-dir", str(folder / "run"), "--groups", "4", "--ranks-per-node", "8"]
+
+
+def calls(folder: Path) -> list[list[str]]:
+    return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "slurm").iterdir()))
+def test_scripts_are_valid_bash(script: str) -> None:
+    """Each script at least parses."""
+    subprocess.run(["/bin/bash", "-n", str(ROOT / "slurm" / script)], check=True)
+
+
+def test_one_command_submits_a_run(tmp_path: Path) -> None:
+    """A lighthouse and its standby, and groups that begin when the first one has; the token is the user's alone."""
+    options = ["--nodes", "2", "--time", "60", "--standby", "--group-options", "--gpus-per-node=8 --partition=gpu"]
+    done = submit(tmp_path, *full(tmp_path), *options, "--", "--training.steps=7")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    first, second, groups = calls(tmp_path)
+    assert first == second
+    assert first[-3:] == [str(ROOT / "slurm" / "lighthouse.sbatch"), str(ROOT), str(run)]
+    assert groups[1:7] == [
+        *("--dependency=after:101", "--array=0-3", "--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=60")
+    ]
+    assert groups[groups.index(str(ROOT / "slurm" / "replicas.sbatch")) + 1 :][:6] == [
+        *(str(ROOT), str(run), "--config", str(CONFIG), "--ranks-per-node", "8")
+    ]
+    assert groups[-2:] == ["--", "--training.steps=7"]
+    assert (run / "slurm" / "jobs").read_text() == "103 101 102\n"
+    token = run / "token"
+    assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
+    assert f"titan-ft top {run}" in done.stdout
+    assert "scancel 103 101 102" in done.stdout
+
+
+def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path) -> None:
+    """It says which mode it has; nothing is submitted."""
+    token = tmp_path / "secret"
+    token.write_text("mine")
+    token.chmod(0o640)
+    done = submit(tmp_path, *full(tmp_path), "--token-file", str(token))
+    assert done.returncode == 2
+    assert "--token-file must be readable by you alone, got mode 640" in done.stderr
+    assert not (tmp_path / "calls").exists()
+    token.chmod(0o600)
+    assert submit(tmp_path, *full(tmp_path), "--token-file", str(token)).returncode == 0
+    assert (tmp_path / "run" / "token").read_text() == "mine"
+    assert (tmp_path / "run" / "token").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--config": "none.toml"}, "--config must be a TOML file, got 'none.toml'"),
+        ({"--groups": "0"}, "--groups must be a whole number, at least 1, got '0'"),
+        ({"--ranks-per-node": "x"}, "--ranks-per-node must be a whole number, at least 1, got 'x'"),
+        ({"--stand-by": "x"}, "no option '--stand-by'"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(tmp_path: Path, change: dict[str, str], message: str) -> None:
+    """Before anything is submitted."""
+    given = full(tmp_path)
+    options = {**dict(zip(given[::2], given[1::2], strict=True)), **change}
+    done = submit(tmp_path, *(word for pair in options.items() for word in pair))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_run_is_submitted_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A lighthouse alone would wait for ever."""
+    done = submit(tmp_path, *full(tmp_path), "--standby", refused="--array")
+    assert done.returncode == 1
+    assert (tmp_path / "cancelled").read_text() == "101 102\n"
+
+
+def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
+    """It prints what would be submitted."""
+    done = submit(tmp_path, *full(tmp_path), "--dry-run")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 2)
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "calls").exists()
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    """Put a command of Slurm's into folder/bin that notes how it was called, one of all to a line."""
+    tools = folder / "bin"
+    tools.mkdir(exist_ok=True)
+    (tools / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {folder}/calls\n{body}\n')
+    (tools / name).chmod(0o755)
+
+
+def noted(folder: Path, *verbs: str) -> list[str]:
+    """Return the calls of scontrol with these verbs."""
+    calls = folder / "calls"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    return [line for line in lines if line.startswith(tuple(f"scontrol {verb} " for verb in verbs))]
+
+
+def hasten(folder: Path, reason: str, exclude: str = "", own: str = "(null)") -> list[str]:
+    """Run `hasten_requeued` for an array's last job, whose id is the array's; returns what it changed."""
+    stand_in(folder, "squeue", f"echo '7 7_2 2020-01-01T00:00:00 {reason}'")
+    stand_in(folder, "scontrol", f"[[ $1 != show ]] || echo 'JobId=7 ReqNodeList=(null) ExcNodeList={own}'")
+    (folder / "slurm").mkdir()
+    (folder / "slurm" / "jobs").write_text("7 8\n")
+    if exclude:
+        (folder / "slurm" / "exclude-7").write_text(exclude)
+    script = f"run_dir={folder}; source {ROOT}/slurm/common.sh; save_own_exclusion 7 7_2; hasten_requeued"
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    subprocess.run(["/bin/bash", "-c", script], env={**os.environ, "PATH": path}, check=True, timeout=60)
+    return noted(folder, "update", "release")
+
+
+SUSPECTS = "n5 99999999999\nn2 1000\nn5 99999999999\n"
+HELD = "job requeued in held state"
+
+
+@pytest.mark.parametrize(
+    ("own", "hosts"), [("n[1-3,7]", "n[1-3,7],n5"), ("(null)", "n5")], ids=["with the user's own", "alone"]
+)
+def test_hosts_are_excluded_as_long_as_they_are_suspected(tmp_path: Path, own: str, hosts: str) -> None:
+    """In addition to those that the user excludes, of one job of the array alone."""
+    assert hasten(tmp_path, HELD, SUSPECTS, own) == [
+        f"scontrol update JobId=7_2 ExcNodeList={hosts}",
+        "scontrol release 7_2",
+    ]
+
+
+def test_a_host_may_be_used_again(tmp_path: Path) -> None:
+    """At the next requeue after the window."""
+    assert hasten(tmp_path, "BeginTime", "n5 1000\n", "n9") == [
+        "scontrol update JobId=7_2 ExcNodeList=n9",
+        "scontrol update JobId=7_2 StartTime=now",
+    ]
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "launch failed requeued held", "Resources"])
+def test_what_others_hold_stays_held(tmp_path: Path, reason: str) -> None:
+    """Only what replicas.sbatch holds is released."""
+    assert hasten(tmp_path, reason, SUSPECTS) == []
+
+
+def end_group(folder: Path, status: int, *, leaving: bool) -> list[str]:
+    """Run replicas.sbatch with a step that ends so, at the time limit or before; returns what became of the job."""
+    text = "JobId=7 ExcNodeList=(null)"
+    stand_in(folder, "scontrol", f"[[ $1 != show ]] || echo '{text}'")
+    stand_in(folder, "scancel", "")
+    stand_in(folder, "sleep", "")
+    # The signal is there before the step ends: the script waits for the step, and is told meanwhile.
+    tell = f"kill -USR1 $PPID; until grep -q scancel {folder}/calls; do :; done" if leaving else ""
+    stand_in(folder, "srun", f"{tell}\nexit {status}")
+    (folder / "slurm").mkdir()
+    (folder / "token").write_text("secret")
+    (folder / "slurm" / "exclude-7").write_text("n5 99999999999\n")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / "slurm" / "replicas.sbatch"), str(ROOT), str(folder)],
+        env={**os.environ, **slurm, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status, done.stderr
+    if leaving:
+        assert "scancel --signal=TERM 7_2.0" in (folder / "calls").read_text()
+    return noted(folder, "requeue", "requeuehold")
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+@pytest.mark.parametrize(
+    ("status", "early", "late"),
+    [
+        (0, [], ["scontrol requeue 7_2"]),
+        (1, [], ["scontrol requeue 7_2"]),
+        (2, [], []),
+        (3, [], []),
+        (4, ["scontrol requeuehold 7_2"], ["scontrol requeuehold 7_2"]),
+        (137, ["scontrol requeue 7_2"], ["scontrol requeue 7_2"]),
+    ],
+)
+def test_what_becomes_of_a_group_that_ended(
+    tmp_path: Path, status: int, early: list[str], late: list[str], leaving: bool
+) -> None:
+    """The time limit brings no group back that must not come back, and none to a host that it leaves."""
+    assert end_group(tmp_path, status, leaving=leaving) == (late if leaving else early)

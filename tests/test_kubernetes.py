@@ -1,0 +1,235 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""kubernetes/: the manifests against the schemas of Kubernetes and of JobSet, and against what they start."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import tomli
+import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import JobsetV1alpha2FailurePolicyRule
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
+from titan_ft.config import FaultTolerance
+from titan_ft.launch.lighthouse import split_bind
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
+from titan_ft.live.metrics import split_address
+from titan_ft.options import Lighthouse
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "kubernetes"
+# The first release in which all that is used here is stable or on by default, and the newest that is known here.
+VERSIONS = ("1.31", "1.37")
+TORCHRUN_SECONDS = 30
+"""What torchrun's agent lets its workers take to end when it is asked to."""
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    """Return what kustomization.yaml lists, by kind."""
+    listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
+    found = [each for name in listed for each in yaml.safe_load_all((FOLDER / name).read_text())]
+    return {each["kind"]: each for each in found}
+
+
+@pytest.fixture
+def job_set() -> dict[str, Any]:
+    return documents()["JobSet"]
+
+
+def child_job(job_set: dict[str, Any]) -> dict[str, Any]:
+    (groups,) = job_set["spec"]["replicatedJobs"]
+    return dict(groups["template"]["spec"])
+
+
+def pod(job_set: dict[str, Any]) -> dict[str, Any]:
+    return dict(child_job(job_set)["template"]["spec"])
+
+
+def arguments(command: list[str]) -> dict[str, str]:
+    """Return the options of a command by name."""
+    return {name: value for name, value in pairwise(command) if name.startswith("--") and value}
+
+
+def differences(given: Any, read: Any, path: str = "") -> Iterator[str]:
+    """Yield where what a model has read is not what it was given: a field that it does not know is left out. Defaults
+    may be added."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        for name in given:
+            yield from differences(given.get(name), read.get(name), f"{path}.{name}")
+    elif isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        for index, (one, other) in enumerate(zip(given, read, strict=True)):
+            yield from differences(one, other, f"{path}[{index}]")
+    elif given != read:
+        yield f"{path}: {given!r} is read as {read!r}"
+
+
+def test_the_job_set_is_what_its_schema_says(job_set: dict[str, Any]) -> None:
+    """JobSet's own schema, by the models that Kubeflow generates from it, down to the pod: every field is known there,
+    has its type, and none that must be there is missing."""
+    model = JobsetV1alpha2JobSet.from_dict(job_set)
+    assert model is not None
+    assert list(differences(job_set, model.to_dict())) == []
+
+
+def test_a_field_that_the_schema_does_not_know_is_found(job_set: dict[str, Any]) -> None:
+    """The check above can fail: at the top, in the child Job, in a container, and by a type."""
+    pod(job_set)["containers"][0]["comand"] = ["x"]
+    child = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    child["retries"] = 3
+    job_set["spec"]["restartPolicy"] = "Never"
+    model = JobsetV1alpha2JobSet.from_dict(job_set)
+    assert model is not None
+    assert {line.partition(":")[0].rpartition(".")[2] for line in differences(job_set, model.to_dict())} == {
+        "comand",
+        "retries",
+        "restartPolicy",
+    }
+    child["backoffLimit"] = "many"
+    with pytest.raises(ValueError, match="backoffLimit"):
+        JobsetV1alpha2JobSet.from_dict(job_set)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_all_else_is_what_kubernetes_schemas_say(version: str, job_set: dict[str, Any]) -> None:
+    """Strictly: no field that Kubernetes does not know. A child Job is one of its own kind."""
+    objects = [each for kind, each in documents().items() if kind != "JobSet"]
+    (groups,) = job_set["spec"]["replicatedJobs"]
+    template = groups["template"]
+    objects.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "titan-ft-groups-0"}, **template})
+    assert {each["kind"] for each in objects} >= {"Deployment", "Service", "PersistentVolumeClaim", "Job"}
+    for each in objects:
+        kubernetes_validate.validate(each, version, strict=True)
+    objects[-1]["spec"]["template"]["spec"]["containers"][0]["comand"] = ["x"]
+    with pytest.raises(kubernetes_validate.ValidationError, match="comand"):
+        kubernetes_validate.validate(objects[-1], version, strict=True)
+
+
+def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None:
+    """JobSet's restart is one of all groups: nothing may ask for it. What starting again cannot help ends the job, and
+    evictions do not count."""
+    (groups,) = job_set["spec"]["replicatedJobs"]
+    policy = job_set["spec"]["failurePolicy"]
+    assert policy == {"maxRestarts": 0}
+    assert "RestartJob," in str(JobsetV1alpha2FailurePolicyRule.model_fields["action"].description)  # a newer way
+    job = child_job(job_set)
+    assert groups["replicas"] > 1
+    assert job["completionMode"] == "Indexed"
+    assert job["backoffLimit"] >= 100
+    # Kubernetes takes no other value beside a podFailurePolicy, and that only where pods are never restarted.
+    assert job["podReplacementPolicy"] == "Failed"
+    assert pod(job_set)["restartPolicy"] == "Never"
+    final, evicted = job["podFailurePolicy"]["rules"]
+    assert final["action"] == "FailJob"
+    assert final["onExitCodes"]["values"] == [CONFIG_ERROR_CODE, FINAL_CODE]
+    assert final["onExitCodes"]["containerName"] == pod(job_set)["containers"][0]["name"]
+    assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
+    """Longer than the drain of the config that it starts, and than torchrun, which kills its workers after a while."""
+    options = arguments(pod(job_set)["containers"][0]["command"])
+    table = tomli.loads((ROOT / options["--config"]).read_text())["fault_tolerance"]
+    drain = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
+    assert drain < TORCHRUN_SECONDS
+    assert pod(job_set)["terminationGracePeriodSeconds"] >= max(drain, TORCHRUN_SECONDS) + 15
+
+
+def test_the_numbers_of_hosts_agree(job_set: dict[str, Any]) -> None:
+    """A group's hosts are in three places, its GPUs in two."""
+    job, container = child_job(job_set), pod(job_set)["containers"][0]
+    hosts = {each["name"]: each.get("value") for each in container["env"]}["HOSTS"]
+    assert job["completions"] == job["parallelism"] == int(hosts)
+    assert arguments(container["command"])["--ranks-per-node"] == str(
+        container["resources"]["limits"]["nvidia.com/gpu"]
+    )
+
+
+def test_the_script_takes_what_a_pod_gives_it(job_set: dict[str, Any]) -> None:
+    """The very command of a pod of group 3 of 8 with two hosts, with what Kubernetes puts in the place of $(NAME)."""
+    container = pod(job_set)["containers"][0]
+    known = {"GROUP": "3", "GROUPS_OF_JOB": "8", "JOB": "titan-ft", "HOSTS": "2"}
+    assert set(known) | {"TITAN_FT_TOKEN"} == {each["name"] for each in container["env"]}
+    command = [re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], word) for word in container["command"]]
+    assert command[:2] == ["tini", "--"]
+    dry_run = subprocess.run(
+        [*command[2:], "--dry-run"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "TITAN_FT_TOKEN": "secret", "TITAN_FT_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert dry_run.returncode == 0, dry_run.stderr
+    words = shlex.split(dry_run.stdout)
+    assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=titan-ft-groups-3-0.titan-ft:29400"} <= set(words)
+    assert {"--fault_tolerance.replica_id=3", "--fault_tolerance.group_size=8"} <= set(words)
+    assert "TITAN_FT_METRICS_PORT=0.0.0.0:9464" in words
+
+
+def test_pods_find_each_other_and_the_lighthouse(job_set: dict[str, Any]) -> None:
+    """Names, ports, labels, the Secret and the volume that one document names are those of another one."""
+    found = documents()
+    container, service, deployment = pod(job_set)["containers"][0], found["Service"], found["Deployment"]
+    (port,) = service["spec"]["ports"]
+    options = arguments(container["command"])
+    assert options["--lighthouse"] == f"http://{service['metadata']['name']}:{port['port']}"
+    selector = service["spec"]["selector"].items()
+    lighthouse = deployment["spec"]["template"]
+    assert selector <= lighthouse["metadata"]["labels"].items()
+    assert not selector <= child_job(job_set)["template"]["metadata"]["labels"].items()
+    (server,) = lighthouse["spec"]["containers"]
+    assert split_bind(arguments(server["command"])["--bind"]) == ("0.0.0.0", server["ports"][0]["containerPort"])
+    assert split_bind(Lighthouse().bind)[1] == port["port"]
+    assert port["targetPort"] == server["ports"][0]["name"]
+    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]["type"]) == (1, "Recreate")
+    allowed = found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items()
+    for template in (lighthouse, child_job(job_set)["template"]):
+        assert allowed <= template["metadata"]["labels"].items()
+    # Where a JobSet puts the first pod of a child Job: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN, the JobSet's name.
+    (groups,) = job_set["spec"]["replicatedJobs"]
+    assert options["--rendezvous"].startswith(f"$(JOB)-{groups['name']}-$(GROUP)-0.$(JOB):")
+    assert job_set["spec"]["network"]["enableDNSHostnames"]
+    _, metrics = split_address(options["--metrics-port"])
+    annotations = child_job(job_set)["template"]["metadata"]["annotations"]
+    assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(metrics)}
+    claims = [each["persistentVolumeClaim"]["claimName"] for each in pod(job_set)["volumes"] if "emptyDir" not in each]
+    assert claims == [found["PersistentVolumeClaim"]["metadata"]["name"]]
+    assert options["--run-dir"].startswith(f"{container['volumeMounts'][0]['mountPath']}/")
+    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    (secret,) = kustomization["secretGenerator"]
+    token = next(each for each in container["env"] if each["name"] == "TITAN_FT_TOKEN")["valueFrom"]["secretKeyRef"]
+    assert (secret["name"], secret["files"]) == (token["name"], [token["key"]])
+    assert (FOLDER / ".gitignore").read_text().split() == [token["key"]]  # a secret is never committed
+    (image,) = kustomization["images"]
+    assert {container["image"], server["image"]} == {image["name"]}
+
+
+def test_the_image_has_what_the_pods_start() -> None:
+    """Its base and torch's index are arguments; what it copies and what the manifests run from it is there."""
+    text = (FOLDER / "Dockerfile").read_text()
+    instructions = [line.split(maxsplit=1) for line in text.replace("\\\n", " ").splitlines() if line[:1].isupper()]
+    assert instructions[:2] == [["ARG", "BASE=python:3.11-slim-bookworm"], ["FROM", "${BASE}"]]
+    assert ["ARG", 'TORCH_INDEX=""'] in instructions
+    for name, rest in instructions:
+        if name == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1]), rest
+    assert ["WORKDIR", "/opt/titan_ft"] in instructions
+    assert "-m venv .venv" in text  # where scripts/replica_group.sh and scripts/lighthouse.sh look for it
+    assert "tini" in text
+    (uid,) = re.findall(r"^USER (\d+)$", text, re.M)
+    for each in (documents()["Deployment"]["spec"]["template"]["spec"], pod(documents()["JobSet"])):
+        assert each["securityContext"]["runAsUser"] == int(uid)
+    left_out = (FOLDER / "Dockerfile.dockerignore").read_text().split()
+    assert {".git", ".venv", "outputs", "kubernetes"} <= set(left_out)
+    assert not {"scripts", "configs", "titan_ft"} & set(left_out)

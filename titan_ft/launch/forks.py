@@ -1,0 +1,255 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run a Python module in a fork of this process, as `python -m` would in a new one: it has everything imported already.
+
+Nearly all of a worker's start is imports; a fork takes milliseconds, and shares their memory. A process that forks has
+one thread, for a lock that another one holds stays locked in the fork, and has not initialized CUDA.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PRELOAD = "preload"
+"""A function of a worker's module, of its command line, that does before the fork what each fork would do again."""
+
+THREADS_THAT_MAY_BE = {"jemalloc_bg_thd"}
+"""Of Arrow's allocator, which sees to forks itself (pthread_atfork)."""
+
+
+class ForkedProcess:
+    """A child of this process that was not started by `subprocess`, whose interface it has as far as it is needed."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it ended (negative: the signal), None while it runs."""
+        if self.returncode is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if found else None
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+
+def preload(module: str, args: Sequence[str]) -> str:
+    """Import what a worker needs, and keep it out of the collector's way; return why no fork may be made, or nothing.
+
+    Args:
+        module: Python module that the workers run; its function `preload`, if it has one, gets `args`.
+    """
+    # numpy's OpenBLAS starts its threads when it is loaded. It is used for next to nothing.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    try:
+        prepare = getattr(importlib.import_module(module), PRELOAD, None)
+        if prepare is not None:
+            prepare(args)
+    except Exception:  # noqa: BLE001  # whatever a model's own code may raise; a worker meets it again, and tells of it
+        traceback.print_exc()
+        return f"{module} could not be imported beforehand"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA is initialized, which a fork cannot use"
+    if torch is not None and _counts_gpus_by_driver(torch):
+        return "GPUs are counted by the driver here (no NVML, MIG, or ROCm), after which no fork can use them"
+    threads = _other_threads()
+    if threads:
+        return f"threads were started, which a fork would lose: {', '.join(threads)}"
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to, and so copy, memory that all of them share
+    return ""
+
+
+def _counts_gpus_by_driver(torch: Any) -> bool:
+    """Say whether torch has GPUs and cannot count them by NVML: what it calls instead spoils them for forks."""
+    by_nvml = torch.version.hip is None and torch.cuda._device_count_nvml() >= 0
+    return not by_nvml and torch.cuda.device_count() > 0
+
+
+def _other_threads() -> list[str]:
+    """Return the names of the threads of this process besides its main one, which a fork would not have."""
+    if sys.platform != "linux":
+        return [thread.name for thread in threading.enumerate()[1:]]
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if int(thread) != os.getpid():
+                names.append(Path(f"/proc/self/task/{thread}/comm").read_text().strip())
+    return sorted(set(names) - THREADS_THAT_MAY_BE)
+
+
+def fork_module(
+    module: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    log: Path | None,
+    *,
+    append: bool = False,
+    title: str = "",
+    close: Collection[int] = (),
+    after_parent: bool = False,
+) -> ForkedProcess:
+    """Run a module in a fork, which leads a session of its own, and return when it does.
+
+    Args:
+        env: its whole environment.
+        log: gets its output, and is emptied first unless this is to `append`; None leaves it where this process's goes.
+        title: its name in `ps` and `top`, of which Linux keeps 15 bytes.
+        close: descriptors of this process that are not for it.
+        after_parent: let it begin when this process, its parent, has ended.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    parent = os.getpid()
+    leads, tells = os.pipe()
+    # A signal that comes before the fork has its own handlers would be taken by this process's, and be lost.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
+            _become(
+                module,
+                args,
+                env,
+                output=None if log is None else (log, flags),
+                title=title,
+                close=(leads, *close),
+                tells=tells,
+                signal_mask=before,
+                until_gone=parent if after_parent else None,
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(tells)
+    with open(leads, "rb", buffering=0) as pipe:
+        pipe.read()  # until then its process group does not exist, and could not be signalled
+    return ForkedProcess(pid)
+
+
+def _become(
+    module: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    output: tuple[Path, int] | None,
+    title: str,
+    close: Collection[int],
+    tells: int,
+    signal_mask: Collection[int],
+    until_gone: int | None,
+) -> None:
+    """Turn the fork into a process as `python -m` makes one; never returns.
+
+    Nothing may unwind the frames above: they are the parent's, whose clean-up is not for its copy.
+    """
+    code = 1
+    try:
+        os.setsid()
+        os.close(tells)
+        for descriptor in close:
+            os.close(descriptor)
+        _reset_signals(signal_mask)
+        _redirect(output)
+        os.environ.clear()
+        os.environ.update(env)
+        _draw_anew()
+        if title and sys.platform == "linux":
+            Path("/proc/self/comm").write_bytes(title.encode()[:15])
+        while until_gone is not None and os.getppid() == until_gone:
+            time.sleep(0.0005)
+        code = _run(module, args)
+    except BaseException:  # noqa: BLE001  # process edge
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _reset_signals(mask: Collection[int]) -> None:
+    """Give signals the handlers that a new interpreter has; what is ignored stays so, as through an exec."""
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _redirect(output: tuple[Path, int] | None) -> None:
+    """Read from nothing, and write to a file, which is opened with these flags."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if output is not None:
+        path, flags = output
+        file = os.open(path, flags, 0o644)
+        for descriptor in (1, 2):
+            os.dup2(file, descriptor)
+        os.close(file)
+
+
+def _draw_anew() -> None:
+    """Seed what all forks would draw from alike; Python's own `random` and `tempfile` see to it themselves."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _run(module: str, args: Sequence[str]) -> int:
+    """Run the module as the main program, and return the exit status that it would end with."""
+    sys.argv = [module, *args]  # the first is replaced by the module's file
+    # It is imported already, and run once more under another name, as any module that -m runs and others import.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
+    code, interrupted = 0, False
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is not None:
+            code = end.code if isinstance(end.code, int) else 1
+        if code == 1 and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        interrupted = True
+        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001  # process edge
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end: other threads first
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code & 0xFF

@@ -1,0 +1,48 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Serve the store at which the workers of one attempt of a group meet, in a process of its own.
+
+Its threads, which are torch's, would be lost in a fork: so they are not where workers are forked. It outlives every
+worker of the attempt, and ends with the supervisor. Command line: the descriptor of the socket that listens.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from titan_ft.run.orphan import end_with_parent
+
+PID_ENV = "TITAN_FT_STORE_PID"
+"""Tells workers which process serves the store of their group: its connections are the group's, too."""
+
+
+def reachable(listener: socket.socket) -> tuple[str, int]:
+    """Return host and port at which this host's own processes reach a socket, which may listen at all addresses."""
+    host, port = listener.getsockname()[:2]
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
+
+
+def serve(listener: socket.socket) -> Any:
+    """Return the store, which is served as long as there is a reference to it."""
+    import torch.distributed as dist
+
+    host, port = reachable(listener)
+    return dist.TCPStore(  # type: ignore[attr-defined] # torch exports it without listing it
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def main() -> None:
+    end_with_parent()
+    store = serve(socket.socket(fileno=int(sys.argv[1])))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its supervisor ends it, after the workers
+    while store is not None:
+        time.sleep(3600.0)
+
+
+if __name__ == "__main__":
+    main()

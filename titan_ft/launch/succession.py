@@ -1,0 +1,78 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which of several lighthouses of a job serves it: the one that the file in the run's folder names.
+
+Whoever wants to serve writes its name there first; whoever reads another's name there steps down. Two that write at
+once, or one that was only slow and comes back, are told apart by that within moments, and groups take no new members
+from one that is not named any more (`replica/seat.py`).
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from titan_ft.run.lighthouse import Announcement
+
+SILENT_SECONDS = 0.8
+"""Without an answer, after which a standby takes the announced lighthouse's place."""
+_ANSWER_SECONDS = 0.5  # that one answer may take
+
+
+class Succession:
+    """One lighthouse's part in it.
+
+    Args:
+        path: the file.
+        own: what this lighthouse announces.
+        standby: whether it leaves one that is announced already, and answers, in its place.
+        answers: says whether a lighthouse answers.
+
+    Attributes:
+        serves: whether it has announced itself.
+        other: the one that is announced instead, as far as is known.
+    """
+
+    def __init__(
+        self, path: Path, own: Announcement, *, standby: bool, answers: Callable[[str], bool] | None = None
+    ) -> None:
+        self._path, self._own, self._standby = path, own, standby
+        self._answers = answers or _answers
+        self._heard = time.monotonic()  # when the other one was known to be there last
+        self.serves = False
+        self.other: Announcement | None = None
+
+    def poll(self) -> bool:
+        """Look once, and announce this lighthouse if it is time; returns False when it has to step down.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        said = Announcement.read(self._path)
+        if self.serves:
+            self.other = said if said is not None and said.id != self._own.id else None
+            return self.other is None
+        if said is not None and (self.other is None or said.id != self.other.id):
+            self._heard = time.monotonic()  # it has just announced itself
+        self.other = said or self.other  # a storage that cannot be read for a moment takes nobody's place away
+        if self._standby and self.other is not None and self._answers(self.other.address):
+            self._heard = time.monotonic()
+        if not self._standby or time.monotonic() - self._heard >= SILENT_SECONDS:
+            self._own.write(self._path)
+            self.serves, self.other = True, None
+        return True
+
+
+def _answers(address: str) -> bool:
+    """Say whether a lighthouse answers; the kernel of a host would accept a connection to a process that is stopped."""
+    # A proxy that the environment names could not reach it.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{address}/", timeout=_ANSWER_SECONDS) as answer:
+            answer.read(1)
+    except (OSError, ValueError, http.client.HTTPException):  # a stranger on its port, perhaps
+        return False
+    return True

@@ -1,0 +1,127 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A host on which workers die again and again: its group leaves, so that it can be started elsewhere.
+
+A worker's end is restarted where it was: that is quickest, and mostly right. A host with a bad GPU or bad memory ends
+whatever runs there. The whole job's ends on the host count, for groups may follow each other there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ft.config import ConfigError
+from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
+from titan_ft.run.events import WorkerExited
+from titan_ft.run.tail import EventTail
+
+_COMMAND_SECONDS = 60.0
+_GPU_FAILED = re.compile(
+    r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)|No CUDA GPUs are available",
+    re.IGNORECASE,
+)
+"""What PyTorch says of a GPU that is broken or gone; a mistake in the code has other CUDA errors."""
+
+
+@dataclass(frozen=True)
+class SuspectPolicy:
+    """When a host counts as suspected, and what is done then.
+
+    Attributes:
+        deaths: on one host, within the window, that make it suspected (see `HostDeaths`); 0 = none ever is.
+        window_seconds: the window.
+        command: of the user's, run with the host and the reason as further arguments; may be empty.
+        file: where the host is written and until when it is suspected (Unix seconds), a line each time; None = nowhere.
+    """
+
+    deaths: int = 0
+    window_seconds: float = 3600.0
+    command: tuple[str, ...] = ()
+    file: Path | None = None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> SuspectPolicy:
+        """Read it from the environment, as scripts/replica_group.sh sets it.
+
+        Raises:
+            ConfigError: a value is wrong.
+        """
+        numbers = {}
+        for name, default in (("TITAN_FT_HOST_DEATHS", "0"), ("TITAN_FT_HOST_WINDOW", "3600")):
+            value = environ.get(name) or default
+            if not value.isdecimal():
+                raise ConfigError(f"{name} must be a whole number, at least 0, got {value!r}; correct it, or unset it")
+            numbers[name] = int(value)
+        file = environ.get("TITAN_FT_SUSPECTED_HOSTS")
+        return cls(
+            numbers["TITAN_FT_HOST_DEATHS"],
+            float(numbers["TITAN_FT_HOST_WINDOW"]),
+            tuple(shlex.split(environ.get("TITAN_FT_ON_HOST_SUSPECTED", ""))),
+            Path(file) if file else None,
+        )
+
+    def act(self, host: str, reason: str) -> None:
+        """Tell the user's command and the batch script; what fails in it is said, and keeps nobody from leaving."""
+        if self.file is not None:
+            try:
+                with self.file.open("a") as file:
+                    file.write(f"{host} {time.time() + self.window_seconds:.0f}\n")
+            except OSError as error:
+                print(f"titan_ft: {self.file} cannot be written ({error.strerror})", file=sys.stderr)
+        if not self.command:
+            return
+        try:
+            done = subprocess.run([*self.command, host, reason], timeout=_COMMAND_SECONDS, check=False)
+            said = f"ended with exit status {done.returncode}" if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = f"failed: {error}"
+        if said:
+            print(f"titan_ft: the command for suspected hosts {said}", file=sys.stderr)
+
+
+def counts_against_host(event: WorkerExited) -> bool:
+    """Say whether the end of a worker may be its host's fault.
+
+    Not that of one that was stopped because of another; nor where the config is wrong, the group must not come back,
+    the reason may go by itself, or a fault was injected. Nor is an exception, but for a GPU's own: a mistake in the
+    code would follow the group from host to host, until all were excluded.
+    """
+    if event.stopped or event.transient or event.code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
+        return False
+    return event.error is None or _GPU_FAILED.search(event.error) is not None
+
+
+class HostDeaths:
+    """Counts the deaths on one host in the events of the whole job.
+
+    All ranks of an attempt of a group die one death there: what ends one ends others, and all of them may be killed.
+    The first that ended by itself is announced first, and says whether it counts.
+
+    Args:
+        events: folder of the run's events.
+        pattern: of the files of those who announce how workers end.
+    """
+
+    def __init__(
+        self, events: Path, pattern: str, host: str, window_seconds: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._tail = EventTail(events, WorkerExited, pattern=pattern, from_start=True)
+        self._host, self._window_seconds, self._clock = host, window_seconds, clock
+        self._counted: dict[tuple[int, int], float | None] = {}
+        """Times of the deaths by group and attempt; None for one that does not count."""
+
+    def count(self) -> int:
+        """Return how many there were within the window until now."""
+        for event in self._tail.poll():
+            if isinstance(event, WorkerExited) and event.host == self._host and not event.stopped:
+                moment = event.time if counts_against_host(event) else None
+                self._counted.setdefault((event.replica, event.attempt), moment)
+        begin = self._clock() - self._window_seconds
+        return sum(moment is not None and moment > begin for moment in self._counted.values())

@@ -1,0 +1,95 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Offers: a group in the midst of a round of several steps lets a joiner have its state at once.
+
+A donor is named in a round, and of rounds there may be one in an hour. But what the groups agree on stays as it is from
+one update to the next, and they have compared its bytes right behind the last one: so each of them may serve it. Who
+lacks it finds the groups that live on the lighthouse's page, and asks their state servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from titan_ft.replica.errors import RefusedError, first_line
+from titan_ft.replica.reach import Peer, look_up
+from titan_ft.replica.state_fetch import ask_offer
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 1.0  # between two searches
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a group holds until its next update.
+
+    Attributes:
+        slot: of the group.
+        step, lineage, digest: of its state, as the rows of the last round had them.
+    """
+
+    slot: int
+    step: int
+    lineage: int
+    digest: int
+
+
+class OfferSearch:
+    """Looks for a group that offers its state, on a thread of its own.
+
+    Args:
+        find_peers: returns the job's groups that live, by slot.
+        token: the run's shared secret.
+        first: the slot to begin with; the next search begins with the one behind it.
+    """
+
+    def __init__(self, find_peers: Callable[[], dict[int, Peer]], token: str, first: int) -> None:
+        self._find_peers, self._token, self._first = find_peers, token, first
+        self._search: Future[Offer | None] | None = None
+        self._due = 0.0
+
+    def begin(self) -> None:
+        """Forget what a former search may find: it is of a former round."""
+        self._search = None
+
+    def rest(self, seconds: float) -> None:
+        """Begin no search for so long."""
+        self._due = time.monotonic() + seconds
+
+    def poll(self, beyond: int) -> Offer | None:
+        """Return an offer of more than `beyond` updates, if it is found; begins a search if none is under way."""
+        if self._search is None:
+            if time.monotonic() >= self._due:
+                thread = ThreadPoolExecutor(1, "titan_ft_offers")
+                self._search = thread.submit(self._look)
+                thread.shutdown(wait=False)
+            return None
+        if not self._search.done():
+            return None
+        found, self._search = self._search.result(), None
+        if found is not None and found.step > beyond:
+            return found
+        self.rest(_PAUSE_SECONDS)
+        return None
+
+    def _look(self) -> Offer | None:
+        try:
+            peers = self._find_peers()
+        except (OSError, ValueError, KeyError, RuntimeError) as error:  # the next search may find more
+            logger.debug("nobody is found who could offer: %s", first_line(error))
+            return None
+        self._first += 1
+        for slot in sorted(peers, key=lambda slot: (slot < self._first, slot)):
+            try:
+                offered = ask_offer(look_up(peers[slot], 0), self._token)
+            except (OSError, ValueError, KeyError, TypeError, RuntimeError, RefusedError) as error:
+                logger.debug("no offer from group %d: %s", slot, first_line(error))
+                continue
+            if offered is not None:
+                return Offer(slot, *offered)
+        return None

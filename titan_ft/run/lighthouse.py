@@ -1,0 +1,159 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where the lighthouse is: at a fixed address, under a name, or wherever a file says that it is.
+
+On a cluster the lighthouse may die with its node and be started again on another one. It then announces itself in a
+file of the run's folder, and the file alone decides which of two lighthouses counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from titan_ft.run.address import split_address
+
+FILE_PREFIX = "file:"
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a lighthouse says of itself in the file.
+
+    Attributes:
+        address: http://host:port.
+        job: Slurm's id of its job; empty outside Slurm.
+        host: name of its host.
+        id: differs for each process, for one may come back at the address of its predecessor.
+    """
+
+    address: str
+    job: str = ""
+    host: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @classmethod
+    def of_this_process(cls, address: str, environ: Mapping[str, str]) -> Announcement:
+        """Return what this process is to announce."""
+        return cls(address, environ.get("SLURM_JOB_ID", ""), socket.gethostname())
+
+    def write(self, path: Path) -> None:
+        """Announce it: whoever reads the file sees this or what was there before, and nothing in between.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}-{self.id}")
+        with part.open("w") as file:
+            file.write(json.dumps(asdict(self)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # on a network file system the name could be there before the bytes
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Announcement | None:
+        """Return what the file says; None where there is none, or none that is whole."""
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
+            # NFS remembers for up to a minute that a name is not there; to list its folder makes it look again.
+            with contextlib.suppress(OSError), os.scandir(path.parent) as names:
+                next(names, None)
+            return None
+        except (OSError, UnicodeDecodeError):
+            return None
+        try:
+            said = json.loads(text)
+            found = cls(*(str(said[name]) for name in ("address", "job", "host", "id")))
+            split_address(found.address)
+        except (ValueError, KeyError, TypeError):
+            return None
+        return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place where the lighthouse is.
+
+    Attributes:
+        url: http://host:port.
+        mark: tells two apart that have the same url: the process that announced itself, or what the name stands for.
+        job: Slurm's id of the lighthouse's job; empty where it is not known.
+    """
+
+    url: str
+    mark: str = ""
+    job: str = ""
+
+
+class LighthouseAddress:
+    """The lighthouse's address, of which the text is the one in use now.
+
+    Args:
+        source: http://host:port, or file:PATH.
+
+    Attributes:
+        place: the one in use; none as long as the file says nothing.
+        is_file: whether a file says it.
+        may_change: whether `look` can find another place than before.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.is_file = source.startswith(FILE_PREFIX)
+        self._path = Path(source.removeprefix(FILE_PREFIX))
+        self.may_change = self.is_file or not _is_numeric(source)
+        self.place: Place | None = None if self.is_file else Place(source)
+
+    def __str__(self) -> str:
+        return self.source if self.place is None else self.place.url
+
+    def look(self) -> Place | None:
+        """Return where the lighthouse is now; None if that cannot be told. What is in use stays in use."""
+        if not self.may_change:
+            return self.place
+        if not self.is_file:
+            mark = " ".join(sorted(_resolve(self.source)))
+            return Place(self.source, mark) if mark else None
+        said = Announcement.read(self._path)
+        return None if said is None else Place(said.address, said.id, said.job)
+
+    def wait(self, seconds: float) -> str:
+        """Return the address, also if it is yet to be announced.
+
+        Raises:
+            TimeoutError: it was not within so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        while self.place is None:
+            self.place = self.look()
+            if self.place is None and time.monotonic() >= deadline:
+                raise TimeoutError(f"no lighthouse has announced itself in {self._path} within {seconds:g} s")
+            if self.place is None:
+                time.sleep(_POLL_SECONDS)
+        return self.place.url
+
+
+def _is_numeric(url: str) -> bool:
+    try:
+        ipaddress.ip_address(split_address(url)[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _resolve(url: str) -> Iterator[str]:
+    """Yield the numeric addresses that the name in a url stands for; none if nobody knows it now."""
+    with contextlib.suppress(OSError):
+        for _, _, _, _, address in socket.getaddrinfo(*split_address(url), type=socket.SOCK_STREAM):
+            yield str(address[0])
