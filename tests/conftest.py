@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+# No question to a name server, here or in a process that a test starts: all addresses are this host's. torch's TCPStore
+# looks up the name of every connection's address, on both sides; some resolvers drop what exceeds a number per second,
+# and each dropped query would cost a rendezvous, which has two seconds, one of them.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded: its servers log every refused heartbeat
-# torch's TCPStore looks the name of each connection's address up, and a resolver that loses a query costs 5 seconds.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from titan_ft import device  # after the variable
 

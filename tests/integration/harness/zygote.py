@@ -110,7 +110,6 @@ def store() -> None:
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RUST_LOG", "warn")
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as titan_ft.train does for workers
     answers = os.dup(1)
     os.set_inheritable(answers, False)
     os.dup2(2, 1)  # what an import prints is no answer
