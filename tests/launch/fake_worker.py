@@ -3,9 +3,9 @@
 """Stand in for `titan_ft.train`: say who it is, then do as it is told through files.
 
 In $FAKE_WORKERS it writes `<replica>-<rank>-<attempt>.json` (pid, environment, command line) and then waits for the
-file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, that holds "exit CODE", "ignore" (SIGTERM from now on),
-"step N", "drain" (finish when SIGTERM comes) or "raise". What is done is acknowledged by removing the file, except for
-"any".
+file `<replica>-<rank>-<attempt>.do`, or `<replica>-any-any.do`, that holds "exit CODE", "ignore" (from now on SIGTERM
+does nothing but leave a file `<replica>-<rank>-<attempt>.told`), "step N", "drain" (finish when SIGTERM comes) or
+"raise". What is done is acknowledged by removing the file, except for "any".
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     while True:
         for order in (folder / f"{me}.do", folder / f"{replica}-any-any.do"):
             if order.exists():
-                obey(order.read_text().split(), log, replica)
+                obey(order.read_text().split(), log, replica, folder / f"{me}.told")
                 if "any" not in order.name:
                     order.unlink()
         time.sleep(0.02)
@@ -60,7 +60,7 @@ def finish(signum: int, frame: object) -> None:
     sys.exit(0)
 
 
-def obey(words: list[str], log: EventLog, replica: int) -> None:
+def obey(words: list[str], log: EventLog, replica: int, told: Path) -> None:
     match words:
         case ["exit", code]:
             print(f"leaving with {code}", file=sys.stderr)
@@ -68,7 +68,7 @@ def obey(words: list[str], log: EventLog, replica: int) -> None:
         case ["raise"]:
             raise RuntimeError("told to fail")
         case ["ignore"]:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, lambda signum, frame: told.touch())
         case ["drain"]:
             signal.signal(signal.SIGTERM, finish)
         case ["step", number]:

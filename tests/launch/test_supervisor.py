@@ -178,6 +178,7 @@ def test_second_request_kills_at_once(run: Any) -> None:
     with Supervised(run, 2, drain_seconds=600.0) as supervised:
         workers = tell_all(run, "ignore")
         supervised.stop()
+        run.wait_until((run.orders / "0-0-0.told").exists, what="SIGTERM")
         run.order(0, 0, 0, "step 1")  # still trains
         run.wait_obeyed(0, 0, 0)
         assert all(run.is_alive(worker["pid"]) for worker in workers)
@@ -200,8 +201,7 @@ def test_rank_that_dies_in_a_drain_ends_it(run: Any) -> None:
     with Supervised(run, 2, drain_seconds=600.0, grace_seconds=0.5) as supervised:
         workers = tell_all(run, "ignore")
         supervised.stop()
-        run.order(0, 0, 0, "step 1")
-        run.wait_obeyed(0, 0, 0)
+        run.wait_until((run.orders / "0-1-0.told").exists, what="SIGTERM")
         os.kill(workers[1]["pid"], signal.SIGKILL)
         assert supervised.wait() == 1
     assert all(event["stopped"] for event in run.events("worker_exited"))
