@@ -60,13 +60,27 @@ def test_a_standby_takes_over_from_one_that_is_silent(world: World) -> None:
     world.now += SILENT_SECONDS / 2
     assert second.poll()
     assert world.announced == "a"
-    world.now += SILENT_SECONDS + 0.1
+    world.now += SILENT_SECONDS / 2
     assert second.poll()
     assert (world.announced, second.serves) == ("b", True)
     assert not first.poll()
     assert first.other is not None
     assert first.other.host == "b"
     assert second.poll()
+
+
+def test_a_standby_that_was_stopped_has_not_listened(world: World) -> None:
+    """One look that finds nobody, however long after the one before, is no reason to take over."""
+    first, second = world.lighthouse("a", standby=False), world.lighthouse("b", standby=True)
+    assert first.poll()
+    assert second.poll()
+    world.now += 60.0  # the standby is stopped, and answers come too late
+    world.answering.clear()
+    assert second.poll()
+    world.answering.add("http://a:1")
+    world.now += 0.1
+    assert second.poll()
+    assert (world.announced, second.serves) == ("a", False)
 
 
 def test_one_that_is_no_standby_takes_over_at_once(world: World) -> None:
@@ -85,11 +99,12 @@ def test_of_two_that_take_over_at_once_one_remains(world: World, monkeypatch: py
     for one in both:
         assert one.poll()
     assert world.announced is None
-    world.now += SILENT_SECONDS + 0.1
     with monkeypatch.context() as neither_has_seen_the_other:
         neither_has_seen_the_other.setattr(Announcement, "read", lambda path: None)
-        for one in both:
-            assert one.poll()
+        for _ in range(2):
+            world.now += SILENT_SECONDS / 2
+            for one in both:
+                assert one.poll()
     assert [one.poll() for one in both] == [False, True]
     assert world.announced == "b"
 
@@ -101,8 +116,8 @@ def test_a_file_that_cannot_be_read_is_no_silence(world: World, monkeypatch: pyt
     second.poll()
     with monkeypatch.context() as storage_is_away:
         storage_is_away.setattr(Announcement, "read", lambda path: None)
-        for _ in range(3):
-            world.now += SILENT_SECONDS + 0.1
+        for _ in range(6):
+            world.now += SILENT_SECONDS / 2
             assert second.poll()
     assert (world.announced, second.serves) == ("a", False)
 
@@ -116,9 +131,9 @@ def test_a_standby_gives_a_successor_its_time(world: World) -> None:
     world.now += SILENT_SECONDS - 0.1
     third.poll()
     world.now += 0.2
-    second.poll()
-    world.now += SILENT_SECONDS + 0.1
-    second.poll()
+    for _ in range(3):
+        second.poll()
+        world.now += SILENT_SECONDS / 2
     assert world.announced == "b"
     third.poll()
     assert world.announced == "b"

@@ -20,6 +20,8 @@ from titan_ft.run.lighthouse import Announcement
 SILENT_SECONDS = 0.8
 """Without an answer, after which a standby takes the announced lighthouse's place."""
 _ANSWER_SECONDS = 0.5  # that one answer may take
+_LOOK_SECONDS = _ANSWER_SECONDS + 0.2
+"""What one look counts for at most: who was stopped for longer, or starved, has not listened for all of it."""
 
 
 class Succession:
@@ -41,7 +43,8 @@ class Succession:
     ) -> None:
         self._path, self._own, self._standby = path, own, standby
         self._answers = answers or _answers
-        self._heard = time.monotonic()  # when the other one was known to be there last
+        self._looked = time.monotonic()
+        self._silent = 0.0  # seconds since the other one was known to be there
         self.serves = False
         self.other: Announcement | None = None
 
@@ -51,16 +54,19 @@ class Succession:
         Raises:
             OSError: the file cannot be written.
         """
+        now = time.monotonic()
+        self._silent += min(now - self._looked, _LOOK_SECONDS)
+        self._looked = now
         said = Announcement.read(self._path)
         if self.serves:
             self.other = said if said is not None and said.id != self._own.id else None
             return self.other is None
         if said is not None and (self.other is None or said.id != self.other.id):
-            self._heard = time.monotonic()  # it has just announced itself
+            self._silent = 0.0  # it has just announced itself
         self.other = said or self.other  # a storage that cannot be read for a moment takes nobody's place away
         if self._standby and self.other is not None and self._answers(self.other.address):
-            self._heard = time.monotonic()
-        if not self._standby or time.monotonic() - self._heard >= SILENT_SECONDS:
+            self._silent = 0.0
+        if not self._standby or self._silent >= SILENT_SECONDS:
             self._own.write(self._path)
             self.serves, self.other = True, None
         return True
