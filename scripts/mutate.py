@@ -141,7 +141,8 @@ class Workbench:
             code, line = self.test(mutation.tests)
             if code is None:
                 return NOTICED, "the tests do not end"
-            if code == _TESTS_FAILED:
+            # Threads that a failed test leaves behind may end the process by a signal, after its verdict.
+            if code == _TESTS_FAILED or (code < 0 and line.startswith("FAILED")):
                 return NOTICED, line
             if code != 0:
                 return BROKEN, f"pytest ended with {code}: {line}"

@@ -22,6 +22,17 @@ def test_add():
 def test_halve():
     assert halve(0) == 0
 """
+ABORT = """
+import os
+failed = []
+
+def pytest_runtest_logreport(report):
+    failed.append(report.failed)
+
+def pytest_unconfigure():
+    if any(failed):
+        os.abort()
+"""
 EXPLORE = '"$TITAN_FT_PYTHON" -c "from toy.sums import halve; assert halve(4) == 2"\n'
 NOTICED = ("a difference", "a + b", "a - b", "tests/test_sums.py")
 MISSED = ("doubles", "a / 2", "a * 2", "tests/test_sums.py::test_halve")
@@ -95,6 +106,15 @@ def test_a_text_that_is_not_there_once_is_stale(root: Path, capsys: pytest.Captu
     status, text = run(root, capsys, "--list")
     assert text.splitlines() == ["toy/sums.py:2: a difference", "toy/sums.py:stale: rotten"]
     assert status == 0
+
+
+def test_an_end_by_a_signal_takes_no_verdict_back(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads of a failed test may abort the process when it ends."""
+    write_list(root, NOTICED)
+    (root / "tests" / "conftest.py").write_text(ABORT)
+    status, text = run(root, capsys)
+    assert status == 0, text
+    assert "noticed      toy/sums.py: a difference: FAILED tests/test_sums.py::test_add" in text
 
 
 @pytest.mark.parametrize("new", ["a +", "a + c\nimport nothing_of_that_name"])
