@@ -193,8 +193,12 @@ class FaultTolerance:
     bind_address: str = ""
     """Address on which a donor serves its state. Empty binds to the advertised address."""
 
+    heal_donors: int = 8
+    """Groups that a joiner fetches the state from at once, a part from each. Each copies its state to host memory for
+    as long as that takes. 0 takes all groups that hold it. With `semi_sync_method` it is always one."""
+
     transfer_connections: int = 4
-    """Connections that a joiner opens to its donor at once; >= 1."""
+    """Connections that a rank of a joiner opens at once, shared out among its donors, at least one to each; >= 1."""
 
     transfer_timeout_seconds: float = 300.0
     """Seconds that one transfer of state may take before another donor is tried; > 0."""
@@ -479,6 +483,7 @@ _ZERO_MEANS = {
     "digest_every": "never compares",
     "transfer_max_mbps": "sends as fast as it goes",
     "catch_up_max_steps": "queues without bound",
+    "heal_donors": "takes all groups that hold the state",
     "hang_timeout_seconds": "never ends a worker",
     "sync_deadline_seconds": "makes all steps of a round",
 }

@@ -52,23 +52,47 @@ def predict(job: Job, ranks: int) -> int:
     return measure(config, ranks).largest.state
 
 
-def test_kill_donor_during_the_heal(make_job: Callable[..., Job]) -> None:
-    """A joiner whose donor dies takes another one; both dead groups come back to the trajectory of the third."""
-    # The first group that sends a piece of its state dies; which one that is, the groups decide.
-    faults = [
-        kill(1, "backward", step=STEP),
-        *(kill(donor, "serve", unless=["down-0-0", "down-2-0"]) for donor in (0, 2)),
-    ]
-    job = make_job(groups=3, steps=30, hooks={"faults": faults, "hold": 2})
+@pytest.mark.parametrize("donors", [1, 2])
+def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -> None:
+    """Another donor gives what a dead one owes, in a heal of its own if there is one at a time.
+
+    Both dead groups come back to the trajectory of the third.
+    """
+    # The first group that sends a piece of its state dies; of one donor, the groups decide which one that is.
+    unless = ["down-0-0", "down-2-0"]
+    serving = [kill(0, "serve")] if donors == 2 else [kill(donor, "serve", unless=unless) for donor in (0, 2)]
+    hooks = {"faults": [kill(1, "backward", step=STEP), *serving], "hold": 2}
+    flags = [f"--fault_tolerance.heal_donors={donors}", "--fault_tolerance.transfer_max_mbps=20"]
+    job = make_job(groups=3, steps=30, hooks=hooks, flags=flags)
     job.run()
-    (donor,) = {event["replica"] for event in job.events("fault_injected")} - {1}
-    events = check(job, survivors=[2 - donor])
-    check_killed(job, events, [(1, 0, "sigkill:backward"), (donor, 0, "sigkill:serve")])
+    (dead,) = {event["replica"] for event in job.events("fault_injected")} - {1}
+    events = check(job, survivors=[2 - dead])
+    check_killed(job, events, [(1, 0, "sigkill:backward"), (dead, 0, "sigkill:serve")])
     started = [e for e in named(events, "heal_started") if e["replica"] == 1]
-    assert [e["donor"] for e in started] == [donor, 2 - donor]
-    assert [e["donor"] for e in named(events, "heal_failed") if e["replica"] == 1] == [donor]
+    lost = [(e["donor"], e["from_step"]) for e in named(events, "donor_lost") if e["replica"] == 1]
+    failed = [e["donor"] for e in named(events, "heal_failed") if e["replica"] == 1]
     finished = next(e for e in named(events, "heal_finished") if e["replica"] == 1)
-    assert finished["donor"] == 2 - donor
+    if donors == 1:
+        assert [e["donors"] for e in started] == [[dead], [2 - dead]]
+        assert (lost, failed, finished["donor"]) == ([], [dead], 2 - dead)
+        return
+    assert [sorted(e["donors"]) for e in started] == [[0, 2]]
+    assert (lost, failed) == ([(dead, started[0]["from_step"])], [])
+    (given,) = [e["bytes"] for e in named(events, "state_served") if (e["replica"], e["joiner"]) == (2 - dead, 1)]
+    assert 0 < given <= finished["bytes"], "what the dead one had given counts"
+
+
+def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
+    """A joiner fetches from all that hold the state: together they give every byte of it once."""
+    flags = ["--fault_tolerance.transfer_max_mbps=50"]
+    job = make_job(groups=3, steps=20, hooks={"faults": [kill(1, "backward", step=STEP)], "hold": 2}, flags=flags)
+    job.run()
+    events = check(job, survivors=[0, 2])
+    (finished,) = named(events, "heal_finished")
+    given = {e["replica"]: e["bytes"] for e in named(events, "state_served")}
+    assert sorted(given) == [0, 2]
+    assert sum(given.values()) == finished["bytes"]
+    assert named(events, "donor_lost") == []
 
 
 def test_heal_carries_everything(make_job: Callable[..., Job]) -> None:

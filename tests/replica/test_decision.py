@@ -35,6 +35,7 @@ from titan_ft.replica.decision import (
     TakeOver,
     Wait,
     decide,
+    find_donors,
     is_update,
     judge,
     uncovered,
@@ -309,13 +310,37 @@ def test_a_group_that_has_finished_stays_for_those_that_need_it() -> None:
 # A group that heals
 
 
-def test_a_joiner_fetches_from_the_donor_that_it_is_sent_to() -> None:
+def test_a_joiner_fetches_from_all_that_hold_the_state_its_donor_first() -> None:
     """Unless it fetches already."""
     position = Position(standing=Standing.BEHIND)
-    assert decide(position, made_of([behind(0), ready(1), ready(2)]), config()) == Fetch(donor=1)
+    assert decide(position, made_of([behind(0), ready(1), ready(2)]), config()) == Fetch((1, 2))
     fetching = Position(standing=Standing.CATCHING_UP, donor=2)
     rows = [Row(slot=0, standing=Standing.CATCHING_UP, step=0, donor=2), ready(1), ready(2)]
     assert decide(fetching, made_of(rows), config()) == Repeat()
+
+
+@pytest.mark.parametrize(
+    ("changes", "joiner", "found"),
+    [
+        ({}, {}, (1, 2, 3)),
+        ({"heal_donors": 2}, {}, (1, 2)),
+        ({"heal_donors": 1}, {}, (1,)),
+        ({"heal_donors": 0}, {}, (1, 2, 3)),
+        ({}, {"heals": 1}, (2,)),  # nobody could tell which of several had given wrong bytes
+        ({"semi_sync_method": "diloco"}, {}, (1,)),  # each has moments of its own
+    ],
+)
+def test_how_many_give_a_part(changes: dict[str, Any], joiner: dict[str, Any], found: tuple[int, ...]) -> None:
+    """As many as `heal_donors`, none that another group fetches from, and one where states may differ."""
+    other = Row(slot=4, standing=Standing.CATCHING_UP, step=0, donor=5)
+    rows = [behind(0, **joiner), ready(1), ready(2), ready(3), other, ready(5)]
+    assert find_donors(made_of(rows), config(size=6, **changes)) == {0: found}
+
+
+def test_joiners_of_one_round_fetch_from_the_same_groups() -> None:
+    """They all copy the state of this round; each joiner begins with another one."""
+    rows = [behind(0), behind(1), ready(2), ready(3), ready(4)]
+    assert find_donors(made_of(rows), config(size=5)) == {0: (2, 3, 4), 1: (3, 4, 2)}
 
 
 def test_without_a_holder_the_latest_state_that_is_left_counts() -> None:

@@ -73,6 +73,8 @@ class World:
     Attributes:
         step: that the holders have.
         fetches: (donor's rank, step) of each fetch.
+        donors: ranks of all that each fetch asks.
+        lose: donors that a fetch loses while the others go on, by place, and why.
         fetched: says what becomes of a fetch: the state, or an error.
         corrupt: donors whose state has other bytes than they show.
         applied: steps that were replayed.
@@ -91,6 +93,8 @@ class World:
         self.on_round: Callable[[int], None] = lambda number: None
         self.on_pause: Callable[[int], None] = lambda number: None
         self.fetches: list[tuple[int, int]] = []
+        self.donors: list[list[int]] = []
+        self.lose: dict[int, str] = {}
         self.fail: set[int] = set()  # numbers of fetches
         self.corrupt: set[int] = set()
         self.release = threading.Event()  # lets fetches end
@@ -233,13 +237,16 @@ class World:
         self.value = apply(self.value, int(update.gradients[0].item()))
         self.applied.append(update.step)
 
-    def _fetch(self, address: str, token: str, step: int, *_: Any) -> Snapshot:
-        self.fetches.append((int(address), step))
+    def _fetch(self, addresses: list[str], token: str, step: int, *rest: Any) -> Snapshot:
+        self.fetches.append((int(addresses[0]), step))
+        self.donors.append([int(address) for address in addresses])
+        for place, reason in self.lose.items():
+            rest[-1](place, reason)
         number = len(self.fetches)
         assert self.release.wait(20)
         if number in self.fail:
             raise TransferError("the donor is gone")
-        wrong = 1 if int(address) in self.corrupt else 0
+        wrong = 0 if self.corrupt.isdisjoint(self.donors[-1]) else 1
         return Snapshot(
             step, self.lineages[step], str(value_after(step) + wrong).encode(), torch.zeros(8, dtype=torch.uint8)
         )
@@ -305,14 +312,27 @@ def test_a_donor_that_fails_is_followed_by_the_next(make: Callable[..., World]) 
 
 
 def test_bytes_that_nobody_agreed_on_are_not_kept(make: Callable[..., World]) -> None:
-    """A donor whose state was corrupted after its digest is left, and what came from it is replaced."""
+    """Bytes that were corrupted after a donor's digest are replaced by one donor's alone, so that it can be left."""
     world = make()
     world.release.set()
     world.corrupt = {0}
     world.heal.run()
     assert healed(world)
-    assert world.fetches[-1][0] == 1
+    assert world.donors == [[0, 1], [1]]
     assert world.position.corrupt is False
+
+
+def test_a_donor_that_is_lost_is_told_of(make: Callable[..., World]) -> None:
+    """The heal goes on with the others."""
+    world = make()
+    world.release.set()
+    world.lose = {1: "it is gone"}
+    world.heal.run()
+    assert healed(world)
+    (started,), (lost,) = world.named("heal_started"), world.named("donor_lost")
+    assert (started.donor, started.donors) == (0, [0, 1])
+    assert (lost.donor, lost.from_step, lost.error) == (1, started.from_step, "it is gone")
+    assert world.named("heal_failed") == []
 
 
 def test_a_full_queue_lets_the_others_wait(make: Callable[..., World]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -106,7 +106,7 @@ class World:
         self.digests += 1
         return "bytes"
 
-    def serve(self, made: Round, position: Position) -> None:
+    def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
         self.served.append(made)
 
     def before_vote(self) -> None:

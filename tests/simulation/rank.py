@@ -7,7 +7,7 @@ All that knows the engine's constructors and verbs is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,10 @@ class _WatchedDonor(Donor):
         super().__init__(state, server)
         self._rank = rank
 
-    def serve(self, made: Round, position: Position) -> None:
+    def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
         """Let the world judge the round, before the state is written."""
         self._rank.world.made_round(self._rank, made)
-        super().serve(made, position)
+        super().serve(made, position, donors)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class State:
             "tokens": self.progress.tokens,
             "tainted": self.tainted,
         }
-        return Snapshot(step, lineage, json.dumps(header).encode(), target)
+        return Snapshot(step, lineage, json.dumps(header, sort_keys=True).encode(), target)
 
     def reuse(self, snapshot: Snapshot) -> None:
         """Take the memory of a snapshot back."""

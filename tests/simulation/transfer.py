@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from tests.simulation.network import Network, Node
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import Message, TransferError
 
-_STALL_SECONDS, _OFFER_SECONDS = 10.0, 1.5  # as in titan_ft.replica.state_fetch
+_STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = 10.0, 1.0, 1.5  # as in titan_ft.replica.state_fetch
+_SOUND, _TAINTED = b'"tainted": false', b'"tainted": true'  # in a header: what nobody but the simulation knows
 
 
 class SnapshotServer:
@@ -79,36 +80,90 @@ class Transfers:
         self.on_moment: Callable[[str, Node], None] = lambda moment, node: None
 
     def fetch(
-        self, address: str, token: str, step: int, joiner: str, connections: int, timeout: float, cancelled: Any = None
+        self,
+        addresses: Sequence[str],
+        token: str,
+        step: int,
+        joiner: str,
+        connections: int,
+        timeout: float,
+        cancelled: Any = None,
+        lose: Callable[[int, str], None] = lambda place, error: None,
     ) -> Snapshot:
-        """Fetch what the server at `address` holds of `step`.
+        """Fetch what the servers at `addresses` hold of `step`: each part from one of those that have it.
 
         Raises:
-            TransferError: the donor is gone or has no such state, the time is over, or it was cancelled.
+            TransferError: no donor is left, the time is over, or it was cancelled.
         """
         kernel = self._kernel
-        me, server = kernel.current, self.servers.get(address)
+        me = kernel.current
         node, end = self.node_of(me.process), kernel.now + timeout
-        if server is None:
-            raise TransferError(f"state of step {step} from {address}: connection refused")
         if cancelled is not None:
             cancelled.on_set.append(lambda: kernel.wake(me))
-        snapshot = self._acquire(server, node, step, None, end, cancelled)
-        header, lineage, half, parts = snapshot.header, snapshot.lineage, snapshot.payload.numel() // 2, []
-        server.readers -= 1
-        for part in (slice(0, half), slice(half, None)):  # each is a request of its own
-            snapshot = self._acquire(server, node, step, lineage, end, cancelled)
+        donors = {place: self.servers.get(address) for place, address in enumerate(addresses)}
+        found: Snapshot | None = None
+        parts: list[torch.Tensor] = []
+        tainted = False  # the simulation's own knowledge, of any part
+        while len(parts) < 2:
+            place = self._choose(donors, node, step)
+            patience = _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS  # others give what a silent one owes
             try:
-                least, most = self._seconds
-                took = least + (most - least) * kernel.rng.random() ** 2
-                self._spend(took / 2, server, node, end, cancelled)
-                self.on_moment("serving", server.node)
-                self.on_moment("fetching", node)
-                parts.append(snapshot.payload[part].clone())  # the bytes as they are in the donor's memory now
-            finally:
-                server.readers -= 1
+                server = donors[place]
+                if server is None:
+                    raise TransferError("connection refused")
+                if found is None:  # each request is one of its own
+                    found = self._acquire(server, node, step, None, end, cancelled, patience)
+                    server.readers -= 1
+                part, header = self._fetch_part(server, node, found, len(parts), end, cancelled, patience)
+                parts.append(part)
+                tainted = tainted or _TAINTED in header
+            except TransferError as error:
+                del donors[place]
+                if not donors:
+                    raise TransferError(f"state of step {step} from {addresses[place]}: {error}") from error
+                lose(place, str(error))
         self.on_moment("fetched", node)
-        return Snapshot(step, lineage, header, torch.cat(parts))
+        assert found is not None, "the header comes first"
+        header = found.header.replace(_SOUND, _TAINTED) if tainted else found.header
+        return Snapshot(step, found.lineage, header, torch.cat(parts))
+
+    def _choose(self, donors: dict[int, SnapshotServer | None], node: Node, step: int) -> int:
+        """Return the place of a donor that can give the next part at once; the first one if there is none."""
+        at_once = [
+            place
+            for place, server in donors.items()
+            if server is not None
+            and server.snapshot is not None
+            and server.snapshot.step == step
+            and not (server.process.dead or server.process.frozen or server.closed)
+            and self._network.usable(node, server.node)
+        ]
+        return self._kernel.rng.choice(at_once) if len(at_once) > 1 else (at_once or list(donors))[0]
+
+    def _fetch_part(
+        self,
+        server: SnapshotServer,
+        node: Node,
+        found: Snapshot,
+        part: int,
+        end: float,
+        cancelled: Any,
+        patience: float,
+    ) -> tuple[torch.Tensor, bytes]:
+        half = found.payload.numel() // 2
+        snapshot = self._acquire(server, node, found.step, found.lineage, end, cancelled, patience)
+        try:
+            if snapshot.header.replace(_TAINTED, _SOUND) != found.header.replace(_TAINTED, _SOUND):
+                raise TransferError("its state is not that of the other donors: their headers differ")
+            least, most = self._seconds
+            took = least + (most - least) * self._kernel.rng.random() ** 2
+            self._spend(took / 2, server, node, end, cancelled, patience)
+            self.on_moment("serving", server.node)
+            self.on_moment("fetching", node)
+            # The bytes as they are in the donor's memory now.
+            return snapshot.payload[slice(half, None) if part else slice(0, half)].clone(), snapshot.header
+        finally:
+            server.readers -= 1
 
     def ask_offer(self, address: str, token: str) -> tuple[int, int, int] | None:
         """Ask the server at `address` what it offers.
@@ -129,13 +184,20 @@ class Transfers:
         return None if offer is None else (offer["step"], offer["lineage"], offer["digest"])
 
     def _acquire(
-        self, server: SnapshotServer, node: Node, step: int, lineage: int | None, end: float, cancelled: Any
+        self,
+        server: SnapshotServer,
+        node: Node,
+        step: int,
+        lineage: int | None,
+        end: float,
+        cancelled: Any,
+        patience: float,
     ) -> Snapshot:
         """Wait for the snapshot as a donor lets a request wait, and become one of its readers."""
         kernel = self._kernel
-        patience = kernel.now + server.wait_seconds
+        waits = kernel.now + server.wait_seconds
         while True:
-            self._reach(server, node, end, cancelled)
+            self._reach(server, node, end, cancelled, patience)
             found = server.snapshot
             if found is not None and found.step == step and lineage in (None, found.lineage):
                 server.readers += 1
@@ -143,23 +205,27 @@ class Transfers:
             offered = server.offered is not None and server.offered["step"] == step
             settled = found is not None and found.step >= step
             server.wanted = server.wanted or (offered and not settled)
-            if server.closed or settled or (kernel.now >= patience and not offered):
+            if server.closed or settled or (kernel.now >= waits and not offered):
                 held = "none" if found is None else f"step {found.step} of lineage {found.lineage}"
                 raise TransferError(f"the donor has no state of step {step} (it has {held})")
-            server.wait(server.wait_seconds if offered else patience - kernel.now)
+            server.wait(server.wait_seconds if offered else waits - kernel.now)
 
-    def _spend(self, seconds: float, server: SnapshotServer, node: Node, end: float, cancelled: Any) -> None:
+    def _spend(
+        self, seconds: float, server: SnapshotServer, node: Node, end: float, cancelled: Any, patience: float
+    ) -> None:
         """Let time go by in which bytes come."""
         until = self._kernel.now + seconds
         while self._kernel.now < until:
-            self._reach(server, node, end, cancelled)
+            self._reach(server, node, end, cancelled, patience)
             server.wait(max(0.0, until - self._kernel.now))
-        self._reach(server, node, end, cancelled)
+        self._reach(server, node, end, cancelled, patience)
 
-    def _reach(self, server: SnapshotServer, node: Node, end: float, cancelled: Any) -> None:
+    def _reach(
+        self, server: SnapshotServer, node: Node, end: float, cancelled: Any, patience: float = _STALL_SECONDS
+    ) -> None:
         """Return when the donor answers; a silence breaks the transfer off after a while."""
         kernel, network = self._kernel, self._network
-        silent = kernel.now + _STALL_SECONDS
+        silent = kernel.now + patience
         while True:
             if cancelled is not None and cancelled._set:
                 raise TransferError("cancelled")
@@ -168,7 +234,7 @@ class Transfers:
             if kernel.now >= end:
                 raise TransferError("fault_tolerance.transfer_timeout_seconds is over")
             if kernel.now >= silent:
-                raise TransferError(f"nothing came for {_STALL_SECONDS:g} s")
+                raise TransferError(f"nothing came for {patience:g} s")
             if not server.process.frozen and network.usable(node, server.node):
                 return
             rest = min(silent, end) - kernel.now

@@ -32,6 +32,7 @@ class Note:
 # How an event is told. Groups tell of one happening in one and the same text, so it names nobody's own figures.
 TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.FaultSkipped: lambda e, u: f"fault skipped: {e.fault} ({e.reason})",
+    ev.DonorLost: lambda e, u: f"lost group {e.donor}, which it fetched a part of the state from: {e.error}",
     ev.HealFailed: lambda e, u: f"could not fetch the state from group {e.donor}, another donor is asked: {e.error}",
     ev.DigestMismatch: lambda e, u: (
         f"after {u.name(e.step, ',')} the state of {name_groups(e.minority)} was not that of the others"

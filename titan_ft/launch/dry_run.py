@@ -179,12 +179,14 @@ def _move_lines(plan: LaunchPlan, config: Any, sizes: JobSizes) -> list[str]:
     rank, ft, groups = sizes.largest, config.fault_tolerance, plan.num_replicas
     link = plan.options.link_gbps or LINK_GBPS
     host = plan.options.host_link_gbps or HOST_LINK_GBPS
-    served = min(link, ft.transfer_max_mbps / 1000) if ft.transfer_max_mbps else link
+    holders = max(1, groups - 1)
+    donors = 1 if ft.semi_sync_method else min(ft.heal_donors or holders, holders)
+    served = min(link, donors * ft.transfer_max_mbps / 1000) if ft.transfer_max_mbps else link
     copied, fetched = _seconds(rank.state, host), _seconds(rank.state, served)
     return [
         *_exchange_lines(rank, ft, groups, link, host),
         f"a heal moves {_size(rank.state)} for each rank, {_size(sizes.group_state)} for the group",
-        f"             {copied:.2g} s of copying, in which the donor stands still; {fetched:.2g} s of transfer, "
+        f"             {copied:.2g} s of copying, in which the donors stand still; {fetched:.2g} s of transfer, "
         f"beside training; {copied:.2g} s to load",
         f"links        {link:g} Gbit/s from rank to rank between groups, {host:g} between GPU and host "
         "(--link-gbps, --host-link-gbps)",

@@ -244,9 +244,9 @@ class Heal(Decision):
 
 @dataclass(frozen=True)
 class Fetch(Decision):
-    """Fetch the state from the member `donor` (rank in the quorum)."""
+    """Fetch the state from the members `donors` (ranks in the quorum), of which the first is this group's own."""
 
-    donor: int
+    donors: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _decide(position: Position, outcome: Round | Broken, config: FaultTolerance)
     if outcome.verdict.tie:
         return GiveUp(_diverged(outcome, unit_of(config)))
     if not position.standing.has_state:
-        return _heal(position, outcome)
+        return _heal(position, outcome, config)
     if outcome.quorum.rank not in outcome.verdict.holders:
         return Heal()
     if position.standing is Standing.FINISHED:
@@ -422,11 +422,28 @@ def _share_of(slot: int, lacking: Collection[int], made: Round) -> list[int]:
     return ([slot] if slot in lacking else []) + others[slot]
 
 
-def _heal(position: Position, made: Round) -> Decision:
+def find_donors(made: Round, config: FaultTolerance) -> dict[int, tuple[int, ...]]:
+    """Return the holders that each joiner which is sent to a donor in this round fetches from, that donor first.
+
+    They all hold the same bytes, so each gives a part. In a second attempt it is the donor alone: had one of several
+    given other bytes than it showed, nobody could tell which, and the same might do so again. With a semi-synchronous
+    method as well, for a state has the inner moments of its own group in it.
+    """
+    verdict = made.verdict
+    free = [rank for rank in verdict.holders if rank not in verdict.serving]
+    most = 1 if config.semi_sync_method else config.heal_donors or len(free)
+    donors = {}
+    for joiner, donor in verdict.donors.items():
+        place = free.index(donor)
+        donors[joiner] = tuple([*free[place:], *free[:place]][: 1 if made.rows[joiner].heals else most])
+    return donors
+
+
+def _heal(position: Position, made: Round, config: FaultTolerance) -> Decision:
     verdict = made.verdict
     if verdict.holders:
-        donor = verdict.donors.get(made.quorum.rank)
-        return Repeat() if donor is None or position.donor >= 0 else Fetch(donor)
+        donors = find_donors(made, config).get(made.quorum.rank)
+        return Repeat() if donors is None or position.donor >= 0 else Fetch(donors)
     if position.alone < ALONE_SECONDS:
         return Wait("no holder of the state is in the quorum")  # they may only be late, and a transfer may still end
     seen, best = max(row.seen for row in made.rows), max(row.step for row in made.rows)

@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The donor's part in a heal: a copy of the state in host memory as long as a joiner fetches it.
 
-The copy is made in the round in which a joiner is sent here; with a semi-synchronous method also between two steps of a
-round of several, for a joiner that has come meanwhile and takes what this group offers (`offer.py`).
+The copy is made in the round in which a joiner is sent here, or to another group that this one is to help
+(`find_donors`); with a semi-synchronous method also between two steps of a round of several, for a joiner that has come
+meanwhile and takes what this group offers (`offer.py`).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
 from titan_ft.replica.decision import Round
 from titan_ft.replica.position import Position
+from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.wire import Message
@@ -23,21 +26,34 @@ class Donor:
     def __init__(self, state: TrainState, server: StateServer) -> None:
         self._state, self._server = state, server
         self._served: Snapshot | None = None
+        self._joiners: set[int] = set()  # slots of the groups that it was copied for
         self._offers = False
 
-    def serve(self, made: Round, position: Position) -> None:
-        """Copy the state to host memory if a joiner was sent to this group, before the optimizer writes it."""
+    def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
+        """Copy the state to host memory if a joiner is to fetch it here, before the optimizer writes it.
+
+        Args:
+            donors: see `find_donors`.
+        """
         rank = made.quorum.rank
-        sent = rank in made.verdict.donors.values()
-        serving = rank in made.verdict.serving
+        fetching = {row.slot: row.donor for row in made.rows if row.standing == Standing.CATCHING_UP and row.donor >= 0}
+        # A joiner may fetch already although this group voted no in the round that sent it here.
+        sent = {slot for slot, donor in fetching.items() if donor == made.quorum.slots[rank]}
+        self._joiners = sent | (self._joiners & fetching.keys())
+        coming = {made.quorum.slots[joiner] for joiner, found in donors.items() if rank in found}
         held = self._served is not None and (self._served.step, self._served.lineage) == (
             position.step,
             position.lineage,
         )
-        # A joiner may fetch already although this group voted no in the round that named it the donor.
-        if (sent and not held) or (serving and self._served is None):
+        # A joiner that is sent here comes before those that this group only helps: these have other donors.
+        if coming and not held and (rank in made.verdict.donors.values() or not self._joiners):
             self.copy(position)
-        elif not sent and not serving:
+            self._joiners = coming
+        elif self._joiners and self._served is None:
+            self.copy(position)
+        elif coming and held:
+            self._joiners |= coming
+        elif not self._joiners:
             self._withdraw()
         self._offer(made, position)
 

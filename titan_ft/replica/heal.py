@@ -29,7 +29,7 @@ from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_fetch import fetch
 from titan_ft.replica.wire import TransferError
 from titan_ft.round_settings import unit_of
-from titan_ft.run.events import CatchUpWaiting, HealFailed, HealFinished, HealStarted, RolledBack
+from titan_ft.run.events import CatchUpWaiting, DonorLost, HealFailed, HealFinished, HealStarted, RolledBack
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Heal:
         if offer is None:
             return
         self.ended_on_update = False
-        self._attempt = self._begin(offer, lambda: self._find_address(offer.slot))
+        self._attempt = self._begin(offer, [offer.slot], lambda: [self._find_address(offer.slot)])
 
     def _find_address(self, slot: int) -> str:
         try:
@@ -189,10 +189,11 @@ class Heal:
             Leaving: see `run`.
         """
         match decide(self._position, outcome, self._config):
-            case decisions.Fetch(donor) if isinstance(outcome, Round):
-                verdict, address = outcome.verdict, self._rounds.peer_address(donor)
-                offer = Offer(outcome.quorum.slots[donor], verdict.step, outcome.lineage, verdict.digest)
-                self._attempt = self._begin(offer, lambda: address)
+            case decisions.Fetch(donors) if isinstance(outcome, Round):
+                verdict, slots = outcome.verdict, outcome.slots(donors)
+                addresses = [self._rounds.peer_address(donor) for donor in donors]
+                offer = Offer(slots[0], verdict.step, outcome.lineage, verdict.digest)
+                self._attempt = self._begin(offer, slots, lambda: addresses)
             case decisions.RollBack():
                 self._roll_back()
                 return
@@ -238,23 +239,29 @@ class Heal:
             attempt.whole = True
             self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
 
-    def _begin(self, offer: Offer, address: Callable[[], str]) -> CatchUp:
+    def _begin(self, offer: Offer, slots: list[int], addresses: Callable[[], list[str]]) -> CatchUp:
+        """Begin to fetch what is offered, from the groups `slots`."""
         slot, step, config = offer.slot, offer.step, self._config
         self._position.fetch(slot, awaited=config.catch_up == "wait")
-        self._events.emit(HealStarted(donor=slot, from_step=step, step=step))
+        self._events.emit(HealStarted(donor=slot, donors=slots, from_step=step, step=step))
+
+        def lose(place: int, error: str) -> None:
+            self._events.emit(DonorLost(donor=slots[place], from_step=step, error=error))
+
         return CatchUp(
             slot,
             step,
             offer.lineage,
             offer.digest,
             lambda cancelled: fetch(
-                address(),
+                addresses(),
                 self._token,
                 step,
                 str(config.replica_id),
                 config.transfer_connections,
                 config.transfer_timeout_seconds,
                 cancelled,
+                lose,
             ),
         )
 

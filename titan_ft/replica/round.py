@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import Broken, Round, judge, spoiled
+from titan_ft.replica.decision import Broken, Round, find_donors, judge, spoiled
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import Leaving
@@ -233,7 +233,7 @@ class Rounds:
         alike = made.verdict.step
         if made.verdict.tie or any(made.rows[rank].step == alike for rank in made.verdict.strays):
             self._report_mismatch(made)
-        self._donor.serve(made, self._position)
+        self._donor.serve(made, self._position, find_donors(made, self._config))
         return made
 
     def _await_quorum(self) -> Quorum:

@@ -87,7 +87,8 @@ class TrainState:
             _view(payload, entry).copy_(local(tensor), non_blocking=True)
         device.synchronize()
         header = {"step": step, "lineage": lineage, "scalars": self._scalars(), "tensors": entries, "bytes": size}
-        return Snapshot(step, lineage, json.dumps(header, default=torch.Tensor.item).encode(), payload)
+        text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)  # of equal states the same bytes
+        return Snapshot(step, lineage, text.encode(), payload)
 
     @property
     def payload_bytes(self) -> int:

@@ -1,18 +1,19 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The joiner's side of a transfer: fetches a snapshot from a donor; see `wire.py` for what is said."""
+"""The joiner's side of a transfer: fetches a snapshot from donors; see `wire.py` for what is said."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
-import queue
 import socket
 import threading
 import time
 import zlib
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from io import BufferedRWPair
 from typing import Any
 
@@ -27,11 +28,13 @@ from titan_ft.run.address import split_address
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 8 << 20  # bytes of one request
+_CHUNK = 8 << 20  # bytes of one slice
 
 _MAX_TRIES = 3  # of one request, when connections break, and as many when checksums differ
 _STALL_SECONDS = 10.0  # of silence until a connection counts as broken
 _OFFER_SECONDS = 1.5  # for each thing that a group which is asked for an offer does
+_LATE_SECONDS = 1.0  # for a slice at least, until another donor is asked for it as well
+_FAREWELL_SECONDS = 1.0  # for donors to be told that all is there, or to be left
 _TICK_SECONDS = 0.1  # until a silent connection notices that its transfer is cancelled
 
 
@@ -47,58 +50,57 @@ class _ChecksumError(TransferError):
 
 
 def fetch(
-    address: str,
+    addresses: Sequence[str],
     token: str,
     step: int,
     joiner: str,
     connections: int,
     timeout: float,
     cancelled: threading.Event | None = None,
+    lose: Callable[[int, str], None] = lambda place, error: None,
 ) -> Snapshot:
-    """Fetch a rank's state after `step` committed updates from the donor's StateServer at `address` (host:port).
+    """Fetch a rank's state after `step` committed updates from the StateServers at `addresses` (host:port).
 
-    A connection that breaks or falls silent is made again, and only what is missing is asked for; a donor that cannot
-    be reached again is given up at once.
+    Each gives slices of it, as many as it can. A connection that breaks or falls silent is made again, and only what is
+    missing is asked for; a donor that cannot be reached again is given up at once, and the others give its part.
 
     Args:
-        connections: ranges fetched at the same time.
+        connections: slices fetched at the same time, from each donor at least one.
         timeout: seconds for the whole transfer.
         cancelled: ends the transfer when it is set.
+        lose: called as lose(place of its address, reason) when one of several donors is given up.
 
     Raises:
-        TransferError: the donor is gone, has no such state, or took too long; or the transfer was cancelled.
-        RefusedError: one end does not know the other's token.
+        TransferError: all donors are gone, have no such state, or took too long; or the transfer was cancelled.
+        RefusedError: a donor and this end do not know the same token, and no other donor has given the state.
     """
-    limits = _TransferLimits(timeout, cancelled or threading.Event())
-    try:
-        with _Link(address, token, limits) as first:
-            header = bytes(first.request({"step": step, "header": True}))
-            facts = msgspec.json.decode(header, type=_Facts)
-            lineage, payload = facts.lineage, device.empty_host(facts.bytes, torch.uint8)
-            target = octets(payload)
-            missing: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-            for place in [*range(0, target.nbytes, _CHUNK), *[None] * connections]:
-                missing.put(place)
+    transfer = _Transfer(addresses, token, step, joiner, connections, timeout, cancelled or threading.Event())
+    failures: list[BaseException] = []
+    pool = ThreadPoolExecutor(len(addresses), "titan_ft_donor", initializer=device.for_thread())
+    places = {pool.submit(transfer.fetch_from, place): place for place in range(len(addresses))}
+    pool.shutdown(wait=False)
+    for future in as_completed(places):
+        if (error := future.exception()) is None:
+            break
+        if not isinstance(error, TransferError | OSError | ValueError | KeyError | RefusedError):
+            transfer.end()
+            raise error
+        failures.append(error)
+        if len(addresses) > 1:
+            lose(places[future], _describe(error))
+            logger.warning("state of step %d from %s: %s", step, addresses[places[future]], _describe(error))
+    else:
+        if refused := next((error for error in failures if isinstance(error, RefusedError)), None):
+            raise refused
+        reasons = "; ".join(dict.fromkeys(_describe(error) for error in failures))
+        raise TransferError(f"state of step {step} from {', '.join(addresses)}: {reasons}") from failures[0]
+    transfer.end()
+    wait(places, _FAREWELL_SECONDS)
+    return transfer.snapshot()
 
-            def fetch_chunks() -> None:
-                with _Link(address, token, limits) as link:
-                    for start in iter(missing.get, None):
-                        part = target[start : start + _CHUNK]
-                        link.request({"step": step, "lineage": lineage, "offset": start, "bytes": part.nbytes}, part)
 
-            with ThreadPoolExecutor(connections, thread_name_prefix="titan_ft_fetch") as pool:
-                tasks = [pool.submit(fetch_chunks) for _ in range(connections)]
-                done, unfinished = wait(tasks, return_when=FIRST_EXCEPTION)
-                if unfinished:  # one failed: the others need not go on
-                    limits.end()
-                for future in done:
-                    future.result()
-            with contextlib.suppress(OSError, ValueError, KeyError, TransferError, RefusedError):
-                first.request({"step": step, "done": joiner})  # the state is complete, this is a courtesy
-    except (TransferError, OSError, ValueError, KeyError) as error:
-        reason = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
-        raise TransferError(f"state of step {step} from {address}: {reason}") from error
-    return Snapshot(step, lineage, header, payload)
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, TransferError | RefusedError) else f"{type(error).__name__}: {error}"
 
 
 def ask_offer(address: str, token: str) -> tuple[int, int, int] | None:
@@ -116,6 +118,162 @@ def ask_offer(address: str, token: str) -> tuple[int, int, int] | None:
         write_line(stream, {"offer": True})
         answer = read_line(stream)
         return None if "error" in answer else (answer["step"], answer["lineage"], answer["digest"])
+
+
+class _Transfer:
+    """One state on its way from several donors. Each donor has a thread, and one for each of its connections."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: str,
+        step: int,
+        joiner: str,
+        connections: int,
+        timeout: float,
+        cancelled: threading.Event,
+    ) -> None:
+        self._addresses, self._token, self._step, self._joiner = addresses, token, step, joiner
+        self._connections = -(-connections // len(addresses))  # to each donor
+        self._limits = [_TransferLimits(timeout, cancelled) for _ in addresses]  # of the connections for slices
+        self._farewell = [
+            _TransferLimits(timeout, cancelled) for _ in addresses
+        ]  # of those for the first and last word
+        self._lock = threading.Lock()
+        self._header = b""
+        self._lineage = 0
+        self._payload: torch.Tensor | None = None
+        self._slices = _Slices(0)
+        self._failed: dict[int, BaseException] = {}  # why a donor was given up
+
+    def snapshot(self) -> Snapshot:
+        """Return the state, once `fetch_from` has returned for a donor."""
+        assert self._payload is not None, "no donor has given the header"
+        return Snapshot(self._step, self._lineage, self._header, self._payload)
+
+    def end(self) -> None:
+        """Fetch no more slices; wait for no word of who has given none."""
+        for place in range(len(self._addresses)):
+            self._limits[place].end()
+            if not self._slices.given_by(place):
+                self._farewell[place].end()
+
+    def fetch_from(self, place: int) -> None:
+        """Fetch slices from a donor until all are there, whoever gave them.
+
+        Raises as `fetch`, and OSError, ValueError, KeyError: it is gone or does not speak the protocol.
+        """
+        with _Link(self._addresses[place], self._token, self._farewell[place]) as first:
+            self._lay_out(bytes(first.request({"step": self._step, "header": True})))
+            with ThreadPoolExecutor(self._connections, "titan_ft_fetch") as pool:
+                for _ in range(self._connections):
+                    pool.submit(self._fetch_slices, place)
+            if place in self._failed and not self._slices.whole:
+                raise self._failed[place]
+            if (given := self._slices.given_by(place)) or len(self._addresses) == 1:
+                with contextlib.suppress(OSError, ValueError, KeyError, TransferError, RefusedError):
+                    # The state is complete, this is a courtesy.
+                    first.request({"step": self._step, "done": self._joiner, "bytes": given})
+
+    def _lay_out(self, header: bytes) -> None:
+        """Take in the header that a donor has sent."""
+        with self._lock:
+            if self._payload is None:
+                facts = msgspec.json.decode(header, type=_Facts)
+                self._payload = device.empty_host(facts.bytes, torch.uint8)
+                self._header, self._lineage, self._slices = header, facts.lineage, _Slices(facts.bytes)
+            elif header != self._header:
+                raise TransferError("its state is not that of the other donors: their headers differ")
+
+    def _fetch_slices(self, place: int) -> None:
+        assert self._payload is not None, "the header comes first"
+        target, slices, limits = octets(self._payload), self._slices, self._limits[place]
+        memory = memoryview(bytearray(min(_CHUNK, target.nbytes)))
+        request = Message(step=self._step, lineage=self._lineage)
+        try:
+            with _Link(self._addresses[place], self._token, limits) as link:
+                while (start := slices.take(place, limits)) is not None:
+                    part = memory[: target.nbytes - start]
+                    link.request({**request, "offset": start, "bytes": part.nbytes}, part)
+                    slices.finish(start, place, part, target)
+        except BaseException as error:  # noqa: BLE001  # raised again by the donor's thread
+            self._failed.setdefault(place, error)
+            limits.end()  # one of its connections failed: the others need not go on
+            slices.drop(place)
+
+
+class _Slices:
+    """Which slices of a payload are missing, and who is fetching them.
+
+    A donor that is slow or silent must not hold up the end: who has nothing left to do fetches what it owes as well,
+    and the first answer counts. So each connection receives into memory of its own.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._missing = deque(range(0, size, _CHUNK))  # nobody fetches these
+        self._under_way: dict[int, dict[int, float]] = {}  # by slice: since when each donor is asked for it
+        self._left = len(self._missing)
+        self._finished, self._seconds = 0, 0.0  # slices, and what they took in sum
+        self._given: Counter[int] = Counter()  # bytes, by donor
+        self._changed = threading.Condition()
+
+    @property
+    def whole(self) -> bool:
+        """Say whether all are there."""
+        return not self._left
+
+    def given_by(self, place: int) -> int:
+        """Return the bytes that a donor has given."""
+        with self._changed:
+            return self._given[place]
+
+    def take(self, place: int, limits: _TransferLimits) -> int | None:
+        """Wait for a slice to fetch from a donor; None when all are there.
+
+        Raises:
+            TransferError: the time is over, or no more is wanted from this donor.
+        """
+        with self._changed:
+            while self._left:
+                limits.remaining()
+                now = time.monotonic()
+                start = self._missing.popleft() if self._missing else self._find_late(place, now)
+                if start is not None:
+                    self._under_way.setdefault(start, {})[place] = now
+                    return start
+                self._changed.wait(_TICK_SECONDS)
+            return None
+
+    def _find_late(self, place: int, now: float) -> int | None:
+        """Return the slice that another donor has owed for longest, if that is too long."""
+        mean = self._seconds / self._finished if self._finished else 0.0
+        asked = {start: min(by.values()) for start, by in self._under_way.items() if place not in by}
+        start = min(asked, key=asked.__getitem__, default=None)
+        return None if start is None or now - asked[start] < max(_LATE_SECONDS, 2 * mean) else start
+
+    def drop(self, place: int) -> None:
+        """Let other donors give what this one owes."""
+        with self._changed:
+            for start, asked in list(self._under_way.items()):
+                if asked.pop(place, None) is not None and not asked:
+                    del self._under_way[start]
+                    self._missing.appendleft(start)
+            self._changed.notify_all()
+
+    def finish(self, start: int, place: int, part: memoryview, target: memoryview) -> None:
+        """Keep a slice that a donor has given, unless another one has been faster."""
+        with self._changed:
+            since = self._under_way.get(start, {}).get(place)
+            if since is None:
+                return
+            del self._under_way[start]
+            self._finished += 1
+            self._seconds += time.monotonic() - since
+            self._given[place] += part.nbytes
+        target[start : start + part.nbytes] = part
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
 
 
 class _TransferLimits:

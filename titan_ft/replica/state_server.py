@@ -37,7 +37,8 @@ class StateServer:
         host: the address to listen on.
         token: the run's shared secret.
         wait_seconds: how long a request may wait for its snapshot to be taken.
-        served: called as served(joiner, snapshot, copy_seconds, serve_seconds) when a joiner has everything.
+        served: called as served(joiner, snapshot, bytes, copy_seconds, serve_seconds) when a joiner has everything, so
+            many bytes of it from here.
         max_mbps: 10**6 bits per second that all joiners together get at most; 0 = as fast as it goes.
     """
 
@@ -46,7 +47,7 @@ class StateServer:
         host: str,
         token: str,
         wait_seconds: float,
-        served: Callable[[str, Snapshot, float, float], None],
+        served: Callable[[str, Snapshot, int, float, float], None],
         max_mbps: float = 0.0,
     ) -> None:
         self._token = token
@@ -138,7 +139,8 @@ class StateServer:
                 with self._changed:
                     self._readers -= 1
             if request.get("done"):
-                self._served(request["done"], snapshot, self._copy_seconds, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                self._served(request["done"], snapshot, request["bytes"], self._copy_seconds, seconds)
 
     @staticmethod
     def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> Message:

@@ -8,9 +8,10 @@ both sides of each connection without sending it (HMAC over the nonces of both),
 raw tensor bytes.
 
 A connection carries one request line after another: {"step", "lineage", "offset", "bytes"} for a range of the payload,
-"header" in place of "offset" for the header, "done" when the joiner has everything. Each answer is a JSON line
-{"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes; while the donor has yet to take the snapshot, a
-line {"waiting": step} now and then comes before it, so that silence always means that something is wrong.
+"header" in place of "offset" for the header, "done" when the joiner has everything, "bytes" of it from here. Each
+answer is a JSON line {"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes; while the donor has yet to
+take the snapshot, a line {"waiting": step} now and then comes before it, so that silence always means that something is
+wrong.
 
 A request {"offer": true} is answered at once by a line {"step", "lineage", "digest"}, of the state that the donor lets
 joiners have until its next update (`offer.py`), or by {"error": text} if it is none.

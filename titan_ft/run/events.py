@@ -335,9 +335,10 @@ class ForeignMember(RankEvent, kw_only=True):
 
 
 class HealStarted(RankEvent, kw_only=True):
-    """The group begins to fetch the job's state from a donor."""
+    """The group begins to fetch the job's state."""
 
-    donor: int  # the group that it fetches from
+    donor: int  # the group that it was sent to
+    donors: list[int] = []  # the groups that it fetches from, each a part
     from_step: int  # step after which the state is that it fetches
     step: int  # the same
 
@@ -345,7 +346,7 @@ class HealStarted(RankEvent, kw_only=True):
 class HealFinished(RankEvent, kw_only=True):
     """The worker holds the job's state; the group contributes to the next step."""
 
-    donor: int  # the group that it was fetched from
+    donor: int  # the group that it was sent to; others may have given parts of it
     from_step: int  # step after which the fetched state is
     step: int  # step after which the state is now
     bytes: int  # fetched by this rank
@@ -362,6 +363,14 @@ class HealFailed(RankEvent, kw_only=True):
     error: str  # why
 
 
+class DonorLost(RankEvent, kw_only=True):
+    """One of several donors gives nothing any more; the others give its part."""
+
+    donor: int  # the group
+    from_step: int  # step after which the state is
+    error: str  # why
+
+
 class CatchUpWaiting(RankEvent, kw_only=True):
     """The group has queued as many updates as it may; from now on the others wait for its transfer."""
 
@@ -370,11 +379,11 @@ class CatchUpWaiting(RankEvent, kw_only=True):
 
 
 class StateServed(RankEvent, kw_only=True):
-    """A donor's rank has served its state to a joiner."""
+    """A donor's rank has served its state, or a part of it, to a joiner."""
 
     joiner: int  # the group
     step: int  # step after which the state is
-    bytes: int  # size of this rank's part
+    bytes: int  # that it gave
     copy_seconds: float  # the copy of the state, while training stood still
     serve_seconds: float  # the transfer, beside training
 

@@ -160,12 +160,14 @@ class Links:
             counts=spec.token_counts(model_parts),
         )
 
-    def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
+    def _on_served(
+        self, joiner: str, snapshot: Snapshot, num_bytes: int, copy_seconds: float, serve_seconds: float
+    ) -> None:
         self._events.emit(
             StateServed(
                 joiner=int(joiner),
                 step=snapshot.step,
-                bytes=snapshot.payload.numel(),
+                bytes=num_bytes,
                 copy_seconds=copy_seconds,
                 serve_seconds=serve_seconds,
             )

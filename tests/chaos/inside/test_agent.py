@@ -302,7 +302,7 @@ def test_a_corrupt_chunk_is_fetched_again(worker: Worker) -> None:
     worker.server.send = lambda connection, data: (sent.append(bytes(data)), send(connection, data))[1]
     worker.order("corrupt_chunk")
     worker.wait_until_read()
-    fetched = fetch(f"127.0.0.1:{worker.server.port}", TOKEN, 3, "1", 2, DEADLINE)
+    fetched = fetch([f"127.0.0.1:{worker.server.port}"], TOKEN, 3, "1", 2, DEADLINE)
     assert torch.equal(fetched.payload, payload)
     assert len(sent) == 2
     assert sum(a != b for a, b in zip(*sent, strict=True)) == 1

@@ -33,14 +33,18 @@ class Donor:
 
     def __init__(self, wait_seconds: float = DEADLINE, token: str = TOKEN, max_mbps: float = 0.0) -> None:
         self.served: list[tuple[str, int]] = []
+        self.given = 0  # bytes, to the last of them
         self.told = threading.Event()
         self.server = StateServer("127.0.0.1", token, wait_seconds, self._on_served, max_mbps)
         self.address = f"127.0.0.1:{self.server.port}"
 
-    def _on_served(self, joiner: str, snapshot: Snapshot, copy_seconds: float, serve_seconds: float) -> None:
+    def _on_served(
+        self, joiner: str, snapshot: Snapshot, num_bytes: int, copy_seconds: float, serve_seconds: float
+    ) -> None:
         assert copy_seconds == 0.5
         assert serve_seconds >= 0
         self.served.append((joiner, snapshot.step))
+        self.given = num_bytes
         self.told.set()
 
     def publish(self, snapshot: Snapshot) -> Snapshot:
@@ -50,7 +54,7 @@ class Donor:
 
     def fetch(self, step: int, token: str = TOKEN, connections: int = 2, timeout: float = DEADLINE) -> Snapshot:
         """Fetch as group 4 does."""
-        return fetch(self.address, token, step, "4", connections, timeout)
+        return fetch([self.address], token, step, "4", connections, timeout)
 
     def connect(self, token: str = TOKEN) -> state_fetch._Connection:
         """Open a joiner's connection and prove the token."""

@@ -182,9 +182,9 @@ def test_what_is_compared_behind_an_update_is_offered_until_the_next_round(
     state = SimpleNamespace(copy=lambda step, lineage: SimpleNamespace(step=step, lineage=lineage))
     server, position = Server(), SimpleNamespace(step=5, lineage=1005)
     this = donors.Donor(state, server)  # type: ignore[arg-type]  # do what it asks of them
-    this.serve(made(*rows), position)  # type: ignore[arg-type]
+    this.serve(made(*rows), position, {})  # type: ignore[arg-type]
     assert server.offers == ([HELD] if offers_it else [])
-    this.serve(made({}, {}), position)  # type: ignore[arg-type]
+    this.serve(made({}, {}), position, {})  # type: ignore[arg-type]
     assert server.offers == ([HELD, None] if offers_it else [])
 
 
@@ -195,8 +195,8 @@ def test_a_copy_that_was_made_between_two_rounds_is_served_until_nobody_fetches_
     this = donors.Donor(state, server)  # type: ignore[arg-type]
     this.copy(position)  # type: ignore[arg-type]
     fetching = {"standing": Standing.CATCHING_UP, "step": 0, "donor": 0}
-    this.serve(made({}, {}, fetching), position)  # type: ignore[arg-type]
+    this.serve(made({}, {}, fetching), position, {})  # type: ignore[arg-type]
     assert server.published == [5]
     assert this._served is not None
-    this.serve(made({}, {}), position)  # type: ignore[arg-type]
+    this.serve(made({}, {}), position, {})  # type: ignore[arg-type]
     assert this._served is None

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
 
 from titan_ft.replica import state_fetch
@@ -82,7 +83,7 @@ def test_a_donor_without_the_token_is_refused_by_the_joiner() -> None:
 
     address, ended = serve_once(talk)
     with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
-        fetch(address, TOKEN, 5, "4", 1, DEADLINE)
+        fetch([address], TOKEN, 5, "4", 1, DEADLINE)
     ended.result(DEADLINE)
     assert TOKEN.encode() not in heard[0]
     assert heard[1] == b"", "nothing is asked of a server that proved nothing"
@@ -102,7 +103,7 @@ def test_a_donor_that_dies_in_mid_transfer_is_noticed_at_once() -> None:
     address, _ = serve_once(talk)
     started = time.monotonic()
     with pytest.raises(TransferError, match=r"state of step 5 from 127\.0\.0\.1:.*Connection"):
-        fetch(address, TOKEN, 5, "4", 1, DEADLINE)
+        fetch([address], TOKEN, 5, "4", 1, DEADLINE)
     assert time.monotonic() - started < DEADLINE / 2
 
 
@@ -136,7 +137,7 @@ def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(TransferError, match=rf"127\.0\.0\.1:{port}.*ConnectionRefused"):
-        fetch(f"127.0.0.1:{port}", TOKEN, 5, "4", 2, DEADLINE)
+        fetch([f"127.0.0.1:{port}"], TOKEN, 5, "4", 2, DEADLINE)
 
 
 @pytest.mark.parametrize("pause", [None, 0.02], ids=["silent", "trickling"])
@@ -160,7 +161,7 @@ def test_the_timeout_holds_for_the_whole_transfer(pause: float | None) -> None:
     started = time.monotonic()
     try:
         with pytest.raises(TransferError, match=r"timed out|transfer_timeout_seconds"):
-            fetch(address, TOKEN, 5, "4", 1, timeout=0.3)
+            fetch([address], TOKEN, 5, "4", 1, timeout=0.3)
         assert time.monotonic() - started < 2.0
     finally:
         stop.set()
@@ -172,7 +173,7 @@ def test_a_cancelled_transfer_ends(donor: Donor) -> None:
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(TransferError, match="cancelled"):
-        fetch(donor.address, TOKEN, 5, "4", 2, DEADLINE, cancelled)
+        fetch([donor.address], TOKEN, 5, "4", 2, DEADLINE, cancelled)
     assert donor.served == []
 
 
@@ -297,7 +298,7 @@ def test_a_broken_connection_is_made_again(
     monkeypatch.setattr(state_fetch, "_STALL_SECONDS", 3.0)
     asked, proxy = watch(), start_proxy(donor, {1: 4700}, how)  # 0 is the header's; within: 4 chunks and their lines
     sent = donor.publish(make_snapshot(5, 10 * CHUNK))
-    check_equal(fetch(proxy.address, TOKEN, 5, "4", 1, 600.0), sent)
+    check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, 600.0), sent)
     assert Counter(asked) == {"header": 1, **dict.fromkeys(range(0, 10 * CHUNK, CHUNK), 1), 4 * CHUNK: 2}
     assert proxy.accepted == 3
     assert donor.told.wait(DEADLINE)
@@ -310,7 +311,7 @@ def test_all_connections_may_break(
     cuts = dict.fromkeys(range(1, 13), 3000)
     asked, proxy = watch(), start_proxy(donor, cuts, "reset")
     sent = donor.publish(make_snapshot(5, 60 * CHUNK))
-    check_equal(fetch(proxy.address, TOKEN, 5, "4", 4, DEADLINE), sent)
+    check_equal(fetch([proxy.address], TOKEN, 5, "4", 4, DEADLINE), sent)
     assert set(asked) == {"header", *range(0, 60 * CHUNK, CHUNK)}
     assert len(asked) <= 61 + len(cuts)
 
@@ -323,7 +324,7 @@ def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, star
     proxy = start_proxy(
         donor, {0: sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(sent.header)}, "close"
     )
-    check_equal(fetch(proxy.address, TOKEN, 5, "4", 1, DEADLINE), sent)
+    check_equal(fetch([proxy.address], TOKEN, 5, "4", 1, DEADLINE), sent)
     assert donor.told.wait(DEADLINE)
     assert donor.served == [("4", 5)]
     assert proxy.accepted == 3
@@ -336,7 +337,7 @@ def test_connections_that_always_break_fail_the_transfer(
     asked, proxy = watch(), start_proxy(donor, dict.fromkeys(range(1, 100), 600), "close")
     donor.publish(make_snapshot(5, 10 * CHUNK))
     with pytest.raises(TransferError, match="closed the connection"):
-        fetch(proxy.address, TOKEN, 5, "4", 1, 600.0)
+        fetch([proxy.address], TOKEN, 5, "4", 1, 600.0)
     assert Counter(asked) == {"header": 1, 0: 3}
 
 
@@ -346,7 +347,7 @@ def test_a_donor_that_is_gone_is_given_up_at_once(donor: Donor, start_proxy: Cal
     donor.publish(make_snapshot(5, 10 * CHUNK))
     started = time.monotonic()
     with pytest.raises(TransferError, match="ConnectionRefused"):
-        fetch(proxy.address, TOKEN, 5, "4", 1, 600.0)
+        fetch([proxy.address], TOKEN, 5, "4", 1, 600.0)
     assert time.monotonic() - started < DEADLINE
 
 
@@ -357,21 +358,21 @@ def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(TransferError, match=r"nothing came for 0\.2 s"):
-            fetch(address, TOKEN, 5, "4", 1, 600.0)
+            fetch([address], TOKEN, 5, "4", 1, 600.0)
     assert time.monotonic() - started < DEADLINE
 
 
 def test_cancelling_ends_a_chunk_under_way(start_donor: Callable[..., Donor], background: ThreadPoolExecutor) -> None:
     """A transfer that is not wanted any more ends within a chunk, also while the donor waits for its snapshot."""
     donor, cancelled = start_donor(max_mbps=0.001, wait_seconds=60.0), threading.Event()
-    fetched = background.submit(fetch, donor.address, TOKEN, 5, "4", 2, 600.0, cancelled)
+    fetched = background.submit(fetch, [donor.address], TOKEN, 5, "4", 2, 600.0, cancelled)
     wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]
     cancelled.set()
     with pytest.raises(TransferError, match="cancelled"):
         fetched.result(DEADLINE)
     cancelled.clear()
     donor.publish(make_snapshot(5, 1 << 20))
-    fetched = background.submit(fetch, donor.address, TOKEN, 5, "4", 2, 600.0, cancelled)
+    fetched = background.submit(fetch, [donor.address], TOKEN, 5, "4", 2, 600.0, cancelled)
     wait_until(lambda: donor.server._readers > 0)
     cancelled.set()
     with pytest.raises(TransferError, match="cancelled"):
@@ -415,3 +416,137 @@ def test_one_failure_ends_the_other_connections(donor: Donor, watch: Callable[..
         assert time.monotonic() - started < state_fetch._STALL_SECONDS
     finally:
         release.set()
+
+
+# Several donors
+
+
+def start_donors(start_donor: Callable[..., Donor], number: int, **options: Any) -> list[Donor]:
+    return [start_donor(**options) for _ in range(number)]
+
+
+def fetch_from(donors: list[Donor], **more: Any) -> Snapshot:
+    """Fetch as group 4 does."""
+    return fetch([donor.address for donor in donors], TOKEN, 5, "4", 2, DEADLINE, **more)
+
+
+@pytest.mark.parametrize("number", [2, 4, 8])
+def test_each_donor_gives_a_part(start_donor: Callable[..., Donor], number: int) -> None:
+    """The bytes come from all of them, each once; each is told how many it gave."""
+    donors = start_donors(start_donor, number, max_mbps=1.0)
+    snapshot = make_snapshot(5, 60 * CHUNK + 1)
+    for donor in donors:
+        donor.publish(snapshot)
+    check_equal(fetch_from(donors), snapshot)
+    for donor in donors:
+        assert donor.told.wait(DEADLINE)
+    assert sum(donor.given for donor in donors) == 60 * CHUNK + 1
+    assert all(donor.given > 0 for donor in donors)
+
+
+def test_a_donor_that_dies_costs_its_slices(
+    start_donor: Callable[..., Donor], start_proxy: Callable[..., Proxy]
+) -> None:
+    """The others give what it owes, and what it had given is not fetched again."""
+    donors = start_donors(start_donor, 3, max_mbps=1.0)
+    snapshot, lost = make_snapshot(5, 40 * CHUNK), []
+    for donor in donors:
+        donor.publish(snapshot)
+    proxy = start_proxy(donors[1], {1: 4700}, "gone")
+    addresses = [donors[0].address, proxy.address, donors[2].address]
+    fetched = fetch(addresses, TOKEN, 5, "4", 3, DEADLINE, lose=lambda *what: lost.append(what))
+    check_equal(fetched, snapshot)
+    ((place, reason),) = lost
+    assert place == 1
+    assert "ConnectionRefused" in reason
+    given = donors[0].given + donors[2].given
+    assert 0 < 40 * CHUNK - given < 5 * CHUNK, "what came before it died counts"
+
+
+def test_a_donor_that_falls_silent_holds_nothing_up(
+    start_donor: Callable[..., Donor], watch: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are asked for the slices that it owes, long before its connection counts as broken."""
+    monkeypatch.setattr(state_fetch, "_LATE_SECONDS", 0.1)
+    release, held = threading.Event(), set[int]()
+
+    def hold_some(place: Any, times: int, send: Any) -> Any:
+        if place == 3 * CHUNK and times == 1:
+            held.add(place)
+            release.wait(60.0)
+        return send
+
+    asked = watch(hold_some)
+    donors = start_donors(start_donor, 2)
+    snapshot, lost = make_snapshot(5, 20 * CHUNK), []
+    for donor in donors:
+        donor.publish(snapshot)
+    started = time.monotonic()
+    try:
+        check_equal(fetch_from(donors, lose=lambda *what: lost.append(what)), snapshot)
+        assert held, "nobody was silent"
+        assert asked.count(3 * CHUNK) == 2
+        assert time.monotonic() - started < state_fetch._STALL_SECONDS / 2
+        assert lost == [], "it may only have been slow"
+    finally:
+        release.set()
+
+
+def test_what_comes_too_late_is_not_kept(
+    start_donor: Callable[..., Donor], watch: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice that two donors give is counted once, and the later one does not write into the state."""
+    monkeypatch.setattr(state_fetch, "_LATE_SECONDS", 0.05)
+    release = threading.Event()
+
+    def hold_first(place: Any, times: int, send: Any) -> Any:
+        if place == 0 and times == 1:
+            release.wait(DEADLINE)
+        elif place == 0:  # the other donor's answer is on its way: let the first one's come a moment later
+            threading.Timer(0.05, release.set).start()
+        return send
+
+    watch(hold_first)
+    donors = start_donors(start_donor, 2)
+    snapshot = make_snapshot(5, 6 * CHUNK)
+    for donor in donors:
+        donor.publish(snapshot)
+    check_equal(fetch_from(donors), snapshot)
+    wait_until(lambda: sum(donor.given for donor in donors) == 6 * CHUNK)
+
+
+def test_donors_whose_headers_differ_are_not_mixed(start_donor: Callable[..., Donor]) -> None:
+    """A state is of one header: who shows another one gives nothing."""
+    donors, lost = start_donors(start_donor, 2), []
+    snapshot = make_snapshot(5, 10 * CHUNK)
+    other = json.loads(snapshot.header) | {"scalars": {"lr": 2.0}}
+    donors[0].publish(snapshot)
+    donors[1].publish(Snapshot(5, snapshot.lineage, json.dumps(other).encode(), torch.zeros_like(snapshot.payload)))
+    fetched = fetch_from(donors, lose=lambda *what: lost.append(what))
+    first = 0 if fetched.header == snapshot.header else 1
+    assert torch.equal(fetched.payload, snapshot.payload if first == 0 else torch.zeros_like(snapshot.payload))
+    wait_until(lambda: donors[first].given == 10 * CHUNK)
+    assert [place for place, _ in lost] in ([], [1 - first])  # it may come when all is there
+
+
+def test_a_donor_that_has_yet_to_copy_is_not_waited_for(start_donor: Callable[..., Donor]) -> None:
+    """One that serves another joiner, and has no such state, holds nothing up."""
+    donors = start_donors(start_donor, 2, wait_seconds=60.0)
+    snapshot = donors[1].publish(make_snapshot(5, 10 * CHUNK))
+    started = time.monotonic()
+    check_equal(fetch_from(donors), snapshot)
+    assert time.monotonic() - started < DEADLINE / 2
+    assert donors[1].given == 10 * CHUNK
+    assert donors[0].served == []
+
+
+def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., Donor]) -> None:
+    """Each reason is told; with a token of another run it is that error, which no other attempt would mend."""
+    donors, lost = start_donors(start_donor, 2), []
+    for donor in donors:
+        donor.publish(make_snapshot(6, CHUNK))
+    with pytest.raises(TransferError, match=rf"{donors[0].address}, {donors[1].address}: the donor has no state of"):
+        fetch_from(donors, lose=lambda *what: lost.append(what))
+    assert sorted(place for place, _ in lost) == [0, 1]
+    with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
+        fetch([donor.address for donor in donors], "another", 6, "4", 2, DEADLINE)

@@ -244,7 +244,7 @@ def test_closing_ends_a_throttled_answer(start_donor: Callable[..., Donor], back
     donor.publish(make_snapshot(5, 10))
     donor.fetch(5)
     donor.publish(make_snapshot(6, 1 << 20))
-    fetched = background.submit(fetch, donor.address, TOKEN, 6, "4", 2, 60.0)
+    fetched = background.submit(fetch, [donor.address], TOKEN, 6, "4", 2, 60.0)
     wait_until(lambda: donor.server._readers > 0)
     donor.server.close()
     with pytest.raises(TransferError, match="state of step 6"):
@@ -342,7 +342,7 @@ def test_ipv6(background: ThreadPoolExecutor) -> None:
     try:
         sent = make_snapshot(5, 10)
         server.publish(sent, 0.0)
-        check_equal(fetch(f"[::1]:{server.port}", TOKEN, 5, "4", 1, DEADLINE), sent)
+        check_equal(fetch([f"[::1]:{server.port}"], TOKEN, 5, "4", 1, DEADLINE), sent)
     finally:
         server.close()
 

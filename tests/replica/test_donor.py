@@ -1,0 +1,133 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""When a group copies its state for joiners, and how long it keeps the copy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_ft.config import FaultTolerance
+from titan_ft.replica import decision
+from titan_ft.replica.decision import Round, judge
+from titan_ft.replica.donor import Donor
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.position import Position
+from titan_ft.replica.row import Row, Standing
+
+ME, OTHER, THIRD, FIRST, SECOND = range(5)  # slots: three that hold the state, two that heal
+
+
+class World:
+    """A donor, rounds that it takes in, and what it serves."""
+
+    def __init__(self) -> None:
+        self.step, self.copies, self.serves = 5, 0, 0  # serves: step of what it serves; 0 = nothing
+        state: Any = SimpleNamespace(copy=self._copy, reuse=lambda snapshot: None)
+        server: Any = SimpleNamespace(
+            publish=self._publish, withdraw=self._withdraw, offer=lambda offer: None, wanted=False
+        )
+        self._donor = Donor(state, server)
+
+    def _copy(self, step: int, lineage: int) -> Any:
+        self.copies += 1
+        return SimpleNamespace(step=step, lineage=lineage)
+
+    def _publish(self, snapshot: Any, seconds: float) -> None:
+        self.serves = snapshot.step
+
+    def _withdraw(self) -> None:
+        self.serves = 0
+
+    def make_round(self, *joiners: Row, heal_donors: int = 8) -> Round:
+        """Make a round, and the update that it is; the donor is the lowest slot's."""
+        held = {"lineage": 1000 + self.step, "digest": 77, "training": 1}
+        rows = [*(Row(slot, Standing.READY, self.step, **held) for slot in (ME, OTHER, THIRD)), *joiners]
+        members = tuple(Member(row.slot, 0.0, f"process {row.slot}", "c0ffee") for row in rows)
+        made = Round(Quorum("1/a", 0, members, self.step), rows, judge(rows), [])
+        config = FaultTolerance(enable=True, group_size=5, heal_donors=heal_donors)
+        position = Position(step=self.step, lineage=1000 + self.step)
+        self._donor.serve(made, position, decision.find_donors(made, config))
+        self.step += 1
+        return made
+
+
+def behind(slot: int, heals: int = 0) -> Row:
+    """Return the row of a group that asks for a donor; with as many `heals` another one."""
+    return Row(slot, Standing.BEHIND, 0, heals=heals)
+
+
+def fetching(slot: int, donor: int) -> Row:
+    """Return the row of a group that was sent to `donor`."""
+    return Row(slot, Standing.CATCHING_UP, 0, heals=1, donor=donor)
+
+
+@pytest.fixture
+def world() -> World:
+    """Provide a group that serves nobody."""
+    return World()
+
+
+def test_it_serves_the_joiner_that_is_sent_here(world: World) -> None:
+    """From the round that names it until nobody fetches."""
+    world.make_round(behind(FIRST))
+    assert world.serves == 5
+    for _ in range(3):
+        world.make_round(fetching(FIRST, ME))
+        assert (world.serves, world.copies) == (5, 1)
+    world.make_round()
+    assert world.serves == 0
+
+
+def test_it_helps_the_donor_of_another_joiner(world: World) -> None:
+    """Two joiners are sent to two donors in one round; each fetches from both, as long as one of them fetches."""
+    made = world.make_round(behind(FIRST), behind(SECOND))
+    assert made.verdict.donors == {3: ME, 4: OTHER}
+    world.make_round(fetching(FIRST, ME), fetching(SECOND, OTHER))
+    world.make_round(fetching(SECOND, OTHER))
+    assert (world.serves, world.copies) == (5, 1), "the second joiner still fetches here as well"
+    world.make_round()
+    assert world.serves == 0
+
+
+def test_it_copies_nothing_when_donors_are_enough(world: World) -> None:
+    """With `heal_donors` 1 a group copies for those that are sent to it only."""
+    world.make_round(behind(FIRST, heals=1), heal_donors=1)  # sent to the next slot's
+    assert (world.serves, world.copies) == (0, 0)
+
+
+def test_a_joiner_that_is_sent_here_comes_before_those_that_it_helps(world: World) -> None:
+    """Those have other donors; who comes later would have none."""
+    world.make_round(behind(FIRST), behind(SECOND))
+    world.make_round(fetching(SECOND, OTHER))  # the first is healed
+    world.make_round(fetching(SECOND, OTHER), behind(FIRST))
+    assert world.serves == 7
+    world.make_round(fetching(SECOND, OTHER), fetching(FIRST, ME))
+    assert (world.serves, world.copies) == (7, 2)
+    world.make_round(fetching(SECOND, OTHER))
+    assert world.serves == 0, "the second has found out that this group has another state now"
+
+
+def test_it_goes_on_helping_while_another_joiner_is_sent_elsewhere(world: World) -> None:
+    """A new copy would take the old one from who fetches it; the newcomer has donors enough."""
+    world.make_round(behind(FIRST), behind(SECOND))
+    world.make_round(fetching(SECOND, OTHER))
+    made = world.make_round(fetching(SECOND, OTHER), behind(FIRST, heals=1))
+    assert made.verdict.donors == {4: THIRD}
+    assert (world.serves, world.copies) == (5, 1)
+
+
+def test_a_joiner_whose_attempt_is_over_is_not_waited_for(world: World) -> None:
+    """While it rests, its donors have their memory back."""
+    world.make_round(behind(FIRST))
+    world.make_round(fetching(FIRST, ME))
+    world.make_round(Row(FIRST, Standing.CATCHING_UP, 0, heals=1, donor=-1))
+    assert world.serves == 0
+
+
+def test_a_joiner_that_fetches_although_this_group_voted_no_finds_a_copy(world: World) -> None:
+    """The round that sent it here did not work on all ranks of this group, which has its step still."""
+    world.make_round(fetching(FIRST, ME))
+    assert (world.serves, world.copies) == (5, 1)
