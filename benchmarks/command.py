@@ -17,6 +17,10 @@ Semi-synchronous training, only if it is asked for (with --only rounds, all thre
   rounds-diloco  torchtitan's own DiLoCo beside ours, without failures and under the same SIGKILLs
   rounds-links   tokens per second with the links between two groups throttled to 1000, 100 and 10 Mbit/s
 
+Only if it is asked for, too (a minute):
+
+  transfer  how fast a joiner gets a state from 1, 2, 4 and 8 donors with throttled links, also if one of them is killed
+
 With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random group each 15 s, to be
 set beside a run of scripts/campaign.sh (--against).
 
@@ -50,11 +54,14 @@ from benchmarks.run import BenchError, progress
 from benchmarks.steady import LOG_FREQ, WARMUP_STEPS, measure_steady
 from benchmarks.systems import OURS, PEER, STOCK
 from benchmarks.table import format_report
+from benchmarks.transfers import measure_transfers
 from titan_ft.config import ConfigError, load_toml
 
 PARTS = ("steady", "failure", "rejoin", "recovery")
 ROUNDS = ("rounds-loss", "rounds-diloco", "rounds-links")
 """Not among what is run unless it is asked for: the work of half an hour."""
+TRANSFER = "transfer"
+"""Not either."""
 PACKAGES = ("torch", "torchtitan", "torchft", "torchdata")
 
 
@@ -93,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return")
     parser.add_argument("--recoveries", type=_at_least(1), default=3, help="of each kind of recovery")
-    choices = (*PARTS, "rounds", *ROUNDS)
+    choices = (*PARTS, TRANSFER, "rounds", *ROUNDS)
     parser.add_argument("--only", choices=choices, help="one part; failure and rejoin come from the same kills")
     parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
     peer = parser.add_argument_group("campaign of torchtitan.experiments.ft")
@@ -152,6 +159,11 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
         report["recovery"] = {}
         for name, figures in measure_recovery(options.recoveries, base, work_dir):
             report["recovery"][name] = figures
+            _save(report, options.json)
+    if TRANSFER in parts:
+        report["transfer"] = {}
+        for name, figures in measure_transfers(work_dir):
+            report["transfer"][name] = figures
             _save(report, options.json)
     measure_rounds(options, parts, base, work_dir, report)
 

@@ -36,6 +36,8 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_RECOVERY_TABLES[name](figures)]
     for name in [part for part in _ROUNDS_TABLES if report.get("rounds", {}).get(part)]:
         lines += ["", *_ROUNDS_TABLES[name](report["rounds"][name])]
+    if report.get("transfer"):
+        lines += ["", *_transfer_table(report["transfer"])]
     if "campaign_table" in report:
         lines += ["", *report["campaign_table"]]
     return "\n".join(lines)
@@ -46,6 +48,19 @@ def _steady_rows(steady: Mapping[str, Any]) -> list[str]:
     for system, figures in steady.items():
         rows.append([TITLES[system], *(_spread(figures[name]) for name in ("seconds", "ratio", "mean_ratio"))])
     return markdown(rows)
+
+
+def _transfer_table(transfers: Mapping[str, Any]) -> list[str]:
+    head = ["donors of a state", "Mbit/s", "of all links", "CPU s for each GB that one gives", "one killed: Mbit/s"]
+    rows: list[list[str]] = []
+    for figures in transfers.values():
+        if figures["cpu_seconds_per_gb"] is None:
+            rows[-1][-1] = f"{figures['mbps']:.0f}"
+            continue
+        title = f"{figures['donors']}, {figures['link_mbps']:g} Mbit/s each"
+        cpu = f"{figures['cpu_seconds_per_gb']:.2f}"
+        rows.append([title, f"{figures['mbps']:.0f}", f"{figures['share']:.0%}", cpu, "-"])
+    return markdown([head, *rows])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:

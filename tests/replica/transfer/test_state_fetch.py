@@ -459,6 +459,8 @@ def test_a_donor_that_dies_costs_its_slices(
     ((place, reason),) = lost
     assert place == 1
     assert "ConnectionRefused" in reason
+    assert donors[0].told.wait(DEADLINE)
+    assert donors[2].told.wait(DEADLINE)
     given = donors[0].given + donors[2].given
     assert 0 < 200 * CHUNK - given < 5 * CHUNK, "what came before it died counts"
 
