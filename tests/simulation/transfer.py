@@ -121,7 +121,8 @@ class Transfers:
                 del donors[place]
                 if not donors:
                     raise TransferError(f"state of step {step} from {addresses[place]}: {error}") from error
-                lose(place, str(error))
+                if cancelled is None or not cancelled._set:
+                    lose(place, str(error))
         self.on_moment("fetched", node)
         assert found is not None, "the header comes first"
         header = found.header.replace(_SOUND, _TAINTED) if tainted else found.header

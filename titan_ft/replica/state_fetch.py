@@ -68,7 +68,7 @@ def fetch(
         connections: slices fetched at the same time, from each donor at least one.
         timeout: seconds for the whole transfer.
         cancelled: ends the transfer when it is set.
-        lose: called as lose(place of its address, reason) when one of several donors is given up.
+        lose: called as lose(place of its address, reason) when a donor is given up and others are left.
 
     Raises:
         TransferError: all donors are gone, have no such state, or took too long; or the transfer was cancelled.
@@ -86,7 +86,7 @@ def fetch(
             transfer.end()
             raise error
         failures.append(error)
-        if len(addresses) > 1:
+        if len(failures) < len(addresses) and not (cancelled and cancelled.is_set()):
             lose(places[future], _describe(error))
             logger.warning("state of step %d from %s: %s", step, addresses[places[future]], _describe(error))
     else:
