@@ -187,7 +187,7 @@ def test_another_group_dies_during_a_catch_up(make_job: Callable[..., Job], grou
 
 @pytest.mark.slow
 def test_all_donors_but_one_die(make_job: Callable[..., Job]) -> None:
-    """A joiner asks one donor after the other, and heals from the last one that is left."""
+    """A joiner that may have one donor asks one after the other, and heals from the last one that is left."""
     donors = (0, 2, 3)
     faults = [kill(1, "backward", step=STEP)]
     for donor in donors:  # the first two that send a piece of their state die
@@ -198,7 +198,7 @@ def test_all_donors_but_one_die(make_job: Callable[..., Job]) -> None:
             kill(donor, "serve", after=[other], unless=[one]),
         ]
     hooks = {"faults": faults, "hold": 6, "hold_fetching": None, "delays": sleepy(4, 0.02)}
-    job = make_job(groups=4, steps=50, hooks=hooks)
+    job = make_job(groups=4, steps=50, hooks=hooks, flags=["--fault_tolerance.heal_donors=1"])
     job.run()
     died = [event["replica"] for event in job.events("fault_injected")][1:]
     (left,) = set(donors) - set(died)
@@ -207,6 +207,23 @@ def test_all_donors_but_one_die(make_job: Callable[..., Job]) -> None:
     assert [event["donor"] for event in of(events, 1, "heal_started")] == [*died, left]
     assert [event["donor"] for event in of(events, 1, "heal_failed")] == died
     for replica in (1, *died):
+        check_contributes_at_once(events, replica)
+
+
+@pytest.mark.slow
+def test_all_donors_but_one_die_in_one_transfer(make_job: Callable[..., Job]) -> None:
+    """The last one gives what they owe: the first attempt of the joiner is the only one."""
+    faults = [kill(1, "backward", step=STEP), kill(0, "serve"), kill(2, "serve")]
+    hooks = {"faults": faults, "hold": 6, "hold_fetching": None, "delays": sleepy(4, 0.02)}
+    job = make_job(groups=4, steps=50, hooks=hooks, flags=["--fault_tolerance.transfer_max_mbps=30"])
+    job.run()
+    events = check(job, survivors=[3])
+    check_killed(job, events, [(1, 0, "sigkill:backward"), (0, 0, "sigkill:serve"), (2, 0, "sigkill:serve")])
+    (started,) = of(events, 1, "heal_started")
+    assert sorted(started["donors"]) == [0, 2, 3]
+    assert sorted(event["donor"] for event in of(events, 1, "donor_lost")) == [0, 2]
+    assert of(events, 1, "heal_failed") == []
+    for replica in (0, 1, 2):
         check_contributes_at_once(events, replica)
 
 

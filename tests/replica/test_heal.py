@@ -74,6 +74,7 @@ class World:
         step: that the holders have.
         fetches: (donor's rank, step) of each fetch.
         donors: ranks of all that each fetch asks.
+        named_donors: the donor that its row names in each round; -1 = none.
         lose: donors that a fetch loses while the others go on, by place, and why.
         fetched: says what becomes of a fetch: the state, or an error.
         corrupt: donors whose state has other bytes than they show.
@@ -95,6 +96,7 @@ class World:
         self.fetches: list[tuple[int, int]] = []
         self.donors: list[list[int]] = []
         self.lose: dict[int, str] = {}
+        self.named_donors: list[int] = []
         self.fail: set[int] = set()  # numbers of fetches
         self.corrupt: set[int] = set()
         self.release = threading.Event()  # lets fetches end
@@ -196,6 +198,7 @@ class World:
             for slot in self.holders
         ]
         position = self.position
+        self.named_donors.append(position.donor)
         rows.append(
             Row(
                 2,
@@ -333,6 +336,18 @@ def test_a_donor_that_is_lost_is_told_of(make: Callable[..., World]) -> None:
     assert (started.donor, started.donors) == (0, [0, 1])
     assert (lost.donor, lost.from_step, lost.error) == (1, started.from_step, "it is gone")
     assert world.named("heal_failed") == []
+
+
+def test_a_donor_that_still_gives_is_named(make: Callable[..., World]) -> None:
+    """Another joiner is not sent to the only one that is left, where it would take the state from under this one."""
+    world = make()
+    world.lose = {0: "it is gone"}
+    world.on_round = lambda number: world.release.set() if number == 20 else None
+    world.heal.run()
+    assert healed(world)
+    assert world.named_donors[-1] == 1
+    assert set(world.named_donors) <= {-1, 0, 1}
+    assert world.named_donors.count(0) <= 2, "until the loss is seen"
 
 
 def test_a_full_queue_lets_the_others_wait(make: Callable[..., World]) -> None:

@@ -66,6 +66,8 @@ class Heal:
         self._nominal_tokens, self._token, self._apply = nominal_tokens, token, apply
         self._search = OfferSearch(rounds.find_peers, token, config.replica_id)
         self._attempt: CatchUp | None = None
+        self._donors: list[int] = []  # slots that it fetches from
+        self._lost: set[int] = set()  # places in that list of those that give nothing to this rank any more
         self._rest = 0  # rounds until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
         self._round_seconds = 0.0  # of the last round
@@ -238,14 +240,23 @@ class Heal:
         elif fetched is Fetched.DONE:
             attempt.whole = True
             self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
+        elif len(self._donors) > 1:
+            self._follow_donors()
+
+    def _follow_donors(self) -> None:
+        """Name a donor that still gives, if the first one does not: nobody else is sent to the one that is named."""
+        giving = [place for place in range(len(self._donors)) if place not in self._lost] or [0]
+        self._position.follow(self._donors[max(self._group.gather(giving[0]))])
 
     def _begin(self, offer: Offer, slots: list[int], addresses: Callable[[], list[str]]) -> CatchUp:
         """Begin to fetch what is offered, from the groups `slots`."""
         slot, step, config = offer.slot, offer.step, self._config
         self._position.fetch(slot, awaited=config.catch_up == "wait")
         self._events.emit(HealStarted(donor=slot, donors=slots, from_step=step, step=step))
+        self._donors, self._lost = slots, (lost := set())
 
         def lose(place: int, error: str) -> None:
+            lost.add(place)
             self._events.emit(DonorLost(donor=slots[place], from_step=step, error=error))
 
         return CatchUp(

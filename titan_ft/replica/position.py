@@ -151,6 +151,10 @@ class Position:
         self.standing, self.donor, self.awaited = Standing.CATCHING_UP, donor, awaited
         self.heals += 1
 
+    def follow(self, donor: int) -> None:
+        """Name another group that the state comes from as the donor: the one that it was sent to is gone."""
+        self.donor = donor
+
     def queue_is_full(self) -> None:
         """Let the others wait for the transfer: no more updates are queued."""
         self.awaited = True
