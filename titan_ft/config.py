@@ -194,8 +194,8 @@ class FaultTolerance:
     """Address on which a donor serves its state. Empty binds to the advertised address."""
 
     heal_donors: int = 8
-    """Groups that a joiner fetches the state from at once, a part from each. Each copies its state to host memory, which
-    it keeps for the next copy. 0 takes all groups that hold it. With `semi_sync_method` it is always one."""
+    """Groups that a joiner fetches the state from at once, a part from each. Each copies its state to host memory, and
+    keeps that for the next copy. 0 takes all groups that hold it. With `semi_sync_method` it is always one."""
 
     transfer_connections: int = 4
     """Connections that a rank of a joiner opens at once, shared out among its donors, at least one to each; >= 1."""
