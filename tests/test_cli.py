@@ -99,6 +99,18 @@ def test_dry_run_says_what_would_be_started(
     assert shown.count("--training.steps=3") == 2
 
 
+@pytest.mark.parametrize(("donors", "seconds"), [("8", "2"), ("2", "3"), ("1", "5.9")])
+def test_dry_run_of_throttled_donors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], donors: str, seconds: str
+) -> None:
+    """A joiner gets 592 Mbit from three others at most, each of which sends 100 Mbit/s."""
+    monkeypatch.chdir(tmp_path)
+    command = "launch llama3_debug --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
+    settings = (f"heal_donors={donors}", "transfer_max_mbps=100")
+    assert main([*command.split(), "--", *(f"--fault_tolerance.{setting}" for setting in settings)]) == 0
+    assert f"in which the donors stand still; {seconds} s of transfer," in capsys.readouterr().out
+
+
 def test_dry_run_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With a semi-synchronous method: bytes per round and per step, the anchors, and what a heal moves besides."""
     monkeypatch.chdir(tmp_path)
