@@ -445,8 +445,8 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(heal, "fetch", lambda *_: donated)
     begin = Heal._begin
 
-    def begin_and_fetch(self: Heal, offer: Any, address: Any) -> Any:
-        attempt = begin(self, offer, address)
+    def begin_and_fetch(self: Heal, *args: Any) -> Any:
+        attempt = begin(self, *args)
         assert attempt._fetch.result(DEADLINE) is donated
         return attempt
 
