@@ -297,7 +297,7 @@ def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
     told = ring.together(*[lambda rank=rank: rank.finish(gives=False) for rank in ranks])
     assert all(reduced.rows[:, 0].tolist() == [0.0, 1.0] for reduced in told)
     assert all(bool((rank.exchange._buckets[0].flat == 7.0).all()) for rank in ranks)
-    assert max(sizes) <= 6, "the number of givers, the rows, the messages"
+    assert max(sizes) <= 8, "the number of givers, the rows, the messages"
 
 
 def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
@@ -686,10 +686,7 @@ def test_a_quantized_gradient_that_is_not_finite_is_seen(ring: Ring) -> None:
     ranks = quantized(ring)
     assert ranks[0].parameters[0].grad is not None
     ranks[0].parameters[0].grad[0, 0] = float("inf")
-    finite = [
-        ring.start(lambda r=r: r.exchange.finish(True, lambda _: ([float(r.exchange.finite)], b""))) for r in ranks
-    ]
-    assert [future.result(DEADLINE).rows.tolist() for future in finite] == [[[0.0], [1.0]]] * 2
+    assert [reduced.spoiled for reduced in ring.together(*[rank.finish for rank in ranks])] == [[True, False]] * 2
     ranks[1].exchange.write_gradients(None, 1.0)
     first = ranks[1].parameters[0].grad
     assert first is not None
@@ -803,7 +800,7 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
     ring.together(*[rank.finish for rank in ranks])
     # The numbers of givers come first, of all and of each fragment. Each bucket carries a weight per parameter besides
     # the gradients; the rows, with the messages' sizes, and the messages come last.
-    assert launched[0] == launched[1] == [2, 41, 121, 4, 10, 4, 13, 6, 2]
+    assert launched[0] == launched[1] == [2, 41, 121, 4, 10, 4, 13, 8, 2]
     ranks[0].exchange.write_gradients(None, 1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
 
@@ -908,6 +905,8 @@ def test_only_the_armed_backward_launches(ring: Ring) -> None:
     """With gradient accumulation nothing leaves before the last microbatch, and the sum of all of them does."""
     rank, peer = ring.rank(bucket_bytes=1), ring.rank(bucket_bytes=1)
     ring.meet(rank, peer)
+    for bucket in rank.exchange._buckets:
+        bucket.flat.zero_()
     rank.backward(seed=1)
     rank.backward(seed=2)
     assert rank.exchange._flight is None
