@@ -471,6 +471,10 @@ class LateNccl:
 
         return self._run(tensors[0], spread)
 
+    def alltoall_base(self, output: Late, given: Late, *_: Any) -> LateWork:
+        """Give each member its row."""
+        return self._run(given, lambda parts: output.memory.copy_(torch.stack([part[self._rank] for part in parts])))
+
     def _run(self, own: Late, act: Callable[[list[torch.Tensor]], object]) -> LateWork:
         accelerator = self._accelerator
         parts = self._parts.setdefault(self._num_operations, {})

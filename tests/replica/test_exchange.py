@@ -83,6 +83,7 @@ class Rank:
         gradient_scale: float = 1.0,
         fragments: Sequence[int] = (),
         quantize: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = Model(seed)
         self.count = torch.zeros(2)
@@ -96,6 +97,7 @@ class Rank:
             gradient_scale=gradient_scale,
             fragments=fragments,
             quantize=quantize,
+            dtype=dtype,
             counts=[self.count] if counts else (),
         )
 
@@ -691,6 +693,64 @@ def test_a_quantized_gradient_that_is_not_finite_is_seen(ring: Ring) -> None:
     first = ranks[1].parameters[0].grad
     assert first is not None
     assert not first.isfinite().any()
+
+
+BFLOAT16 = {"dtype": torch.bfloat16}
+
+
+def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
+    """In those that give, in one that heals, in what it keeps for its replay; counts and weights are exact."""
+    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, counts=True, **BFLOAT16) for _ in range(4)]
+    *givers, joiner = ranks
+    ring.meet(*ranks)
+    for seed, rank in enumerate(givers):
+        rank.count.fill_(2.0**22 + seed)
+        rank.exchange.arm(lambda _: True)
+        rank.backward(seed, sometimes=True)
+    own = [rank.gradients() for rank in givers]
+    joiner.exchange.launch_empty()
+    ring.together(*[rank.finish for rank in ranks])
+    kept = joiner.exchange.reduced()
+    joiner.exchange.write_gradients(kept, 1.0)
+    for rank in givers:
+        check_gradients(rank, own[givers.index(rank)])
+        rank.exchange.write_gradients(None, 1.0)
+        check_gradients(rank, joiner.gradients())
+    assert [rank.count.tolist() for rank in ranks] == [[3 * 2.0**22 + 3] * 2] * 4
+    assert all(bucket.used.tolist() == [3.0] * len(bucket.parts) for bucket in joiner.exchange._buckets)
+    for found, *terms in zip(joiner.gradients(), *own, strict=True):
+        assert found is not None
+        exact = torch.stack([term for term in terms if term is not None])
+        assert bool(((found - exact.sum(0)).abs() <= exact.abs().sum(0) / 127).all())
+        assert torch.equal(found, found.bfloat16().float()), "rounded once, when it is whole"
+
+
+def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
+    """From the same gradients, with those that are left; a rank alone rounds nothing; a NaN is named."""
+    ranks = [Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, **BFLOAT16) for _ in range(3)]
+    ring.meet(*ranks)
+    for seed, rank in enumerate(ranks):
+        rank.backward(seed)
+    own = [rank.gradients() for rank in ranks]
+    ranks[2].seat.process_group.abort()
+    for finished in [ring.start(rank.finish) for rank in ranks[:2]]:
+        with pytest.raises(ExchangeError):
+            finished.result(DEADLINE)
+    ring.meet(*ranks[:2])
+    ring.together(*[rank.finish for rank in ranks[:2]])
+    for found, terms in zip(ranks[0].exchange.reduced(), ranks[1].exchange.reduced(), strict=True):
+        assert found is not None
+        assert terms is not None
+        assert torch.equal(found, terms)
+    check_gradients(ranks[0], own[0])
+    ring.meet(ranks[2])
+    ranks[2].finish()
+    ranks[2].exchange.write_gradients(None, 1.0)
+    check_gradients(ranks[2], own[2])
+    ring.meet(*ranks)
+    assert ranks[1].parameters[0].grad is not None
+    ranks[1].parameters[0].grad[0, 0] = float("nan")
+    assert [reduced.spoiled for reduced in ring.together(*[r.finish for r in ranks])] == [[False, True, False]] * 3
 
 
 @pytest.mark.parametrize("quantize", [False, True])

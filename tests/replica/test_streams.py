@@ -69,6 +69,11 @@ class _Sum:
         self._gather(tensors[0], spread)
         return _done()
 
+    def alltoall_base(self, output: torch.Tensor, given: torch.Tensor, *_: Any) -> Future[bool]:
+        """Give each member its row."""
+        self._gather(given, lambda parts: output.copy_(torch.stack([part[self._rank] for part in parts])))
+        return _done()
+
     def _gather(self, own: torch.Tensor, act: Callable[[list[torch.Tensor]], object]) -> None:
         self._parts[self._rank] = own.clone()
         self._barrier.wait()
@@ -272,6 +277,11 @@ def train_in_8_bits(world: _World) -> Any:
     return train(world, quantize=True)
 
 
+def train_in_bfloat16(world: _World) -> Any:
+    """The same, with sums that travel in bfloat16."""
+    return train(world, dtype=torch.bfloat16)
+
+
 def copy(world: _World) -> Any:
     """A donor's copies right behind an update, and the digest."""
 
@@ -381,7 +391,7 @@ def read(world: _World) -> Any:
 
 
 SCENARIOS = {
-    "exchange.py": (train, train_without_overlap, train_on_two_streams, train_in_8_bits),
+    "exchange.py": (train, train_without_overlap, train_on_two_streams, train_in_8_bits, train_in_bfloat16),
     "snapshot.py": (copy, heal),
     "outer.py": (rounds, rounds_mixed, restore),
     "feed.py": (read,),

@@ -18,10 +18,15 @@ from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions  # type: ignore[attr-defined]  # both
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # exported at run time
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+)
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
+from titan_ft.replica import half
 from titan_ft.replica.errors import first_line
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
@@ -113,10 +118,14 @@ class _Bucket:
         weights: of the parts that are in it.
         full: the bucket may be read, or be overwritten by who gives nothing, from there on.
         total: sum of all that this rank gives.
+        num_exact: how many numbers at its end are never rounded: counts and weights.
     """
 
-    def __init__(self, parts: Sequence[_Part], fragment: int, where: torch.device, *, quantize: bool) -> None:
-        self.parts, self.fragment, self._where = list(parts), fragment, where
+    def __init__(
+        self, parts: Sequence[_Part], fragment: int, where: torch.device, dtype: torch.dtype, *, quantize: bool
+    ) -> None:
+        self.parts, self.fragment, self._where, self.dtype = list(parts), fragment, where, dtype
+        self.num_exact = len(self.parts) + sum(part.shape.numel() for part in parts if isinstance(part, _Count))
         self.residual = Residual() if quantize else None
         self.total = torch.empty((), dtype=torch.float32, device=where)
         self.missing: set[int] = set()
@@ -140,6 +149,8 @@ class _Bucket:
     def wire_bytes(self, num_members: int) -> int:
         """Return what each of so many members sends for all of them to have the sum."""
         numel, others = self.flat.numel(), num_members - 1
+        if self.dtype is torch.bfloat16:
+            return half.wire_bytes(numel - self.num_exact, self.num_exact, num_members)
         if self.residual is None:  # a ring adds up and passes on, each an n-th of it at a time
             return 2 * others * numel * self.flat.element_size() // num_members
         return others * payload_bytes(numel - len(self.parts), len(self.parts))  # a ring passes all payloads on
@@ -161,6 +172,7 @@ class GradientExchange:
             groups `give` travels.
         quantize: let gradients travel in 8 bits (`quantize.py`), and add what that leaves behind to this rank's next
             ones. Not with counts, which would be rounded too.
+        dtype: that gradients travel in: fp32, or bfloat16 (`half.py`). Not with `quantize`.
         counts: buffers in which the model counts what it trains since the gradients were zero, as whole numbers. They
             are summed with the gradients, in the same order in every group, and get the sums where these do. The sums
             are exact up to 2**24.
@@ -177,6 +189,7 @@ class GradientExchange:
         gradient_scale: float = 1.0,
         fragments: Sequence[int] = (),
         quantize: bool = False,
+        dtype: torch.dtype = torch.float32,
         counts: Iterable[torch.Tensor] = (),
     ) -> None:
         self._membership = membership
@@ -189,7 +202,7 @@ class GradientExchange:
             parts[fragment].insert(0, gradient)
         parts[0] += map(_Count, counts)
         self._buckets = [
-            _Bucket(run, fragment, where, quantize=quantize)
+            _Bucket(run, fragment, where, dtype, quantize=quantize)
             for fragment, own in parts.items()
             for run in _partition(own, bucket_bytes)
         ]
@@ -563,8 +576,13 @@ class _Flight:
     def _sum(self, bucket: _Bucket) -> None:
         """Make the bucket the sum of all members' ones."""
         assert self._quorum is not None
-        num_members, num_exact = len(self._quorum.members), len(bucket.parts)
+        num_members, num_exact = len(self._quorum.members), bucket.num_exact
         self.wire_bytes += bucket.wire_bytes(num_members)
+        if bucket.dtype is torch.bfloat16 and num_members > 1:
+            part, exact = half.add_up(self._all_to_all(half.cut(bucket.flat, num_exact, num_members)), num_exact)
+            parts = self._all_gather(part.view(torch.uint8)).view(torch.bfloat16)
+            half.put_together(parts, exact, bucket.flat)
+            return
         if bucket.residual is None:
             self._all_reduce(bucket.flat)
             return
@@ -596,6 +614,14 @@ class _Flight:
                 work.wait()
             else:
                 self._works.append(work)
+
+    def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send a row to each member, and return what all send to this one, shaped alike; there for what follows."""
+        received = torch.empty_like(rows)
+        options = AllToAllOptions()
+        options.timeout = self._membership.timeout
+        self._membership.process_group.alltoall_base(received, rows, [], [], options).wait()
+        return received
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()]; on a GPU it is there for what follows."""
