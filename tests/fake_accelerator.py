@@ -19,7 +19,7 @@ import functools
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +47,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Let the host wait until the stream has come here."""
+        self._accelerator.host_waits[threading.current_thread().name] += 1
         self._accelerator.run_until(lambda: self.done, self.stream)
 
 
@@ -187,6 +188,7 @@ class FakeAccelerator:
         self.streams: list[Stream] = []
         self.defaults = [Stream(self, torch.device(_ON_DEVICE, index)) for index in range(num_devices)]
         self.waits: dict[str, list[Stream]] = {}  # by thread: the streams that it has let wait for another one
+        self.host_waits: Counter[str] = Counter()  # by thread: how often it has waited itself
 
     # torch.accelerator
 
@@ -305,6 +307,8 @@ class FakeAccelerator:
             return self._make(func, args, {**kwargs, "device": _HOST, "pin_memory": False}, where)
         if func is _ATEN.copy_.default:
             return self._copy(*args, **kwargs)
+        if func is _ATEN._foreach_copy_.default:
+            return self._copy_each(*args, **kwargs)
         if func is _ATEN._to_copy.default:
             return self._to_copy(*args, **kwargs)
         if func in _READS:
@@ -377,6 +381,10 @@ class FakeAccelerator:
         if waits:
             self.current_stream(where).synchronize()
         return target
+
+    def _copy_each(self, targets: Any, sources: Any, non_blocking: bool = False) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._copy(target, source, non_blocking)
 
     def _queue(self, run: Callable[[], object], where: torch.device) -> None:
         def operate() -> bool:
@@ -462,6 +470,10 @@ class LateNccl:
                 output.memory.copy_(part)
 
         return self._run(tensors[0], spread)
+
+    def alltoall_base(self, output: Late, given: Late, *_: Any) -> LateWork:
+        """Give each member its row."""
+        return self._run(given, lambda parts: output.memory.copy_(torch.stack([part[self._rank] for part in parts])))
 
     def _run(self, own: Late, act: Callable[[list[torch.Tensor]], object]) -> LateWork:
         accelerator = self._accelerator

@@ -209,6 +209,10 @@ SEMI_SYNC = {"semi_sync_method": "diloco"}
             {"num_fragments": 3, "module_fqns_per_model_fragment": [["a"], ["b"]]},
             ["num_fragments must be 2, or be left out", "3"],
         ),
+        (
+            {"should_quantize": True, "exchange_dtype": "bfloat16"},
+            ['exchange_dtype must be "float32" with should_quantize', "'bfloat16'", "leave one out"],
+        ),
         ({"sync_deadline_seconds": -1.0}, ["sync_deadline_seconds must be >= 0", "0 makes all steps of a round"]),
         ({"semi_sync_method": "local_sgd", "fragment_sync_delay": 1}, ["fragment_sync_delay is not used", '"diloco"']),
         ({"semi_sync_method": "local_sgd", "num_fragments": 5}, ["num_fragments is not used", '"local_sgd"', "5"]),

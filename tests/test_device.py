@@ -86,12 +86,12 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         device.require("gloo", local_rank=2)
 
 
-def test_gloo_buckets_live_in_host_memory_and_begin_at_zero() -> None:
+def test_gloo_buckets_live_in_host_memory() -> None:
     """Also on a machine with a GPU, where they are pinned."""
     where = device.exchange_device("gloo")
     bucket = device.empty_bucket(5, torch.float32, where)
     assert bucket.device.type == "cpu"
-    assert bucket.tolist() == [0.0] * 5
+    assert bucket.shape == (5,)
     assert bucket.is_pinned() is not device.on_cpu()
 
 
@@ -99,6 +99,8 @@ def test_gloo_buckets_live_in_host_memory_and_begin_at_zero() -> None:
 def test_events_and_threads_need_nothing_on_cpu() -> None:
     """Work on CPU is done when the call returns."""
     assert device.record_event() is None
+    assert device.join_stream(None) is None
+    device.wait_for(None, torch.device("cpu"))
     device.synchronize([None])
     device.synchronize()
     device.for_thread()()

@@ -208,9 +208,11 @@ def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate a zeroed bucket for the exchange on `device` (see `exchange_device`)."""
-    bucket = empty_host(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
-    return bucket.zero_()
+    """Allocate a bucket for the exchange on `device` (see `exchange_device`).
+
+    Nothing is written into it: a stream that uses it first need not wait for the one that it is made on.
+    """
+    return empty_host(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
 
 
 @contextlib.contextmanager
@@ -254,3 +256,26 @@ def synchronize(events: Iterable[torch.Event | None] = ()) -> None:
             event.synchronize()
     if not events and not on_cpu():
         torch.accelerator.synchronize()
+
+
+def wait_for(event: torch.Event | None, where: torch.device) -> None:
+    """Let what is done next with memory on `where` come behind `event`, if there is one.
+
+    The current stream of a device waits for it, so that the host need not; for its own memory the host waits.
+    """
+    if event is None:
+        return
+    if where.type == "cpu":
+        event.synchronize()
+    else:
+        torch.accelerator.current_stream(where).wait_event(event)
+
+
+def join_stream(other: torch.Stream | None) -> torch.Stream | None:
+    """Let the current stream come behind what is queued on `other`; returns the current one, None on CPU."""
+    if on_cpu():
+        return None
+    current = torch.accelerator.current_stream()
+    if other is not None and other != current:
+        current.wait_stream(other)
+    return current

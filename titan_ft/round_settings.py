@@ -88,6 +88,8 @@ def rules(ft: FaultTolerance) -> Iterator[Rule]:
         yield ft.outer_lr > 0, name, "must be > 0", ft.outer_lr, remedy
         name, remedy = "outer_momentum", f"the default is {ft.__class__.outer_momentum}, 0 keeps none"
         yield 0 <= ft.outer_momentum < 1, name, "must be >= 0 and < 1", ft.outer_momentum, remedy
+        name, rule = "exchange_dtype", 'must be "float32" with should_quantize'
+        yield not ft.should_quantize or ft.exchange_dtype == "float32", name, rule, ft.exchange_dtype, "leave one out"
         yield from _fragment_rules(ft)
     else:
         unused = type(ft)()

@@ -412,12 +412,14 @@ class ReplicaTrainer(Trainer):
             count.zero_()  # validation and the warm-up have counted too, and no update may be made of theirs
 
     def _forward_backward(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        # Not blocking: the host would wait for all that is queued, such as the microbatch before this one.
         inputs = {
-            key: value.to(self.device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()
+            key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for key, value in inputs.items()
         }
         return self.forward_backward_step(
             input_dict=inputs,
-            labels=labels.to(self.device),
+            labels=labels.to(self.device, non_blocking=True),
             global_valid_tokens=self._nominal_tokens,  # only ever a divisor
         )
 

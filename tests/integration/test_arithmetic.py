@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness.biases import check_biases
 from harness.runs import FLOAT32_ULP, Runs, column
-from harness.trajectory import named
+from harness.trajectory import check_one_trajectory, named
 
 ROUNDING = 1e-5
 # torch adds up the squares of a large tensor in float32, with an error near 1e-4 for this model's embeddings; sharded
@@ -39,6 +39,26 @@ def test_two_groups_equal_stock_hsdp(runs: Runs) -> None:
     The logged mean loss is the same sum of the same float32 losses; stock adds them in float32, replica groups exactly.
     """
     check_equal(runs.groups(2, 2), runs.stock(4, replicate=2, shard=2))
+
+
+def test_groups_in_bfloat16_stay_identical_and_near_fp32(runs: Runs) -> None:
+    """All hold the same bytes after each step, send half of them, and learn as those that send fp32 do."""
+
+    def train(name: str) -> tuple[list[float], int]:
+        records = runs.groups(2, 1, [f"--fault_tolerance.exchange_dtype={name}"], name=name)
+        assert runs.job is not None
+        committed = named(runs.job.events(), "step_committed")
+        check_one_trajectory(committed)
+        losses = [column(ours, "loss") for ours in records.values()]
+        assert losses[0] == losses[1]
+        (sent,) = {event["wire_bytes"] for event in committed}
+        return losses[0], sent
+
+    (exact, full), (losses, sent) = train("float32"), train("bfloat16")
+    assert losses[0] == exact[0]
+    assert losses != exact, "it rounds"
+    assert losses == pytest.approx(exact, rel=1e-3, abs=0)
+    assert full / 2 <= sent < 0.51 * full
 
 
 @pytest.mark.slow

@@ -95,7 +95,9 @@ class World:
             raise self.error
         rows = [list(values), *([self.other.encode()] if 1 in self.slots else [])]
         entries = encode([Entry(1, 3, 1, b"theirs")])
-        return Reduced(self.quorum, torch.tensor(rows, dtype=torch.float64), [self.message, entries][: len(rows)])
+        number = len(rows)
+        spoiled = [not self.finite, bool(self.other.nonfinite)][:number]
+        return Reduced(self.quorum, torch.tensor(rows, dtype=torch.float64), [self.message, entries][:number], spoiled)
 
     # Group, state, donor, drain, watchdog
 

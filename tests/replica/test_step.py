@@ -113,7 +113,7 @@ class Exchange:
     def __init__(self, seat: Seat, gradient: Callable[[], float]) -> None:
         self._seat, self._gradient = seat, gradient
         self._armed: bool | None = None
-        self.contributed, self.finite, self.sum = False, True, 0.0
+        self.contributed, self.sum = False, 0.0
         self.spoiled = self.sent = False
 
     def arm(self, contributes: Callable[[Quorum], bool]) -> None:
@@ -130,13 +130,12 @@ class Exchange:
         self.contributed = gives if self._armed is None else self._armed
         self._armed = None
         gradient = self._gradient() if self.contributed else 0.0
-        self.finite = math.isfinite(gradient)
-        self.spoiled = not self.finite
+        self.spoiled = not math.isfinite(gradient)
         row, message = tell(quorum)
-        told = self._seat.hub.gather(self._seat.number, self._seat.slot, (gradient, list(row), message))
-        gradients, rows, messages = zip(*told, strict=True)
+        told = self._seat.hub.gather(self._seat.number, self._seat.slot, (gradient, list(row), message, self.spoiled))
+        gradients, rows, messages, spoiled = zip(*told, strict=True)
         self.sum = sum(gradients)
-        return Reduced(quorum, torch.tensor(rows, dtype=torch.float64), list(messages))
+        return Reduced(quorum, torch.tensor(rows, dtype=torch.float64), list(messages), list(spoiled))
 
     def reduced(self) -> list[torch.Tensor]:
         """Copy the sum."""

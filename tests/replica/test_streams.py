@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_accelerator import LateNccl, installed, move
+from tests.fake_accelerator import FakeAccelerator, LateNccl, Stream, installed, move
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
 from titan_ft.replica.exchange import GradientExchange
@@ -69,6 +69,11 @@ class _Sum:
         self._gather(tensors[0], spread)
         return _done()
 
+    def alltoall_base(self, output: torch.Tensor, given: torch.Tensor, *_: Any) -> Future[bool]:
+        """Give each member its row."""
+        self._gather(given, lambda parts: output.copy_(torch.stack([part[self._rank] for part in parts])))
+        return _done()
+
     def _gather(self, own: torch.Tensor, act: Callable[[list[torch.Tensor]], object]) -> None:
         self._parts[self._rank] = own.clone()
         self._barrier.wait()
@@ -103,6 +108,20 @@ class _Seat:
         """Break off nothing."""
 
 
+class _Behind:
+    """A stream that comes behind the current one where its context begins."""
+
+    def __init__(self, accelerator: FakeAccelerator, stream: Stream) -> None:
+        self._accelerator, self.stream = accelerator, stream
+
+    def __enter__(self) -> None:
+        self.stream.wait_stream(self._accelerator.current_stream())
+        self.stream.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.__exit__()
+
+
 class _World:
     """Where a scenario runs: on a CPU, or on a fake accelerator with buckets on the host (gloo) or on it (nccl)."""
 
@@ -117,6 +136,18 @@ class _World:
         self._accelerator.set_device_index(rank)
         return torch.device("cuda", rank)
 
+    def streams(self, where: torch.device, number: int) -> list[contextlib.AbstractContextManager[Any]]:
+        """Return so many streams, each of which comes behind the current one where it is entered."""
+        if self._accelerator is None:
+            return [contextlib.nullcontext()] * number
+        return [_Behind(self._accelerator, Stream(self._accelerator, where)) for _ in range(number)]
+
+    def join(self, streams: list[Any]) -> None:
+        """Let the current stream come behind some."""
+        if self._accelerator is not None:
+            for stream in streams:
+                self._accelerator.current_stream().wait_stream(stream.stream)
+
     def exchange(self, rank: int, parameters: Any, **options: Any) -> GradientExchange:
         """Build a rank's exchange, with several buckets."""
         on_device = self._backend == "nccl" and self._accelerator is not None
@@ -127,9 +158,8 @@ class _World:
         return GradientExchange(
             parameters,
             _Seat(rank, group),  # type: ignore[arg-type]  # stands in for it
-            bucket_bytes=100,
             where=where,
-            **{"overlap": True, **options},
+            **{"bucket_bytes": 100, "overlap": True, **options},
         )
 
 
@@ -157,10 +187,19 @@ class _Rank:
             loss.backward()
         else:
             self.exchange.launch_empty()
-        self.exchange.finish(gives, lambda quorum: ([float(number)], b"x" * self.rank))
+        self.finish(gives)
         sums = self.exchange.reduced()
         self.apply(None)
         return sums
+
+    def finish(self, gives: bool) -> None:
+        """Complete the exchange."""
+        self.exchange.finish(gives, lambda quorum: ([1.0], b"x" * self.rank))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the model's, the last ones first."""
+        return list(self.training.model.parameters())[::-1]
 
     def apply(self, sums: list[torch.Tensor | None] | None) -> None:
         """Apply an update, live or replayed."""
@@ -209,9 +248,38 @@ def train_without_overlap(world: _World) -> Any:
     return train(world, overlap=False)
 
 
+def train_on_two_streams(world: _World) -> Any:
+    """The same, with gradients that become final on streams beside compute, as FSDP's do, and some that do not come."""
+
+    def run(number: int) -> Any:
+        rank = _Rank(world, number)
+        streams = world.streams(rank.where, 2)
+        for step in range(NUM_STEPS):
+            rank.training.optimizers.zero_grad()
+            rank.exchange.arm(lambda quorum: True)
+            for index, parameter in enumerate(rank.parameters):
+                if number == 0 and index % NUM_STEPS == step:
+                    continue  # a step that does not use it
+                with streams[index % 2]:
+                    parameter.grad = parameter.detach() * (1.0 + number + step)
+                    for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]  # as FSDP
+                        hook(parameter)
+            world.join(streams)
+            rank.finish(True)
+            rank.apply(None)
+        return rank.bytes()
+
+    return _together(run)
+
+
 def train_in_8_bits(world: _World) -> Any:
     """The same, with quantized sums and what they leave behind."""
     return train(world, quantize=True)
+
+
+def train_in_bfloat16(world: _World) -> Any:
+    """The same, with sums that travel in bfloat16."""
+    return train(world, dtype=torch.bfloat16)
 
 
 def copy(world: _World) -> Any:
@@ -323,7 +391,7 @@ def read(world: _World) -> Any:
 
 
 SCENARIOS = {
-    "exchange.py": (train, train_without_overlap, train_in_8_bits),
+    "exchange.py": (train, train_without_overlap, train_on_two_streams, train_in_8_bits, train_in_bfloat16),
     "snapshot.py": (copy, heal),
     "outer.py": (rounds, rounds_mixed, restore),
     "feed.py": (read,),
@@ -366,7 +434,7 @@ def test_late_streams_change_nothing(scenario: Callable[[_World], Any], backend:
 # Waits
 
 
-WAITS = ("synchronize", "record_event")
+WAITS = ("synchronize", "record_event", "wait_for", "join_stream")
 PACKAGE = Path(device.__file__).parent / "replica"
 
 
@@ -397,6 +465,8 @@ def left_out(file: str, line: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "synchronize", unless_there(device.synchronize, lambda *_: None))
         patch.setattr(device, "record_event", unless_there(device.record_event, lambda: None))
+        patch.setattr(device, "wait_for", unless_there(device.wait_for, lambda *_: None))
+        patch.setattr(device, "join_stream", unless_there(device.join_stream, lambda *_: None))
         yield
 
 
@@ -420,3 +490,26 @@ def test_training_waits_for_no_other_member() -> None:
             train(_World("nccl", accelerator))
         assert accelerator.waits["titan_ft_exchange"], "nobody waits at all"
         assert not set(accelerator.defaults) & set(accelerator.waits["titan_ft_exchange"])
+
+
+@pytest.mark.parametrize("bucket_bytes", [4, 1 << 20], ids=["many buckets", "one"])
+def test_a_step_waits_for_the_device_as_rarely_as_it_must(bucket_bytes: int) -> None:
+    """However many buckets there are: for rows and messages, and on the exchange's thread for the number of givers."""
+    with installed(0, NUM_MEMBERS) as accelerator:
+        world = _World("nccl", accelerator)
+
+        def run(number: int) -> int:
+            rank, thread = _Rank(world, number, bucket_bytes=bucket_bytes), threading.current_thread().name
+            before = accelerator.host_waits[thread]
+            for _ in range(NUM_STEPS):
+                rank.exchange.arm(lambda quorum: True)
+                for parameter in rank.parameters:
+                    parameter.grad = parameter.detach() * 2.0
+                    for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]
+                        hook(parameter)
+                rank.finish(True)
+                rank.exchange.write_gradients(None, 0.5)
+            return accelerator.host_waits[thread] - before
+
+        assert _together(run) == [2 * NUM_STEPS] * NUM_MEMBERS
+        assert accelerator.host_waits["titan_ft_exchange"] == NUM_STEPS * NUM_MEMBERS

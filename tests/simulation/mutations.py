@@ -221,8 +221,8 @@ MUTATIONS = [
         "only the last bucket is looked at for a NaN",
         _one(
             "exchange",
-            "                        sums.append(bucket.flat.sum())",
-            "                        sums[:] = [bucket.flat.sum()]",
+            "[bucket.total for bucket in travelled]",
+            "[bucket.total for bucket in travelled[-1:]]",
         ),
         ("nan",),
         ("exact average", "one trajectory"),
@@ -344,7 +344,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a count of givers that has broken is believed",
-        _one("exchange", "        self._raise_errored()\n        if any(", "        if any("),
+        _one(
+            "exchange", "*users = self._read(counts)[0].tolist()", "*users = (self._await_works(), counts)[1].tolist()"
+        ),
         ("kill", "freeze", "cut"),
         ("no idle traffic",),
     ),
@@ -488,14 +490,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a fragment's mean is by the number of groups",
-        _one("exchange", "0.0 if own is None else self._weights[bucket.fragment]", "float(own is not None)"),
+        _one("exchange", "0.0 if shard is None else self._weights[bucket.fragment]", "float(shard is not None)"),
         ("none",),
         ("exact average",),
         mode="semi",
     ),
     Mutation(
         "fragments that are not exchanged are updated by what their buckets hold",
-        _one("exchange", "bucket.flat if bucket.fragment in self._reduced else None", "bucket.flat"),
+        _one("exchange", "if flat is None or (reduced is None and used is None):", "if flat is None:"),
         ("none",),
         ("exact average",),
         mode="semi",

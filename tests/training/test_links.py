@@ -115,6 +115,10 @@ def test_the_exchange_overlaps_with_a_backward_that_calls_each_hook_once(
     links.Links._build_exchange(this, model.parameters(), [0, 1], [model], dims, 0.5)  # type: ignore[arg-type]
     assert (built["fragments"], built["gradient_scale"], built["overlap"]) == ([0, 1], 0.5, overlap)
     assert built["quantize"] == (quantize and method == "diloco")
+    assert built["dtype"] is torch.float32
+    config.exchange_dtype = "bfloat16"
+    links.Links._build_exchange(this, model.parameters(), [0, 1], [model], dims, 0.5)  # type: ignore[arg-type]
+    assert built["dtype"] is torch.bfloat16
 
 
 def test_all_links_are_closed_although_one_cannot_be() -> None:

@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions  # type: ignore[attr-defined]  # both
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # exported at run time
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+)
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
+from titan_ft.replica import half
 from titan_ft.replica.errors import first_line
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
@@ -37,11 +42,16 @@ OwnFacts = tuple[Sequence[float], bytes]  # a member's row and message
 
 @dataclass(frozen=True)
 class Reduced:
-    """The outcome of one exchange: its quorum, the members' rows [num_members, row_width], and their messages."""
+    """The outcome of one exchange: its quorum, the members' rows [num_members, row_width], and their messages.
+
+    Attributes:
+        spoiled: of each member, whether the gradients that it gave have an inf or a NaN.
+    """
 
     quorum: Quorum
     rows: torch.Tensor
     messages: list[bytes]
+    spoiled: list[bool]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,12 +75,12 @@ class _Gradient:
         """Let the parameter have no gradient: an optimizer skips it, one of zeros would make it decay."""
         self.parameter.grad = None
 
-    def write(self, total: torch.Tensor, scale: float) -> None:
-        """Make `total`, the sum over the groups, times `scale` the gradient."""
+    def target(self) -> torch.Tensor:
+        """Return where this rank's shard of the new gradient is to be written."""
         parameter = self.parameter
         if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
             parameter.grad = torch.zeros_like(parameter)
-        local(parameter.grad).copy_(total if scale == 1.0 else total * scale, non_blocking=True)
+        return local(parameter.grad)
 
 
 class _Count:
@@ -87,9 +97,9 @@ class _Count:
     def drop(self) -> None:
         """Leave what is counted: nobody has counted more."""
 
-    def write(self, total: torch.Tensor, scale: float) -> None:
-        """Put `total` in its place. Not times `scale`: it is no mean."""
-        self.buffer.copy_(total, non_blocking=True)
+    def target(self) -> torch.Tensor:
+        """Return where the sum is to be written."""
+        return self.buffer
 
 
 _Part = _Gradient | _Count
@@ -102,12 +112,26 @@ class _Bucket:
 
     Attributes:
         residual: with quantization, what rounding has left behind of this group's gradients; else None.
+        missing: parts that are not in it yet.
+        final: those of them whose gradients are final.
+        stream: of the device, where the last of these became so; behind those of all others.
+        weights: of the parts that are in it.
+        full: the bucket may be read, or be overwritten by who gives nothing, from there on.
+        total: sum of all that this rank gives.
+        num_exact: how many numbers at its end are never rounded: counts and weights.
     """
 
-    def __init__(self, parts: Sequence[_Part], fragment: int, where: torch.device, *, quantize: bool) -> None:
-        self.parts, self.fragment, self._where = list(parts), fragment, where
+    def __init__(
+        self, parts: Sequence[_Part], fragment: int, where: torch.device, dtype: torch.dtype, *, quantize: bool
+    ) -> None:
+        self.parts, self.fragment, self._where, self.dtype = list(parts), fragment, where, dtype
+        self.num_exact = len(self.parts) + sum(part.shape.numel() for part in parts if isinstance(part, _Count))
         self.residual = Residual() if quantize else None
+        self.total = torch.empty((), dtype=torch.float32, device=where)
         self.missing: set[int] = set()
+        self.final: list[int] = []
+        self.weights = [0.0] * len(self.parts)
+        self.stream: torch.Stream | None = None
         self.full: torch.Event | None = None
         self.renew()
 
@@ -125,6 +149,8 @@ class _Bucket:
     def wire_bytes(self, num_members: int) -> int:
         """Return what each of so many members sends for all of them to have the sum."""
         numel, others = self.flat.numel(), num_members - 1
+        if self.dtype is torch.bfloat16:
+            return half.wire_bytes(numel - self.num_exact, self.num_exact, num_members)
         if self.residual is None:  # a ring adds up and passes on, each an n-th of it at a time
             return 2 * others * numel * self.flat.element_size() // num_members
         return others * payload_bytes(numel - len(self.parts), len(self.parts))  # a ring passes all payloads on
@@ -146,6 +172,7 @@ class GradientExchange:
             groups `give` travels.
         quantize: let gradients travel in 8 bits (`quantize.py`), and add what that leaves behind to this rank's next
             ones. Not with counts, which would be rounded too.
+        dtype: that gradients travel in: fp32, or bfloat16 (`half.py`). Not with `quantize`.
         counts: buffers in which the model counts what it trains since the gradients were zero, as whole numbers. They
             are summed with the gradients, in the same order in every group, and get the sums where these do. The sums
             are exact up to 2**24.
@@ -162,6 +189,7 @@ class GradientExchange:
         gradient_scale: float = 1.0,
         fragments: Sequence[int] = (),
         quantize: bool = False,
+        dtype: torch.dtype = torch.float32,
         counts: Iterable[torch.Tensor] = (),
     ) -> None:
         self._membership = membership
@@ -174,16 +202,16 @@ class GradientExchange:
             parts[fragment].insert(0, gradient)
         parts[0] += map(_Count, counts)
         self._buckets = [
-            _Bucket(run, fragment, where, quantize=quantize)
+            _Bucket(run, fragment, where, dtype, quantize=quantize)
             for fragment, own in parts.items()
             for run in _partition(own, bucket_bytes)
         ]
         self._num_fragments = max(parts) + 1
         self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
-        self._reduced: Collection[int] = ()  # the fragments that the last exchange has summed
+        self._used: list[list[float] | None] = [None] * len(self._buckets)  # of those that the last exchange has summed
         self._armed = False
         self._flight: _Flight | None = None
-        self.spoiled = False  # whether what this rank gave to the last exchange was not finite
+        self.spoiled = False  # whether what this rank gave to the last exchange, if that worked, was not finite
         self._wire_bytes = 0
         self._read: torch.Event | None = None  # when the sums have been copied out of the buckets
         if overlap:
@@ -240,14 +268,15 @@ class GradientExchange:
         """
         if self._flight is None:
             self._launch(lambda quorum: gives, gives=gives)
-        self._armed = False
+        self._armed = self.spoiled = False
         flight = self._flight
         assert flight is not None
         try:
             self._fill_all()
             with self._membership.waiting():
                 reduced = flight.finish(describe)
-            self._reduced = flight.travelling
+            self._used = flight.used
+            self.spoiled = reduced.spoiled[reduced.quorum.rank]
             return reduced
         except ExchangeError:
             self._membership.abort()
@@ -257,7 +286,6 @@ class GradientExchange:
             raise
         finally:
             flight.join()
-            self.spoiled = flight.contributed and not flight.finite
             self._flight = None
             self._wire_bytes += flight.wire_bytes
 
@@ -286,15 +314,11 @@ class GradientExchange:
         """Say whether this rank's gradients are in the exchange under way; to be asked by `finish`'s `describe`."""
         return self._flight is not None and self._flight.contributed
 
-    @property
-    def finite(self) -> bool:
-        """Say whether they have neither an inf nor a NaN."""
-        return self._flight is None or self._flight.finite
-
     def reduced(self) -> list[torch.Tensor | None]:
         """Copy the reduced gradients to host memory, one flat fp32 tensor per bucket; None for one that stayed here."""
         return [
-            bucket.flat.to("cpu", copy=True) if bucket.fragment in self._reduced else None for bucket in self._buckets
+            None if used is None else bucket.flat.to("cpu", copy=True)
+            for bucket, used in zip(self._buckets, self._used, strict=True)
         ]
 
     @torch.no_grad()
@@ -306,23 +330,43 @@ class GradientExchange:
         """
         for index, bucket in enumerate(self._buckets):
             # A replay leaves the buckets alone: an exchange may be under way in them.
-            if (flat := self._flat(bucket) if reduced is None else reduced[index]) is None:
+            flat, used = (bucket.flat, self._used[index]) if reduced is None else (reduced[index], None)
+            if flat is None or (reduced is None and used is None):
                 for part in bucket.parts:
                     part.drop()
                 continue
             if reduced is None and bucket.residual is not None:
                 bucket.residual.settle()
-            views, used = bucket.split(flat)
-            for part, view, weight in zip(bucket.parts, views, used.tolist(), strict=True):
-                if weight:
-                    # Here, where the sums are multiplied anyway: no further pass over them.
-                    part.write(view, self._gradient_scale * (1 / weight if scale is None else scale))
-                else:  # no group has one
-                    part.drop()
+            totals, weights = bucket.split(flat)
+            self._write(bucket.parts, totals, weights.tolist() if used is None else used, scale)
         self._read = device.record_event()
 
-    def _flat(self, bucket: _Bucket) -> torch.Tensor | None:
-        return bucket.flat if bucket.fragment in self._reduced else None
+    def _write(
+        self, parts: Sequence[_Part], totals: Sequence[torch.Tensor], weights: Sequence[float], scale: float | None
+    ) -> None:
+        """Write the sums of parts, with these weights, in as few kernels as there are."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        factors: list[float] = []
+        for part, total, weight in zip(parts, totals, weights, strict=True):
+            if weight:
+                targets.append(part.target())
+                sources.append(total)
+                # Here, where the sums are copied anyway: no further pass over the gradients. A count is no mean.
+                mean = isinstance(part, _Gradient)
+                factors.append(self._gradient_scale * (1 / weight if scale is None else scale) if mean else 1.0)
+            else:  # no group has one
+                part.drop()
+        for run in self._runs(len(targets)):
+            means = sources[run]
+            if any(factor != 1.0 for factor in factors[run]):
+                means = list(torch._foreach_mul(means, factors[run]))
+            torch._foreach_copy_(targets[run], means, non_blocking=True)
+
+    def _runs(self, number: int) -> list[slice]:
+        """Say how so many parts are cut into kernels: one for all; none on a host, each while it is in the cache."""
+        size = 1 if self._where.type == "cpu" else max(number, 1)
+        return [slice(first, first + size) for first in range(0, number, size)]
 
     def _launch(
         self,
@@ -332,26 +376,30 @@ class GradientExchange:
         gives: bool = True,
     ) -> None:
         given = frozenset(self._weights) if gives else frozenset()
-        # The host writes into buckets of its own at once, though a GPU may still copy the last sums out of them.
-        device.synchronize([self._read])
         self._flight = _Flight(
             self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe
         )
         for bucket in self._buckets:
             bucket.missing = set(range(len(bucket.parts))) if bucket.fragment in given else set()
+            bucket.final, bucket.stream = [], None
             if bucket.residual is not None:
                 bucket.residual.begin()
             if not bucket.missing:
-                bucket.full = None
+                bucket.full = self._read
                 self._flight.hand_over(bucket)
         self._flight.start()  # only now: it asks this object of itself
 
     def _hook(self, bucket: _Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        def copy_gradient(parameter: torch.Tensor) -> None:
+        def take_gradient(parameter: torch.Tensor) -> None:
             if self._armed:
-                self._fill(bucket, [index])
+                # FSDP has several streams for gradients: one that is sharded, another that is replicated too.
+                bucket.stream = device.join_stream(bucket.stream)
+                bucket.final.append(index)
+                # One kernel for all that are in it; on a host each is copied while it is in the cache.
+                if self._where.type == "cpu" or len(bucket.final) == len(bucket.missing):
+                    self._fill(bucket, bucket.final)
 
-        return copy_gradient
+        return take_gradient
 
     def _fill_all(self) -> None:
         for bucket in self._buckets:
@@ -361,15 +409,23 @@ class GradientExchange:
     @torch.no_grad()
     def _fill(self, bucket: _Bucket, indices: Iterable[int]) -> None:
         """Copy parts into the bucket; hands it to the flight when it is full."""
+        # The device may still copy the last sums out of it; into memory of its own the host writes at once.
+        device.wait_for(self._read, self._where)
+        given, own = [], []
         for index in indices:
-            own = bucket.parts[index].read()
-            if own is None:
+            shard = bucket.parts[index].read()
+            bucket.weights[index] = 0.0 if shard is None else self._weights[bucket.fragment]
+            if shard is None:
                 bucket.views[index].zero_()
             else:
-                bucket.views[index].copy_(own, non_blocking=True)
-            bucket.used[index] = 0.0 if own is None else self._weights[bucket.fragment]
-            bucket.missing.discard(index)
+                given.append(bucket.views[index])
+                own.append(shard)
+        if given:
+            torch._foreach_copy_(given, own, non_blocking=True)
+        bucket.missing.difference_update(indices)
+        bucket.final.clear()
         if not bucket.missing and self._flight is not None:
+            bucket.used.copy_(torch.tensor(bucket.weights, dtype=torch.float32), non_blocking=True)
             bucket.full = device.record_event()
             self._flight.hand_over(bucket)
 
@@ -395,8 +451,9 @@ class _Flight:
         self._options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
         self._options.timeout = membership.timeout
         self._works: list[Any] = []
-        self.contributed = False  # whether this rank's gradients are in it
-        self.finite = True  # whether those are finite; both known when the thread has ended
+        self.contributed = False  # whether this rank's gradients are in it; known when the thread has ended
+        self.used: list[list[float] | None] = []  # the parts' weights in each bucket; None = it did not travel
+        self._done: torch.Event | None = None  # what the thread has queued
         self.wire_bytes = 0  # of gradients, that this rank has sent
         self.travelling: frozenset[int] = frozenset()  # fragments that are summed; the same on all members
         self._quorum: Quorum | None = None
@@ -421,29 +478,46 @@ class _Flight:
             raise _broken(error) from error
 
     def _gather_rows(self, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
+        """Gather the rows and messages; with them the host reads whatever else it must know of the sums."""
         assert self._quorum is not None
         row, message = describe(self._quorum)
-        rows = self._gather(torch.tensor([*row, len(message)], dtype=torch.float64))
-        sizes = [int(size) for size in rows[:, -1].tolist()]
+        own = torch.tensor([*row, len(message), 0.0], dtype=torch.float64).to(self._where, non_blocking=True)
+        device.wait_for(self._done, self._where)
+        travelled = [bucket for bucket in self._buckets if bucket.fragment in self.travelling]
+        if self.contributed and travelled:
+            own[-1] = torch.stack([bucket.total for bucket in travelled]).isfinite().all().logical_not()
+        gathered = self._gather(own)
+        facts, *used = self._read(gathered, *(bucket.used for bucket in travelled))
+        rows = facts.view(gathered.shape)
+        weights = iter(used)
+        self.used = [next(weights).tolist() if bucket.fragment in self.travelling else None for bucket in self._buckets]
+        sizes = [int(size) for size in rows[:, -2].tolist()]
         messages = [b""] * len(sizes)
         if any(sizes):  # a second collective, for they vary in length
-            padded = self._gather(torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8))
+            octets = torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+            (padded,) = self._read(self._gather(octets.to(self._where, non_blocking=True)))
+            padded = padded.view(len(sizes), -1)
             messages = [octets[:size].tobytes() for octets, size in zip(padded.numpy(), sizes, strict=True)]
-        return Reduced(self._quorum, rows[:, :-1], messages)
+        return Reduced(self._quorum, rows[:, :-2], messages, rows[:, -1].bool().tolist())
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Gather a vector of every member, shape [num_members, own.numel()], after everything that is in flight.
+        """Gather a vector of every member, shape [num_members, own.numel()].
 
         Zero-padded vectors summed are vectors gathered: no collective but the one that every backend does best.
         """
         assert self._quorum is not None
-        gathered = torch.zeros((len(self._quorum.members), own.numel()), dtype=own.dtype, device=self._where)
+        gathered = own.new_zeros((len(self._quorum.members), own.numel()))
         gathered[self._quorum.rank] = own
         self._all_reduce(gathered)
+        return gathered
+
+    def _read(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return flat copies in host memory, in one dtype, behind everything that is in flight: the host waits once."""
         self._await_works()
-        vectors = gathered.cpu()  # waits for all of it
+        values = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+        # Only now: garbage of a broken sum would let this rank send buckets, or bytes, where the others send rows.
         self._raise_errored()
-        return vectors
+        return values.split([tensor.numel() for tensor in tensors])
 
     def join(self) -> None:
         """End the thread; it never outlives its exchange, because the next one writes the same buckets."""
@@ -458,7 +532,6 @@ class _Flight:
             self._quorum = quorum
             self.contributed = self._contributes(quorum)
             full: set[int] = set()
-            sums: list[torch.Tensor] = []
             # All of it: this thread's own stream is that of the training, which would wait for the other members.
             with device.side_stream(self._where):
                 # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
@@ -470,18 +543,18 @@ class _Flight:
                         if (handed_over := self._full.get()) is None:
                             return
                         full.add(id(handed_over))
-                    device.synchronize([bucket.full])
+                    device.wait_for(bucket.full, self._where)
                     if self.contributed:
                         if bucket.residual is not None:
                             bucket.residual.add_to(bucket.flat[: -len(bucket.parts)])
-                        sums.append(bucket.flat.sum())  # one cheap pass: an inf or a NaN shows in the sum
+                        bucket.total.copy_(bucket.flat.sum())  # one cheap pass: an inf or a NaN shows in the sum
                     else:
                         bucket.flat.zero_()
                     self._sum(bucket)
-                if sums:  # here, on the stream that they are computed on
-                    self.finite = bool(torch.stack(sums).isfinite().all())
                 if self._describe is not None:
                     self._rows = self._gather_rows(self._describe)
+                elif self._where.type != "cpu":
+                    self._done = device.record_event()
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
             # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run.
             known = isinstance(error, ExchangeError) or self._quorum is None
@@ -493,12 +566,9 @@ class _Flight:
         None if they give different ones: they are not at the same update, which the rows will show.
         """
         given = [self.contributed and fragment in self._given for fragment in range(self._num_fragments)]
-        counts = torch.tensor([self.contributed, *given], dtype=torch.int32, device=self._where)
+        counts = torch.tensor([self.contributed, *given], dtype=torch.int32).to(self._where, non_blocking=True)
         self._all_reduce(counts)
-        self._await_works()
-        num_givers, *users = counts.tolist()
-        # Garbage of a broken sum would let this rank send buckets where the others send rows.
-        self._raise_errored()
+        num_givers, *users = self._read(counts)[0].tolist()
         if any(number not in (0, num_givers) for number in users):
             return frozenset()
         return frozenset(fragment for fragment, number in enumerate(users) if number)
@@ -506,8 +576,13 @@ class _Flight:
     def _sum(self, bucket: _Bucket) -> None:
         """Make the bucket the sum of all members' ones."""
         assert self._quorum is not None
-        num_members, num_exact = len(self._quorum.members), len(bucket.parts)
+        num_members, num_exact = len(self._quorum.members), bucket.num_exact
         self.wire_bytes += bucket.wire_bytes(num_members)
+        if bucket.dtype is torch.bfloat16 and num_members > 1:
+            part, exact = half.add_up(self._all_to_all(half.cut(bucket.flat, num_exact, num_members)), num_exact)
+            parts = self._all_gather(part.view(torch.uint8)).view(torch.bfloat16)
+            half.put_together(parts, exact, bucket.flat)
+            return
         if bucket.residual is None:
             self._all_reduce(bucket.flat)
             return
@@ -539,6 +614,14 @@ class _Flight:
                 work.wait()
             else:
                 self._works.append(work)
+
+    def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send a row to each member, and return what all send to this one, shaped alike; there for what follows."""
+        received = torch.empty_like(rows)
+        options = AllToAllOptions()
+        options.timeout = self._membership.timeout
+        self._membership.process_group.alltoall_base(received, rows, [], [], options).wait()
+        return received
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()]; on a GPU it is there for what follows."""

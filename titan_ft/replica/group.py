@@ -48,7 +48,7 @@ class Group:
         return self.gather(int(time.monotonic() * 1e6))[0] / 1e6
 
     def _gather(self, own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        own = own.to(self._where)
+        own = own.to(self._where, non_blocking=True)
         gathered = own.new_empty((dist.get_world_size(group) * own.shape[0], *own.shape[1:]))
         dist.all_gather_into_tensor(gathered, own, group=group)
         return gathered.cpu()

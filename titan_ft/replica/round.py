@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Broken, Round, find_donors, judge, spoiled
@@ -337,7 +337,6 @@ class Rounds:
             seconds=facts.seconds,
             saved=position.saved,
             leaving=self._drain.requested,
-            nonfinite=given and not self._exchange.finite,
             forced=use is GradientUse.FORCE,
             excluded=use is GradientUse.LEAVE_OUT,
             resting=resting,
@@ -363,7 +362,8 @@ class Rounds:
 
 
 def _read(reduced: Reduced) -> Round:
-    rows = [Row.decode(values) for values in reduced.rows.tolist()]
+    told = zip(reduced.rows.tolist(), reduced.spoiled, strict=True)
+    rows = [replace(Row.decode(values), nonfinite=int(spoiled)) for values, spoiled in told]
     entries = [decode(message) for message in reduced.messages]
     verdict = judge(rows, [[entry.slot for entry in own] for own in entries])
     # Not the contributors' only: a batch whose labels are all masked has no weight and is trained all the same.

@@ -55,7 +55,8 @@ class Row:
         seconds: that the member's slowest rank spent on its own part of the step.
         saved: step of the latest checkpoint that the member knows to be complete.
         leaving: whether the member was told to leave and will be gone after this exchange, if it is committed.
-        nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN.
+        nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN. The exchange looks at them
+            (`Reduced.spoiled`): the host would have to wait for that alone.
         forced: whether it adds them all the same, because nobody had finite ones.
         excluded: whether the member leaves its gradients out of this step because one of its ranks had such.
         resting: whether the member has gradients and keeps them back until the step can be committed.

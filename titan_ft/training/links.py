@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
 from titan_ft import device, versions
@@ -157,6 +158,7 @@ class Links:
             gradient_scale=gradient_scale,
             fragments=fragments,
             quantize=quantizes(config),
+            dtype=TORCH_DTYPE_MAP[config.exchange_dtype],
             counts=spec.token_counts(model_parts),
         )
 

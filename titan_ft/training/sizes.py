@@ -144,6 +144,7 @@ def _sizes(config: Any, spec: Any, dims: ParallelDims, parts: list[torch.nn.Modu
         where=torch.device("meta"),
         overlap=False,
         quantize=quantizes(config.fault_tolerance),
+        dtype=TORCH_DTYPE_MAP[config.fault_tolerance.exchange_dtype],
         counts=token_counts(parts),
     )
     gradients = sum(map(_num_bytes, trained))

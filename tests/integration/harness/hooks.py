@@ -350,7 +350,7 @@ def install_faults() -> None:
 
     before(_Flight, "__init__", launch)
     after(_Flight, "hand_over", hand_over)
-    for collective in ("_all_reduce", "_all_gather"):  # the second one is of quantized buckets
+    for collective in ("_all_reduce", "_all_gather"):  # the second one is of quantized buckets, and in bfloat16
         after(_Flight, collective, sum_up)
     before(Rendezvous, "configure", lambda *_: WORKER.at("configure"))
     after(Rendezvous, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))

@@ -1,0 +1,62 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients in bfloat16: what is sent, what it comes to, and how far that is from the sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titan_ft.replica import half
+
+
+def exchange(flats: list[torch.Tensor], num_exact: int) -> list[torch.Tensor]:
+    """Let members exchange; returns what each of them has then."""
+    number = len(flats)
+    rows = [half.cut(flat, num_exact, number) for flat in flats]
+    summed = [half.add_up(torch.stack([own[member] for own in rows]), num_exact) for member in range(number)]
+    parts = torch.stack([part for part, _ in summed])
+    numel = flats[0].numel() - num_exact
+    sent = sum(len(rows[0][member]) for member in range(1, number)) + (number - 1) * 2 * parts.shape[1]
+    assert sent == half.wire_bytes(numel, num_exact, number)
+    results = [torch.full_like(flat, -7.0) for flat in flats]
+    for (_, exact), result in zip(summed, results, strict=True):
+        half.put_together(parts, exact, result)
+    return results
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+@pytest.mark.parametrize("numel", [0, 1, 6, 601])
+def test_sums_are_alike_and_as_near_as_promised(number: int, numel: int) -> None:
+    """The same bytes for all, off by less than 1/127 of the magnitudes; whole numbers to 2**24 are exact."""
+    generator = torch.Generator().manual_seed(numel)
+    flats = [torch.randn(numel + 3, generator=generator) for _ in range(number)]
+    for flat in flats:
+        flat[numel:] = torch.tensor([2.0**23 // number, 1.0, 0.0])
+    results = exchange(flats, 3)
+    assert all(result.numpy().tobytes() == results[0].numpy().tobytes() for result in results)
+    assert results[0][numel:].tolist() == [2.0**23 // number * number, float(number), 0.0]
+    exact = torch.stack(flats).double()[:, :numel]
+    off = (results[0][:numel].double() - exact.sum(0)).abs()
+    assert bool((off <= exact.abs().sum(0) / 127).all())
+
+
+def test_terms_are_added_up_before_they_are_rounded_again() -> None:
+    """A ring in bfloat16 would lose each of the small ones."""
+    flats = [torch.tensor([256.0 if member == 0 else 0.75]) for member in range(5)]
+    assert exchange(flats, 0)[0].tolist() == [260.0]  # 259, between 258 and 260, goes to the even one
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    """In its place, and only there."""
+    flats = [torch.tensor([1.0, float("nan"), float("inf"), 2.0]), torch.ones(4)]
+    found = exchange(flats, 1)[0]
+    assert found[[0, 3]].tolist() == [2.0, 3.0]
+    assert found[1].isnan()
+    assert found[2].isinf()
+
+
+def test_half_of_the_bytes_are_sent() -> None:
+    """A ring sends 2 (n - 1) / n of 4 bytes for a value; this does of 2."""
+    for number in (2, 4, 30):
+        assert half.wire_bytes(12000, 0, number) == 2 * (number - 1) * 12000 * 2 // number
