@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,9 @@ from titan_ft.replica.rendezvous import Rendezvous
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 TIMEOUT = timedelta(seconds=90)  # of operations: well above the deadline
+
+
+OPEN: list[AbortableNccl] = []  # of the test that runs: they watch until they are aborted
 
 
 class Communicator:
@@ -78,6 +81,7 @@ class Nccl(AbortableNccl):
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
         super().__init__(timeout)
         self.made: list[Communicator] = []
+        OPEN.append(self)
         self.prepare: Callable[[Communicator], None] = lambda _: None
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
@@ -95,12 +99,15 @@ def lose(communicator: Communicator) -> None:
 
 
 @pytest.fixture(autouse=True)
-def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # as torchtitan leaves it
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 0))
         monkeypatch.setattr(device, "exchange_device", lambda _: torch.device("cpu"))
+    yield
+    while OPEN:
+        OPEN.pop().abort()
 
 
 @pytest.fixture
@@ -200,12 +207,26 @@ def test_a_lost_member_that_nccl_notices_ends_the_exchange(store: TCPStore) -> N
 
 
 def test_an_error_of_a_former_communicator_ends_only_that(store: TCPStore) -> None:
-    """The one in force goes on."""
+    """The one in force goes on, also when it was put there while torch was asked for the error."""
     nccl = Nccl()
+    asked, replaced, told = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(Communicator):
+        def get_error(self) -> ErrorType:
+            asked.set()
+            assert replaced.wait(DEADLINE)
+            told.set()
+            return ErrorType.COMM_ERROR
+
+    before = set(threading.enumerate())
     configure(nccl, store, "a")
+    (watch,) = (each for each in set(threading.enumerate()) - before if each.name == "titan_ft_nccl_watch")
+    nccl.made[0].__class__ = Late
+    assert asked.wait(DEADLINE)
     configure(nccl, store, "b")
-    nccl.made[0].error = ErrorType.COMM_ERROR
-    time.sleep(3 * process_group._LOOK_SECONDS)
+    replaced.set()
+    assert told.wait(DEADLINE)
+    watch.join(DEADLINE)
     assert nccl.errored() is None
     assert not nccl.made[1].aborted.is_set()
 
