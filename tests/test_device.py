@@ -77,6 +77,53 @@ def test_nccl_without_a_gpu_is_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_torch_leaves_a_lost_peer_to_us() -> None:
+    """Everything by which torch ends a process, or keeps it waiting, is off; what does no harm stays the user's."""
+    made = device.nccl_environment({"HOME": "/"}, 10500)
+    assert made.pop("TORCH_NCCL_NONBLOCKING_TIMEOUT") == "11"
+    assert made.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "32"
+    assert set(made.values()) == {"0"}
+    assert {"TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_PROPAGATE_ERROR"} <= set(made)
+    assert device.ASYNC_ERROR_HANDLING not in made  # torchtitan would write over it, with a warning
+    own = {
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "3",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "16",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",
+    }
+    made = device.nccl_environment(own, 10000)
+    assert "TORCH_DISTRIBUTED_DEBUG" not in made
+    assert {**own, **made} == {**made, **own}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "0"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "1", "0"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "1", "0"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "true", "0"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000", "0"),
+        ("TORCH_NCCL_PROPAGATE_ERROR", "1", "0"),
+        ("NCCL_DESYNC_DEBUG", "1", "0"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "0"),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", "0"),
+        ("TORCH_DISTRIBUTED_DEBUG", "detail", "OFF or INFO"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", ">= 8"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "", ">= 8"),
+        ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "0.5", "a whole number of seconds >= 1"),
+    ],
+)
+def test_a_setting_that_ends_survivors_is_refused_in_one_line(name: str, value: str, rule: str) -> None:
+    """It names the variable, the rule, the value, the reason and the remedy."""
+    with pytest.raises(ConfigError) as caught:
+        device.nccl_environment({name: value}, 10000)
+    line = str(caught.value)
+    assert line.startswith(f'{name} must be {rule} with fault_tolerance.process_group = "nccl", got {value!r}: ')
+    assert line.endswith("; unset it")
+    assert "\n" not in line
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without a GPU of its own would end with an error of CUDA's, and again after each restart."""
     monkeypatch.setattr(device, "on_cpu", lambda: False)

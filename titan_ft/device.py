@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,63 @@ def require(process_group: str, local_rank: int) -> None:
             'fault_tolerance.process_group must be "gloo" on a machine without an NVIDIA GPU, got "nccl"; set it to '
             '"gloo"'
         )
+
+
+ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""torchtitan writes it, for the communicators of the group; `AbortableNccl` does for its own, which come later."""
+
+_NCCL_OFF = {
+    ASYNC_ERROR_HANDLING: "torch's watchdog would end this process when a peer is lost",
+    "TORCH_NCCL_ENABLE_MONITORING": "torch's heartbeat monitor would end this process when a peer is lost",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "all ranks of the group would stop for a dump when a peer is lost",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "the end of a broken communicator would wait four times as long",
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "all threads would stop for their stacks when a peer is lost",
+    "TORCH_NCCL_PROPAGATE_ERROR": "torch's watchdog would wait for the store of a peer that is lost",
+    "TORCH_NCCL_DESYNC_DEBUG": f"it turns {ASYNC_ERROR_HANDLING} on",
+    "TORCH_NCCL_BLOCKING_WAIT": "nobody would notice NCCL's errors",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "the order of a group's and the exchange's kernels differs between ranks",
+}
+_MIN_CONNECTIONS, _MAX_CONNECTIONS = 8, 32  # queues of a GPU: CUDA's own default, and the most there are
+
+
+def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, str]:
+    """Return what must be in the environment before a process with NCCL between the groups makes a communicator.
+
+    What torch does by itself with a lost peer is to end the process, or to have it wait. It reads this for all
+    communicators alike, those inside the group too (docs/design.md, "NCCL between the groups").
+
+    Args:
+        environ: as the user has it; what it has of this, and does not contradict it, stays.
+        timeout_ms: `process_group_timeout_ms`.
+
+    Raises:
+        ConfigError: the user has set something else.
+    """
+
+    def refuse(name: str, rule: str, why: str) -> ConfigError:
+        return ConfigError(
+            f'{name} must be {rule} with fault_tolerance.process_group = "nccl", got {environ[name]!r}: {why}; unset it'
+        )
+
+    for name, why in _NCCL_OFF.items():
+        for each in (name, name.removeprefix("TORCH_")):  # the older names of some
+            if environ.get(each, "0").strip() != "0":
+                raise refuse(each, "0", why)
+    if environ.get("TORCH_DISTRIBUTED_DEBUG", "").strip().upper() == "DETAIL":
+        raise refuse("TORCH_DISTRIBUTED_DEBUG", "OFF or INFO", f"it turns {ASYNC_ERROR_HANDLING} on")
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if (number := environ.get(name)) is not None and not (number.isdecimal() and int(number) >= _MIN_CONNECTIONS):
+        why = "the exchange and a collective of the group could wait for each other in one queue"
+        raise refuse(name, f">= {_MIN_CONNECTIONS}", why)
+    name = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+    if (seconds := environ.get(name)) is not None and not (seconds.isdecimal() and int(seconds) >= 1):
+        raise refuse(name, "a whole number of seconds >= 1", "torch cuts fractions off")
+    return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": str(_MAX_CONNECTIONS),
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(timeout_ms / 1000)),
+        **{each: environ[each] for each in ("CUDA_DEVICE_MAX_CONNECTIONS", name) if each in environ},
+        **dict.fromkeys(_NCCL_OFF.keys() - {ASYNC_ERROR_HANDLING}, "0"),
+    }
 
 
 def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:

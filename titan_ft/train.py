@@ -116,6 +116,9 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         from titan_ft.training.worker import Launch
 
         check_ranks(job_config, int(environ["WORLD_SIZE"]))
+        if job_config.fault_tolerance.process_group == "nccl":  # before CUDA, or a communicator, reads it
+            timeout_ms = job_config.fault_tolerance.process_group_timeout_ms
+            os.environ.update(device.nccl_environment(environ, timeout_ms))
         device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
         launch = Launch(
             rank=int(environ["RANK"]),

@@ -621,6 +621,16 @@ def test_an_exchange_that_the_others_have_left(seats: Any) -> None:
     assert frozen._events.named("peer_silent") == []
 
 
+def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> None:
+    """No closed connection tells of it: one heartbeat timeout, which is all that the lighthouse waits itself."""
+    gloo, nccl = (
+        seats.take(slot, config=seats.config(slot, process_group=backend), process_group=FakeProcessGroup())
+        for slot, backend in enumerate(("gloo", "nccl"))
+    )
+    patience = [member._watches[0]._patience for member in (gloo, nccl)]
+    assert patience == [2 * patience[1], seats.config(1).heartbeat_timeout_ms / 1000]
+
+
 def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., None]) -> None:
     """A group that has come, or come back, and has yet to ask; rank 0 alone looks."""
     ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]

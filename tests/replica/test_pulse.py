@@ -195,6 +195,33 @@ def test_a_silent_member_is_told_once(lighthouse: Lighthouse, watch: Callable[..
     assert lighthouse.asked.get() == "/status"
 
 
+def test_it_looks_again_when_a_member_would_be_silent(lighthouse: Lighthouse) -> None:
+    """Not an interval later: with NCCL nobody else ends the exchange. Never faster than ten times in an interval."""
+    lighthouse.page = "    1:c: seen 0.9s ago\n    2:d: seen 0.2s ago\n"
+    pauses: list[float] = []
+
+    class Noting(Pulse):
+        def _look_at_page(self) -> Callable[[], None] | None:
+            act = super()._look_at_page()
+            pauses.append(self._pause)
+            return act
+
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    pulse = Noting(StatusPage(lighthouse.address), 0.5, 1.0, lambda: OWN, lambda: ["1:c", "2:d"], told.put, told.put)
+    try:
+        with pulse.watching():
+            lighthouse.asked.get(timeout=DEADLINE)
+            lighthouse.asked.get(timeout=DEADLINE)
+            lighthouse.page = "    1:c: seen 0.999s ago\n    2:d: seen 0.2s ago\n"
+            lighthouse.asked.get(timeout=DEADLINE)
+            lighthouse.page = "    1:c: seen 1.2s ago\n    2:d: seen 0.2s ago\n"
+            assert told.get(timeout=DEADLINE) == {"1:c": 1.2}
+        assert pauses[0] == pytest.approx(0.1)
+        assert 0.05 in pauses
+    finally:
+        pulse.close()
+
+
 @pytest.mark.parametrize("members", [["0:a/b"], ["0:a/b", "2:new"], []])
 def test_members_that_live_or_are_new_are_waited_for(
     lighthouse: Lighthouse, watch: Callable[..., tuple], members: list[str]

@@ -386,7 +386,7 @@ class Membership:
             self._page,
             # A page has a line for each group, and every group looks for itself: in large jobs more seldom.
             interval=beat * (1 + (self._config.replica_id // _OFTEN).bit_length()),
-            patience=SILENT_BEATS * beat,
+            patience=beat if self._config.process_group == "nccl" else SILENT_BEATS * beat,
             own=lambda: self.member,
             members=self._find_exchanging,
             on_silence=self._leave_silent,

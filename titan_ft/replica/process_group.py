@@ -9,28 +9,42 @@ shows it to the peers that wait for this process.
 Gloo does not tell an operation whose send is on its way that the connection is gone, not even when the peer has died:
 that one waits for its whole timeout all the same. So nobody here waits for an operation once the process group is
 aborted; it is left to itself, and may touch its tensors until it ends.
+
+NCCL has an abort, and nothing else: its kernel waits on the GPU for a peer that is gone until somebody aborts it. An
+abort may itself hang, and so may the set-up of a communicator: both have threads of their own, and a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
+import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
+from titan_ft import device
+from titan_ft.replica.reach import within
 from titan_ft.run.process import borrowed_socket, own_sockets
 
-_LOOK_SECONDS = 0.1  # between two looks whether an operation that takes long was broken off
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1  # between two looks whether an operation that takes long was broken off, or NCCL has an error
+_ABORT_SECONDS = 2.0  # that a new communicator waits for the abort of the one before
 
 
 def build_process_group(backend: str, timeout: timedelta) -> ProcessGroup:
     """Build the process group of a backend, "gloo" or "nccl"; it has no members until it is configured."""
     logging.getLogger("torchft_errors").setLevel(logging.WARNING)  # an empty line at every abort, for telemetry only
-    return BreakableGloo(timeout=timeout) if backend == "gloo" else ProcessGroupNCCL(timeout=timeout)
+    return BreakableGloo(timeout=timeout) if backend == "gloo" else AbortableNccl(timeout=timeout)
 
 
 class _Operation:
@@ -86,6 +100,111 @@ class BreakableGloo(ProcessGroupGloo):
 
     def _wrap_work(self, work: Any, opts: object) -> Any:
         return _Operation(work, self._aborted)
+
+
+class AbortableNccl(ProcessGroupNCCL):
+    """A reconfigurable NCCL process group: what waits for a lost peer ends in time, whoever it waits in.
+
+    `device.nccl_environment` must be in force: otherwise torch ends the process itself when a peer is lost.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        # Read whenever a communicator is made. torchtitan has set it to 3 for those of the group: whoever loses a peer
+        # there ends, as its group must. A lost group must end nobody, and nobody may take what is left for a sum.
+        os.environ[device.ASYNC_ERROR_HANDLING] = "0"
+        self._pg: Any
+        self._longest = timeout.total_seconds()  # that the set-up of a communicator may ever take
+        self._patience = 0.0  # seconds that it may take, as far as this was found out
+        self._swap = threading.Lock()  # held to take `_pg` away
+        self._aborting = threading.Thread()  # of the last communicator that worked
+
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *quorum: Any) -> None:
+        """Build the communicator of a new quorum, up to a first sum over all members.
+
+        torch returns while NCCL is still connecting them. A member that is lost then would be missed in the exchange,
+        behind a lock that keeps everybody from aborting it. It may take the timeout that is set, or twice what the
+        last one took. A set-up that ran out of time may take twice that the next time: a job so large that it needs
+        longer finds this out by itself.
+
+        Raises:
+            RuntimeError: the one before cannot be aborted, NCCL has an error, or this one was aborted meanwhile.
+            TimeoutError: it took too long.
+        """
+        self.abort(errored=False)
+        if self._aborting.ident is not None:  # its memory is freed behind all that runs on this GPU, the new one too
+            self._aborting.join(_ABORT_SECONDS)
+            if self._aborting.is_alive():
+                raise RuntimeError("the communicator of the quorum before is still being aborted")
+        super().configure(store_addr, replica_id, rank, world_size, *quorum)
+        pg, limit, began = self._pg, max(self._timeout.total_seconds(), self._patience), time.monotonic()
+        try:
+            within(limit, partial(self._sum_once, pg, device.exchange_device("nccl"), world_size))
+        except TimeoutError:
+            self._patience = min(2 * limit, self._longest)
+            self._break_off(pg, "not connected in time")  # a lock may keep the abort waiting: nobody waits for it
+            raise TimeoutError(f"NCCL has not connected the members within {limit:g} s") from None
+        except Exception:
+            self._break_off(pg, "not connected")
+            raise
+        if (error := self.errored()) is not None:
+            raise error
+        self._patience = min(2 * (time.monotonic() - began), self._longest)
+        if world_size > 1:
+            threading.Thread(target=self._watch, args=(pg,), name="titan_ft_nccl_watch", daemon=True).start()
+
+    def abort(self, errored: bool = True) -> None:
+        """End all operations and drop the communicator; waits for nothing, which `configure` does."""
+        self._aborting = self._break_off(self._pg, "aborted") or self._aborting
+
+    def errored(self) -> Exception | None:
+        """Return why the communicator was aborted; None if it was not, and what the host has read of it is sound.
+
+        torchft waits for the whole GPU first: backward would be over before the first bucket is sent. The error is
+        there before any operation ends by it.
+        """
+        return self._errored
+
+    def _break_off(self, pg: Any, reason: str) -> threading.Thread | None:
+        """Abort `pg` if it is the one in force; returns the thread that does, and that waits for torch's own."""
+        with self._swap:
+            if pg is None or self._pg is not pg:
+                return None
+            self._errored = RuntimeError(reason)
+            self._pg = None
+        thread = threading.Thread(target=_abort, args=([pg],), name="titan_ft_nccl_abort", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self, pg: Any) -> None:
+        """Abort `pg` when NCCL has an error of it, as where a connection was closed: its kernel would go on waiting."""
+        while self._pg is pg:
+            if _backend(pg).get_error() == ErrorType.COMM_ERROR:
+                logger.warning("NCCL has lost a member of the exchange: it is broken off")
+                self._aborting = self._break_off(pg, "NCCL has lost a member") or self._aborting
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    @staticmethod
+    def _sum_once(pg: Any, where: torch.device, world_size: int) -> None:
+        with device.side_stream(where):
+            ones = torch.ones(1, device=where)
+            pg.allreduce([ones], AllreduceOptions()).wait()
+            if (total := int(ones.item())) != world_size:  # waits for it; an abort leaves anything
+                raise RuntimeError(f"NCCL has connected {total} of {world_size} members")
+
+
+def _backend(pg: Any) -> Any:
+    return pg._get_backend(torch.device("cuda"))
+
+
+def _abort(pgs: list[Any]) -> None:
+    """Abort the only process group of a list, and drop it here: its end waits for torch's threads."""
+    try:
+        pgs[0].abort()
+    except RuntimeError:  # torch's own limit is over, or NCCL has refused
+        logger.exception("a communicator of NCCL cannot be aborted")
+    pgs.clear()
 
 
 def _inodes() -> set[int]:

@@ -1,0 +1,346 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""NCCL between the groups, when a peer is lost: on a stand-in for torch's process group, and, with two GPUs, on NCCL.
+
+This file is also the program of the ranks on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+from torch.distributed.distributed_c10d import AllreduceOptions
+
+from titan_ft import device
+from titan_ft.replica import process_group
+from titan_ft.replica.member import Member
+from titan_ft.replica.process_group import AbortableNccl, build_process_group
+from titan_ft.replica.rendezvous import Rendezvous
+
+DEADLINE = 20.0  # seconds; only ever reached by a bug
+TIMEOUT = timedelta(seconds=90)  # of operations: well above the deadline
+
+
+OPEN: list[AbortableNccl] = []  # of the test that runs: they watch until they are aborted
+
+
+class Communicator:
+    """What torch has of one communicator, whose sums never end by themselves when a peer is lost.
+
+    Attributes:
+        lost: a peer is; operations that are under way, and later ones, wait for an abort, and leave garbage.
+        stuck: an abort waits for this, as for a lock of torch's.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.lost = False
+        self.error = ErrorType.SUCCESS
+        self.aborted, self.stuck, self.waiting = threading.Event(), threading.Event(), threading.Event()
+        self.stuck.set()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Communicator:
+        self.tensor = tensors[0]
+        return self
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.lost:
+            self.waiting.set()
+            assert self.aborted.wait(DEADLINE), "nobody has aborted"
+            self.tensor.fill_(7)
+        else:
+            self.tensor.mul_(self.world_size)
+        return True
+
+    def abort(self) -> None:
+        assert self.stuck.wait(DEADLINE)
+        self.aborted.set()
+
+    def _get_backend(self, _: torch.device) -> Communicator:
+        return self
+
+    def get_error(self) -> ErrorType:
+        return self.error
+
+
+class Nccl(AbortableNccl):
+    """The process group under test, over stand-ins; a new one's peers are all there unless `prepare` says otherwise."""
+
+    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
+        super().__init__(timeout)
+        self.made: list[Communicator] = []
+        OPEN.append(self)
+        self.prepare: Callable[[Communicator], None] = lambda _: None
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+        self._errored = None
+        self.made.append(Communicator(world_size))
+        self.prepare(self.made[-1])
+        return self.made[-1]
+
+    def _wrap_work(self, work: Any, opts: Any) -> Any:
+        return work
+
+
+def lose(communicator: Communicator) -> None:
+    communicator.lost = True
+
+
+@pytest.fixture(autouse=True)
+def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # as torchtitan leaves it
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 0))
+        monkeypatch.setattr(device, "exchange_device", lambda _: torch.device("cpu"))
+    yield
+    while OPEN:
+        OPEN.pop().abort()
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def configure(nccl: AbortableNccl, store: TCPStore, name: str, seconds: float = 2.0, world_size: int = 3) -> None:
+    """Build a communicator as `Rendezvous.configure` does."""
+    nccl.set_timeout(timedelta(seconds=seconds))
+    try:
+        nccl.configure(f"127.0.0.1:{store.port}/{name}", "group", 0, world_size, 1, 0, 1, [])
+    finally:
+        nccl.set_timeout(TIMEOUT)
+
+
+def exchange(nccl: Nccl) -> threading.Thread:
+    """Begin a sum that waits for a lost peer; the thread ends with it."""
+    nccl.made[-1].lost = True
+    thread = threading.Thread(target=lambda: nccl.made[-1].allreduce([torch.ones(1)], None).wait(), daemon=True)
+    thread.start()
+    assert nccl.made[-1].waiting.wait(DEADLINE)
+    return thread
+
+
+def test_torch_does_not_end_the_process() -> None:
+    """What torchtitan has set for the communicators of a group does not hold for those between groups."""
+    assert isinstance(build_process_group("nccl", TIMEOUT), AbortableNccl)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_a_communicator_is_connected_when_it_is_built(store: TCPStore) -> None:
+    """A sum over all members has been made, and nothing is wrong."""
+    nccl = Nccl()
+    configure(nccl, store, "a")
+    assert nccl.made[0].tensor.tolist() == [3.0]
+    assert nccl.errored() is None
+
+
+def test_a_peer_that_dies_in_the_set_up_costs_the_time_that_it_may_take(store: TCPStore) -> None:
+    """Not the timeout of an operation; the next communicator is made although the first is still being aborted."""
+    nccl = Nccl()
+    nccl.prepare = lambda made: (lose(made), made.stuck.clear())  # type: ignore[assignment, func-returns-value]
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"NCCL has not connected the members within 0.2 s"):
+        configure(nccl, store, "a", seconds=0.2)
+    assert time.monotonic() - began < DEADLINE
+    assert nccl.errored() is not None
+    nccl.prepare = lambda _: None
+    configure(nccl, store, "b", seconds=0.2)
+    assert not nccl.made[0].aborted.is_set()
+    nccl.made[0].stuck.set()
+    assert nccl.made[0].aborted.wait(DEADLINE), "nobody aborts what hangs"
+
+
+def test_a_set_up_that_takes_longer_gets_more_time(store: TCPStore) -> None:
+    """Twice as much each time, and never more than an operation may take; where it is quick it is as before."""
+    nccl = Nccl(timedelta(seconds=0.3))
+    nccl.prepare = lose
+    for name, limit in (("a", "0.1"), ("b", "0.2"), ("c", "0.3"), ("d", "0.3")):
+        with pytest.raises(TimeoutError, match=rf"within {limit} s"):
+            configure(nccl, store, name, seconds=0.1)
+    nccl.prepare = lambda _: None
+    configure(nccl, store, "e", seconds=0.2)
+    nccl.prepare = lose
+    with pytest.raises(TimeoutError, match=r"within 0.2 s"):
+        configure(nccl, store, "f", seconds=0.2)
+
+
+def test_garbage_of_an_aborted_set_up_is_no_connection(store: TCPStore) -> None:
+    """An abort from another thread ends the set-up, which is an error then whatever the sum says."""
+    nccl = Nccl()
+
+    def abort(made: Communicator) -> None:
+        made.lost = True
+        threading.Thread(target=lambda: made.waiting.wait(DEADLINE) and nccl.abort(), daemon=True).start()
+
+    nccl.prepare = abort
+    with pytest.raises(RuntimeError, match="connected 7 of 3"):
+        configure(nccl, store, "a")
+    with pytest.raises(RuntimeError, match="aborted"):  # even if it is what it would be
+        configure(nccl, store, "b", world_size=7)
+
+
+def test_a_lost_member_that_nccl_notices_ends_the_exchange(store: TCPStore) -> None:
+    """NCCL only notes an error; the sum under way ends, and the error is there before it does."""
+    nccl = Nccl()
+    configure(nccl, store, "a")
+    waiting = exchange(nccl)
+    assert nccl.errored() is None
+    nccl.made[0].error = ErrorType.COMM_ERROR
+    waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+    assert "lost a member" in str(nccl.errored())
+    configure(nccl, store, "b")
+    assert nccl.errored() is None
+
+
+def test_an_error_of_a_former_communicator_ends_only_that(store: TCPStore) -> None:
+    """The one in force goes on, also when it was put there while torch was asked for the error."""
+    nccl = Nccl()
+    asked, replaced, told = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(Communicator):
+        def get_error(self) -> ErrorType:
+            asked.set()
+            assert replaced.wait(DEADLINE)
+            told.set()
+            return ErrorType.COMM_ERROR
+
+    before = set(threading.enumerate())
+    configure(nccl, store, "a")
+    (watch,) = (each for each in set(threading.enumerate()) - before if each.name == "titan_ft_nccl_watch")
+    nccl.made[0].__class__ = Late
+    assert asked.wait(DEADLINE)
+    configure(nccl, store, "b")
+    replaced.set()
+    assert told.wait(DEADLINE)
+    watch.join(DEADLINE)
+    assert nccl.errored() is None
+    assert not nccl.made[1].aborted.is_set()
+
+
+def test_an_abort_that_hangs_is_left_to_itself(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller goes on; a new communicator is refused until it is over, for the two could wait for each other."""
+    monkeypatch.setattr(process_group, "_ABORT_SECONDS", 0.1)
+    nccl = Nccl()
+    configure(nccl, store, "a")
+    nccl.made[0].stuck.clear()
+    nccl.abort()
+    assert nccl.errored() is not None
+    with pytest.raises(RuntimeError, match="still being aborted"):
+        configure(nccl, store, "b")
+    assert len(nccl.made) == 1
+    nccl.made[0].stuck.set()
+    assert nccl.made[0].aborted.wait(DEADLINE)
+    configure(nccl, store, "c")
+    assert nccl.errored() is None
+
+
+def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore) -> None:
+    """What `Membership` calls when heartbeats end: the exchange of that quorum breaks off, and the next one works."""
+    nccl = Nccl()
+    own = Member(0, 1.0, "own", "c", "j", f"127.0.0.1:{store.port}")
+    rendezvous = Rendezvous(
+        nccl, TIMEOUT, connect=lambda: store, store=store, process="own", group_rank=0, group_world_size=1,
+        address="127.0.0.1:1",
+    )  # fmt: skip
+    assert rendezvous.configure("first", 1, (own,), own, 0) is None
+    waiting = exchange(nccl)
+    rendezvous.abort("another quorum")
+    assert nccl.errored() is None
+    rendezvous.abort(rendezvous.prefix)
+    waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+    assert nccl.errored() is not None
+    assert rendezvous.configure("second", 2, (own,), own, 0) is None
+    assert nccl.errored() is None
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("when", ["in a sum", "in the set-up"])
+def test_a_peer_is_killed(when: str) -> None:
+    """SIGKILL of a peer: the survivor's process lives, breaks off, and sums on with a communicator of its own."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    program = [sys.executable, __file__, str(store.port), when]
+    environment = {**os.environ, **device.nccl_environment({}, int(TIMEOUT.total_seconds() * 1000))}
+    ranks = [
+        subprocess.Popen([*program, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    try:
+        store.wait(["survivor", "victim"], timedelta(seconds=120))
+        if when == "in a sum":
+            time.sleep(1.0)  # the survivor's kernel is on its GPU by then, and waits
+        ranks[1].send_signal(signal.SIGKILL)
+        store.set("killed", "1")
+        output, _ = ranks[0].communicate(timeout=120)
+        assert (ranks[0].returncode, output.split()[-1:]) == (0, ["lives"]), output
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_rank(port: int, when: str, rank: int) -> None:
+    """Be a rank on the GPU of its number; rank 1 is the one that is killed."""
+    torch.cuda.set_device(rank)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    nccl = build_process_group("nccl", TIMEOUT)
+    ones = torch.ones(1 << 20, device="cuda")
+    if when == "in the set-up":
+        store.set("victim" if rank else "survivor", "1")
+        if rank:
+            signal.pause()  # it never comes
+        store.wait(["killed"])
+        began = time.monotonic()
+        try:
+            configure(nccl, store, "both", world_size=2)
+        except Exception as error:  # noqa: BLE001  # NCCL and torch have many kinds
+            print(f"set-up: {error}", flush=True)
+        else:
+            raise AssertionError("a communicator without its peer")
+        assert time.monotonic() - began < DEADLINE
+    else:
+        nccl.set_timeout(timedelta(seconds=60))
+        nccl.configure(f"127.0.0.1:{port}/both", "group", rank, 2, 1, 0, 1, [])
+        with device.side_stream(ones.device):
+            nccl.allreduce([ones], AllreduceOptions()).wait()
+            assert ones.sum().item() == 2 * ones.numel()
+            assert nccl.errored() is None
+        store.set("victim" if rank else "survivor", "1")
+        if rank:
+            signal.pause()  # it leaves the survivor alone in the next one
+        # What a pulse does when the heartbeats end; NCCL may notice first.
+        threading.Thread(target=lambda: (store.wait(["killed"]), time.sleep(2), nccl.abort()), daemon=True).start()
+        with device.side_stream(ones.device):
+            nccl.allreduce([ones], AllreduceOptions()).wait()
+            ones.sum().item()
+        assert nccl.errored() is not None
+    nccl.set_timeout(timedelta(seconds=60))
+    nccl.configure(f"127.0.0.1:{port}/alone", "group", 0, 1, 2, 0, 1, [])
+    with device.side_stream(ones.device):
+        again = torch.ones(1 << 20, device="cuda")
+        nccl.allreduce([again], AllreduceOptions()).wait()
+        assert again.sum().item() == again.numel()
+    assert nccl.errored() is None
+    print("lives", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
