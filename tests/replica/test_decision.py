@@ -148,6 +148,14 @@ def test_too_few_groups_wait() -> None:
     assert decide(trains(), made_of([ready(0), ready(1, valid_tokens=0)]), least) == Commit()
 
 
+def test_no_update_is_made_in_a_round_that_some_make_for_others() -> None:
+    """Those have just made one, and have yet to train for the next: they could not apply it."""
+    made = made_of([ready(0), ready(1, opening=1, valid_tokens=0, tokens=0)])
+    assert made.verdict.due
+    assert decide(trains(), made, config()) == Repeat()
+    assert not is_update(made, config())
+
+
 def test_gradients_that_were_kept_back_are_sent_when_nothing_hinders() -> None:
     """They are not in the round's sum: it is no update, and the next one is."""
     rows = [ready(0, resting=1), ready(1, resting=1), ready(2)]

@@ -93,16 +93,6 @@ MUTATIONS = [
         first=160,
     ),
     Mutation(
-        "a rank asks for a quorum again when its own time is over",
-        _one(
-            "seat",
-            "                deadline = now + timeout\n",
-            "                answer = self._ask(step, failures)\n",
-        ),
-        ("hang",),
-        ("ranks never part", "liveness", "no state given up"),
-    ),
-    Mutation(
         "a job is begun anew although a group in the midst of a long step lives",
         _one("step", "if is_soon_over and isinstance(outcome, Round) and self._sees_outsiders(outcome):", "if False:"),
         ("long",),
@@ -431,13 +421,6 @@ MUTATIONS = [
         _one("step", "        for _ in range(_MAX_OPENINGS):", "        for _ in ():"),
         ("joiner",),
         ("no stall for a joiner", "no work lost", "liveness"),
-        mode="semi",
-    ),
-    Mutation(
-        "an update is made while some have yet to train their round",
-        _one("decision", "    if verdict.opening:\n", "    if False:\n"),
-        ("many",),
-        ("one trajectory", "no work lost", "no state given up"),
         mode="semi",
     ),
     Mutation(
