@@ -54,18 +54,16 @@ class Succession:
         Raises:
             OSError: the file cannot be written.
         """
-        now = time.monotonic()
-        self._silent += min(now - self._looked, _LOOK_SECONDS)
-        self._looked = now
         said = Announcement.read(self._path)
         if self.serves:
             self.other = said if said is not None and said.id != self._own.id else None
             return self.other is None
-        if said is not None and (self.other is None or said.id != self.other.id):
-            self._silent = 0.0  # it has just announced itself
+        announced = said is not None and (self.other is None or said.id != self.other.id)  # just now
         self.other = said or self.other  # a storage that cannot be read for a moment takes nobody's place away
-        if self._standby and self.other is not None and self._answers(self.other.address):
-            self._silent = 0.0
+        answered = self._standby and self.other is not None and self._answers(self.other.address)
+        now = time.monotonic()
+        self._silent = 0.0 if announced or answered else self._silent + min(now - self._looked, _LOOK_SECONDS)
+        self._looked = now
         if not self._standby or self._silent >= SILENT_SECONDS:
             self._own.write(self._path)
             self.serves, self.other = True, None

@@ -135,10 +135,9 @@ class _Transfer:
     ) -> None:
         self._addresses, self._token, self._step, self._joiner = addresses, token, step, joiner
         self._connections = -(-connections // len(addresses))  # to each donor
-        self._limits = [_TransferLimits(timeout, cancelled) for _ in addresses]  # of the connections for slices
-        self._farewell = [
-            _TransferLimits(timeout, cancelled) for _ in addresses
-        ]  # of those for the first and last word
+        # By donor: of its connections for slices, and of the one for the first and the last word.
+        self._limits = [_TransferLimits(timeout, cancelled) for _ in addresses]
+        self._farewell = [_TransferLimits(timeout, cancelled) for _ in addresses]
         self._lock = threading.Lock()
         self._header = b""
         self._lineage = 0
@@ -168,7 +167,7 @@ class _Transfer:
             with ThreadPoolExecutor(self._connections, "titan_ft_fetch") as pool:
                 for _ in range(self._connections):
                     pool.submit(self._fetch_slices, place)
-            if place in self._failed and not self._slices.whole:
+            if not self._slices.whole:
                 raise self._failed[place]
             if (given := self._slices.given_by(place)) or len(self._addresses) == 1:
                 with contextlib.suppress(OSError, ValueError, KeyError, TransferError, RefusedError):
@@ -188,9 +187,9 @@ class _Transfer:
     def _fetch_slices(self, place: int) -> None:
         assert self._payload is not None, "the header comes first"
         target, slices, limits = octets(self._payload), self._slices, self._limits[place]
-        memory = memoryview(bytearray(min(_CHUNK, target.nbytes)))
         request = Message(step=self._step, lineage=self._lineage)
         try:
+            memory = memoryview(bytearray(min(_CHUNK, target.nbytes)))
             with _Link(self._addresses[place], self._token, limits) as link:
                 while (start := slices.take(place, limits)) is not None:
                     part = memory[: target.nbytes - start]

@@ -443,6 +443,24 @@ def test_several_donors_give_a_part(start_donor: Callable[..., Donor], number: i
     assert all(donor.given > 0 for donor in donors if donor.told.is_set())
 
 
+def test_a_joiner_without_memory_has_no_state(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no connection can be given room for a slice nothing was fetched, and nothing is taken for the state."""
+    donors = start_donors(start_donor, 2)
+    for donor in donors:
+        donor.publish(make_snapshot(5, 3 * CHUNK))
+
+    def no_room(size: int) -> bytearray:
+        if size == CHUNK:
+            raise MemoryError(f"{size} bytes")
+        return bytearray(size)
+
+    monkeypatch.setattr(state_fetch, "bytearray", no_room, raising=False)
+    with pytest.raises(MemoryError, match="1000 bytes"):
+        fetch_from(donors)
+
+
 def test_a_donor_that_dies_costs_its_slices(
     start_donor: Callable[..., Donor], start_proxy: Callable[..., Proxy]
 ) -> None:
