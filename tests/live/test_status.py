@@ -316,6 +316,25 @@ def test_plain_view_limits_progress_lines(capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
+@pytest.mark.parametrize("end", ["training_finished", "drained"])
+def test_plain_view_shows_the_last_step(capsys: pytest.CaptureFixture[str], end: str) -> None:
+    """Once all groups have left, however soon after the line before it; once, and with no time to go."""
+    view, run = PlainView(progress_seconds=1000.0), RunStatus(2)
+    run.observe(event("worker_started", config={"group_size": 2, "steps": 100}))
+    for number in (1, 2, 3):
+        run.observe(step(number, time=2.0 * number, tokens=100))
+        view.update(run)
+    for replica in (0, 1):
+        run.observe(event(end, replica, step=3))
+        view.update(run)
+    view.update(run)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("] ")[1] for line in printed] == [
+        "step 1  loss 2.50000  groups 2/2  restarts 0",
+        "step 3  loss 2.50000  groups 2/2  restarts 0  tokens/s 50",
+    ]
+
+
 def test_table_has_a_row_per_group() -> None:
     """On a terminal, each group has a row."""
     assert group_table(status.fold(status.initial(3), step(1)), 1.0, width=80).row_count == 3

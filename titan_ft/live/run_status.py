@@ -225,7 +225,7 @@ class RunStatus:
     def seconds_left(self, now: float) -> float | None:
         """Return the time that the steps up to the target take at the rate of the last ones; None if unknown."""
         recent, seconds = self._recent(now)
-        if self.target is None or self.step is None or not seconds or self.end:
+        if self.target is None or self.step is None or not seconds or self.end or self.all_left:
             return None
         commits = max(0, self.target - self.unit.step_after(self.step)) / self.unit.steps
         return commits * seconds / (len(recent) - 1)
