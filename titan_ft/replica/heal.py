@@ -9,7 +9,6 @@ them.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 
@@ -35,6 +34,7 @@ from titan_ft.run.log import EventLog
 logger = logging.getLogger(__name__)
 
 _MAX_REST = 64  # rounds between two attempts of one heal
+_POLL_SECONDS = 0.05  # between two looks whether the others are done, of a group of several ranks
 
 
 class Heal:
@@ -70,8 +70,7 @@ class Heal:
         self._lost: set[int] = set()  # places in that list of those that give nothing to this rank any more
         self._rest = 0  # rounds until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
-        self._round_seconds = 0.0  # of the last round
-        self._replay_seconds = math.inf  # of the last replayed update
+        self._step_seconds = 0.0  # that the others' last step took the slowest of them, as their rows say
         self._alone_since: float | None = None  # by the group's clock: when who may be a holder was seen last
         self._outsiders: list[int] = []  # slots of groups that lived outside of the last round
 
@@ -101,8 +100,10 @@ class Heal:
                 if self._attempt is not attempt:
                     continue  # it has ended, one way or the other
             self._rounds.launch_empty()
-            if self._attempt is not None and self._attempt.whole:
-                self._replay_some(self._attempt)  # while the others compute
+            if attempt is not None:  # while the others compute
+                until = began + self._step_seconds / 2
+                self._await_state(attempt, until)
+                self._replay_some(attempt, until)
             outcome = self._rounds.make()
             self.ended_on_update = isinstance(outcome, Round) and is_update(outcome, self._config)
             if isinstance(outcome, Round):
@@ -110,7 +111,6 @@ class Heal:
             self._act(outcome)
             if self._attempt is not None and not self._is_about_to_miss(outcome):
                 self._conclude(self._attempt)
-            self._round_seconds = time.monotonic() - began
         self._rounds.begin()
         self._rounds.ask()
         return time.monotonic() - started
@@ -174,15 +174,30 @@ class Heal:
         Raises:
             Leaving: the group was told to leave; it has nothing to finish.
         """
+        began = time.monotonic()
         self._rounds.ask()
         while self._attempt is attempt and not any(self._group.gather(self._rounds.awaited)):
             self._leave_if_told()
             if attempt.whole:
-                self._replay_some(attempt)  # void if the bytes are not the agreed ones
+                self._replay_some(attempt, began)  # void if the bytes are not the agreed ones
             else:
                 self._rounds.pause()
             if self._attempt is attempt:
                 self._conclude(attempt)
+
+    def _await_state(self, attempt: CatchUp, until: float) -> None:
+        """Wait for the state while the others compute a step, by this rank's clock no longer than `until`.
+
+        A state that comes in the first half of a step is loaded in it, and the group trains the next one. To load what
+        comes later could hold the others up.
+        """
+        if self._config.semi_sync_method:  # a round of several steps is too long to be deaf in
+            return
+        while self._attempt is attempt and not attempt.whole:
+            if any(self._group.gather(time.monotonic() >= until or not self._exchange.under_way)):
+                return
+            attempt.wait(min(_POLL_SECONDS, until - time.monotonic()))
+            self._conclude(attempt)
 
     def _act(self, outcome: Round | Broken) -> None:
         """Do what follows from a round.
@@ -212,6 +227,7 @@ class Heal:
             self._rest -= 1
             if self._rest <= 0:
                 self._position.end_fetch()
+        self._step_seconds = max(row.seconds for row in outcome.rows)
         if not is_update(outcome, self._config):
             time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
         elif self._attempt is not None:
@@ -298,15 +314,16 @@ class Heal:
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
         self._events.emit(HealFailed(donor=attempt.donor, from_step=attempt.from_step, error=reason))
 
-    def _replay_some(self, attempt: CatchUp) -> None:
-        """Load the state, then replay what fits into half of a step: the others must not wait for more.
+    def _replay_some(self, attempt: CatchUp, until: float) -> None:
+        """Load the state if it is whole, then replay until the time `until`: the others must not wait for more.
 
         Two updates at least, for they make one meanwhile.
         """
-        if not attempt.loaded and not self._load(attempt):
+        if self._attempt is not attempt or not attempt.whole or not (attempt.loaded or self._load(attempt)):
             return
-        affordable = max(2, int(self._round_seconds / 2 / self._replay_seconds))
-        for _ in range(min(*self._group.gather(affordable), attempt.remaining)):
+        for number in range(attempt.remaining):
+            if number >= 2 and any(self._group.gather(time.monotonic() >= until)):
+                return
             self._replay(attempt)
 
     def _load(self, attempt: CatchUp) -> bool:
@@ -325,10 +342,9 @@ class Heal:
         return False
 
     def _replay(self, attempt: CatchUp) -> None:
-        began, update = time.monotonic(), attempt.take()
+        update = attempt.take()
         self._apply(update)
         self._position.advance(update)
-        self._replay_seconds = time.monotonic() - began
 
     def _catch_up(self, attempt: CatchUp) -> None:
         """Replay the last queued update while the others apply it, unless more than that is queued."""
