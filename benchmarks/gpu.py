@@ -10,7 +10,7 @@ CPU, so that its logic can be tried anywhere.
 from __future__ import annotations
 
 import argparse
-import copy
+import importlib.util
 import json
 import os
 import signal
@@ -25,115 +25,32 @@ from statistics import median
 from typing import Any, TypeVar
 
 from benchmarks.command import describe_machine
+from benchmarks.gpu_plan import BACKENDS, Gpus, Plan, base_config, job_config, make_plan, probe
 from benchmarks.kills import MAX_RESTARTS, costs, kill_repeatedly
 from benchmarks.parity import Witness, compare_with_stock, read_host_waits, read_witnesses
 from benchmarks.record import compare_digests, read_run
 from benchmarks.recovery import STEPS as ENDLESS
 from benchmarks.run import BenchError, Run, progress
 from benchmarks.steady import LOG_FREQ, compare, time_steps
-from benchmarks.systems import NUM_GROUPS, OURS, STOCK, Config, Job, derive_config
+from benchmarks.systems import NUM_GROUPS, STOCK, Config, Job
 from benchmarks.table import markdown
 from titan_ft.config import ConfigError, load_toml
 from titan_ft.data.assets import find_config
 from titan_ft.history.check import check
 from titan_ft.history.record import RunRecord
 from titan_ft.launch.gpus import listed_gpus
-from titan_ft.launch.worker_group import visible_devices
 from titan_ft.run.events import HealFinished, StateServed
-from titan_ft.training.divisions import DEGREES
 
 ROOT = Path(__file__).parents[1]
-BACKENDS = ("gloo", "nccl")
 PARITY_STEPS = 20
 TRACE_WARMUP, TRACE_STEPS = 2, 3
 """Steps behind those that are timed which the profiler begins with, and which it keeps."""
 NUM_KILLS = 2
 RUN_SECONDS = 600.0
 """That a run to its end may take."""
-CPU_RANKS = 2
-"""In place of GPUs with --cpu."""
 WITNESS = {"experimental": {"custom_import": "benchmarks.witness"}}
-_PROBE = """
-import json, torch
-names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-nccl = torch.cuda.nccl.version() if names and torch.distributed.is_nccl_available() else ()
-cuda = torch.version.cuda or torch.version.hip
-print(json.dumps({"names": names, "cuda": cuda, "nccl": ".".join(map(str, nccl))}))
-"""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """What torch can use here.
-
-    Attributes:
-        names: of the GPUs.
-        cuda: the version that torch was built for; None for a CPU.
-        nccl: the version; empty without NCCL.
-    """
-
-    names: list[str]
-    cuda: str | None
-    nccl: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which group runs where, and what can be between the two.
-
-    Attributes:
-        num_gpus: that are used; on a CPU the ranks that stand for them.
-    """
-
-    num_gpus: int
-    on_cpu: bool = False
-    has_nccl: bool = True
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the ranks of a group."""
-        return max(1, self.num_gpus // NUM_GROUPS)
-
-    def gpus(self, replica: int) -> list[str]:
-        """Return the GPUs of a group, among those that are used, as the launcher deals them out."""
-        devices = [str(index) for index in range(self.num_gpus)]
-        return visible_devices(replica, self.num_ranks, devices) or []
-
-    def why_not(self, backend: str) -> str:
-        """Say why a process group cannot be between the groups; empty if it can."""
-        if backend == "gloo":
-            return ""
-        if self.on_cpu:
-            return "NCCL needs GPUs"
-        if not self.has_nccl:
-            return "this torch has no NCCL"
-        return "" if self.num_gpus >= NUM_GROUPS else "NCCL refuses two ranks on one GPU"
-
-    @property
-    def backends(self) -> list[str]:
-        """Return what can be between the groups."""
-        return [backend for backend in BACKENDS if not self.why_not(backend)]
-
-    def describe(self) -> str:
-        """Return who runs where, in a line."""
-        if self.on_cpu:
-            return f"{NUM_GROUPS} groups x {self.num_ranks} ranks on the CPU: nothing of this says anything about a GPU"
-        return "; ".join(f"group {replica} on GPU {', '.join(self.gpus(replica))}" for replica in range(NUM_GROUPS))
-
-    def stock(self, run_dir: Path, same_steps: bool) -> Job:
-        """Return the job of stock torchtitan that the groups are compared with: one of as many ranks.
-
-        But of one rank that does the work of both groups in turn where they share a GPU, and, where each has one rank,
-        if it must make the `same_steps`: torchtitan's DDP averages gradients twice.
-        """
-        alone = self.num_gpus == 1 or (self.num_ranks == 1 and same_steps)
-        return Job(STOCK, run_dir, *((1, 1) if alone else (NUM_GROUPS, self.num_ranks)))
-
-    def groups(self, run_dir: Path, max_restarts: int = 0) -> Job:
-        """Return the job of the two groups."""
-        return Job(OURS, run_dir, NUM_GROUPS, self.num_ranks, max_restarts)
 
 
 @dataclass
@@ -177,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         base = base_config(load_toml(find_config(options.config)))
         gpus = probe()
-        plan = make_plan(options, gpus)
+        plan = make_plan(options.gpus, options.cpu, gpus)
     except ConfigError as error:
         print(f"check_gpu: {error}", file=sys.stderr)
         return 2
@@ -205,75 +122,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.work_dir is not None and options.work_dir.exists():
         parser.error(f"--work-dir must not exist yet, got {options.work_dir}")
     return options
-
-
-def probe() -> Gpus:
-    """Ask torch for its GPUs, in a process that is gone before others use them.
-
-    Raises:
-        ConfigError: torch cannot be loaded.
-    """
-    asked = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
-    if asked.returncode != 0:
-        raise ConfigError(f"torch of {sys.executable} fails: {(asked.stderr.strip() or 'no word').splitlines()[-1]}")
-    return Gpus(**json.loads(asked.stdout.splitlines()[-1]))
-
-
-def make_plan(options: argparse.Namespace, gpus: Gpus) -> Plan:
-    """Return what to do with what is there.
-
-    Raises:
-        ConfigError: there is no GPU, or fewer than asked for.
-    """
-    if options.gpus is not None and options.gpus < 1:
-        raise ConfigError(f"--gpus must be at least 1, got {options.gpus}")
-    if options.cpu:
-        return Plan(options.gpus or CPU_RANKS, on_cpu=True)
-    if not gpus.names:
-        built = f"was built for {gpus.cuda}" if gpus.cuda else "was built for CPUs"
-        raise ConfigError(f"needs a GPU, and torch of {sys.executable} finds none ({built}); --cpu tries it without")
-    if (options.gpus or 1) > len(gpus.names):
-        raise ConfigError(f"--gpus must be at most {len(gpus.names)}, which torch finds here, got {options.gpus}")
-    num_gpus = options.gpus or len(gpus.names)
-    return Plan(num_gpus if num_gpus == 1 else num_gpus // NUM_GROUPS * NUM_GROUPS, has_nccl=bool(gpus.nccl))
-
-
-def base_config(given: Mapping[str, Any]) -> Config:
-    """Return what all runs derive their config from: data parallelism, one microbatch of a rank in a step.
-
-    Raises:
-        ConfigError: it asks for more, which nothing here compares.
-    """
-    config = {table: {} for table in ("training", "parallelism", "fault_tolerance")} | copy.deepcopy(dict(given))
-    for name in DEGREES:
-        if (degree := config["parallelism"].get(f"{name}_degree", 1)) != 1:
-            raise ConfigError(f"parallelism.{name}_degree must be 1 for this comparison, got {degree}; remove it")
-    for table, name in (("fault_tolerance", "semi_sync_method"), ("experimental", "custom_import")):
-        if value := config.get(table, {}).get(name):
-            raise ConfigError(f"{table}.{name} must be left out of this comparison, got {value!r}; remove it")
-    config["parallelism"]["data_parallel_shard_degree"] = -1
-    config["training"].setdefault("local_batch_size", 8)  # torchtitan's default
-    config["training"].pop("global_batch_size", None)
-    for table in ("checkpoint", "validation"):
-        config[table] = {**config.get(table, {}), "enable": False}
-    return config
-
-
-def job_config(base: Config, job: Job, backend: str, steps: int, log_freq: int, **tables: Config) -> Config:
-    """Return what a run reads.
-
-    Args:
-        backend: between the groups.
-        tables: of further fields.
-    """
-    config = derive_config(base, job, steps, log_freq)
-    if job.system == OURS:
-        config["fault_tolerance"]["process_group"] = backend
-    elif job.num_groups == 1:
-        config["training"]["global_batch_size"] = NUM_GROUPS * config["training"]["local_batch_size"]
-    for table, values in tables.items():
-        config[table] = {**config.get(table, {}), **values}
-    return config
 
 
 def measure(plan: Plan, base: Config, work_dir: Path, report: Report) -> None:
@@ -401,7 +249,9 @@ def judge_run(record: RunRecord, backend: str, report: Report) -> None:
 def run_gpu_tests(plan: Plan, report: Report) -> str:
     """Run the tests that need a GPU; return what became of them."""
     if plan.on_cpu:
-        return "not run: they need a GPU"
+        return "not run: there is none"
+    if importlib.util.find_spec("pytest") is None:
+        return f"not run: {sys.executable} has no pytest"
     progress("tests that need a GPU")
     # Not those of this module, one of which starts all of it.
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--ignore=tests/benchmarks"]
@@ -431,6 +281,7 @@ def format_report(report: Report, plan: Plan, machine: Mapping[str, Any], gpus: 
         "",
         *markdown(rows),
         "",
+        plan.describe_stock(),
         *(f"groups over {name}: not run: {plan.why_not(name)}" for name in BACKENDS if plan.why_not(name)),
         f"tests that need a GPU: {tests}",
         *(report.problems or ["every promise holds"]),
@@ -440,9 +291,9 @@ def format_report(report: Report, plan: Plan, machine: Mapping[str, Any], gpus: 
 
 def _text(values: Sequence[float]) -> str:
     """Return the median, and the range that it comes from."""
-    if min(values) == max(values):
-        return f"{values[0]:.3g}"
-    return f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+    figures = median(values), min(values), max(values)
+    middle, low, high = (f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in figures)
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 usage='usage: check_gpu.sh [options]
   --gpus N        GPUs to use: N / 2 for each of two groups, which share a single one  (all of this machine)
   --cpu           the same on the CPU, over Gloo alone; N is the number of ranks       (2)
-  --config FILE   the model and the data                                               (configs/llama3_debug.toml)
+  --config FILE   model and data, of which 300 steps take less than ten minutes        (configs/llama3_debug.toml)
   --work-dir DIR  folder of the runs, with figures.json                                (outputs/check-gpu-DATE)
 Exit status: 0 every promise holds, 1 one does not, cannot be told or its run failed, 2 bad usage, or no GPU.'
 set -euo pipefail

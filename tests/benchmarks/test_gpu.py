@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks.gpu import Gpus, Plan, Report, base_config, job_config, judge_parity, judge_run, measure_steps
+from benchmarks import gpu, gpu_plan
+from benchmarks.gpu import Report, judge_parity, judge_run, measure_steps
+from benchmarks.gpu_plan import Gpus, Plan, base_config, job_config
 from benchmarks.parity import Witness
 from benchmarks.run import BenchError
 from benchmarks.systems import STOCK, Config, Job
@@ -54,6 +55,8 @@ def test_who_runs_where(
         assert (job.system, job.num_groups, job.num_ranks) == (STOCK, *wanted)
     assert plan.groups(tmp_path).num_ranks == len(gpus[0])
     assert f"group 1 on GPU {', '.join(gpus[1])}" in plan.describe()
+    told = plan.describe_stock()
+    assert ("one rank" in told, "DDP" in told, "HSDP" in told) == (num_gpus <= 2, num_gpus == 2, num_gpus >= 4)
 
 
 def test_why_nccl_is_not_between_the_groups() -> None:
@@ -61,6 +64,15 @@ def test_why_nccl_is_not_between_the_groups() -> None:
     assert "needs GPUs" in Plan(4, on_cpu=True).why_not("nccl")
     assert "has no NCCL" in Plan(4, has_nccl=False).why_not("nccl")
     assert Plan(4, on_cpu=True).backends == Plan(4, has_nccl=False).backends == ["gloo"]
+
+
+def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one hides no GPU from those that come after it; what it fails of is told."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert replace(gpu.probe(), cuda=None) == NONE
+    monkeypatch.setattr(gpu_plan, "_PROBE", "raise OSError('no driver')")
+    with pytest.raises(ConfigError, match="fails: OSError: no driver"):
+        gpu.probe()
 
 
 @pytest.fixture
@@ -331,6 +343,8 @@ def test_tests_that_need_a_gpu_count(monkeypatch: pytest.MonkeyPatch, code: int,
     assert bool(report.problems) == bool(code)
     assert "--ignore=tests/benchmarks" in commands[0]
     assert gpu.run_gpu_tests(Plan(2, on_cpu=True), report).startswith("not run")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert gpu.run_gpu_tests(Plan(2), report).endswith("has no pytest")
     assert len(commands) == 1
 
 
