@@ -135,12 +135,14 @@ def host_waits(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
         events: of a Chrome trace, as torch's profiler writes it.
 
     Raises:
-        BenchError: no step is marked.
+        BenchError: no step is marked, or no call of CUDA was seen.
     """
     spans = [event for event in events if event.get("ph") == "X"]
     steps = [s for s in spans if s.get("cat") == "user_annotation" and s["name"].startswith("ProfilerStep#")]
     if not steps:
         raise BenchError("no step is marked in the profiler's trace")
+    if not any(span.get("cat") == "cuda_runtime" for span in spans):  # it may lack the right to see them
+        raise BenchError("no call of CUDA is in the profiler's trace")
     total = training = 0
     for span in spans:
         if _WAIT.fullmatch(span["name"]):
