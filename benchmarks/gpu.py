@@ -167,7 +167,7 @@ def measure_steps(plan: Plan, base: Config, work_dir: Path, report: Report) -> N
     if not plan.on_cpu:  # torchtitan's profiler wants one
         behind = TRACE_WARMUP + TRACE_STEPS
         profiler = {"profiler_warmup": TRACE_WARMUP, "profiler_active": TRACE_STEPS, "profile_freq": steps + behind}
-        tables = {"profiling": {"enable_profiling": True, **profiler}, **WITNESS}
+        tables = {"profiling": {"enable_profiling": True, **profiler}}
         behind += 1  # the last step of a run is another one
     samples: dict[str, list[list[float]]] = {column: [] for column in (STOCK, *plan.backends)}
     for number in range(rounds):

@@ -51,11 +51,6 @@ def witness_file(run_dir: Path, replica: int, rank: int) -> Path:
     return run_dir / f"witness-{replica}-{rank}.json"
 
 
-def traces(replica: int) -> str:
-    """Return the folder, in that of the run, of the profiler's traces of a group."""
-    return f"traces-{replica}"
-
-
 def read_witnesses(run_dir: Path, num_groups: int, num_ranks: int) -> list[Witness]:
     """Return what the ranks of a run have seen, group by group.
 
@@ -120,9 +115,9 @@ def read_host_waits(run_dir: Path) -> tuple[float, float]:
     Raises:
         BenchError: there is no trace of it.
     """
-    found = sorted((run_dir / traces(0)).glob("*/rank0_trace.json"))
+    found = sorted(run_dir.glob("profile_traces/**/rank0_trace.json"))  # torchtitan's default; the first group's
     if not found:
-        raise BenchError(f"the profiler left no trace in {run_dir / traces(0)}")
+        raise BenchError(f"the profiler left no trace in {run_dir / 'profile_traces'}")
     return host_waits(json.loads(found[0].read_text(encoding="utf-8"))["traceEvents"])
 
 

@@ -3,8 +3,7 @@
 """What runs that are compared with stock torchtitan do not tell by themselves.
 
 Workers load it as their `experimental.custom_import`, stock ones too. At its end each rank leaves in the run's folder
-what it logged in full precision and the digest of its state; torchtitan's trace of the profiler, if it makes one, gets
-a folder for each group.
+what it logged in full precision and the digest of its state.
 
 A stock job of one rank that accumulates gradients reads in each step what as many groups of one rank would: a
 microbatch of each one's share of the data.
@@ -26,7 +25,7 @@ import torch.utils.deterministic
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.train import Trainer
 
-from benchmarks.parity import Witness, traces, witness_file
+from benchmarks.parity import Witness, witness_file
 from titan_ft import device
 from titan_ft.replica.snapshot import TrainState
 
@@ -53,7 +52,6 @@ def _log(_: Any, step: int, loss: Any, max_loss: Any, grad_norm: Any, extra_metr
 
 
 def _begin(trainer: Any) -> None:
-    trainer.job_config.profiling.save_traces_folder = traces(_replica(trainer))
     if not trainer.job_config.fault_tolerance.enable and dist.get_world_size() == 1:
         trainer.dataloader = _deal(trainer, trainer.gradient_accumulation_steps)
 

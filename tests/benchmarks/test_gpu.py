@@ -311,7 +311,6 @@ def test_steps_are_timed_whatever_fails_beside_them(monkeypatch: pytest.MonkeyPa
         assert (profiling["profile_freq"] - behind) % 10 == 0, "the last timed step is logged"
         assert profiling["profile_freq"] < steps < 2 * profiling["profile_freq"]
         assert config["metrics"]["log_freq"] > behind, "no step that the profiler sees is timed"
-        assert config["experimental"]["custom_import"] == "benchmarks.witness"
 
 
 def test_on_a_cpu_nothing_is_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from benchmarks.parity import (
     host_waits,
     read_host_waits,
     read_witnesses,
-    traces,
     witness_file,
 )
 from benchmarks.run import BenchError
@@ -106,7 +105,7 @@ def test_waits_of_the_marked_steps_are_counted() -> None:
 
 def test_a_trace_of_torch_s_profiler_is_read(tmp_path: Path) -> None:
     """As torchtitan writes it. Where it has nothing of the GPU, that is not zero waits."""
-    folder = tmp_path / traces(0) / "iteration_5"
+    folder = tmp_path / "profile_traces" / "iteration_5" / "replica_0"
     folder.mkdir(parents=True)
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -130,5 +129,5 @@ def test_a_trace_of_torch_s_profiler_is_read(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"the profiler left no trace in .*traces-0"):
+    with pytest.raises(BenchError, match=r"the profiler left no trace in .*profile_traces"):
         read_host_waits(tmp_path)
