@@ -44,6 +44,18 @@ class Event:
 
     def __init__(self, accelerator: FakeAccelerator, stream: Stream) -> None:
         self._accelerator, self.stream, self.done = accelerator, stream, False
+        self._time = 0.0
+
+    def reach(self) -> bool:
+        """Let the stream come here."""
+        self.done, self._time = True, time.monotonic()
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        """Return the milliseconds from here to another event, both of which must have been reached."""
+        assert self.done
+        assert other.done
+        return (other._time - self._time) * 1000
 
     def synchronize(self) -> None:
         """Let the host wait until the stream has come here."""
@@ -60,16 +72,11 @@ class Stream:
         accelerator.streams.append(self)
         self._outer: list[Stream] = []
 
-    def record_event(self) -> Event:
+    def record_event(self, event: Callable[[Stream], Event] | None = None) -> Event:
         """Mark what is queued so far."""
-        event = Event(self._accelerator, self)
-
-        def reach() -> bool:
-            event.done = True
-            return True
-
-        self._accelerator.enqueue(self, reach)
-        return event
+        recorded = event(self) if event else Event(self._accelerator, self)
+        self._accelerator.enqueue(self, recorded.reach)
+        return recorded
 
     def wait_event(self, event: Event) -> None:
         """Let what is queued from now on wait for an event of another stream; the host goes on."""
@@ -427,6 +434,10 @@ class _Torch:
 
     def __init__(self, accelerator: FakeAccelerator) -> None:
         self.accelerator, self.Stream = accelerator, functools.partial(Stream, accelerator)
+
+    def Event(self, enable_timing: bool) -> Callable[[Stream], Event]:  # noqa: N802
+        """Make an event that is yet to be recorded on a stream."""
+        return functools.partial(Event, self.accelerator)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

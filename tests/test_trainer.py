@@ -56,11 +56,12 @@ def test_the_links_are_closed_although_the_watchdog_cannot_be(monkeypatch: pytes
         _watchdog=SimpleNamespace(close=end),
         _chaos=SimpleNamespace(close=lambda: closed.append("chaos")),
         _links=SimpleNamespace(close=lambda: closed.append("links")),
+        _state=SimpleNamespace(close=lambda: closed.append("memory")),
         _replica=None,
     )
     with pytest.raises(RuntimeError, match="cannot join it"):
         this.train()
-    assert closed == ["watchdog", "chaos", "links"]
+    assert closed == ["watchdog", "chaos", "links", "memory"]
 
 
 def test_a_gradient_begins_without_counts_of_other_batches() -> None:
@@ -270,7 +271,7 @@ def test_no_quorum_is_asked_for_before_a_pause(step: int, saves: bool, pauses: b
 class Step:
     """A trainer in its step: notes what it does, in order."""
 
-    def __init__(self, committed: Any, leaving: bool = False) -> None:
+    def __init__(self, committed: Any, leaving: bool = False, **settings: int) -> None:
         self.done: list[str] = []
         self.dropped: list[set[int]] = []
         replica = SimpleNamespace(
@@ -298,9 +299,12 @@ class Step:
             _step_log=SimpleNamespace(emit=note("emit"), log=note("log")),
             ntokens_seen=0,
             _position=SimpleNamespace(leaving=leaving, step=3),
+            _state=SimpleNamespace(reserve=note("reserve")),
             _go_on=note("go on"),
             _feed=SimpleNamespace(drop=self.dropped.append),
-            job_config=SimpleNamespace(fault_tolerance=SimpleNamespace(replica_id=0)),
+            job_config=SimpleNamespace(
+                fault_tolerance=SimpleNamespace(**{"replica_id": 0, "group_size": 2, "heal_donors": 8, **settings})
+            ),
         )
 
     def make(self) -> None:
@@ -314,10 +318,18 @@ def test_a_commit_is_applied_and_recorded() -> None:
     """In this order: what is recorded is in the state."""
     step = Step(COMMITTED)
     step.make()
-    assert step.done == ["apply", "emit", "log", "go on"]
+    assert step.done == ["apply", "emit", "log", "reserve", "go on"]
     assert step.this._checkpoint_host.participants == [0, 1]
     assert step.this._work.wire_bytes == 7
     assert step.dropped == [{0}]
+
+
+@pytest.mark.parametrize("settings", [{"heal_donors": 1}, {"group_size": 1}], ids=["shared host", "nobody to serve"])
+def test_no_memory_is_reserved_where_it_may_be_too_much(settings: dict[str, int]) -> None:
+    """A host may have no room for a copy of each of its groups; and a group alone never serves one."""
+    step = Step(COMMITTED, **settings)
+    step.make()
+    assert step.done == ["apply", "emit", "log", "go on"]
 
 
 def test_without_a_commit_nothing_is_applied() -> None:

@@ -176,8 +176,17 @@ def exchange_device(process_group: str) -> torch.device:
     """Return where the exchange's buckets live: Gloo reduces in host memory, NCCL on the GPU."""
     if process_group == "gloo":
         return torch.device("cpu")
+    where = current()
+    assert where.type != "cpu", "`require` refuses nccl without a GPU"
+    return where
+
+
+def current() -> torch.device:
+    """Return the accelerator's device that this thread uses, else the CPU."""
+    if on_cpu():
+        return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "`require` refuses nccl without a GPU"
+    assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
@@ -282,19 +291,23 @@ def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 @contextlib.contextmanager
-def side_stream(where: torch.device) -> Iterator[None]:
-    """Run what follows on a stream of its own, so that it never queues behind compute; nothing to do on CPU."""
+def side_stream(where: torch.device, use: str = "exchange") -> Iterator[None]:
+    """Run what follows on a stream of its own, so that it never queues behind compute; nothing to do on CPU.
+
+    Args:
+        use: what for; each has a stream, so that none waits for another one's.
+    """
     if where.type == "cpu":
         yield
         return
     torch.accelerator.set_device_index(where.index or 0)
-    with _stream_of_its_own(where):
+    with _stream_of_its_own(where, use):
         yield
 
 
 @functools.cache
-def _stream_of_its_own(where: torch.device) -> torch.Stream:
-    """Return the one stream beside compute: memory that was freed on a stream is taken again only there."""
+def _stream_of_its_own(where: torch.device, use: str) -> torch.Stream:
+    """Return the one stream of a use: memory that was freed on a stream is taken again only there."""
     return torch.Stream(where)
 
 
@@ -309,9 +322,25 @@ def for_thread() -> Callable[[], None]:
     return lambda: torch.accelerator.set_device_index(index)
 
 
-def record_event() -> torch.Event | None:
-    """Mark the work queued so far on the current stream; None on CPU, where it is already done."""
-    return None if on_cpu() else torch.accelerator.current_stream().record_event()
+def record_event(timed: bool = False) -> torch.Event | None:
+    """Mark the work queued so far on the current stream; None on CPU, where it is already done.
+
+    Args:
+        timed: whether it is one for `seconds_between`.
+    """
+    if on_cpu():
+        return None
+    return torch.accelerator.current_stream().record_event(torch.Event(enable_timing=True) if timed else None)
+
+
+def record_time() -> torch.Event | None:
+    """Note when the current stream comes here, for `seconds_between`; nobody waits for it."""
+    return record_event(timed=True)
+
+
+def seconds_between(begun: torch.Event | None, done: torch.Event | None) -> float:
+    """Return how long a stream has taken from one timed event to another, which it has passed; 0 without them."""
+    return 0.0 if begun is None or done is None else begun.elapsed_time(done) / 1000
 
 
 def synchronize(events: Iterable[torch.Event | None] = ()) -> None:

@@ -235,6 +235,7 @@ class ReplicaTrainer(Trainer):
             self._drain.leave()
         finally:
             with contextlib.ExitStack() as rest:  # an error of one keeps none of the others open
+                rest.callback(self._state.close)
                 if "_links" in vars(self):
                     rest.callback(self._links.close)
                 if self._chaos is not None:
@@ -278,7 +279,7 @@ class ReplicaTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         """Make one committed step, whatever happens to the other groups; or heal, which ends on one too."""
-        started = time.monotonic()
+        started, config = time.monotonic(), self.job_config.fault_tolerance
         replica = self._join_job()
         if not self._begun and not self._begin(replica):
             self._heal(replica)
@@ -304,8 +305,10 @@ class ReplicaTrainer(Trainer):
         self._step_log.log(committed, work, self.step, self.ntokens_seen, replica.heal_seconds)
         if self._position.leaving:
             raise Leaving
+        if config.group_size > 1 and config.heal_donors != 1:  # with 1, groups may share a host without room for it
+            self._state.reserve()
         self._go_on(replica)
-        self._feed.drop({self.job_config.fault_tolerance.replica_id, *(r.entry.slot for r in work.readings)})
+        self._feed.drop({config.replica_id, *(r.entry.slot for r in work.readings)})
 
     def _begin_work(self) -> Work:
         return Work(self.step, lr=self._lr)

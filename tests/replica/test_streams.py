@@ -289,6 +289,7 @@ def copy(world: _World) -> Any:
         rank, found = _Rank(world, number), []
         for step in range(NUM_STEPS):
             rank.step(step)
+            rank.state.reserve()
             if step == 1:
                 snapshot = rank.state.copy(step, 0)
                 found += _tensors(snapshot)
@@ -301,8 +302,31 @@ def copy(world: _World) -> Any:
     return _together(run)
 
 
+def copy_beside_training(world: _World) -> Any:
+    """Copies that are read only when the next update is queued, or a load; each takes the memory of the one before."""
+
+    def run(number: int) -> Any:
+        rank, found = _Rank(world, number), []
+        rank.step(0)
+        first = rank.state.copy(0, 0)
+        rank.state.reserve()
+        for step in range(1, NUM_STEPS):
+            snapshots = [rank.state.copy(step, 0) for _ in range(2)]
+            rank.step(step)
+            found += rank.bytes()  # the training's stream is through with the step, and not for want of the host
+            for snapshot in snapshots:
+                found += _tensors(snapshot)
+                rank.state.reuse(snapshot)
+        last = rank.state.copy(NUM_STEPS, 0)
+        rank.state.load(first)
+        return [*found, *_tensors(last), *rank.bytes()]
+
+    return _together(run)
+
+
 def _tensors(snapshot: Snapshot) -> list[torch.Tensor]:
     """Copy what is in a snapshot; between its tensors there may be anything."""
+    snapshot.wait()
     return [_view(snapshot.payload, entry).clone() for entry in json.loads(snapshot.header)["tensors"]]
 
 
@@ -392,7 +416,7 @@ def read(world: _World) -> Any:
 
 SCENARIOS = {
     "exchange.py": (train, train_without_overlap, train_on_two_streams, train_in_8_bits, train_in_bfloat16),
-    "snapshot.py": (copy, heal),
+    "snapshot.py": (copy, copy_beside_training, heal),
     "outer.py": (rounds, rounds_mixed, restore),
     "feed.py": (read,),
 }
@@ -455,16 +479,16 @@ def left_out(file: str, line: int) -> Iterator[None]:
     """Let one of the engine's waits do nothing."""
 
     def unless_there(original: Callable[..., Any], nothing: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1)
             there = caller.f_lineno == line and caller.f_code.co_filename.endswith(f"replica/{file}")
-            return (nothing if there else original)(*args)
+            return (nothing if there else original)(*args, **kwargs)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "synchronize", unless_there(device.synchronize, lambda *_: None))
-        patch.setattr(device, "record_event", unless_there(device.record_event, lambda: None))
+        patch.setattr(device, "record_event", unless_there(device.record_event, lambda **_: None))
         patch.setattr(device, "wait_for", unless_there(device.wait_for, lambda *_: None))
         patch.setattr(device, "join_stream", unless_there(device.join_stream, lambda *_: None))
         yield
@@ -481,6 +505,72 @@ def test_each_wait_is_needed(file: str, line: int) -> None:
             except Exception:  # noqa: BLE001  # what was read too early may be anything
                 return
     raise AssertionError(f"nobody misses the wait in {file}:{line}")
+
+
+def with_moments(accelerator: FakeAccelerator) -> tuple[_Rank, dict[nn.Parameter, dict[str, torch.Tensor]]]:
+    """Return a rank behind its first update, with memory for copies, and its optimizer's state."""
+    rank = _Rank(_World("nccl", accelerator), 0)
+    for parameter in rank.parameters:
+        parameter.grad = parameter.detach() * 2.0
+    rank.training.optimizers.step()
+    rank.state.reserve()
+    rank.state.reuse(rank.state.copy(1, 0))
+    return rank, rank.training.optimizers.optimizers[0].state
+
+
+def test_memory_that_a_copy_reads_is_nobody_elses() -> None:
+    """A state that is dropped behind its copy, as a spoiled one is, gives no memory to what training does next."""
+    for seed in range(12):
+        with installed(seed, NUM_MEMBERS) as accelerator:
+            rank, moments = with_moments(accelerator)
+            expected = rank.bytes()
+            snapshot = rank.state.copy(1, 0)
+            shapes = [moment.shape for state in moments.values() for moment in state.values()]
+            moments.clear()
+            others = [torch.full(shape, 7.0, device=rank.where) for shape in shapes]
+            found = _tensors(snapshot)
+            assert same(found, expected), f"seed {seed}"
+            del others
+
+
+def test_a_copy_is_complete_when_it_is_loaded() -> None:
+    """Also into a state on another device, whose streams know nothing of the copy's."""
+    for seed in SEEDS:
+        with installed(seed, NUM_MEMBERS) as accelerator:
+            world = _World("nccl", accelerator)
+            donor, joiner = _Rank(world, 0, seed=0), _Rank(world, 1, seed=1)
+            world.place(0)
+            snapshot = donor.state.copy(0, 0)
+            world.place(1)
+            joiner.state.load(snapshot)
+            assert same(joiner.bytes(), donor.bytes()), f"seed {seed}"
+
+
+def test_the_host_writes_nothing_below_a_copy_that_comes_late() -> None:
+    """Memory is lent again when its last copy is complete: of the next one, what is in host memory comes at once."""
+    for seed in SEEDS:
+        with installed(seed, NUM_MEMBERS) as accelerator:
+            rank, moments = with_moments(accelerator)
+            rank.state.reuse(rank.state.copy(1, 0))
+            for state in moments.values():  # as large as before, but in host memory from now on
+                state["exp_avg"] = torch.full(state["exp_avg"].shape, 3.0)
+            found = _tensors(rank.state.copy(1, 0))
+            assert same(found, rank.bytes()), f"seed {seed}"
+
+
+def test_the_host_waits_for_no_copy() -> None:
+    """Between a copy and the optimizer's next step the training thread goes on; the step waits on the device."""
+    for seed in SEEDS:
+        with installed(seed, NUM_MEMBERS) as accelerator:
+            rank, thread = with_moments(accelerator)[0], threading.current_thread().name
+            before = accelerator.host_waits[thread], len(accelerator.waits[thread])
+            rank.state.copy(1, 0)
+            rank.training.optimizers.step()
+            # The copy's stream for the training's, and the training's for the copy: once, not for each parameter.
+            assert (accelerator.host_waits[thread], len(accelerator.waits[thread])) == (before[0], before[1] + 2)
+            assert accelerator.waits[thread][-1] is accelerator.defaults[0]
+            rank.training.optimizers.step()
+            assert len(accelerator.waits[thread]) == before[1] + 2
 
 
 def test_training_waits_for_no_other_member() -> None:

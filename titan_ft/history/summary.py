@@ -51,7 +51,7 @@ class Transfer:
     num_bytes: int
     """Bytes of all ranks."""
     copy_seconds: float
-    """The copy of the state by the slowest rank, while training stood still."""
+    """The copy of the state by the slowest rank: so long training stood still at most."""
     serve_seconds: float
     """The transfer by the slowest rank, beside training."""
 
@@ -305,7 +305,7 @@ def _describe_host(figures: HostFigures) -> str:
 
 def _served(transfers: Sequence[Transfer]) -> str:
     copies, sent = [each.copy_seconds for each in transfers], [each.serve_seconds for each in transfers]
-    return f"copied in {_spread(copies)} while training stood still, sent in {_spread(sent)}"
+    return f"copied in {_spread(copies)} (training stood still no longer), sent in {_spread(sent)}"
 
 
 def _seconds(value: float | None) -> str:

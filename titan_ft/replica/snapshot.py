@@ -14,6 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from titan_ft import device
 from titan_ft.replica.errors import StateMismatchError
 from titan_ft.replica.exchange import local
+from titan_ft.replica.host_memory import HostMemory
 
+_BUFFER = "buffer/"  # a buffer's name in a state begins with it
 _ALIGNMENT = 64  # bytes; keeps every tensor of a payload aligned for any dtype
 _HASH_CHUNK = 1 << 20  # int64 lanes hashed at once: bounds the hash's extra memory to 16 MB
 
@@ -39,14 +42,27 @@ class Counters(Protocol):
 class Snapshot:
     """One rank's state after `step` committed updates, in host memory.
 
-    `header` is JSON text: step, lineage, scalars, and name, dtype, shape, offset of each tensor. `payload` is flat
-    uint8.
+    Attributes:
+        header: JSON text: step, lineage, scalars, and name, dtype, shape, offset of each tensor.
+        payload: flat uint8. A GPU may still copy into it: who reads or overwrites it waits first (`wait`).
+        begun, copied: on the GPU's stream, around the copy; None = it was complete when it was made.
     """
 
     step: int
     lineage: int
     header: bytes
     payload: torch.Tensor
+    begun: torch.Event | None = None
+    copied: torch.Event | None = None
+
+    def wait(self) -> None:
+        """Let the host wait until the payload is complete; any thread."""
+        device.synchronize([self.copied])
+
+    @property
+    def copy_seconds(self) -> float:
+        """Return how long the GPU has copied, once it has; what is copied when it was made counts for the host."""
+        return device.seconds_between(self.begun, self.copied)
 
 
 class TrainState:
@@ -73,22 +89,54 @@ class TrainState:
         self._lr_schedulers = lr_schedulers
         self._counters = counters
         self._on_load = on_load
-        self._spare: torch.Tensor | None = None
+        self._memory = HostMemory()
+        # The last copy, until training comes behind it, and what it reads: memory that nothing else may take yet.
+        self._under_way: tuple[torch.Event | None, list[torch.Tensor]] | None = None
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._come_behind_copy())
+
+    def reserve(self) -> None:
+        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state."""
+        self._memory.reserve(lambda: self.payload_bytes)
+
+    def close(self) -> None:
+        """Let go of the host memory."""
+        self._memory.close()
 
     @torch.no_grad()
     def copy(self, step: int, lineage: int) -> Snapshot:
-        """Copy the state to host memory (pinned on GPU) and wait until the copy is complete."""
+        """Copy the state to host memory, as it is behind all that the training has queued.
+
+        A GPU does so on a stream of its own, and the host goes on: the snapshot is to be waited for. An optimizer's
+        next step waits on the GPU, and so does a load. On a CPU, and into memory that is not pinned, the copy is
+        complete when this returns.
+        """
         tensors = list(self._tensors(self._optimizers))
         entries, size = _lay_out(tensors)
-        payload, self._spare = self._spare, None
-        if payload is None or payload.numel() != size:
-            payload = device.empty_host(size, torch.uint8)
-        for entry, (_, tensor, _) in zip(entries, tensors, strict=True):
-            _view(payload, entry).copy_(local(tensor), non_blocking=True)
-        device.synchronize()
+        payload = self._memory.take(size)
+        shards = [local(tensor) for _, tensor, _ in tensors]
+        targets = [_view(payload, entry) for entry in entries]
+        # A forward may write buffers (statistics of a norm), long before the optimizer's step: they are copied on the
+        # training's stream.
+        buffers = [name.startswith(_BUFFER) for name, _, _ in tensors]
+        _copy_all(targets, shards, buffers)
+        where, final = device.current(), device.record_event()
+        with device.side_stream(where, "copy"):
+            device.wait_for(final, where)
+            begun = device.record_time()
+            _copy_all(targets, shards, [not buffer for buffer in buffers])
+            copied = device.record_event(timed=True)
+        self._under_way = (copied, shards)
         header = {"step": step, "lineage": lineage, "scalars": self._scalars(), "tensors": entries, "bytes": size}
         text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)  # of equal states the same bytes
-        return Snapshot(step, lineage, text.encode(), payload)
+        return Snapshot(step, lineage, text.encode(), payload, begun, copied)
+
+    def _come_behind_copy(self) -> None:
+        """Let what the training queues from now on wait for the last copy: it may write what that reads."""
+        if self._under_way is not None:
+            copied, _ = self._under_way
+            device.wait_for(copied, device.current())
+            self._under_way = None
 
     @property
     def payload_bytes(self) -> int:
@@ -97,7 +145,8 @@ class TrainState:
 
     def reuse(self, snapshot: Snapshot) -> None:
         """Take back a snapshot that nobody reads any more: its memory serves the next copy."""
-        self._spare = snapshot.payload
+        snapshot.wait()  # the host writes there too, and a GPU that copies late would do so behind it
+        self._memory.give_back(snapshot.payload)
 
     @torch.no_grad()
     def load(self, snapshot: Snapshot) -> None:
@@ -107,6 +156,8 @@ class TrainState:
             StateMismatchError: the donor's state has other tensors or shapes than this rank's (another model, other
                 parallel degrees or another optimizer).
         """
+        snapshot.wait()
+        self._come_behind_copy()
         header = json.loads(snapshot.header)
         entries = {entry["name"]: entry for entry in header["tensors"]}
         for name, tensor in self._model_tensors():
@@ -166,7 +217,7 @@ class TrainState:
             for prefix, module in part.named_modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     if name not in module._non_persistent_buffers_set:
-                        yield f"buffer/{number}/{prefix}.{name}", buffer
+                        yield f"{_BUFFER}{number}/{prefix}.{name}", buffer
 
     def _scalars(self) -> dict[str, Any]:
         return {
@@ -240,6 +291,12 @@ def _lay_out(tensors: list[tuple[str, torch.Tensor, bool]]) -> tuple[list[dict[s
         )
         size += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
     return entries, size
+
+
+def _copy_all(targets: list[torch.Tensor], shards: list[torch.Tensor], chosen: list[bool]) -> None:
+    """Queue copies of those shards that are chosen."""
+    for target, shard in zip(compress(targets, chosen), compress(shards, chosen), strict=True):
+        target.copy_(shard, non_blocking=True)
 
 
 def _view(payload: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:

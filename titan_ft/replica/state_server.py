@@ -16,6 +16,7 @@ from collections.abc import Callable
 from io import BufferedRWPair
 from typing import Any
 
+from titan_ft import device
 from titan_ft.replica.pace import Pace
 from titan_ft.replica.reach import answer_probe
 from titan_ft.replica.snapshot import Snapshot
@@ -38,7 +39,7 @@ class StateServer:
         token: the run's shared secret.
         wait_seconds: how long a request may wait for its snapshot to be taken.
         served: called as served(joiner, snapshot, bytes, copy_seconds, serve_seconds) when a joiner has everything, so
-            many bytes of it from here.
+            many bytes of it from here; `copy_seconds` is what the copy took the host or the GPU, whichever took longer.
         max_mbps: 10**6 bits per second that all joiners together get at most; 0 = as fast as it goes.
     """
 
@@ -62,6 +63,7 @@ class StateServer:
         self._wanted = False
         self._readers = 0
         self._changed = threading.Condition()
+        self._use_device = device.for_thread()
         self._server = _Server((host, 0), self._handle)
         threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="titan_ft_state_server", daemon=True
@@ -73,7 +75,7 @@ class StateServer:
         return int(self._server.server_address[1])
 
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
-        """Serve `snapshot`, which took `copy_seconds` to copy, from now on."""
+        """Serve `snapshot`, which took the host `copy_seconds` to copy, or to let a GPU copy, from now on."""
         with self._changed:
             self._snapshot, self._copy_seconds, self._wanted = snapshot, copy_seconds, False
             self._changed.notify_all()
@@ -108,6 +110,7 @@ class StateServer:
         self._server.server_close()
 
     def _handle(self, connection: socket.socket) -> None:
+        self._use_device()
         connection.settimeout(_HANDSHAKE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an answer's end waits for no delayed ACK
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_JOINER_SECONDS * 1000))
@@ -133,14 +136,15 @@ class StateServer:
                 write_line(stream, {"error": snapshot})
                 continue
             try:
+                snapshot.wait()  # a GPU may still be copying it
                 send = self.send if "offset" in request else self._pace.send
                 self._answer(stream, connection, request, snapshot, send)
             finally:
                 with self._changed:
                     self._readers -= 1
             if request.get("done"):
-                seconds = time.monotonic() - started
-                self._served(request["done"], snapshot, request["bytes"], self._copy_seconds, seconds)
+                copied = max(self._copy_seconds, snapshot.copy_seconds)
+                self._served(request["done"], snapshot, request["bytes"], copied, time.monotonic() - started)
 
     @staticmethod
     def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> Message:

@@ -384,7 +384,7 @@ class StateServed(RankEvent, kw_only=True):
     joiner: int  # the group
     step: int  # step after which the state is
     bytes: int  # that it gave
-    copy_seconds: float  # the copy of the state, while training stood still
+    copy_seconds: float  # the copy of the state: so long training stood still at most, for no update can pass it
     serve_seconds: float  # the transfer, beside training
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +51,40 @@ def test_an_unproven_connection_learns_nothing(donor: Donor, proof: object, capf
         assert read_rest(stream) == b""
     assert TOKEN not in answer.decode()
     assert "Traceback" not in capfd.readouterr().err
+
+
+class _Stream:
+    """Stands in for an event of a GPU that copies until a test lets it end, two seconds later by its own clock."""
+
+    def __init__(self) -> None:
+        self.waited, self.done = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.waited.set()
+        assert self.done.wait(DEADLINE)
+
+    def elapsed_time(self, other: object) -> float:
+        assert self.done.is_set()
+        return 2000.0
+
+
+def test_nothing_is_served_before_its_copy_is_complete(
+    start_donor: Callable[..., Donor], background: ThreadPoolExecutor
+) -> None:
+    """The server's threads wait for the GPU, who publishes does not; the event tells the time of the copy itself."""
+    sent, event = make_snapshot(5, CHUNK), _Stream()
+    complete, told = sent.payload.clone(), []
+    sent.payload.zero_()
+    donor = start_donor()
+    donor.server._served = lambda *facts: told.append(facts[3]) or donor.told.set()
+    donor.publish(dataclasses.replace(sent, begun=event, copied=event))
+    fetched = background.submit(donor.fetch, 5)
+    assert event.waited.wait(DEADLINE)
+    sent.payload.copy_(complete)
+    event.done.set()
+    check_equal(fetched.result(DEADLINE), sent)
+    assert donor.told.wait(DEADLINE)
+    assert told == [2.0], "longer than the half second that it took the host"
 
 
 def read_rest(stream: Any) -> bytes:
