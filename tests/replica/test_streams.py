@@ -502,6 +502,32 @@ def test_training_waits_for_no_other_member() -> None:
         assert not set(accelerator.defaults) & set(accelerator.waits["titan_ft_exchange"])
 
 
+def test_the_next_exchange_waits_for_the_copy_of_the_last() -> None:
+    """A joiner queues the sums and goes on: its next exchange writes into a bucket only when that has been copied."""
+
+    def count_waits(copies: bool) -> int:
+        with installed(0, NUM_MEMBERS) as accelerator:
+            world = _World("nccl", accelerator)
+
+            def run(number: int) -> int:
+                rank = _Rank(world, number)
+                for step in range(2):
+                    if number == 0:
+                        rank.step(step)
+                    elif copies:
+                        rank.queue()
+                    else:
+                        rank.exchange.launch_empty()
+                        rank.finish(gives=False)
+                return len(rank.exchange._buckets)
+
+            buckets = _together(run)[1]
+            waits = [stream for stream in accelerator.waits["titan_ft_exchange"] if stream.where.index == 1]
+            return len(waits) - copies * buckets
+
+    assert count_waits(copies=True) == count_waits(copies=False)
+
+
 @pytest.mark.parametrize("bucket_bytes", [4, 1 << 20], ids=["many buckets", "one"])
 def test_a_step_waits_for_the_device_as_rarely_as_it_must(bucket_bytes: int) -> None:
     """However many buckets there are: for rows and messages, and on the exchange's thread for the number of givers."""
