@@ -84,7 +84,8 @@ def test_dry_run_says_what_would_be_started(
         "batch        2 sequences of a group (2 x 1 ranks that read data x 1 microbatches), 4 in all\n",
         "tokens       1,024 per step (4 x 256), 3,072 in 3 steps\n",
         "GPU memory   94.05 MiB for each rank: parameters 23.51 MiB, gradients 23.51 MiB, optimizer 47.03 MiB\n",
-        "copy of the state 70.54 MiB, buckets of the exchange 23.51 MiB, queue of 100 updates while it heals 2.30 GiB",
+        "copy of the state 70.54 MiB, buckets of the exchange 23.51 MiB\n",
+        "and 23.51 MiB for each update that it queues while it heals, in half of what is free then, ",
         "a step moves 23.51 MiB of each rank's gradients: 23.51 MiB out and in (a ring of 2)\n",
         "a heal moves 70.54 MiB for each rank, 70.54 MiB for the group\n",
         "links        50 Gbit/s from rank to rank between groups, 200 between GPU and host",
@@ -109,6 +110,26 @@ def test_dry_run_of_throttled_donors(
     settings = (f"heal_donors={donors}", "transfer_max_mbps=100")
     assert main([*command.split(), "--", *(f"--fault_tolerance.{setting}" for setting in settings)]) == 0
     assert f"in which the donors stand still; {seconds} s of transfer," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        (["catch_up_max_steps=100"], "2.30 GiB"),
+        (["catch_up_max_gb=1.5"], "1.50 GiB"),
+        (["catch_up_max_gb=1.5", "catch_up_max_steps=2"], "47.03 MiB"),
+    ],
+)
+def test_dry_run_of_a_bounded_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings: list[str], size: str
+) -> None:
+    """Of two bounds the tighter one counts."""
+    monkeypatch.chdir(tmp_path)
+    command = "launch llama3_debug --replicas 4 --ranks-per-replica 1 --run-dir run --dry-run"
+    assert main([*command.split(), "--", *(f"--fault_tolerance.{setting}" for setting in settings)]) == 0
+    shown = capsys.readouterr().out
+    assert f"queue of updates while it heals {size}" in shown
+    assert "for each update that it queues" not in shown
 
 
 def test_dry_run_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +166,7 @@ def test_dry_run_of_fragments_in_8_bits(
     assert "a round moves 11.76 MiB of each rank's changes: 8.96 MiB out and in (a ring of 4, in 8 bits), " in shown
     assert "1.79 MiB for each of its 5 steps\n" in shown
     assert "in which training stands still, but for the transfer, beside 3 steps\n" in shown
-    assert "buckets of the exchange 23.51 MiB, what rounding leaves 47.03 MiB, " in shown
+    assert "buckets of the exchange 23.51 MiB, what rounding leaves 47.03 MiB\n" in shown
 
 
 def test_dry_run_of_a_job_for_other_hosts_needs_no_tokenizer(

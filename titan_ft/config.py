@@ -219,9 +219,15 @@ class FaultTolerance:
     """What happens while a group fetches the state: with "replay" the others train on and the group replays the updates
     that it missed; with "wait" they wait until it has the state, which is torchft's way."""
 
-    catch_up_max_steps: int = 100
-    """Updates that a group queues in host memory (each as large as its rank's gradients in fp32) before the others wait
-    for its transfer to end. 0 queues without bound."""
+    catch_up_max_gb: float = 0.0
+    """Gigabytes (2**30 bytes) of updates, each as large as its gradients in fp32, that a rank queues in host memory
+    (pinned where there is a GPU) while the state travels. Of its group's ranks the one with least room counts. With the
+    queue full, a newer state is fetched if it is likely to be there in time, once in a heal; else the others wait for
+    the transfer to end. 0 takes half of what its host, or its cgroup, has free when the heal begins, shared out among
+    the ranks there."""
+
+    catch_up_max_steps: int = 0
+    """Updates that a group queues at most, whatever their size. 0 leaves it to `catch_up_max_gb`."""
 
     # Ours: absent groups.
 
@@ -490,7 +496,8 @@ _ZERO_MEANS = {
     "max_exchange_retries": "never gives up",
     "digest_every": "never compares",
     "transfer_max_mbps": "sends as fast as it goes",
-    "catch_up_max_steps": "queues without bound",
+    "catch_up_max_gb": "takes half of the host's free memory",
+    "catch_up_max_steps": "leaves it to catch_up_max_gb",
     "heal_donors": "takes all groups that hold the state",
     "hang_timeout_seconds": "never ends a worker",
     "sync_deadline_seconds": "makes all steps of a round",

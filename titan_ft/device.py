@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -272,6 +273,20 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
 def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate a flat host tensor, pinned where there is a GPU so that copies can be asynchronous."""
     return torch.empty(numel, dtype=dtype, pin_memory=not on_cpu())
+
+
+def host_bytes(num_bytes: int) -> int:
+    """Return how much memory `empty_host` takes for so many bytes: torch rounds what it pins up to a power of two."""
+    return num_bytes if on_cpu() else 1 << max(0, num_bytes - 1).bit_length()
+
+
+def release_host_memory() -> None:
+    """Give pinned memory that nobody uses any more back to the host; returns at once, and does nothing on a CPU.
+
+    On a thread of its own: to unpin many gigabytes takes seconds.
+    """
+    if not on_cpu():
+        threading.Thread(target=torch.accelerator.empty_host_cache, name="titan_ft_unpin", daemon=True).start()
 
 
 def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -567,6 +567,7 @@ class ReplicaTrainer(Trainer):
             ledger=self._ledger,
             nominal_tokens=self._nominal_tokens,
             token=self.launch.token,
+            ranks_on_host=self.launch.ranks_on_host,
             apply=self._apply,
             **shared,
         )

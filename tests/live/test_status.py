@@ -132,7 +132,7 @@ def test_lines_of_single_events() -> None:
         (event("data_reset", 2, reason="no position"), "replica 2 starts its data anew (no position)"),
         (
             event("catch_up_waiting", 2, step=9),
-            "replica 2 cannot queue more updates: the others wait until it has step 9",
+            "replica 2 lets the others wait until it has step 9",
         ),
         (event("drained", 2, step=9, reason="SIGTERM"), "replica 2 left after step 9 (SIGTERM)"),
         (event("heal_failed", 2, donor=1, error="E: gone\nmore"), "replica 2 got no state from replica 1: E: gone"),

@@ -26,8 +26,8 @@ class HeldFetch:
         self.result: Snapshot | Exception = Snapshot(FROM_STEP, 100, b"{}", torch.empty(0, dtype=torch.uint8))
         self.began, self.let_go = threading.Event(), threading.Event()
 
-    def __call__(self, cancelled: threading.Event) -> Snapshot:
-        self.cancelled = cancelled
+    def __call__(self, cancelled: threading.Event, note_share: Callable[[float], None]) -> Snapshot:
+        self.cancelled, self.note_share = cancelled, note_share
         self.began.set()
         assert self.let_go.wait(DEADLINE)
         if isinstance(self.result, Exception):
@@ -46,7 +46,7 @@ def held() -> Iterator[HeldFetch]:
 @pytest.fixture
 def attempt(held: HeldFetch) -> CatchUp:
     """Provide an attempt from donor 3 at step 5, of lineage 100."""
-    return CatchUp(3, FROM_STEP, 100, 9, held)
+    return CatchUp(3, FROM_STEP, 100, 9, held, most=4)
 
 
 def update(step: int, lineage: int) -> Update:
@@ -70,6 +70,24 @@ def test_updates_queue_in_order(attempt: CatchUp) -> None:
     assert attempt.queue(update(8, 103), base=102)
     assert [kept.step for kept in attempt.updates] == [6, 7, 8]
     assert attempt.target_step == 8
+
+
+@pytest.mark.parametrize(
+    ("at_half", "at_end", "in_time"), [(0.0, 0.5, True), (0.3, 0.8, True), (0.3, 0.79, False), (0.6, 0.9, False)]
+)
+def test_the_pace_of_late_says_whether_a_newer_state_is_worth_it(
+    held: HeldFetch, attempt: CatchUp, at_half: float, at_end: float, in_time: bool
+) -> None:
+    """Two of the four updates have come since the queue was half full: half of the state must have, too."""
+    assert held.began.wait(DEADLINE)
+    for number in range(4):
+        assert not attempt.full
+        held.note_share(at_half if number == 1 else at_end)
+        assert attempt.queue(update(6 + number, 101 + number), base=100 + number)
+    assert attempt.full
+    assert attempt.newer_would_be_in_time is in_time
+    end(held, attempt)
+    assert attempt.newer_would_be_in_time, "whose part is there has time for whatever the others do"
 
 
 def test_a_missed_update_voids_the_attempt(attempt: CatchUp) -> None:

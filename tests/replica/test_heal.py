@@ -7,6 +7,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import heal
+from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.decision import ALONE_SECONDS, Broken, Round, Update, judge
 from titan_ft.replica.errors import JobLostError, Leaving
 from titan_ft.replica.heal import Heal
@@ -84,6 +86,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
         monkeypatch.setattr(heal, "PAUSE_SECONDS", 0.0)
         monkeypatch.setattr(heal, "fetch", self._fetch)
+        self.free: int | None = 2**50  # bytes of the host's memory
+        monkeypatch.setattr(heal, "free_bytes", lambda: self.free)
         self.step, self.lineage = 5, 55
         self.lineages = {5: 55}  # by step
         self.holders = (0, 1)
@@ -96,6 +100,7 @@ class World:
         self.fetches: list[tuple[int, int]] = []
         self.donors: list[list[int]] = []
         self.lose: dict[int, str] = {}
+        self.note_share: Callable[[float], None] = lambda share: None  # of the latest fetch
         self.named_donors: list[int] = []
         self.fail: set[int] = set()  # numbers of fetches
         self.corrupt: set[int] = set()
@@ -103,6 +108,8 @@ class World:
         self.applied: list[int] = []
         self.dropped: list[int] = []  # states that were there when what rounding had left was dropped
         self.seconds = 0.0  # of the group's clock
+        self.step_seconds = 1e6  # that the holders' steps take
+        self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
         self.position = Position()
@@ -121,6 +128,7 @@ class World:
             events=log,
             nominal_tokens=GROUPS * TOKENS,
             token="token",
+            ranks_on_host=2,
             apply=self._apply,
         )
 
@@ -193,6 +201,7 @@ class World:
                 digest=self._digest(value_after(self.step)),
                 valid_tokens=given,
                 tokens=given,
+                seconds=self.step_seconds,
                 training=1,
             )
             for slot in self.holders
@@ -220,6 +229,14 @@ class World:
 
     # The exchange, the group, the state
 
+    update_bytes = 2**20
+
+    def make_room(self) -> None:
+        pass
+
+    def drop_room(self) -> None:
+        pass
+
     def reduced(self) -> list[torch.Tensor]:
         return [torch.tensor(gradient_of(self.step))]
 
@@ -227,7 +244,8 @@ class World:
         self.dropped.append(self.value)
 
     def gather(self, value: int) -> list[int]:
-        return [value]
+        others, self.others_see = self.others_see, []
+        return [value, *others]
 
     def clock(self) -> float:
         return self.seconds
@@ -244,7 +262,8 @@ class World:
         self.fetches.append((int(addresses[0]), step))
         self.donors.append([int(address) for address in addresses])
         for place, reason in self.lose.items():
-            rest[-1](place, reason)
+            rest[-2](place, reason)
+        self.note_share = rest[-1]
         number = len(self.fetches)
         assert self.release.wait(20)
         if number in self.fail:
@@ -359,6 +378,168 @@ def test_a_full_queue_lets_the_others_wait(make: Callable[..., World]) -> None:
     assert len(world.named("catch_up_waiting")) == 1
     assert world.applied[:3] == [6, 7, 8]
     assert world.step < 5 + 15
+
+
+@pytest.mark.parametrize(
+    ("free", "other", "config", "most"),
+    [
+        (None, 9, {"catch_up_max_steps": 3}, 3),
+        (2**50, 2, {"catch_up_max_steps": 3}, 2),  # another rank of the group has room for so many
+        (2**50, 9, {"catch_up_max_gb": 4.5 / 2**10}, 4),
+        (0, 9, {"catch_up_max_gb": 4.5 / 2**10, "catch_up_max_steps": 2}, 2),
+        (2 * 2 * 3 * 2**20, 9, {}, 3),  # half of it, for two ranks, in updates of 1 MiB
+        (2 * 2 * 3 * 2**20, 1, {}, 1),
+        (0, 9, {}, 1),
+        (0, 9, {"catch_up_max_gb": 0.5 / 2**10}, 1),  # less than one update
+    ],
+)
+def test_the_queue_is_bounded_in_bytes(
+    make: Callable[..., World], free: int | None, other: int, config: dict[str, float], most: int
+) -> None:
+    """By the setting, or by the memory that is free; the rank of the group with the least room decides."""
+    world = make(**config)
+    world.free, world.others_see = free, [other]
+    world.on_round = lambda number: world.release.set() if number == 20 else None
+    world.heal.run()
+    assert healed(world)
+    (waiting,) = world.named("catch_up_waiting")
+    assert waiting.step == 5 + most  # type: ignore[attr-defined]  # a CatchUpWaiting
+    assert world.fetches == [(0, 5)]
+    assert f"{most} updates ({most:,}.0 MiB on this rank) are queued" in waiting.reason  # type: ignore[attr-defined]
+
+
+def test_without_knowledge_of_memory_nothing_is_bounded(make: Callable[..., World]) -> None:
+    """A machine that tells of no memory queues all."""
+    world = make()
+    world.free = None
+    world.on_round = lambda number: world.release.set() if number == 30 else None
+    world.heal.run()
+    assert healed(world)
+    assert world.applied == list(range(6, world.step + 1))
+    assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
+
+
+def hurry(world: World, number: int, late: float) -> None:
+    """Let transfers bring nothing while the first two updates are queued, and `late` in the third and fourth."""
+    queued = 0 if world.heal._attempt is None else len(world.heal._attempt.updates)
+    world.note_share(0.0 if queued < 3 else late)
+
+
+def test_a_newer_state_is_fetched_once_if_it_would_be_in_time(make: Callable[..., World]) -> None:
+    """What slowed the transfer down is over, so a newer one is tried; with its queue full as well the others wait."""
+    world = make(catch_up_max_steps=4)
+
+    def go(number: int) -> None:
+        hurry(world, number, late=0.6)
+        if number == 30:
+            world.release.set()
+
+    world.on_round = go
+    world.heal.run()
+    assert healed(world)
+    names = [event.name for event in world.events]
+    assert names == ["heal_started", "catch_up_renewed", "heal_started", "catch_up_waiting", "heal_finished"]
+    (_, first), (_, second) = world.fetches
+    assert (first, second >= first + 4) == (5, True)
+    assert world.donors == [[0, 1], [0, 1]], "that is no retry: all give, in the same order"
+    assert world.applied == list(range(second + 1, world.step + 1))
+    (renewed,) = world.named("catch_up_renewed")
+    assert "fault_tolerance.catch_up_max_steps" in renewed.reason  # type: ignore[attr-defined]  # a CatchUpRenewed
+
+
+def test_a_newer_state_that_is_in_time_lets_nobody_wait(make: Callable[..., World]) -> None:
+    """The transfer of the newer one ends before the queue is full again."""
+    world = make(catch_up_max_steps=4)
+
+    def go(number: int) -> None:
+        hurry(world, number, late=0.6)
+        if len(world.fetches) == 2:
+            world.release.set()
+
+    world.on_round = go
+    world.heal.run()
+    assert healed(world)
+    assert not world.named("catch_up_waiting")
+    assert len(world.named("catch_up_renewed")) == 1
+
+
+@pytest.mark.parametrize(("late", "other"), [(0.4, 1), (0.6, 0)])
+def test_a_newer_state_that_would_be_late_is_not_fetched(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, late: float, other: int
+) -> None:
+    """At the pace of late the queue would be full before its end, on some rank: the others wait at once."""
+    world = make(catch_up_max_steps=4)
+
+    def go(number: int) -> None:
+        hurry(world, number, late)
+        if world.named("catch_up_waiting") and number > 20:
+            world.release.set()
+
+    world.on_round = go
+    found = CatchUp.newer_would_be_in_time.fget
+    assert found is not None
+
+    def look(attempt: CatchUp) -> bool:
+        world.others_see = [other]
+        return bool(found(attempt))
+
+    monkeypatch.setattr(CatchUp, "newer_would_be_in_time", property(look))
+    world.heal.run()
+    assert healed(world)
+    assert len(world.named("catch_up_waiting")) == 1
+    assert len(world.fetches) == 1
+    assert not world.named("catch_up_renewed")
+
+
+def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
+    """It comes in the round that fills the queue: it may be the last one there is."""
+    world = make(catch_up_max_steps=4)
+
+    def go(number: int) -> None:
+        hurry(world, number, late=1.0)
+        attempt = world.heal._attempt
+        if attempt is not None and len(attempt.updates) == 3:
+            world.release.set()
+
+    world.on_round = go
+    world.heal.run()
+    assert healed(world)
+    assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
+    assert world.applied[:4] == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(("replay", "slow"), [(1.5, True), (0.9, False)])
+def test_a_slow_replay_lets_the_others_wait(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, replay: float, slow: bool
+) -> None:
+    """Replays that take longer than the others' steps would make each of these wait for two of them, unsaid."""
+    world = make()
+    world.step_seconds = 1.0
+    now, steps, plain = [0.0], [], world._apply
+    monkeypatch.setattr(heal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+
+    def apply_slowly(update: Update) -> None:
+        plain(update)
+        now[0] += replay
+
+    def go(number: int) -> None:
+        now[0] += world.step_seconds
+        if number == 20:
+            world.release.set()
+        if world.named("catch_up_waiting"):
+            steps.append(world.step)
+
+    world.on_round, world.heal._apply = go, apply_slowly
+    world.heal.run()
+    assert healed(world)
+    assert world.applied == list(range(6, world.step + 1))
+    if not slow:
+        assert not world.named("catch_up_waiting")
+        return
+    (waiting,) = world.named("catch_up_waiting")
+    assert "to replay" in waiting.reason  # type: ignore[attr-defined]  # a CatchUpWaiting
+    assert len(steps) > 3
+    assert max(steps) - min(steps) <= 2, "they commit the update that they held back, at the end"
 
 
 def test_the_last_holder_dies(make: Callable[..., World]) -> None:

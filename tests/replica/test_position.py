@@ -121,7 +121,7 @@ def test_an_attempt_that_failed_asks_again_or_rests() -> None:
     position.end_fetch()
     assert position.standing is Standing.BEHIND
     position.fetch(donor=2, awaited=False)
-    position.queue_is_full()
+    position.keep_up()
     assert (position.awaited, position.heals) == (True, 2)
     position.fetched(12)
     assert not position.awaited

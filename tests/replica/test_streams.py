@@ -176,6 +176,13 @@ class _Rank:
         self.state = self.training.state
         self.exchange = world.exchange(rank, self.training.model.parameters(), **options)
 
+    def queue(self) -> list[torch.Tensor | None]:
+        """Make a step as a group that heals does: it gives nothing, and keeps the sums."""
+        self.exchange.launch_empty()
+        self.exchange.make_room()
+        self.finish(gives=False)
+        return self.exchange.reduced()
+
     def step(self, number: int, gives: bool = True, describe: Any = None) -> list[torch.Tensor | None]:
         """Make a step as the trainer does, without a wait that the engine does not have; returns the sums."""
         training = self.training
@@ -340,14 +347,17 @@ def heal(world: _World) -> Any:
         if number == 0:
             snapshots.append(rank.state.copy(0, 0))
             copied.set()
-        queued = [rank.step(step, gives=number == 0) for step in range(2)]
+        queued = [rank.queue() if number else rank.step(step) for step in range(2)]
         if number == 1:
             assert copied.wait(DEADLINE)
             rank.state.load(snapshots[0])
             snapshots[0].payload.fill_(7)  # its memory is another one's from now on
             for sums in queued:
                 rank.apply(sums)
-        for step in range(2, NUM_STEPS):
+            rank.apply(rank.queue())  # while rank 0 applies it
+        else:
+            rank.step(2)
+        for step in range(3, NUM_STEPS):
             rank.step(step)
         return [*rank.bytes(), rank.state.digest()]
 
@@ -415,7 +425,7 @@ def read(world: _World) -> Any:
 
 
 SCENARIOS = {
-    "exchange.py": (train, train_without_overlap, train_on_two_streams, train_in_8_bits, train_in_bfloat16),
+    "exchange.py": (heal, train, train_without_overlap, train_on_two_streams, train_in_8_bits, train_in_bfloat16),
     "snapshot.py": (copy, copy_beside_training, heal),
     "outer.py": (rounds, rounds_mixed, restore),
     "feed.py": (read,),
@@ -448,7 +458,7 @@ def agrees(scenario: Callable[[_World], Any], backend: str, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scenario", sum(SCENARIOS.values(), ()), ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("scenario", dict.fromkeys(sum(SCENARIOS.values(), ())), ids=lambda scenario: scenario.__name__)
 def test_late_streams_change_nothing(scenario: Callable[[_World], Any], backend: str) -> None:
     """Whatever runs when: every byte is what it is on a CPU."""
     for seed in SEEDS:
@@ -580,6 +590,32 @@ def test_training_waits_for_no_other_member() -> None:
             train(_World("nccl", accelerator))
         assert accelerator.waits["titan_ft_exchange"], "nobody waits at all"
         assert not set(accelerator.defaults) & set(accelerator.waits["titan_ft_exchange"])
+
+
+def test_the_next_exchange_waits_for_the_copy_of_the_last() -> None:
+    """A joiner queues the sums and goes on: its next exchange writes into a bucket only when that has been copied."""
+
+    def count_waits(copies: bool) -> int:
+        with installed(0, NUM_MEMBERS) as accelerator:
+            world = _World("nccl", accelerator)
+
+            def run(number: int) -> int:
+                rank = _Rank(world, number)
+                for step in range(2):
+                    if number == 0:
+                        rank.step(step)
+                    elif copies:
+                        rank.queue()
+                    else:
+                        rank.exchange.launch_empty()
+                        rank.finish(gives=False)
+                return len(rank.exchange._buckets)
+
+            buckets = _together(run)[1]
+            waits = [stream for stream in accelerator.waits["titan_ft_exchange"] if stream.where.index == 1]
+            return len(waits) - copies * buckets
+
+    assert count_waits(copies=True) == count_waits(copies=False)
 
 
 @pytest.mark.parametrize("bucket_bytes", [4, 1 << 20], ids=["many buckets", "one"])

@@ -111,6 +111,7 @@ class Rank:
         self.tied = False  # nobody could tell in its last round whose bytes are right, and rightly so
         self.voted = self.voted_when_told = False
         self.abandoned = False  # ends without having left in order, as it has told
+        self.renewals = 0  # newer states that it has fetched in this heal, because its queue was full
         self.sent = 0  # values of gradients that it has summed with others in the last round
         self.found: int | None = None  # step of the checkpoint that it has chosen, or NONE
         self.position = Position()
@@ -275,6 +276,7 @@ class Rank:
             ledger=self.ledger,
             nominal_tokens=self.nominal_tokens,
             token="token",
+            ranks_on_host=world.options.ranks,
             apply=self._apply,
             **shared,
         )
@@ -382,12 +384,18 @@ class Rank:
         return attempt.remaining if attempt is not None and attempt.whole else 0
 
     @property
+    def update_bytes(self) -> int:
+        """Return what a queued update takes."""
+        return self._exchange.update_bytes
+
+    @property
     def queued(self) -> int:
         """Return how many updates it has queued in the heal under way."""
         attempt = self._heals._attempt
         return len(attempt.updates) if attempt is not None else 0
 
     def _heal(self, computed: bool) -> None:
+        self.renewals = 0
         self.world.heals(self, computed)
         self._read.clear()
         self.saves.participants = []

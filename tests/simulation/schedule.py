@@ -136,6 +136,9 @@ class _Draw:
             "coupling": 0.0 if flips else 0.1,
             "switch": rng.choice([0.05, 0.1, 0.4]),
         }
+        if not self.config["catch_up_max_steps"]:
+            # By a generator of its own: the rest of the schedule stays as it was.
+            drawn["room"] = random.Random(f"room {seed}").choice([0, 1, 2, 3, 5])
         options = Options(**drawn | self.changes)
         return Schedule(seed, options, tuple(sorted(self.faults, key=lambda fault: fault.at)))
 

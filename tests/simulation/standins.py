@@ -699,6 +699,10 @@ def _fetch(*args: Any, **kwargs: Any) -> Any:
     return world().fetch(*args, **kwargs)
 
 
+def _free_bytes() -> int:
+    return world().free_bytes()
+
+
 def _ask_offer(*args: Any, **kwargs: Any) -> Any:
     return world().ask_offer(*args, **kwargs)
 
@@ -721,7 +725,7 @@ def _watched(decide: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacements() -> dict[int, Any]:
     """Return what stands in, by the identity of what it stands for."""
-    from titan_ft.replica import decision, group_store, reach, state_fetch
+    from titan_ft.replica import decision, group_store, host_memory, reach, state_fetch
 
     modules: list[tuple[Any, Any]] = [
         (time, TIME),
@@ -756,6 +760,7 @@ def _replacements() -> dict[int, Any]:
     found[id(state_fetch.fetch)] = _fetch
     found[id(state_fetch.ask_offer)] = _ask_offer
     found[id(group_store.keep_alive)] = lambda port: None  # a connection of the world breaks when it is told to
+    found[id(host_memory.free_bytes)] = _free_bytes
     found[id(reach.round_trip)] = _round_trip
     found[id(torchft.coordination.ManagerServer)] = _manager_server
     found[id(torchft.coordination.ManagerClient)] = _manager_client

@@ -89,6 +89,7 @@ class Transfers:
         timeout: float,
         cancelled: Any = None,
         lose: Callable[[int, str], None] = lambda place, error: None,
+        note_share: Callable[[float], None] = lambda share: None,
     ) -> Snapshot:
         """Fetch what the servers at `addresses` hold of `step`: each part from one of those that have it.
 
@@ -116,6 +117,7 @@ class Transfers:
                     server.readers -= 1
                 part, header = self._fetch_part(server, node, found, len(parts), end, cancelled, patience)
                 parts.append(part)
+                note_share(len(parts) / 2)
                 tainted = tainted or _TAINTED in header
             except TransferError as error:
                 del donors[place]

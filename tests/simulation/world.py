@@ -77,6 +77,7 @@ class Options:
         switch: chance that a pause point lets another task run.
         speeds: for each slot what a batch takes longer than `compute_seconds`, as a factor; empty = all alike.
         last_steps: of the last round of a semi-synchronous method; 0 = as many as the others have.
+        room: updates for which that rank of a group has memory which has least; 0 = for as many as there are.
     """
 
     groups: int
@@ -109,6 +110,7 @@ class Options:
     switch: float = 0.3
     speeds: tuple[float, ...] = ()
     last_steps: int = 0
+    room: int = 0
 
     @property
     def round_steps(self) -> int:
@@ -577,6 +579,12 @@ class World(standins.World):
         """Fetch a state for the process that runs."""
         return self.transfers.fetch(*args, **kwargs)
 
+    def free_bytes(self) -> int:
+        """Return what is left of the memory of the host that the process runs on: a group's ranks see it differ."""
+        rank, ranks = self.ranks[self.kernel.process], self.options.ranks
+        room = self.options.room + (rank.slot + rank.number) % ranks if self.options.room else 2**31
+        return 2 * ranks * room * rank.update_bytes
+
     def ask_offer(self, *args: Any, **kwargs: Any) -> Any:
         """Ask for an offer for the process that runs."""
         return self.transfers.ask_offer(*args, **kwargs)
@@ -684,8 +692,8 @@ class World(standins.World):
             self.progressed = self.kernel.now
         if event in ("heal_started", "heal_failed", "catch_up_waiting"):
             rank.group.others_wait = event == "catch_up_waiting"
-        if event == "catch_up_waiting" and not 0 < self.config["catch_up_max_steps"] <= rank.queued:
-            self.report("no stall for a joiner", f"{rank.process.name} lets the others wait with {rank.queued} updates")
+        if event in ("catch_up_waiting", "catch_up_renewed"):
+            self._judge_full_queue(rank, event, fields["reason"])
         if event == "drained":
             self._judge_abandoned(rank, fields["reason"])
         if event == "rolled_back":
@@ -694,6 +702,19 @@ class World(standins.World):
             self._judge_loss(rank, int(fields["step"]), event)
         elif event == "digest_mismatch":
             self._judge_mismatch(rank, fields)
+
+    def _judge_full_queue(self, rank: Rank, event: str, reason: str) -> None:
+        """A joiner lets others wait, or begins anew, if it may queue no more, or is slow; it begins anew once."""
+        bounds = [bound for bound in (self.config["catch_up_max_steps"], self.options.room) if bound]
+        slow = "to replay" in reason and rank.unreplayed > 1
+        if not slow and rank.queued < min(bounds, default=math.inf):
+            self.report("no stall for a joiner", f"{rank.process.name}: {event} with {rank.queued} updates")
+        if event == "catch_up_renewed":
+            rank.renewals += 1
+            if rank.renewals > 1:
+                self.report("no stall for a joiner", f"{rank.process.name} fetches a newer state again and again")
+        if self.options.ranks > 1:
+            self._compare(rank, "ends its queue by", event)
 
     def _judge_break(self, rank: Rank) -> None:
         """A group that others wait for in an exchange, since it has joined and trains, must not let that break."""

@@ -66,6 +66,7 @@ class LocalRun:
         # The token is not on any command line, where other users of the host could read it.
         env = {"TITAN_FT_TOKEN": secrets.token_hex(16), "RUST_LOG": os.environ.get("RUST_LOG", "warn")}
         env["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP") or plan.first_job_id
+        env["TITAN_FT_RANKS_ON_HOST"] = str(plan.num_replicas * plan.num_ranks)
         self._children = Children(env)
         self._lighthouse = LighthouseKeeper(
             plan.lighthouse_command,

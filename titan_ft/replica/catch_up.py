@@ -37,15 +37,26 @@ class CatchUp:
         donor: the donor's slot.
         from_step: committed updates of the state that is fetched.
         lineage, digest: of that state, as the rows of the round that named the donor had them.
-        fetch: fetches this rank's part until the event it gets is set; runs on a thread of its own.
+        fetch: fetches this rank's part until the event it gets is set, and calls the function it gets with the share
+            of it that is there; runs on a thread of its own.
+        most: updates that may be queued while it travels.
     """
 
     def __init__(
-        self, donor: int, from_step: int, lineage: int, digest: int, fetch: Callable[[threading.Event], Snapshot]
+        self,
+        donor: int,
+        from_step: int,
+        lineage: int,
+        digest: int,
+        fetch: Callable[[threading.Event, Callable[[float], None]], Snapshot],
+        most: int,
     ) -> None:
         self.donor = donor
         self.from_step, self.lineage, self.digest = from_step, lineage, digest
+        self.most = most
         self.updates: list[Update] = []
+        self.share = 0.0  # of this rank's part, that is there
+        self._share_at_half = 0.0  # when the queue was half full
         self.whole = False  # all ranks of the group have their part of the state, as all of them know
         self.loaded = False  # this rank's state is the one fetched, and what was replayed on it
         self.replayed = 0  # updates that are in the loaded state
@@ -56,11 +67,14 @@ class CatchUp:
         self._fetch: Future[Snapshot] = thread.submit(self._time, fetch)
         thread.shutdown(wait=False)
 
-    def _time(self, fetch: Callable[[threading.Event], Snapshot]) -> Snapshot:
+    def _time(self, fetch: Callable[[threading.Event, Callable[[float], None]], Snapshot]) -> Snapshot:
         try:
-            return fetch(self._cancelled)
+            return fetch(self._cancelled, self._note_share)
         finally:
             self.fetch_seconds = self.seconds
+
+    def _note_share(self, share: float) -> None:
+        self.share = share
 
     @property
     def target_step(self) -> int:
@@ -129,4 +143,20 @@ class CatchUp:
         if base != (self.updates[place - 1].lineage if place else self.lineage):
             return False
         self.updates[place:] = [update]
+        if len(self.updates) == self.most // 2:
+            self._share_at_half = self.share
         return True
+
+    @property
+    def full(self) -> bool:
+        """Say whether no more updates may be queued."""
+        return len(self.updates) >= self.most
+
+    @property
+    def newer_would_be_in_time(self) -> bool:
+        """Say, with the queue full, whether this rank's part of a newer state would be there before it is full again.
+
+        At the pace of the queue's second half: what kept the first one up may be over, as a donor's death is.
+        """
+        half = self.most - self.most // 2
+        return self._fetch.done() or self.most * (self.share - self._share_at_half) >= half

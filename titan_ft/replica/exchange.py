@@ -214,6 +214,8 @@ class GradientExchange:
         self.spoiled = False  # whether what this rank gave to the last exchange, if that worked, was not finite
         self._wire_bytes = 0
         self._read: torch.Event | None = None  # when the sums have been copied out of the buckets
+        self._kept: torch.Event | None = None  # when those that were copied to host memory are there
+        self._room: list[torch.Tensor | None] = [None] * len(self._buckets)  # for the next of them
         if overlap:
             for bucket in self._buckets:
                 for index, part in enumerate(bucket.parts):
@@ -311,20 +313,44 @@ class GradientExchange:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of this rank's buckets: what each step reduces, and what one queued update takes."""
+        """Return the bytes of this rank's buckets: what each step reduces."""
         return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
+
+    @property
+    def update_bytes(self) -> int:
+        """Return the bytes of host memory that the copy of an update takes at most."""
+        return sum(device.host_bytes(bucket.flat.numel() * bucket.flat.element_size()) for bucket in self._buckets)
 
     @property
     def contributed(self) -> bool:
         """Say whether this rank's gradients are in the exchange under way; to be asked by `finish`'s `describe`."""
         return self._flight is not None and self._flight.contributed
 
+    def make_room(self) -> None:
+        """Allocate host memory for the next copy of the reduced gradients, if there is none yet: pinning takes time."""
+        for index, bucket in enumerate(self._buckets):
+            if self._room[index] is None:
+                self._room[index] = device.empty_host(bucket.flat.numel(), torch.float32)
+
+    def drop_room(self) -> None:
+        """Let go of that memory, and of what copies had: none is made any more."""
+        self._room = [None] * len(self._buckets)
+        device.release_host_memory()
+
     def reduced(self) -> list[torch.Tensor | None]:
-        """Copy the reduced gradients to host memory, one flat fp32 tensor per bucket; None for one that stayed here."""
-        return [
-            None if used is None else bucket.flat.to("cpu", copy=True)
-            for bucket, used in zip(self._buckets, self._used, strict=True)
-        ]
+        """Copy the reduced gradients to host memory, one flat fp32 tensor per bucket; None for one that stayed here.
+
+        From a GPU the copy may still be under way then: only `write_gradients`, which waits for it, may read it.
+        """
+        self.make_room()
+        copies: list[torch.Tensor | None] = [None] * len(self._buckets)
+        for index, bucket in enumerate(self._buckets):
+            if self._used[index] is not None and (flat := self._room[index]) is not None:
+                copies[index] = flat.copy_(bucket.flat, non_blocking=True)
+                self._room[index] = None
+        if self._where.type != "cpu":
+            self._read = self._kept = device.record_event()
+        return copies
 
     @torch.no_grad()
     def write_gradients(self, reduced: Sequence[torch.Tensor | None] | None, scale: float | None) -> None:
@@ -333,6 +359,8 @@ class GradientExchange:
         With a scale of None they become the means by the weights that the groups gave them. The counts become the sums
         as they are. If it is the buckets, this rank's gradients are in the update: what rounding left of them counts.
         """
+        if reduced is not None:
+            device.synchronize([self._kept])  # the host reads the weights in it; the last copy is behind all others
         for index, bucket in enumerate(self._buckets):
             # A replay leaves the buckets alone: an exchange may be under way in them.
             flat, used = (bucket.flat, self._used[index]) if reduced is None else (reduced[index], None)

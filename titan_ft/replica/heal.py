@@ -19,6 +19,7 @@ from titan_ft.replica.decision import Broken, Round, Update, decide, gives_next,
 from titan_ft.replica.errors import Leaving, first_line
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
+from titan_ft.replica.host_memory import free_bytes, most_updates
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.offer import Offer, OfferSearch
 from titan_ft.replica.position import Position
@@ -28,13 +29,22 @@ from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_fetch import fetch
 from titan_ft.replica.wire import TransferError
 from titan_ft.round_settings import unit_of
-from titan_ft.run.events import CatchUpWaiting, DonorLost, HealFailed, HealFinished, HealStarted, RolledBack
+from titan_ft.run.events import (
+    CatchUpRenewed,
+    CatchUpWaiting,
+    DonorLost,
+    HealFailed,
+    HealFinished,
+    HealStarted,
+    RolledBack,
+)
 from titan_ft.run.log import EventLog
 
 logger = logging.getLogger(__name__)
 
 _MAX_REST = 64  # rounds between two attempts of one heal
 _POLL_SECONDS = 0.05  # between two looks whether the others are done, of a group of several ranks
+_PATIENCE = 3  # slow replays in a row, with more than so many left, until the others are asked to wait
 
 
 class Heal:
@@ -43,6 +53,7 @@ class Heal:
     Args:
         nominal_tokens: tokens of a step with all groups present.
         token: the run's shared secret.
+        ranks_on_host: ranks that share this host's memory.
         apply: applies an update as a live step would.
     """
 
@@ -59,18 +70,24 @@ class Heal:
         events: EventLog,
         nominal_tokens: int,
         token: str,
+        ranks_on_host: int,
         apply: Callable[[Update], object],
     ) -> None:
         self._config, self._position, self._rounds, self._exchange = config, position, rounds, exchange
         self._state, self._ledger, self._group, self._events = state, ledger, group, events
         self._nominal_tokens, self._token, self._apply = nominal_tokens, token, apply
+        self._ranks_on_host = ranks_on_host
         self._search = OfferSearch(rounds.find_peers, token, config.replica_id)
         self._attempt: CatchUp | None = None
+        self._most = 1  # updates that may be queued while a state travels
+        self._renewed = False  # a newer state was fetched because the queue was full
         self._donors: list[int] = []  # slots that it fetches from
         self._lost: set[int] = set()  # places in that list of those that give nothing to this rank any more
         self._rest = 0  # rounds until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
-        self._step_seconds = 0.0  # that the others' last step took the slowest of them, as their rows say
+        self._step_seconds = 0.0  # that the others' last step took the slowest of them, as their rows say; 0 = not known
+        self._replay_seconds = 0.0  # of the last replayed update
+        self._slow_replays = 0  # rounds in a row in which a replay took longer than that step
         self._alone_since: float | None = None  # by the group's clock: when who may be a holder was seen last
         self._outsiders: list[int] = []  # slots of groups that lived outside of the last round
 
@@ -89,6 +106,7 @@ class Heal:
         self._position.fall_behind()
         self._position.be_alone(0.0)
         self._alone_since, self._outsiders, self._rest = None, [], 0
+        self._most, self._renewed, self._slow_replays = self._agree_on_queue(), False, 0
         self.ended_on_update = True  # whatever the round was that this group missed
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
@@ -101,6 +119,8 @@ class Heal:
                     continue  # it has ended, one way or the other
             self._rounds.launch_empty()
             if attempt is not None:  # while the others compute
+                if not attempt.full:
+                    self._exchange.make_room()
                 until = began + self._step_seconds / 2
                 self._await_state(attempt, until)
                 self._replay_some(attempt, until)
@@ -111,9 +131,15 @@ class Heal:
             self._act(outcome)
             if self._attempt is not None and not self._is_about_to_miss(outcome):
                 self._conclude(self._attempt)
+        self._exchange.drop_room()
         self._rounds.begin()
         self._rounds.ask()
         return time.monotonic() - started
+
+    def _agree_on_queue(self) -> int:
+        """Return how many updates this group may queue: as many as the rank with the least room, whatever each sees."""
+        own = most_updates(self._config, free_bytes(), self._ranks_on_host, self._exchange.update_bytes)
+        return min(self._group.gather(own))
 
     def sees_offer(self, beyond: int) -> bool:
         """Wait for the quorum asked for, or until a group in the midst of its round offers a state behind more updates.
@@ -240,8 +266,6 @@ class Heal:
             self._fail(attempt, f"missed an update before {unit_of(self._config)} {update.step}")
         elif attempt.whole:
             self._position.fetched(attempt.target_step)
-        elif 0 < self._config.catch_up_max_steps <= len(attempt.updates):
-            self._let_wait(attempt)
 
     def _conclude(self, attempt: CatchUp) -> None:
         """Go on with the attempt if all ranks of the group have their part of the state; give it up if one failed."""
@@ -256,8 +280,11 @@ class Heal:
         elif fetched is Fetched.DONE:
             attempt.whole = True
             self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
-        elif len(self._donors) > 1:
-            self._follow_donors()
+        else:
+            if len(self._donors) > 1:
+                self._follow_donors()
+            if attempt.full and not self._position.awaited:
+                self._end_queue(attempt)
 
     def _follow_donors(self) -> None:
         """Name a donor that still gives, if the first one does not: nobody else is sent to the one that is named."""
@@ -280,7 +307,7 @@ class Heal:
             step,
             offer.lineage,
             offer.digest,
-            lambda cancelled: fetch(
+            lambda cancelled, note_share: fetch(
                 addresses(),
                 self._token,
                 step,
@@ -289,19 +316,40 @@ class Heal:
                 config.transfer_timeout_seconds,
                 cancelled,
                 lose,
+                note_share,
             ),
+            self._most,
         )
 
-    def _let_wait(self, attempt: CatchUp) -> None:
-        """Let the others wait for the transfer's end: the queue is as long as it may be."""
-        if not self._position.awaited:
-            self._position.queue_is_full()
-            logger.warning(
-                "the others wait for this group: fault_tolerance.catch_up_max_steps (%d) updates are queued and the "
-                "state is not there yet",
-                self._config.catch_up_max_steps,
-            )
-            self._events.emit(CatchUpWaiting(donor=attempt.donor, step=attempt.target_step))
+    def _end_queue(self, attempt: CatchUp) -> None:
+        """Fetch a newer state if all ranks would have it in time, once in a heal; else let the others wait."""
+        size = len(attempt.updates) * self._exchange.update_bytes / 2**20
+        reason = (
+            f"{len(attempt.updates)} updates ({size:,.1f} MiB on this rank) are queued, all that "
+            f"{self._queue_bound()} allows, and the state is not there yet"
+        )
+        if self._renewed or not all(self._group.gather(attempt.newer_would_be_in_time)):
+            self._let_wait(attempt, reason)
+            return
+        logger.warning("fetching a newer state: %s", reason)
+        self._events.emit(CatchUpRenewed(donor=attempt.donor, from_step=attempt.from_step, reason=reason))
+        attempt.cancel()
+        self._attempt, self._renewed = None, True
+        self._position.fetch_newer()
+
+    def _queue_bound(self) -> str:
+        """Name what bounds the queue."""
+        if self._most == self._config.catch_up_max_steps:
+            return "fault_tolerance.catch_up_max_steps"
+        if self._config.catch_up_max_gb:
+            return f"fault_tolerance.catch_up_max_gb ({self._config.catch_up_max_gb:g})"
+        return "half of the host's free memory"
+
+    def _let_wait(self, attempt: CatchUp, reason: str) -> None:
+        """Let the others wait until this group has the state, or has replayed what is queued."""
+        self._position.keep_up()
+        logger.warning("the others wait for this group: %s", reason)
+        self._events.emit(CatchUpWaiting(donor=attempt.donor, step=attempt.target_step, reason=reason))
 
     def _fail(self, attempt: CatchUp, reason: str) -> None:
         """Give the attempt up. The next donor is asked after a rest that doubles: each one pays with a copy."""
@@ -321,10 +369,17 @@ class Heal:
         """
         if self._attempt is not attempt or not attempt.whole or not (attempt.loaded or self._load(attempt)):
             return
+        self._slow_replays = self._slow_replays + 1 if 0 < self._step_seconds < self._replay_seconds else 0
+        is_slow = any(self._group.gather(self._slow_replays >= _PATIENCE))
+        if is_slow and attempt.remaining > _PATIENCE and not self._position.awaited:
+            # Two replays in each of their steps would cost the others more than to wait for all of them at once.
+            self._let_wait(attempt, f"to replay {attempt.remaining} queued updates takes longer than to make as many")
         for number in range(attempt.remaining):
             if number >= 2 and any(self._group.gather(time.monotonic() >= until)):
-                return
+                break
             self._replay(attempt)
+        if self._position.awaited and attempt.remaining <= 1:
+            self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
 
     def _load(self, attempt: CatchUp) -> bool:
         """Make the fetched state this rank's; False if its bytes are not the ones that the holders agreed on."""
@@ -342,9 +397,10 @@ class Heal:
         return False
 
     def _replay(self, attempt: CatchUp) -> None:
-        update = attempt.take()
+        began, update = time.monotonic(), attempt.take()
         self._apply(update)
         self._position.advance(update)
+        self._replay_seconds = time.monotonic() - began
 
     def _catch_up(self, attempt: CatchUp) -> None:
         """Replay the last queued update while the others apply it, unless more than that is queued."""

@@ -42,7 +42,7 @@ class Position:
     heals: int = 0  # attempts
     donor: int = -1  # slot that it fetches from
     target: int = 0  # step of the state when all that is fetched has been replayed; 0 = nothing is fetched
-    awaited: bool = False  # the others wait for the transfer
+    awaited: bool = False  # the others wait for the transfer, or the replay
     alone: float = 0.0  # seconds by the group's clock, without a holder of the state in sight
 
     # What it has heard.
@@ -155,9 +155,14 @@ class Position:
         """Name another group that the state comes from as the donor: the one that it was sent to is gone."""
         self.donor = donor
 
-    def queue_is_full(self) -> None:
-        """Let the others wait for the transfer: no more updates are queued."""
+    def keep_up(self) -> None:
+        """Let the others wait: no more updates are queued."""
         self.awaited = True
+
+    def fetch_newer(self) -> None:
+        """End an attempt for a newer state; that is no retry, so that all donors may give it."""
+        self.heals -= 1
+        self.end_fetch()
 
     def fetched(self, target: int) -> None:
         """All ranks have their part of the donor's state; with what is queued it makes that of step `target`."""

@@ -51,7 +51,8 @@ class Row:
         heals: heals that the member began since it has been behind; the next one asks the next donor.
         donor: slot that a member that is catching up fetches from; -1 = none at the moment.
         waited: seconds that the member has waited for the job's first step.
-        awaited: whether the others must wait until the member has fetched the state; it queues no more updates.
+        awaited: whether the others must wait until the member has fetched the state, or replayed what it has queued; it
+            queues no more updates.
         seconds: that the member's slowest rank spent on its own part of the step.
         saved: step of the latest checkpoint that the member knows to be complete.
         leaving: whether the member was told to leave and will be gone after this exchange, if it is committed.

@@ -58,6 +58,7 @@ def fetch(
     timeout: float,
     cancelled: threading.Event | None = None,
     lose: Callable[[int, str], None] = lambda place, error: None,
+    note_share: Callable[[float], None] = lambda share: None,
 ) -> Snapshot:
     """Fetch a rank's state after `step` committed updates from the StateServers at `addresses` (host:port).
 
@@ -69,12 +70,14 @@ def fetch(
         timeout: seconds for the whole transfer.
         cancelled: ends the transfer when it is set.
         lose: called as lose(place of its address, reason) when a donor is given up and others are left.
+        note_share: called now and then with the share of the state that is there.
 
     Raises:
         TransferError: all donors are gone, have no such state, or took too long; or the transfer was cancelled.
         RefusedError: a donor and this end do not know the same token, and no other donor has given the state.
     """
-    transfer = _Transfer(addresses, token, step, joiner, connections, timeout, cancelled or threading.Event())
+    cancelled = cancelled or threading.Event()
+    transfer = _Transfer(addresses, token, step, joiner, connections, timeout, cancelled, note_share)
     failures: list[BaseException] = []
     pool = ThreadPoolExecutor(len(addresses), "titan_ft_donor", initializer=device.for_thread())
     places = {pool.submit(transfer.fetch_from, place): place for place in range(len(addresses))}
@@ -86,7 +89,7 @@ def fetch(
             transfer.end()
             raise error
         failures.append(error)
-        if len(failures) < len(addresses) and not (cancelled and cancelled.is_set()):
+        if len(failures) < len(addresses) and not cancelled.is_set():
             lose(places[future], _describe(error))
             logger.warning("state of step %d from %s: %s", step, addresses[places[future]], _describe(error))
     else:
@@ -132,7 +135,9 @@ class _Transfer:
         connections: int,
         timeout: float,
         cancelled: threading.Event,
+        note_share: Callable[[float], None],
     ) -> None:
+        self._note_share = note_share
         self._addresses, self._token, self._step, self._joiner = addresses, token, step, joiner
         self._connections = -(-connections // len(addresses))  # to each donor
         # By donor: of its connections for slices, and of the one for the first and the last word.
@@ -195,6 +200,7 @@ class _Transfer:
                     part = memory[: target.nbytes - start]
                     link.request({**request, "offset": start, "bytes": part.nbytes}, part)
                     slices.finish(start, place, part, target)
+                    self._note_share(slices.share)
         except BaseException as error:  # noqa: BLE001  # raised again by the donor's thread
             self._failed.setdefault(place, error)
             limits.end()  # one of its connections failed: the others need not go on
@@ -211,7 +217,7 @@ class _Slices:
     def __init__(self, size: int) -> None:
         self._missing = deque(range(0, size, _CHUNK))  # nobody fetches these
         self._under_way: dict[int, dict[int, float]] = {}  # by slice: since when each donor is asked for it
-        self._left = len(self._missing)
+        self._left = self._number = len(self._missing)
         self._finished, self._seconds = 0, 0.0  # slices, and what they took in sum
         self._given: Counter[int] = Counter()  # bytes, by donor
         self._changed = threading.Condition()
@@ -220,6 +226,11 @@ class _Slices:
     def whole(self) -> bool:
         """Say whether all are there."""
         return not self._left
+
+    @property
+    def share(self) -> float:
+        """Return the share of them that is there."""
+        return 1.0 - self._left / self._number if self._number else 1.0
 
     def given_by(self, place: int) -> int:
         """Return the bytes that a donor has given."""

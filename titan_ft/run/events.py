@@ -371,11 +371,20 @@ class DonorLost(RankEvent, kw_only=True):
     error: str  # why
 
 
+class CatchUpRenewed(RankEvent, kw_only=True):
+    """The group has queued as many updates as it may, and fetches a newer state: that is likely to be in time."""
+
+    donor: int  # the group that it has fetched from
+    from_step: int  # step after which the state is that it gives up
+    reason: str  # why its queue is full
+
+
 class CatchUpWaiting(RankEvent, kw_only=True):
-    """The group has queued as many updates as it may; from now on the others wait for its transfer."""
+    """The group can queue no more updates, or replays them more slowly than the others make new ones; they wait now."""
 
     donor: int  # the group that it fetches from
     step: int  # step after which the state is that it will have
+    reason: str = ""  # why; not in older histories
 
 
 class StateServed(RankEvent, kw_only=True):

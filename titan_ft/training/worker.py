@@ -41,6 +41,7 @@ class Launch:
         config_digest: hex hash of what must be equal in all groups.
         slurm: Slurm's ids of the job and the step that this worker belongs to; None = not under Slurm.
         store_pid: process that serves the group's store; 0 = not known.
+        ranks_on_host: ranks, of this group and of others, that share this host's memory.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Launch:
     config_digest: str
     slurm: dict[str, str] | None = None
     store_pid: int = 0
+    ranks_on_host: int = 1
 
 
 def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:

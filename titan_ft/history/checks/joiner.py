@@ -197,7 +197,7 @@ def _spans(process: ProcessHistory) -> Iterator[tuple[ev.HealStarted, float, flo
             joined = event.time
         elif isinstance(event, ev.HealStarted):
             begun = event
-        elif isinstance(event, ev.HealFinished | ev.HealFailed) and begun is not None:
+        elif isinstance(event, ev.HealFinished | ev.HealFailed | ev.CatchUpRenewed) and begun is not None:
             yield begun, min(joined or begun.time, begun.time), event.time
             begun, joined = None, event.time
         elif isinstance(event, ev.StepCommitted):

@@ -151,7 +151,7 @@ def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -
     for event in process.events:
         if isinstance(event, ev.HealStarted):
             begun = event
-        elif isinstance(event, ev.HealFinished | ev.HealFailed | ev.RolledBack):
+        elif isinstance(event, ev.HealFinished | ev.HealFailed | ev.CatchUpRenewed | ev.RolledBack):
             begun = None
         elif isinstance(event, ev.StepCommitted | ev.TrainingFinished) and begun is not None:
             found.object_to("began a heal, and trains on without an event about how it ended", begun)
