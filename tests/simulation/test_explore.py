@@ -84,7 +84,7 @@ def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pyte
     options = Options(2, 1, 14, fault_tolerance, restart_seconds=(1.0, 1.0), transfer_seconds=(18.0, 18.0))
     killed, slow, frozen = KillGroups(0.3, (0,)), Slow(1.9, 1, 0, 15.0, 20.0), Freeze(3.6, 1, 0, 1.6)
     with standins.installed():
-        world = Schedule(1, options, (killed, slow, frozen)).run()
+        world = Schedule(2, options, (killed, slow, frozen)).run()
     if waits:
         assert not world.problems
     else:

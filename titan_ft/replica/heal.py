@@ -85,7 +85,7 @@ class Heal:
         self._lost: set[int] = set()  # places in that list of those that give nothing to this rank any more
         self._rest = 0  # rounds until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
-        self._step_seconds = 0.0  # that the others' last step took the slowest of them, as their rows say; 0 = not known
+        self._step_seconds = 0.0  # that the slowest of the others spent on the last step; 0 = not known
         self._replay_seconds = 0.0  # of the last replayed update
         self._slow_replays = 0  # rounds in a row in which a replay took longer than that step
         self._alone_since: float | None = None  # by the group's clock: when who may be a holder was seen last
