@@ -66,6 +66,21 @@ def compare(samples: Mapping[str, list[list[float]]], reference: str) -> dict[st
     return found
 
 
+def time_steps(job: Job, config: Mapping[str, Any], timeout_seconds: float) -> list[float]:
+    """Run a job to its end; returns the seconds per step of each logged interval behind the warm-up.
+
+    Raises:
+        BenchError: it failed, took too long, or logged no such interval.
+    """
+    with Run(job, config) as run:
+        run.wait(timeout_seconds)
+    seconds = step_seconds(logged_steps(first_log(job).read_text(errors="replace")), WARMUP_STEPS)
+    if not seconds:
+        raise BenchError(f"{job.system}: no steps in the log of {job.run_dir}")
+    progress(f"{job.run_dir.name}: {' '.join(f'{value:.3f}' for value in seconds)} s a step")
+    return seconds
+
+
 def measure_steady(
     base: Mapping[str, Any], systems: Sequence[str], work_dir: Path, rounds: int, steps: int
 ) -> dict[str, Any]:
@@ -74,12 +89,6 @@ def measure_steady(
     for number in range(rounds):
         for system in systems:
             job = Job(system, work_dir / f"steady-{number}-{system}")
-            with Run(job, derive_config(base, job, steps, LOG_FREQ)) as run:
-                run.wait(timeout_seconds=120 + 30 * steps)
-            seconds = step_seconds(logged_steps(first_log(job).read_text(errors="replace")), WARMUP_STEPS)
-            if not seconds:
-                raise BenchError(f"{system}: no steps in the log of {job.run_dir}")
-            samples[system].append(seconds)
-            shown = " ".join(f"{value:.3f}" for value in seconds)
-            progress(f"round {number + 1} of {rounds}: {system} {shown} s a step")
+            config = derive_config(base, job, steps, LOG_FREQ)
+            samples[system].append(time_steps(job, config, timeout_seconds=120 + 30 * steps))
     return compare(samples, STOCK)

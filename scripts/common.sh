@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# For the other scripts to source: options, and a launch that ends with the script.
+# For the other scripts to source: options, whether there is a GPU, and a launch that ends with the script.
 
 refuse() { # what is wrong
     echo "${0##*/}: $1" >&2
@@ -33,6 +33,10 @@ read_options() { # names of the options that have a value, names of those that h
         shift 2
     done
     rest=("$@")
+}
+
+has_gpu() { # by the driver alone, so that a machine without one need not be set up to be told so
+    [[ -e /dev/kfd ]] || nvidia-smi -L 2>/dev/null | grep -q '^GPU'
 }
 
 launcher=""

@@ -4,18 +4,13 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-refuse() {
-    echo "smoke_single_gpu.sh: needs a GPU, and $1; on a machine without one run scripts/quickstart.sh" >&2
-    exit 2
-}
+source scripts/common.sh
 
-# Before the set-up, so that a machine without a GPU does not wait for a download to be told so.
-if [[ ! -e /dev/kfd ]] && ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
-    refuse "neither 'nvidia-smi -L' nor /dev/kfd shows one"
-fi
+instead="on a machine without one run scripts/quickstart.sh"
+has_gpu || refuse "needs a GPU, and neither 'nvidia-smi -L' nor /dev/kfd shows one; $instead"
 source scripts/setup_env.sh
 "$TITAN_FT_PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-    refuse "the torch of $TITAN_FT_PYTHON cannot use it (a build for CPU, or for another driver)"
+    refuse "needs a GPU, and the torch of $TITAN_FT_PYTHON cannot use it (a build for CPU, or for another driver); $instead"
 
 # One GPU for both groups, also where the machine has several.
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}

@@ -142,6 +142,20 @@ def test_gloo_buckets_live_in_host_memory() -> None:
     assert bucket.is_pinned() is not device.on_cpu()
 
 
+def test_nothing_is_written_into_a_bucket_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic algorithms fill what is made, on the stream that is current there; the exchange has another."""
+    seen: list[bool] = []
+
+    def empty(*_: object, **__: object) -> None:
+        seen.append(torch.utils.deterministic.fill_uninitialized_memory)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    device.empty_bucket(5, torch.float32, torch.device("cuda", 0))
+    assert seen == [False]
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 @cpu_only
 def test_events_and_threads_need_nothing_on_cpu() -> None:
     """Work on CPU is done when the call returns."""

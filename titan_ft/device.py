@@ -285,7 +285,15 @@ def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 
     Nothing is written into it: a stream that uses it first need not wait for the one that it is made on.
     """
-    return empty_host(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
+    if device.type == "cpu":
+        return empty_host(numel, dtype)
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # which deterministic algorithms (torchtitan's `debug`) have torch do
+    try:
+        return torch.empty(numel, dtype=dtype, device=device)
+    finally:
+        settings.fill_uninitialized_memory = fills
 
 
 @contextlib.contextmanager

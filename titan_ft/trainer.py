@@ -48,7 +48,7 @@ from titan_ft.run.paths import RunPaths
 from titan_ft.training import spec
 from titan_ft.training.checkpoint import ReplicaCheckpoints
 from titan_ft.training.checkpoint_host import CheckpointHost
-from titan_ft.training.curves import keep_curves
+from titan_ft.training.curves import keep_curves, keep_traces
 from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.links import Links
 from titan_ft.training.step_log import StepLog, Work
@@ -87,6 +87,7 @@ class ReplicaTrainer(Trainer):
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         torchtitan.train.build_model_converters = self._build_model_converters
         keep_curves(job_config, self.launch.rank)
+        keep_traces(job_config)
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)

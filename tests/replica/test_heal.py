@@ -108,7 +108,7 @@ class World:
         self.applied: list[int] = []
         self.dropped: list[int] = []  # states that were there when what rounding had left was dropped
         self.seconds = 0.0  # of the group's clock
-        self.step_seconds = 1e6  # that the holders' steps take
+        self.step_seconds = 0.0  # that the holders' steps take
         self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
@@ -230,6 +230,7 @@ class World:
     # The exchange, the group, the state
 
     update_bytes = 2**20
+    under_way = False
 
     def make_room(self) -> None:
         pass

@@ -189,17 +189,42 @@ def test_no_token_but_a_rendezvous_elsewhere_is_refused() -> None:
     assert "TITAN_FT_TOKEN" in result.stderr
 
 
-def test_the_gpu_smoke_test_refuses_a_machine_without_one(tmp_path: Path) -> None:
-    """It says so at once, before it installs anything, and names the script to use instead."""
+@pytest.mark.parametrize(
+    ("script", "instead"), [("smoke_single_gpu.sh", "scripts/quickstart.sh"), ("check_gpu.sh", "--cpu")]
+)
+def test_what_needs_a_gpu_refuses_a_machine_without_one(script: str, instead: str, tmp_path: Path) -> None:
+    """It says so at once, in a line, before it installs anything, and names what to do instead."""
     if Path("/dev/kfd").exists():
         pytest.skip("this machine has a GPU")
     nvidia_smi = tmp_path / "nvidia-smi"
     nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
     nvidia_smi.chmod(0o755)
-    result = run("smoke_single_gpu.sh", path=f"{tmp_path}:{os.environ['PATH']}")
+    result = run(script, path=f"{tmp_path}:{os.environ['PATH']}", TITAN_FT_PYTHON="/no/python")
     assert result.returncode == 2
-    assert "needs a GPU" in result.stderr
-    assert "scripts/quickstart.sh" in result.stderr
+    assert result.stderr.startswith(f"{script}: needs a GPU")
+    assert result.stderr.endswith("\n")
+    assert result.stderr.count("\n") == 1
+    assert instead in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--gpus", "0"), "--gpus must be a whole number, at least 1, got '0'"),
+        (("--gpus", "two"), "--gpus must be a whole number, at least 1, got 'two'"),
+        (("--gpus", "-1"), "--gpus must be a whole number, at least 1, got '-1'"),
+        (("--gpus",), "--gpus needs a value"),
+        (("--config", "none.toml"), "--config must be a TOML file, got 'none.toml'"),
+        (("--work-dir", "/tmp"), "--work-dir must not exist yet, got '/tmp'"),
+        (("--", "--training.steps=9"), "takes no torchtitan flags, got '--training.steps=9'"),
+    ],
+)
+def test_the_gpu_check_refuses_what_it_cannot_do(arguments: tuple[str, ...], told: str) -> None:
+    """In one line, before the set-up; also where it is to run on the CPU."""
+    result = run("check_gpu.sh", "--cpu", *arguments, TITAN_FT_PYTHON="/no/python")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"check_gpu.sh: {told}")
+    assert result.stderr.count("\n") == 1
 
 
 def test_the_set_up_names_the_python_it_needs(tmp_path: Path) -> None:

@@ -371,6 +371,23 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     assert not any(text.startswith("has lost") for text in said)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("seconds", "steps"), [(0.1, 2), (0.3, 3), (0.5, 3), (0.7, 4)])
+def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(seconds: float, steps: int, ranks: int) -> None:
+    """The joiner trains the step behind it. One that comes late is loaded in the next, so that nobody waits for that:
+    to load takes a while."""
+    fault_tolerance = {"enable": True, "group_size": 2, "finish_timeout_seconds": 2.0, "process_group_timeout_ms": 3000}
+    times = {"transfer_seconds": (seconds, seconds), "restart_seconds": (0.1, 0.1), "compute_seconds": 0.4}
+    with standins.installed():
+        world = Schedule(1, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
+    assert not world.problems
+    said = [text for _, who, text in world.trace if who == "g1r0a1"]
+    (begun,) = (text for text in said if text.startswith("heal_started"))
+    from_step = int(begun.rpartition("step=")[2])
+    first = next(text for text in said if "of groups [0, 1]" in text and text.startswith("commits"))
+    assert int(first.split()[2]) == from_step + 1 + steps
+
+
 def test_a_world_goes_when_it_is_dropped() -> None:
     """Nothing of a schedule stays in memory: thousands are run in a process."""
     with standins.installed():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -21,8 +22,10 @@ from titan_ft.config import FaultTolerance
 device.prepare()
 
 import torchtitan.components.metrics as titan_metrics  # noqa: E402  # after the seam
+import torchtitan.train  # noqa: E402
+from torchtitan.config import JobConfig  # noqa: E402
 
-from titan_ft.training.curves import GroupCurves, keep_curves, wandb_environment  # noqa: E402
+from titan_ft.training.curves import GroupCurves, keep_curves, keep_traces, wandb_environment  # noqa: E402
 
 
 def config(folder: Path, replica: int = 1, *, wandb: bool = False, all_ranks: bool = False, job_id: str = "") -> Any:
@@ -170,3 +173,33 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = sorted(path.name for path in (tmp_path / "tb" / "replica_1" / "wandb").glob("offline-run-*"))
     assert runs
     assert all(name.endswith("-the-job-replica-1") for name in runs)
+
+
+def test_each_group_has_its_own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All groups have a rank 0, and would write to the same file."""
+    profile = torch.profiler.profile
+    # torchtitan asks for a GPU's activities, also where there is none.
+    monkeypatch.setattr(
+        torch.profiler,
+        "profile",
+        lambda activities, **options: profile(activities=[each for each in activities if each], **options),
+    )
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    for name in ("maybe_enable_profiling", "maybe_enable_memory_snapshot"):
+        monkeypatch.setattr(torchtitan.train, name, getattr(torchtitan.train, name))
+    for replica in (0, 1):
+        job_config = JobConfig()
+        job_config.fault_tolerance = FaultTolerance(enable=True, replica_id=replica, group_size=2)
+        settings = job_config.profiling
+        settings.enable_profiling, settings.profile_freq = True, 3
+        settings.profiler_warmup, settings.profiler_active = 1, 1
+        keep_traces(job_config)
+        with torchtitan.train.maybe_enable_profiling(settings, base_folder=str(tmp_path)) as profiler:
+            for _ in range(3):
+                profiler.step()
+    traces = tmp_path / "profile_traces" / "iteration_3"
+    assert sorted(path.relative_to(traces) for path in traces.rglob("*.json")) == [
+        Path("replica_0/rank0_trace.json"),
+        Path("replica_1/rank0_trace.json"),
+    ]
+    assert torchtitan.train.maybe_enable_memory_snapshot.keywords == {"leaf_folder": "replica_1"}

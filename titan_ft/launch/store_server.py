@@ -8,6 +8,7 @@ worker of the attempt, and ends with the supervisor. Command line: the descripto
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -38,6 +39,9 @@ def serve(listener: socket.socket) -> Any:
 
 def main() -> None:
     end_with_parent()
+    # torch looks up the name of every peer's address, for its log, and the store answers nobody meanwhile. Its own is a
+    # number: it needs no name server, and none that is slow holds up a rendezvous.
+    os.environ["RES_OPTIONS"] = "attempts:0"
     store = serve(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its supervisor ends it, after the workers
     while store is not None:

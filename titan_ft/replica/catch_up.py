@@ -8,6 +8,7 @@ exchanges with zeros and keeps their sums. When the state is there, the same upd
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import threading
@@ -90,6 +91,11 @@ class CatchUp:
         if not self._fetch.done():
             return Fetched.PENDING
         return Fetched.FAILED if self.error else Fetched.DONE
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of this rank's fetch, no longer than so."""
+        with contextlib.suppress(TimeoutError):
+            self._fetch.exception(max(0.0, seconds))
 
     @property
     def error(self) -> str | None:

@@ -254,6 +254,11 @@ class GradientExchange:
         """Say whether one is under way."""
         return self._flight is not None
 
+    @property
+    def under_way(self) -> bool:
+        """Say whether what was launched goes on by itself: the other members have not given all of their sums yet."""
+        return self._flight is not None and self._flight.is_alive
+
     def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
         """Complete the exchange and return the rows and messages of all members; the buckets then hold the sums.
 
@@ -491,6 +496,10 @@ class _Flight:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def hand_over(self, bucket: _Bucket) -> None:
         self._full.put(bucket)

@@ -9,7 +9,6 @@ them.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 
@@ -44,7 +43,8 @@ from titan_ft.run.log import EventLog
 logger = logging.getLogger(__name__)
 
 _MAX_REST = 64  # rounds between two attempts of one heal
-_PATIENCE = 3  # slow replays in a row, with more than so many left, until the others are asked to wait
+_PATIENCE = 3  # rounds in a row with slow replays, with more than so many left, until the others are asked to wait
+_POLL_SECONDS = 0.05  # between two looks whether the others are done, of a group of several ranks
 
 
 class Heal:
@@ -85,9 +85,8 @@ class Heal:
         self._lost: set[int] = set()  # places in that list of those that give nothing to this rank any more
         self._rest = 0  # rounds until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
-        self._round_seconds = 0.0  # of the last round
-        self._replay_seconds = math.inf  # of the last replayed update
-        self._step_seconds = math.inf  # that the slowest of the others spent on the last update
+        self._step_seconds = 0.0  # that the others' last step took the slowest of them, as their rows say
+        self._replay_seconds = 0.0  # of the last replayed update
         self._slow_replays = 0  # rounds in a row in which a replay took longer than that
         self._alone_since: float | None = None  # by the group's clock: when who may be a holder was seen last
         self._outsiders: list[int] = []  # slots of groups that lived outside of the last round
@@ -119,10 +118,12 @@ class Heal:
                 if self._attempt is not attempt:
                     continue  # it has ended, one way or the other
             self._rounds.launch_empty()
-            if self._attempt is not None and self._attempt.whole:
-                self._replay_some(self._attempt)  # while the others compute
-            elif self._attempt is not None and not self._attempt.full:
-                self._exchange.make_room()  # likewise
+            if attempt is not None:  # while the others compute
+                if not self._position.awaited:
+                    self._exchange.make_room()
+                until = began + self._step_seconds / 2
+                self._await_state(attempt, until)
+                self._replay_some(attempt, until)
             outcome = self._rounds.make()
             self.ended_on_update = isinstance(outcome, Round) and is_update(outcome, self._config)
             if isinstance(outcome, Round):
@@ -130,7 +131,6 @@ class Heal:
             self._act(outcome)
             if self._attempt is not None and not self._is_about_to_miss(outcome):
                 self._conclude(self._attempt)
-            self._round_seconds = time.monotonic() - began
         self._exchange.drop_room()
         self._rounds.begin()
         self._rounds.ask()
@@ -200,15 +200,30 @@ class Heal:
         Raises:
             Leaving: the group was told to leave; it has nothing to finish.
         """
+        began = time.monotonic()
         self._rounds.ask()
         while self._attempt is attempt and not any(self._group.gather(self._rounds.awaited)):
             self._leave_if_told()
             if attempt.whole:
-                self._replay_some(attempt)  # void if the bytes are not the agreed ones
+                self._replay_some(attempt, began)  # void if the bytes are not the agreed ones
             else:
                 self._rounds.pause()
             if self._attempt is attempt:
                 self._conclude(attempt)
+
+    def _await_state(self, attempt: CatchUp, until: float) -> None:
+        """Wait for the state while the others compute a step, by this rank's clock no longer than `until`.
+
+        A state that comes in the first half of a step is loaded in it, and the group trains the next one. To load what
+        comes later could hold the others up.
+        """
+        if self._config.semi_sync_method:  # a round of several steps is too long to be deaf in
+            return
+        while self._attempt is attempt and not attempt.whole:
+            if any(self._group.gather(time.monotonic() >= until or not self._exchange.under_way)):
+                return
+            attempt.wait(min(_POLL_SECONDS, until - time.monotonic()))
+            self._conclude(attempt)
 
     def _act(self, outcome: Round | Broken) -> None:
         """Do what follows from a round.
@@ -238,6 +253,7 @@ class Heal:
             self._rest -= 1
             if self._rest <= 0:
                 self._position.end_fetch()
+        self._step_seconds = max(row.seconds for row in outcome.rows)
         if not is_update(outcome, self._config):
             time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
         elif self._attempt is not None:
@@ -250,7 +266,6 @@ class Heal:
             self._fail(attempt, f"missed an update before {unit_of(self._config)} {update.step}")
         elif attempt.whole:
             self._position.fetched(attempt.target_step)
-            self._step_seconds = max((made.rows[rank].seconds for rank in made.verdict.contributors), default=math.inf)
 
     def _conclude(self, attempt: CatchUp) -> None:
         """Go on with the attempt if all ranks of the group have their part of the state; give it up if one failed."""
@@ -347,26 +362,34 @@ class Heal:
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
         self._events.emit(HealFailed(donor=attempt.donor, from_step=attempt.from_step, error=reason))
 
-    def _replay_some(self, attempt: CatchUp) -> None:
-        """Load the state, then replay what fits into half of a step: the others must not wait for more.
+    def _replay_some(self, attempt: CatchUp, until: float) -> None:
+        """Load the state if it is whole, then replay until the time `until`: the others must not wait for more.
 
         Two updates at least, for they make one meanwhile.
         """
-        if not attempt.loaded and not self._load(attempt):
+        if self._attempt is not attempt or not attempt.whole or not (attempt.loaded or self._load(attempt)):
             return
-        affordable = max(2, int(self._round_seconds / 2 / self._replay_seconds))
-        if self._step_seconds < self._replay_seconds < math.inf:
-            self._slow_replays += 1
-        else:
-            self._slow_replays = 0
-        number = min(self._group.gather(0 if self._slow_replays >= _PATIENCE else affordable))
-        if number == 0 and attempt.remaining > _PATIENCE and not self._position.awaited:
-            # Two replays in each of their steps would cost the others more than to wait for all of them at once.
-            self._let_wait(attempt, f"to replay {attempt.remaining} queued updates takes longer than to make as many")
-        for _ in range(min(number or 2, attempt.remaining)):
-            self._replay(attempt)
+        self._replay_until(attempt, until)
         if self._position.awaited and attempt.remaining <= 1:
             self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
+
+    def _replay_until(self, attempt: CatchUp, until: float) -> None:
+        for number in range(attempt.remaining):
+            if number >= 2 and (late := max(self._group.gather(self._count_late(until)))):
+                if late > _PATIENCE < attempt.remaining and not self._position.awaited:
+                    # Two replays in each of their steps would cost the others more than to wait for all at once.
+                    reason = f"to replay {attempt.remaining} queued updates takes longer than to make as many"
+                    self._let_wait(attempt, reason)
+                return
+            self._replay(attempt)
+
+    def _count_late(self, until: float) -> int:
+        """Return 0 before `until`, by this rank's clock; then 1, and 1 for each round in a row of slow replays."""
+        if time.monotonic() < until:
+            self._slow_replays = 0
+            return 0
+        self._slow_replays = self._slow_replays + 1 if 0 < self._step_seconds < self._replay_seconds else 0
+        return 1 + self._slow_replays
 
     def _load(self, attempt: CatchUp) -> bool:
         """Make the fetched state this rank's; False if its bytes are not the ones that the holders agreed on."""

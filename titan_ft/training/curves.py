@@ -1,6 +1,9 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group's curves in TensorBoard and W&B: one folder and one run of them, however often the group is started."""
+"""A group's curves in TensorBoard and W&B: one folder and one run of them, however often the group is started.
+
+And its traces of torchtitan's profiler.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torchtitan.components.metrics as titan_metrics
+import torchtitan.train
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, WandBLogger
 from torchtitan.config import JobConfig
+from torchtitan.tools import profiling
 from torchtitan.tools.logging import logger
 
 
@@ -80,6 +85,16 @@ def keep_curves(job_config: JobConfig, rank: int) -> None:
     # Both are module globals of torchtitan, called with the folder that is named by the minute.
     titan_metrics.TensorBoardLogger = partial(GroupCurves, folder)
     titan_metrics.WandBLogger = lambda log_dir, config, tag=None: WandBLogger(str(folder), config, tag)
+
+
+def keep_traces(job_config: JobConfig) -> None:
+    """Let torchtitan's profiler write each group's traces and memory snapshots to a folder of its own.
+
+    That is FOLDER/iteration_N/replica_R, as in torchtitan's own fault-tolerant runs: all groups have a rank 0.
+    """
+    folder = f"replica_{job_config.fault_tolerance.replica_id}"
+    for enable in (profiling.maybe_enable_profiling, profiling.maybe_enable_memory_snapshot):
+        setattr(torchtitan.train, enable.__name__, partial(enable, leaf_folder=folder))
 
 
 def wandb_environment(environ: Mapping[str, str], job_config: JobConfig, rank: int) -> dict[str, str]:

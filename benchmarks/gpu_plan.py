@@ -1,0 +1,188 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What scripts/check_gpu.sh can do here: the GPUs that torch finds, which group runs on which, what each run reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.systems import NUM_GROUPS, OURS, STOCK, Config, Job, derive_config
+from titan_ft.config import ConfigError
+from titan_ft.launch.worker_group import visible_devices
+from titan_ft.training.divisions import DEGREES
+
+BACKENDS = ("gloo", "nccl")
+CPU_RANKS = 2
+"""In place of GPUs with --cpu."""
+_PROBE = """
+import json, torch
+names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+nccl = torch.cuda.nccl.version() if names and torch.distributed.is_nccl_available() else ()
+cuda = torch.version.cuda or torch.version.hip
+print(json.dumps({"names": names, "cuda": cuda, "nccl": ".".join(map(str, nccl))}))
+"""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What torch can use here.
+
+    Attributes:
+        names: of the GPUs.
+        cuda: the version that torch was built for; None for a CPU.
+        nccl: the version; empty without NCCL.
+    """
+
+    names: list[str]
+    cuda: str | None
+    nccl: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which group runs where, and what can be between the two.
+
+    Attributes:
+        num_gpus: that are used; on a CPU the ranks that stand for them.
+    """
+
+    num_gpus: int
+    on_cpu: bool = False
+    has_nccl: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the ranks of a group."""
+        return max(1, self.num_gpus // NUM_GROUPS)
+
+    def gpus(self, replica: int) -> list[str]:
+        """Return the GPUs of a group, among those that are used, as the launcher deals them out."""
+        devices = [str(index) for index in range(self.num_gpus)]
+        return visible_devices(replica, self.num_ranks, devices) or []
+
+    def why_not(self, backend: str) -> str:
+        """Say why a process group cannot be between the groups; empty if it can."""
+        if backend == "gloo":
+            return ""
+        if self.on_cpu:
+            return "NCCL needs GPUs"
+        if not self.has_nccl:
+            return "this torch has no NCCL"
+        return "" if self.num_gpus >= NUM_GROUPS else "NCCL refuses two ranks on one GPU"
+
+    @property
+    def backends(self) -> list[str]:
+        """Return what can be between the groups."""
+        return [backend for backend in BACKENDS if not self.why_not(backend)]
+
+    def describe(self) -> str:
+        """Return who runs where, in a line."""
+        if self.on_cpu:
+            return f"{NUM_GROUPS} groups x {self.num_ranks} ranks on the CPU: nothing of this says anything about a GPU"
+        return "; ".join(f"group {replica} on GPU {', '.join(self.gpus(replica))}" for replica in range(NUM_GROUPS))
+
+    def stock(self, run_dir: Path, same_steps: bool) -> Job:
+        """Return the job of stock torchtitan that the groups are compared with: one of as many ranks.
+
+        But of one rank that does the work of both groups in turn where they share a GPU, and, where each has one rank,
+        if it must make the `same_steps`: torchtitan's DDP averages gradients twice.
+        """
+        alone = self._alone(same_steps)
+        return Job(STOCK, run_dir, *((1, 1) if alone else (NUM_GROUPS, self.num_ranks)))
+
+    def _alone(self, same_steps: bool) -> bool:
+        return self.num_gpus == 1 or (self.num_ranks == 1 and same_steps)
+
+    def describe_stock(self) -> str:
+        """Return what the groups are compared with, in a line."""
+        alone, ranks = "one rank that does the work of both groups", f"{NUM_GROUPS} x {self.num_ranks} ranks"
+        if self._alone(same_steps=False):
+            return f"stock torchtitan: {alone}"
+        if self._alone(same_steps=True):
+            return f"stock torchtitan: {alone}; for step times DDP of {ranks}"
+        return f"stock torchtitan: HSDP of {ranks}"
+
+    def groups(self, run_dir: Path, max_restarts: int = 0) -> Job:
+        """Return the job of the two groups."""
+        return Job(OURS, run_dir, NUM_GROUPS, self.num_ranks, max_restarts)
+
+
+def probe() -> Gpus:
+    """Ask torch for its GPUs, in a process that is gone before others use them.
+
+    Raises:
+        ConfigError: torch cannot be loaded.
+    """
+    asked = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
+    if asked.returncode != 0:
+        raise ConfigError(f"torch of {sys.executable} fails: {(asked.stderr.strip() or 'no word').splitlines()[-1]}")
+    return Gpus(**json.loads(asked.stdout.splitlines()[-1]))
+
+
+def make_plan(wanted: int | None, on_cpu: bool, gpus: Gpus) -> Plan:
+    """Return who runs where.
+
+    Args:
+        wanted: number of GPUs; None takes all.
+        on_cpu: that many ranks in place of GPUs.
+        gpus: that are there.
+
+    Raises:
+        ConfigError: there is no GPU, or fewer than asked for.
+    """
+    if wanted is not None and wanted < 1:
+        raise ConfigError(f"--gpus must be at least 1, got {wanted}")
+    if on_cpu:
+        return Plan(wanted or CPU_RANKS, on_cpu=True)
+    if not gpus.names:
+        built = f"was built for {gpus.cuda}" if gpus.cuda else "was built for CPUs"
+        raise ConfigError(f"needs a GPU, and torch of {sys.executable} finds none ({built}); --cpu tries it without")
+    if (wanted or 1) > len(gpus.names):
+        raise ConfigError(f"--gpus must be at most {len(gpus.names)}, which torch finds here, got {wanted}")
+    num_gpus = wanted or len(gpus.names)
+    return Plan(num_gpus if num_gpus == 1 else num_gpus // NUM_GROUPS * NUM_GROUPS, has_nccl=bool(gpus.nccl))
+
+
+def base_config(given: Mapping[str, Any]) -> Config:
+    """Return what all runs derive their config from: data parallelism, one microbatch of a rank in a step.
+
+    Raises:
+        ConfigError: it asks for more, which nothing here compares.
+    """
+    config = {table: {} for table in ("training", "parallelism", "fault_tolerance")} | copy.deepcopy(dict(given))
+    for name in DEGREES:
+        if (degree := config["parallelism"].get(f"{name}_degree", 1)) != 1:
+            raise ConfigError(f"parallelism.{name}_degree must be 1 for this comparison, got {degree}; remove it")
+    for table, name in (("fault_tolerance", "semi_sync_method"), ("experimental", "custom_import")):
+        if value := config.get(table, {}).get(name):
+            raise ConfigError(f"{table}.{name} must be left out of this comparison, got {value!r}; remove it")
+    config["parallelism"]["data_parallel_shard_degree"] = -1
+    config["training"].setdefault("local_batch_size", 8)  # torchtitan's default
+    config["training"].pop("global_batch_size", None)
+    for table in ("checkpoint", "validation"):
+        config[table] = {**config.get(table, {}), "enable": False}
+    return config
+
+
+def job_config(base: Config, job: Job, backend: str, steps: int, log_freq: int, **tables: Config) -> Config:
+    """Return what a run reads.
+
+    Args:
+        backend: between the groups.
+        tables: of further fields.
+    """
+    config = derive_config(base, job, steps, log_freq)
+    if job.system == OURS:
+        config["fault_tolerance"]["process_group"] = backend
+    elif job.num_groups == 1:
+        config["training"]["global_batch_size"] = NUM_GROUPS * config["training"]["local_batch_size"]
+    for table, values in tables.items():
+        config[table] = {**config.get(table, {}), **values}
+    return config

@@ -1,0 +1,148 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What replica groups and stock torchtitan did alike, from what `benchmarks.witness` leaves of both; without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.run import BenchError
+from titan_ft.history.against import MOST_ROUNDING, ROUNDING
+
+FLOAT32_ULP = 2.0**-23
+MOST_EXACT_RANKS = 2
+"""Of a group: the sum of two numbers does not depend on the order, that of more does, and NCCL chooses it."""
+_WAIT = re.compile(
+    r"(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize(_\w+)?|cudaMemcpy(_v\d+)?|hipMemcpy(WithStream)?"
+)
+"""Calls in which the host waits for the GPU; a `cudaMemcpyAsync` that waits is followed by one of them in torch."""
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What a rank has seen of its run.
+
+    Attributes:
+        logged: by step, mean loss and gradient norm.
+        digest: of its final state, hex.
+        digest_seconds: that such a digest takes.
+    """
+
+    logged: dict[int, tuple[float, float]]
+    digest: str
+    digest_seconds: float
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Whether groups made the steps of stock torchtitan, and how near they are."""
+
+    holds: bool
+    text: str
+
+
+def witness_file(run_dir: Path, replica: int, rank: int) -> Path:
+    """Return where a rank leaves what it has seen."""
+    return run_dir / f"witness-{replica}-{rank}.json"
+
+
+def read_witnesses(run_dir: Path, num_groups: int, num_ranks: int) -> list[Witness]:
+    """Return what the ranks of a run have seen, group by group.
+
+    Raises:
+        BenchError: one has left nothing.
+    """
+    found = []
+    for path in (witness_file(run_dir, replica, rank) for replica in range(num_groups) for rank in range(num_ranks)):
+        if not path.is_file():
+            raise BenchError(f"a rank did not reach its end: there is no {path}")
+        values = json.loads(path.read_text(encoding="utf-8"))
+        logged = {int(step): (loss, norm) for step, (loss, norm) in values["logged"].items()}
+        found.append(Witness(logged, values["digest"], values["digest_seconds"]))
+    return found
+
+
+def compare_with_stock(stock: list[Witness], ours: list[Witness], num_ranks: int) -> Parity:
+    """Compare two groups with stock torchtitan.
+
+    With up to two ranks in a group the final states (weights, optimizer) must be equal bit for bit, and so must the
+    losses but for their last bit: stock adds the ranks' losses in float32, replica groups in float64. With more, what
+    the order of additions may change is allowed for loss and gradient norm.
+
+    Args:
+        stock: of HSDP with the same ranks, or of one rank that read the data of both groups.
+        ours: all ranks, group by group.
+        num_ranks: of a group.
+
+    Raises:
+        BenchError: they did not log the same steps.
+    """
+    pairs = [(stock[index % len(stock)], witness) for index, witness in enumerate(ours)]
+    loss = norm = excess = 0.0
+    for theirs, mine in pairs:
+        if theirs.logged.keys() != mine.logged.keys() or not mine.logged:
+            raise BenchError(f"stock torchtitan logged {len(theirs.logged)} steps, the groups {len(mine.logged)}")
+        for step, values in mine.logged.items():
+            differences = [_relative(*pair) for pair in zip(values, theirs.logged[step], strict=True)]
+            loss, norm = max(loss, differences[0]), max(norm, differences[1])
+            excess = max(excess, *(each - min(ROUNDING * step, MOST_ROUNDING) for each in differences))
+    num_differing = sum(theirs.digest != mine.digest for theirs, mine in pairs)
+    equal = num_differing == 0 and loss <= 2 * FLOAT32_ULP
+    how = f"loss to {loss:.1e}, gradient norm to {norm:.1e} at most"
+    steps = f"{max(ours[0].logged)} steps"
+    if equal:
+        return Parity(True, f"bit for bit, {steps}")
+    states = f"the states of {num_differing} of {len(pairs)} ranks differ" if num_differing else "the states are equal"
+    return Parity(num_ranks > MOST_EXACT_RANKS and excess <= 0, f"{states} after {steps}; {how}")
+
+
+def _relative(mine: float, theirs: float) -> float:
+    """Return the relative difference; infinite where one is not finite and the other is."""
+    if mine == theirs:
+        return 0.0
+    difference = abs(mine - theirs) / max(abs(theirs), 1e-30)
+    return difference if difference == difference else float("inf")
+
+
+def read_host_waits(run_dir: Path) -> tuple[float, float]:
+    """Return how often the host waited for the GPU in a step of rank 0; see `host_waits`.
+
+    Raises:
+        BenchError: there is no trace of it.
+    """
+    found = sorted(run_dir.glob("profile_traces/**/rank0_trace.json"))  # torchtitan's default; the first group's
+    if not found:
+        raise BenchError(f"the profiler left no trace in {run_dir / 'profile_traces'}")
+    return host_waits(json.loads(found[0].read_text(encoding="utf-8"))["traceEvents"])
+
+
+def host_waits(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return how often the host waits for the GPU in a step: on all threads, and on the one that trains.
+
+    Counted from the begin of each marked step to its end: behind the last one the profiler itself waits.
+
+    Args:
+        events: of a Chrome trace, as torch's profiler writes it.
+
+    Raises:
+        BenchError: no step is marked, or no call of CUDA was seen.
+    """
+    spans = [event for event in events if event.get("ph") == "X"]
+    steps = [s for s in spans if s.get("cat") == "user_annotation" and s["name"].startswith("ProfilerStep#")]
+    if not steps:
+        raise BenchError("no step is marked in the profiler's trace")
+    if not any(span.get("cat") == "cuda_runtime" for span in spans):  # it may lack the right to see them
+        raise BenchError("no call of CUDA is in the profiler's trace")
+    total = training = 0
+    for span in spans:
+        if _WAIT.fullmatch(span["name"]):
+            for step in steps:
+                if step["ts"] <= span["ts"] < step["ts"] + step["dur"]:
+                    total += 1
+                    training += span["tid"] == step["tid"]
+    return total / len(steps), training / len(steps)

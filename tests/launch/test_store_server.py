@@ -1,0 +1,45 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The store of a group's attempt, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def test_a_store_serves_until_it_is_ended() -> None:
+    """At the socket that it was given; it asks no name server, which torch would for every connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    code = (
+        "import os, sys\n"
+        "from titan_ft.launch import store_server\n"
+        "serve = store_server.serve\n"
+        "store_server.serve = lambda listener: (serve(listener), print(os.environ['RES_OPTIONS'], flush=True))[0]\n"
+        "store_server.main()\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
+    server = subprocess.Popen(
+        [sys.executable, "-c", code, str(listener.fileno())],
+        env=environ,
+        pass_fds=[listener.fileno()],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        port = listener.getsockname()[1]
+        listener.close()
+        assert server.stdout is not None
+        assert server.stdout.readline() == "attempts:0\n"
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        assert server.poll() is None
+    finally:
+        server.kill()
+        server.wait()
