@@ -231,6 +231,7 @@ class World:
     # The exchange, the group, the state
 
     update_bytes = 2**20
+    under_way = False
 
     def make_room(self) -> None:
         pass

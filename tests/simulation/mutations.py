@@ -373,7 +373,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a joiner replays all that it has queued at once",
-        _one("heal", "if number >= 2 and any(self._group.gather(time.monotonic() >= until)):", "if False:"),
+        _one("heal", "if number >= 2 and (late := max(self._group.gather(self._count_late(until)))):", "if late := 0:"),
         ("last",),
         ("no stall for a joiner",),
     ),

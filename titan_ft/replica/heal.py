@@ -381,6 +381,24 @@ class Heal:
         if self._position.awaited and attempt.remaining <= 1:
             self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
 
+    def _replay_until(self, attempt: CatchUp, until: float) -> None:
+        for number in range(attempt.remaining):
+            if number >= 2 and (late := max(self._group.gather(self._count_late(until)))):
+                if late > _PATIENCE < attempt.remaining and not self._position.awaited:
+                    # Two replays in each of their steps would cost the others more than to wait for all at once.
+                    reason = f"to replay {attempt.remaining} queued updates takes longer than to make as many"
+                    self._let_wait(attempt, reason)
+                return
+            self._replay(attempt)
+
+    def _count_late(self, until: float) -> int:
+        """Return 0 before `until`, by this rank's clock; then 1, and 1 for each round in a row of slow replays."""
+        if time.monotonic() < until:
+            self._slow_replays = 0
+            return 0
+        self._slow_replays = self._slow_replays + 1 if 0 < self._step_seconds < self._replay_seconds else 0
+        return 1 + self._slow_replays
+
     def _load(self, attempt: CatchUp) -> bool:
         """Make the fetched state this rank's; False if its bytes are not the ones that the holders agreed on."""
         attempt.loaded = True
