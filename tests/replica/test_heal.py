@@ -108,8 +108,7 @@ class World:
         self.applied: list[int] = []
         self.dropped: list[int] = []  # states that were there when what rounding had left was dropped
         self.seconds = 0.0  # of the group's clock
-        self.step_seconds = 1e6  # that the holders' steps take
-        self.under_way = False  # the others are done with their step whenever this group comes
+        self.step_seconds = 0.0  # that the holders' steps take
         self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
         self.events: list[Event] = []
         self.value = 0  # the joiner's state

@@ -43,8 +43,8 @@ from titan_ft.run.log import EventLog
 logger = logging.getLogger(__name__)
 
 _MAX_REST = 64  # rounds between two attempts of one heal
+_PATIENCE = 3  # rounds in a row with slow replays, with more than so many left, until the others are asked to wait
 _POLL_SECONDS = 0.05  # between two looks whether the others are done, of a group of several ranks
-_PATIENCE = 3  # slow replays in a row, with more than so many left, until the others are asked to wait
 
 
 class Heal:
@@ -85,9 +85,9 @@ class Heal:
         self._lost: set[int] = set()  # places in that list of those that give nothing to this rank any more
         self._rest = 0  # rounds until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
-        self._step_seconds = 0.0  # that the slowest of the others spent on the last step; 0 = not known
+        self._step_seconds = 0.0  # that the others' last step took the slowest of them, as their rows say
         self._replay_seconds = 0.0  # of the last replayed update
-        self._slow_replays = 0  # rounds in a row in which a replay took longer than that step
+        self._slow_replays = 0  # rounds in a row in which a replay took longer than that
         self._alone_since: float | None = None  # by the group's clock: when who may be a holder was seen last
         self._outsiders: list[int] = []  # slots of groups that lived outside of the last round
 
@@ -119,7 +119,7 @@ class Heal:
                     continue  # it has ended, one way or the other
             self._rounds.launch_empty()
             if attempt is not None:  # while the others compute
-                if not attempt.full:
+                if not self._position.awaited:
                     self._exchange.make_room()
                 until = began + self._step_seconds / 2
                 self._await_state(attempt, until)
@@ -369,15 +369,7 @@ class Heal:
         """
         if self._attempt is not attempt or not attempt.whole or not (attempt.loaded or self._load(attempt)):
             return
-        self._slow_replays = self._slow_replays + 1 if 0 < self._step_seconds < self._replay_seconds else 0
-        is_slow = any(self._group.gather(self._slow_replays >= _PATIENCE))
-        if is_slow and attempt.remaining > _PATIENCE and not self._position.awaited:
-            # Two replays in each of their steps would cost the others more than to wait for all of them at once.
-            self._let_wait(attempt, f"to replay {attempt.remaining} queued updates takes longer than to make as many")
-        for number in range(attempt.remaining):
-            if number >= 2 and any(self._group.gather(time.monotonic() >= until)):
-                break
-            self._replay(attempt)
+        self._replay_until(attempt, until)
         if self._position.awaited and attempt.remaining <= 1:
             self._position.fetched(attempt.target_step)  # the next round makes the update that the others hold back
 
