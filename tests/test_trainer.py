@@ -300,6 +300,7 @@ class Step:
             ntokens_seen=0,
             _position=SimpleNamespace(leaving=leaving, step=3),
             _state=SimpleNamespace(reserve=note("reserve")),
+            launch=SimpleNamespace(ranks_on_host=2),
             _go_on=note("go on"),
             _feed=SimpleNamespace(drop=self.dropped.append),
             job_config=SimpleNamespace(

@@ -306,7 +306,7 @@ class ReplicaTrainer(Trainer):
         if self._position.leaving:
             raise Leaving
         if config.group_size > 1 and config.heal_donors != 1:  # with 1, groups may share a host without room for it
-            self._state.reserve()
+            self._state.reserve(self.launch.ranks_on_host)
         self._go_on(replica)
         self._feed.drop({config.replica_id, *(r.entry.slot for r in work.readings)})
 

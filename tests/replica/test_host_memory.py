@@ -16,6 +16,7 @@ from tests.fake_accelerator import FakeAccelerator, installed
 from tests.replica.conftest import DEADLINE
 from titan_ft import device
 from titan_ft.config import FaultTolerance
+from titan_ft.replica import host_memory
 from titan_ft.replica.host_memory import HostMemory, free_bytes, most_updates
 
 NUM_BYTES = 1000
@@ -104,6 +105,22 @@ def test_a_host_without_memory_to_pin_is_named(host: Host, caplog: pytest.LogCap
     (line,) = caplog.messages
     assert "0.0123 GB of host memory cannot be pinned (RuntimeError: CUDA error: out of memory)" in line
     assert host.asked == [False]
+
+
+@pytest.mark.parametrize(("num_ranks", "reserves"), [(4, True), (5, False)])
+def test_a_reserve_leaves_half_of_the_host_alone(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_ranks: int, reserves: bool
+) -> None:
+    """All ranks of the host look at the same moment, before any has taken its part: each counts for all of them."""
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * 1024)
+    memory = HostMemory()
+    with caplog.at_level(logging.INFO):
+        memory.reserve(lambda: NUM_BYTES, num_ranks)  # of which torch makes 1024
+        assert host.accelerator.is_pinned(memory.take(NUM_BYTES))
+    (line,) = caplog.messages
+    assert ("are kept for copies" in line) is reserves
+    assert ("is taken when a joiner comes" in line) is not reserves
+    assert host.asked == [not reserves]
 
 
 def test_what_is_kept_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> None:

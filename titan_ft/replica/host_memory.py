@@ -35,13 +35,27 @@ class HostMemory:
         self._reserved: Future[torch.Tensor] | None = None  # becomes the spare when one is wanted
         self._is_reserved = False
 
-    def reserve(self, count_bytes: Callable[[], int]) -> None:
-        """Begin to pin so much, on a thread of its own; nothing to do on a CPU, or if that was done before."""
+    def reserve(self, count_bytes: Callable[[], int], num_ranks: int = 1) -> None:
+        """Begin to pin so much, on a thread of its own; nothing to do on a CPU, or if that was done before.
+
+        Not if `num_ranks`, that share the host's memory and do so too, would take more than half of what is left: a
+        healthy job is not to run out of memory for a joiner who may never come.
+        """
         if self._is_reserved or device.on_cpu():
             return
         self._is_reserved = True
+        num_bytes, free = count_bytes(), free_bytes()
+        if free is not None and num_ranks * device.host_bytes(num_bytes) > free / 2:
+            logger.warning(
+                "host memory for a copy of this rank's state (%s) is taken when a joiner comes, and not yet: for %d "
+                "ranks it is more than half of what is left (%s)",
+                _size(num_bytes),
+                num_ranks,
+                _size(free),
+            )
+            return
         thread = ThreadPoolExecutor(1, "titan_ft_pinning", initializer=device.for_thread())
-        self._reserved = thread.submit(_reserve, count_bytes())
+        self._reserved = thread.submit(_reserve, num_bytes)
         thread.shutdown(wait=False)
 
     def take(self, num_bytes: int) -> torch.Tensor:

@@ -95,9 +95,13 @@ class TrainState:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._come_behind_copy())
 
-    def reserve(self) -> None:
-        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state."""
-        self._memory.reserve(lambda: self.payload_bytes)
+    def reserve(self, num_ranks: int = 1) -> None:
+        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state.
+
+        Args:
+            num_ranks: that share the host's memory.
+        """
+        self._memory.reserve(lambda: self.payload_bytes, num_ranks)
 
     def close(self) -> None:
         """Let go of the host memory."""
