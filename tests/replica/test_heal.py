@@ -509,13 +509,15 @@ def test_a_state_that_is_there_is_kept(make: Callable[..., World]) -> None:
     assert world.applied[:4] == [6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(("replay", "slow"), [(1.5, True), (0.9, False)])
+@pytest.mark.parametrize(
+    ("replay", "steps_of_round", "slow"), [(1.5, 1, True), (0.9, 1, False), (4.5, 4, True), (3.6, 4, False)]
+)
 def test_a_slow_replay_lets_the_others_wait(
-    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, replay: float, slow: bool
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, replay: float, steps_of_round: int, slow: bool
 ) -> None:
-    """Replays that take longer than the others' steps would make each of these wait for two of them, unsaid."""
-    world = make()
-    world.step_seconds = 1.0
+    """Replays that take longer than the others' updates would make each of these wait for two of them, unsaid."""
+    world = make(**({"semi_sync_method": "diloco", "sync_steps": steps_of_round} if steps_of_round > 1 else {}))
+    world.awaited, world.step_seconds = True, 1.0
     now, steps, plain = [0.0], [], world._apply
     monkeypatch.setattr(heal, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
 
@@ -524,7 +526,7 @@ def test_a_slow_replay_lets_the_others_wait(
         now[0] += replay
 
     def go(number: int) -> None:
-        now[0] += world.step_seconds
+        now[0] += steps_of_round * world.step_seconds
         if number == 20:
             world.release.set()
         if world.named("catch_up_waiting"):

@@ -85,7 +85,7 @@ class Heal:
         self._lost: set[int] = set()  # places in that list of those that give nothing to this rank any more
         self._rest = 0  # rounds until the next donor is asked
         self.ended_on_update = False  # whether the last round of the heal was an update
-        self._step_seconds = 0.0  # that the others' last step took the slowest of them, as their rows say
+        self._update_seconds = 0.0  # that the others' last one took the slowest of them to make, as their rows say
         self._replay_seconds = 0.0  # of the last replayed update
         self._slow_replays = 0  # rounds in a row in which a replay took longer than that
         self._alone_since: float | None = None  # by the group's clock: when who may be a holder was seen last
@@ -121,7 +121,7 @@ class Heal:
             if attempt is not None:  # while the others compute
                 if not self._position.awaited:
                     self._exchange.make_room()
-                until = began + self._step_seconds / 2
+                until = began + self._update_seconds / 2
                 self._await_state(attempt, until)
                 self._replay_some(attempt, until)
             outcome = self._rounds.make()
@@ -253,7 +253,8 @@ class Heal:
             self._rest -= 1
             if self._rest <= 0:
                 self._position.end_fetch()
-        self._step_seconds = max(row.seconds for row in outcome.rows)
+        num_steps = self._config.sync_steps if self._config.semi_sync_method else 1
+        self._update_seconds = num_steps * max(row.seconds for row in outcome.rows)
         if not is_update(outcome, self._config):
             time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
         elif self._attempt is not None:
@@ -388,7 +389,7 @@ class Heal:
         if time.monotonic() < until:
             self._slow_replays = 0
             return 0
-        self._slow_replays = self._slow_replays + 1 if 0 < self._step_seconds < self._replay_seconds else 0
+        self._slow_replays = self._slow_replays + 1 if 0 < self._update_seconds < self._replay_seconds else 0
         return 1 + self._slow_replays
 
     def _load(self, attempt: CatchUp) -> bool:
