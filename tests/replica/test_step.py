@@ -114,7 +114,8 @@ class Exchange:
         self._seat, self._gradient = seat, gradient
         self._armed: bool | None = None
         self.contributed, self.sum = False, 0.0
-        self.spoiled = self.sent = False
+        self.spoiled = self.sent = self.under_way = False
+        self.update_bytes = 4
 
     def arm(self, contributes: Callable[[Quorum], bool]) -> None:
         """Decide now, as the flight does when its quorum comes."""
@@ -140,6 +141,12 @@ class Exchange:
     def reduced(self) -> list[torch.Tensor]:
         """Copy the sum."""
         return [torch.tensor(self.sum)]
+
+    def make_room(self) -> None:
+        """Take none: a number needs none."""
+
+    def drop_room(self) -> None:
+        """Give none back."""
 
     def drop_residuals(self) -> None:
         """Forget nothing: nothing is rounded."""
@@ -304,6 +311,7 @@ class OneGroup:
             ledger=self.ledger,
             nominal_tokens=TOKENS * self.config.group_size,
             token="token",
+            ranks_on_host=1,
             apply=apply,
             **self.shared,
         ).run()
