@@ -809,10 +809,12 @@ class World(standins.World):
         options = self.options
         fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
         # The others ask for their quorum at the beginning of their last step: from then on they wait for a joiner. It
-        # comes when they have made the first steps of their round, while an exchange was under way.
+        # comes when they have made the first steps of their round, while an exchange was under way. A deadline may end
+        # the round before.
+        limit = self.config["sync_deadline_seconds"] or math.inf
         steps = options.round_steps - 1 - self.config["fragment_sync_delay"]
-        fits = fetch < steps * options.compute_seconds
-        fetching = 0 if fits else 1 + int(fetch / (options.round_steps * options.compute_seconds))  # rounds
+        fits = fetch < min(steps * options.compute_seconds, limit)
+        fetching = 0 if fits else 1 + int(fetch / min(options.round_steps * options.compute_seconds, limit))  # rounds
         short = self.furthest == options.steps and options.last_steps > 0
         joining = sum(group.missed is not None and group.runs for group in self.groups.values())
         for group in self.groups.values():
