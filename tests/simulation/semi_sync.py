@@ -417,7 +417,8 @@ class RoundOracle(Oracle):
         """Take note of what a rank has come to."""
         self._fragments = np.repeat(state.fragments, state._shapes).tolist()
         parts = self._parts.setdefault((state.held[1], rank), {}).setdefault(slot, [])
-        parts.append(_Part(state.weights, dict(state.sent), state.tainted, late))
+        corrupt = self.is_corrupt(rank, state, otherwise=True)  # a bit may have been lost in rounding since it flipped
+        parts.append(_Part(state.weights, dict(state.sent), corrupt, late))
 
     def _expect(self, update: Committed, base: np.ndarray, rank: int) -> Iterator[np.ndarray]:
         """Yield the states that the update may make of `base`: a group may have given more than once."""
