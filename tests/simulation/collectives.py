@@ -243,6 +243,11 @@ class ProcessGroup:
             self._error = RuntimeError("aborted")
         self._close()
 
+    @property
+    def is_connected(self) -> bool:
+        """Say whether it has met all of its members, and was not aborted since."""
+        return self._ring is not None and len(self._ring.ends) == self._ring.size
+
     def reset_connection(self) -> None:
         """Break its connection to the next member, as when a middle box forgets it; nobody has died."""
         if self._ring is not None and self._ring.size > 1:
@@ -267,6 +272,7 @@ class ProcessGroup:
             if not self._silent:
                 raise
             self._error = error
+            self._close()  # the first operation that runs out of time aborts the communicator: no other one waits
         else:
             np.copyto(tensor, operation.sum())
 

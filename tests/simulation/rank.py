@@ -150,6 +150,11 @@ class Rank:
         """Gather an integer of every rank of the group."""
         return self._group.gather(value)
 
+    @property
+    def is_connected(self) -> bool:
+        """Say whether its process group is ready for an exchange."""
+        return self._process_group.is_connected
+
     def reset_connection(self) -> None:
         """Let one of its connections to other groups be reset."""
         self._process_group.reset_connection()

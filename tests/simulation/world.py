@@ -38,6 +38,7 @@ _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may tak
 _RECONNECT_SECONDS, _RECONNECT_GROWTH = 0.1, 1.5  # until a manager tries its lighthouse again, as torchft's does
 _AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
 _LEFT_OUT_SECONDS = 1.5  # that a group which thaws may take to see that the others have left its exchange
+_MISSED_SECONDS = 5.0  # that it may take longer for a rendezvous which it missed: 2 s, and then it asks whom it can reach
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
 _USUAL_STEPS = 3  # that may go by without a commit while a group heals: it replays, an exchange is made again
@@ -810,9 +811,10 @@ class World(standins.World):
         fetch = options.transfer_seconds[1] + 0.5 + 8 * options.lag
         # The others ask for their quorum at the beginning of their last step: from then on they wait for a joiner. It
         # comes when they have made the first steps of their round, while an exchange was under way. A deadline may end
-        # the round before.
+        # the round before, behind its first step too.
         limit = self.config["sync_deadline_seconds"] or math.inf
-        steps = options.round_steps - 1 - self.config["fragment_sync_delay"]
+        in_time = math.ceil(min(limit / options.compute_seconds, options.round_steps))
+        steps = in_time - 1 - self.config["fragment_sync_delay"]
         fits = fetch < min(steps * options.compute_seconds, limit)
         fetching = 0 if fits else 1 + int(fetch / min(options.round_steps * options.compute_seconds, limit))  # rounds
         short = self.furthest == options.steps and options.last_steps > 0
@@ -1013,7 +1015,8 @@ class World(standins.World):
                 self.report("liveness", text)
 
         if group.ready and group.heals_since is None:
-            self.kernel.after(_LEFT_OUT_SECONDS + self._patience, look)
+            missed = 0.0 if all(rank.is_connected for rank in group.ranks) else _MISSED_SECONDS
+            self.kernel.after(_LEFT_OUT_SECONDS + missed + self._patience, look)
 
     def _is_tainted(self, slot: int) -> bool:
         return any(rank.state.tainted for rank in self.groups[slot].ranks)
