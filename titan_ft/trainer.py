@@ -301,6 +301,7 @@ class ReplicaTrainer(Trainer):
         work.wire_bytes = self._links.exchange.take_wire_bytes()
         work.lr *= self._lr_factor(committed.update)
         digest = replica.digest_if_due()
+        replica.offer()
         self._step_log.emit(committed, work, self.step, digest)
         self._step_log.log(committed, work, self.step, self.ntokens_seen, replica.heal_seconds)
         if self._position.leaving:

@@ -373,6 +373,7 @@ class Rank:
         self._apply(update)
         world.committed(self, update.step, committed.participants)
         dimension.digest_if_due()
+        dimension.offer()
         if self.position.leaving:
             raise Leaving
         self.saves.participants = committed.participants

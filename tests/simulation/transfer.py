@@ -25,6 +25,7 @@ class SnapshotServer:
         self._kernel, self.process, self.node, self.wait_seconds = kernel, process, node, wait_seconds
         self.snapshot: Snapshot | None = None
         self.offered: Message | None = None
+        self.copy: Callable[[int], None] | None = None
         self.wanted = False
         self.readers = 0
         self.closed = False
@@ -37,10 +38,10 @@ class SnapshotServer:
         self.snapshot, self.wanted = snapshot, False
         self.tell()
 
-    def offer(self, offer: Message | None) -> None:
+    def offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
         """Let joiners ask for a state of this step."""
         self._kernel.pause()
-        self.offered, self.wanted = offer, False
+        self.offered, self.copy, self.wanted = offer, copy, False
         self.tell()
 
     def withdraw(self) -> Snapshot | None:
@@ -168,7 +169,7 @@ class Transfers:
         finally:
             server.readers -= 1
 
-    def ask_offer(self, address: str, token: str) -> tuple[int, int, int] | None:
+    def ask_offer(self, address: str, token: str) -> tuple[int, int, int, int] | None:
         """Ask the server at `address` what it offers.
 
         Raises:
@@ -184,7 +185,9 @@ class Transfers:
             raise TimeoutError(f"{address}: {error}") from error
         kernel.sleep(0.01 * kernel.rng.random())
         offer = server.offered
-        return None if offer is None else (offer["step"], offer["lineage"], offer["digest"])
+        if offer is None or (server.copy and server.snapshot is not None and server.snapshot.step != offer["step"]):
+            return None
+        return offer["step"], offer["lineage"], offer["digest"], offer.get("milliseconds", 0)
 
     def _acquire(
         self,
@@ -205,8 +208,12 @@ class Transfers:
             if found is not None and found.step == step and lineage in (None, found.lineage):
                 server.readers += 1
                 return found
-            offered = server.offered is not None and server.offered["step"] == step
             settled = found is not None and found.step >= step
+            if server.copy is not None and not settled:
+                server.copy(step)  # on a thread of the donor's
+                if server.snapshot is not found:
+                    continue
+            offered = server.copy is None and server.offered is not None and server.offered["step"] == step
             server.wanted = server.wanted or (offered and not settled)
             if server.closed or settled or (kernel.now >= waits and not offered):
                 held = "none" if found is None else f"step {found.step} of lineage {found.lineage}"

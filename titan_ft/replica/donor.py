@@ -3,12 +3,13 @@
 """The donor's part in a heal: a copy of the state in host memory as long as a joiner fetches it.
 
 The copy is made in the round in which a joiner is sent here, or to another group that this one is to help
-(`find_donors`); with a semi-synchronous method also between two steps of a round of several, for a joiner that has come
-meanwhile and takes what this group offers (`offer.py`).
+(`find_donors`). For a joiner that has come meanwhile, and takes what this group offers (`offer.py`), it is made at once,
+while the step is computed; with a semi-synchronous method between two steps of a round of several.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -21,11 +22,13 @@ from titan_ft.replica.wire import Message
 
 
 class Donor:
-    """Copies this rank's state when a joiner is sent here. Training thread only."""
+    """Copies this rank's state when a joiner is sent here, or takes what is offered. Training thread only."""
 
     def __init__(self, state: TrainState, server: StateServer) -> None:
         self._state, self._server = state, server
         self._served: Snapshot | None = None
+        self._copying = threading.Lock()  # of what is offered
+        self._offered_at = 0.0
         self._joiners: set[int] = set()  # slots of the groups that it was copied for
         self._offers = False
 
@@ -40,6 +43,10 @@ class Donor:
         # A joiner may fetch already although this group voted no in the round that sent it here.
         sent = {slot for slot, donor in fetching.items() if donor == made.quorum.slots[rank]}
         self._joiners = sent | (self._joiners & fetching.keys())
+        with self._copying:  # whoever has come for what was offered gets it, and is among those that fetch
+            taken = self._server.snapshot if self._served is None else None
+        if taken is not None:
+            self._served, self._joiners = taken, set(fetching)
         coming = {made.quorum.slots[joiner] for joiner, found in donors.items() if rank in found}
         held = self._served is not None and (self._served.step, self._served.lineage) == (
             position.step,
@@ -68,6 +75,27 @@ class Donor:
         started = time.monotonic()
         self._served = self._state.copy(position.step, position.lineage)
         self._server.publish(self._served, time.monotonic() - started)
+
+    def offer(self, position: Position) -> None:
+        """Offer the state behind an update for as long as the next step is computed: a newcomer need not wait for that.
+
+        What the digest is, the groups find out at the step's end.
+        """
+        now = time.monotonic()
+        if self._state.hold(position.step, position.lineage):
+            # A step from now, as far as the last one tells, the state will be another.
+            milliseconds = int(1000 * (now - self._offered_at)) if self._offered_at else 0
+            offer = Message(step=position.step, lineage=position.lineage, digest=0, milliseconds=milliseconds)
+            self._server.offer(offer, self._copy_held)
+        self._offered_at = now
+
+    def _copy_held(self, step: int) -> None:
+        """Copy the state that is offered, and serve that; any thread. One joiner's is not replaced by another's."""
+        with self._copying:
+            if self._server.snapshot is None:
+                started = time.monotonic()
+                if (snapshot := self._state.copy_held(step)) is not None:
+                    self._server.publish(snapshot, time.monotonic() - started)
 
     def _offer(self, made: Round, position: Position) -> None:
         """Offer the state if the groups have compared its bytes right before the steps of a round, else none."""

@@ -8,9 +8,11 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision as decisions
@@ -21,7 +23,7 @@ from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.host_memory import free_bytes, most_updates
 from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.offer import Offer, OfferSearch
+from titan_ft.replica.offer import Offer, OfferSearch, ask_members
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import PAUSE_SECONDS, Rounds
 from titan_ft.replica.row import Standing
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REST = 64  # rounds between two attempts of one heal
 _PATIENCE = 3  # rounds in a row with slow replays, with more than so many left, until the others are asked to wait
+_MOST_ASKED = 8  # members of a newcomer's first quorum
 _POLL_SECONDS = 0.05  # between two looks whether the others are done, of a group of several ranks
 
 
@@ -78,6 +81,7 @@ class Heal:
         self._nominal_tokens, self._token, self._apply = nominal_tokens, token, apply
         self._ranks_on_host = ranks_on_host
         self._search = OfferSearch(rounds.find_peers, token, config.replica_id)
+        self._is_newcomer = not config.semi_sync_method  # the others know of it by their quorum only
         self._attempt: CatchUp | None = None
         self._most = 1  # updates that may be queued while a state travels
         self._renewed = False  # a newer state was fetched because the queue was full
@@ -107,6 +111,7 @@ class Heal:
         self._position.be_alone(0.0)
         self._alone_since, self._outsiders, self._rest = None, [], 0
         self._most, self._renewed, self._slow_replays = self._agree_on_queue(), False, 0
+        self._state.release()  # what it offers is not the others' state
         self.ended_on_update = True  # whatever the round was that this group missed
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
@@ -118,6 +123,10 @@ class Heal:
                 if self._attempt is not attempt:
                     continue  # it has ended, one way or the other
             self._rounds.launch_empty()
+            if self._is_newcomer:
+                self._is_newcomer = False
+                self._begin_early()
+                attempt = self._attempt
             if attempt is not None:  # while the others compute
                 if not self._position.awaited:
                     self._exchange.make_room()
@@ -128,6 +137,7 @@ class Heal:
             self.ended_on_update = isinstance(outcome, Round) and is_update(outcome, self._config)
             if isinstance(outcome, Round):
                 self._look_for_holders(outcome)
+                self._confirm(outcome)
             self._act(outcome)
             if self._attempt is not None and not self._is_about_to_miss(outcome):
                 self._conclude(self._attempt)
@@ -148,6 +158,49 @@ class Heal:
             Whether it does: the others are further than `beyond`, and come to a quorum at the end of the round only.
         """
         return self._await_offer(beyond) is not None
+
+    def _begin_early(self) -> None:
+        """Begin to fetch while the others compute the step that this newcomer has come in, before they name a donor.
+
+        They are about to show their digests in that round, for there is a newcomer in it: see `_confirm`.
+        """
+        quorum = self._rounds.meet()
+        first = quorum.rank + 1  # several newcomers begin with different ones
+        others = [*range(first, len(quorum.members)), *range(quorum.rank)][: self._config.heal_donors or _MOST_ASKED]
+        if quorum.error is not None or quorum.max_step == 0 or not others:
+            return
+        places, offer = self._ask_members(others, quorum.max_step) if self._group.leads else ([], None)
+        numbers = [len(places), offer.lineage, offer.milliseconds] if offer is not None else [0, 0, 0]
+        number, lineage, milliseconds = (self._group.gather(value)[0] for value in numbers)
+        ranks = [others[self._group.gather(places[n] if places else 0)[0]] for n in range(number)]
+        if ranks:
+            slots, addresses = [quorum.slots[rank] for rank in ranks], [self._rounds.peer_address(r) for r in ranks]
+            self._update_seconds = milliseconds / 1000
+            self._attempt = self._begin(Offer(slots[0], quorum.max_step, lineage, 0), slots, lambda: addresses)
+
+    def _ask_members(self, ranks: list[int], step: int) -> tuple[list[int], Offer | None]:
+        """Ask members of the quorum what they offer, for no longer than they need for the step."""
+        addresses = [self._rounds.peer_address(rank) for rank in ranks]
+        thread = ThreadPoolExecutor(1, "titan_ft_offers")
+        search = thread.submit(ask_members, addresses, self._token, step)
+        thread.shutdown(wait=False)
+        while self._exchange.under_way:
+            with contextlib.suppress(TimeoutError):
+                return search.result(_POLL_SECONDS)
+        return [], None
+
+    def _confirm(self, made: Round) -> None:
+        """Hold a state that no round has sent this group for against what the holders have shown in this one."""
+        attempt, verdict = self._attempt, made.verdict
+        if attempt is None or attempt.digest is not None or not verdict.holders:
+            return
+        agreed = verdict.verified and (verdict.step, made.lineage) == (attempt.from_step, attempt.lineage)
+        if agreed and not (attempt.loaded and self._position.digest != verdict.digest):
+            attempt.digest = verdict.digest
+            return
+        if attempt.loaded:
+            self._position.disown()
+        self._fail(attempt, "the state that was offered is not the one that the holders agree on")
 
     def _begin_aside(self) -> None:
         """Begin to fetch while the others are in the midst of a round, from one that offers its state.
@@ -307,7 +360,7 @@ class Heal:
             slot,
             step,
             offer.lineage,
-            offer.digest,
+            offer.digest or None,
             lambda cancelled, note_share: fetch(
                 addresses(),
                 self._token,
@@ -356,10 +409,14 @@ class Heal:
         """Give the attempt up. The next donor is asked after a rest that doubles: each one pays with a copy."""
         attempt.cancel()
         self._attempt = None
-        self._rest = min(2 ** (self._position.heals - 1), _MAX_REST) - 1
+        if attempt.digest is None:  # no round has sent this group anywhere yet
+            self._rest = 0
+            self._position.fetch_newer()
+        else:
+            self._rest = min(2 ** (self._position.heals - 1), _MAX_REST) - 1
+            self._position.end_fetch(rest=self._rest > 0)
         if self._config.semi_sync_method:
             self._search.rest(self._rest)
-        self._position.end_fetch(rest=self._rest > 0)
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
         self._events.emit(HealFailed(donor=attempt.donor, from_step=attempt.from_step, error=reason))
 
@@ -399,7 +456,7 @@ class Heal:
         self._exchange.drop_residuals()
         self._position.load(attempt.from_step, attempt.lineage)
         self._rounds.take_digest()
-        if self._position.digest == attempt.digest:
+        if attempt.digest is None or self._position.digest == attempt.digest:
             return True
         # Corrupted since the donor took its digest. As a claim to the job's state it would be found out at once, and
         # healed from the same donor again, without end.

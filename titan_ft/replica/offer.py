@@ -1,17 +1,22 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Offers: a group in the midst of a round of several steps lets a joiner have its state at once.
+"""Offers: a group lets a joiner have its state at once, before a round has named a donor.
 
-A donor is named in a round, and of rounds there may be one in an hour. But what the groups agree on stays as it is from
-one update to the next, and they have compared its bytes right behind the last one: so each of them may serve it. Who
-lacks it finds the groups that live on the lighthouse's page, and asks their state servers.
+A donor is named in a round, which ends with a step of the others. But what they agree on stays as it is from one update
+to the next: a newcomer asks the members of its first quorum for it, while they compute that step, and the round shows
+whether what it got is what they all hold.
+
+With a semi-synchronous method there may be one round in an hour, and the groups have compared their bytes right behind
+the last update: so each of them may serve it. Who lacks it finds the groups that live on the lighthouse's page, and
+asks their state servers.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,13 +35,44 @@ class Offer:
 
     Attributes:
         slot: of the group.
-        step, lineage, digest: of its state, as the rows of the last round had them.
+        step, lineage, digest: of its state, as the rows of the last round had them; a digest of 0 is not known yet.
+        milliseconds: that its last step took; 0 = it does not tell.
     """
 
     slot: int
     step: int
     lineage: int
     digest: int
+    milliseconds: int = 0
+
+
+_REASONS = (OSError, ValueError, KeyError, TypeError, RuntimeError, RefusedError)
+"""Why somebody offers nothing: what network and store do, and another run's servers."""
+
+
+def ask_members(addresses: Sequence[str], token: str, step: int) -> tuple[list[int], Offer | None]:
+    """Ask state servers all at once what they offer of `step`.
+
+    Returns:
+        The places of those that offer the same state, the one that most have, and the first one's offer, of slot -1.
+    """
+
+    def ask(address: str) -> Offer | None:
+        try:
+            offered = ask_offer(address, token)
+        except _REASONS as error:
+            logger.debug("no offer from %s: %s", address, first_line(error))
+            return None
+        return None if offered is None else Offer(-1, *offered)
+
+    with ThreadPoolExecutor(len(addresses), "titan_ft_offers") as pool:
+        offers = dict(enumerate(pool.map(ask, addresses)))
+    fitting = {place: offer for place, offer in offers.items() if offer is not None and offer.step == step}
+    if not fitting:
+        return [], None
+    lineage = Counter(offer.lineage for offer in fitting.values()).most_common(1)[0][0]
+    places = [place for place, offer in fitting.items() if offer.lineage == lineage]
+    return places, fitting[places[0]]
 
 
 class OfferSearch:
@@ -87,7 +123,7 @@ class OfferSearch:
         for slot in sorted(peers, key=lambda slot: (slot < self._first, slot)):
             try:
                 offered = ask_offer(look_up(peers[slot], 0), self._token)
-            except (OSError, ValueError, KeyError, TypeError, RuntimeError, RefusedError) as error:
+            except _REASONS as error:
                 logger.debug("no offer from group %d: %s", slot, first_line(error))
                 continue
             if offered is not None:

@@ -160,7 +160,7 @@ class Position:
         self.awaited = True
 
     def fetch_newer(self) -> None:
-        """End an attempt for a newer state; that is no retry, so that all donors may give it."""
+        """End an attempt for another one that is no retry, so that all donors may give the state."""
         self.heals -= 1
         self.end_fetch()
 

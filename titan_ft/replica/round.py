@@ -167,6 +167,11 @@ class Rounds:
         if any(self._group.gather(self._donor.wanted)):  # all ranks behind the same step: moments must fit together
             self._donor.copy(self._position)
 
+    def offer(self) -> None:
+        """Let a newcomer have the state while the next step is computed."""
+        if self._config.group_size > 1 and not self._config.semi_sync_method:
+            self._donor.offer(self._position)
+
     def begin(self) -> None:
         """Note that this group has the job's state and trains on: told to leave, it has something to finish."""
         self._drain.begin()

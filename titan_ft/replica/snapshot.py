@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Snapshot:
 
 
 class TrainState:
-    """Reads, copies, hashes and overwrites the state of one rank. All methods run on the training thread.
+    """Reads, copies, hashes and overwrites the state of one rank. On the training thread, but for `copy_held`.
 
     Args:
         model_parts: as torchtitan's Trainer holds them.
@@ -92,6 +93,9 @@ class TrainState:
         self._memory = HostMemory()
         # The last copy, until training comes behind it, and what it reads: memory that nothing else may take yet.
         self._under_way: tuple[torch.Event | None, list[torch.Tensor]] | None = None
+        # Until when another thread may copy: step, lineage and scalars as they are behind the last update.
+        self._held: tuple[int, int, dict[str, Any]] | None = None
+        self._copying = threading.Lock()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._come_behind_copy())
 
@@ -107,7 +111,28 @@ class TrainState:
         """Let go of the host memory."""
         self._memory.close()
 
-    @torch.no_grad()
+    def hold(self, step: int, lineage: int) -> bool:
+        """Let `copy_held` copy the state, as it is now, until `release`; False if it may change before the next update.
+
+        A forward may write buffers, whenever it likes.
+        """
+        if any(name.startswith(_BUFFER) for name, _ in self._model_tensors()):
+            return False
+        self._held = (step, lineage, self._scalars())
+        return True
+
+    def release(self) -> None:
+        """End that, for the state is about to change; waits for a copy under way."""
+        with self._copying:
+            self._held = None
+
+    def copy_held(self, step: int) -> Snapshot | None:
+        """Copy the state of `step` while training computes with it, on a thread of its own; None if it is not held."""
+        with self._copying:
+            if self._held is None or self._held[0] != step:
+                return None
+            return self._copy(*self._held)
+
     def copy(self, step: int, lineage: int) -> Snapshot:
         """Copy the state to host memory, as it is behind all that the training has queued.
 
@@ -115,6 +140,11 @@ class TrainState:
         next step waits on the GPU, and so does a load. On a CPU, and into memory that is not pinned, the copy is
         complete when this returns.
         """
+        with self._copying:
+            return self._copy(step, lineage, self._scalars())
+
+    @torch.no_grad()
+    def _copy(self, step: int, lineage: int, scalars: dict[str, Any]) -> Snapshot:
         tensors = list(self._tensors(self._optimizers))
         entries, size = _lay_out(tensors)
         payload = self._memory.take(size)
@@ -131,12 +161,13 @@ class TrainState:
             _copy_all(targets, shards, [not buffer for buffer in buffers])
             copied = device.record_event(timed=True)
         self._under_way = (copied, shards)
-        header = {"step": step, "lineage": lineage, "scalars": self._scalars(), "tensors": entries, "bytes": size}
+        header = {"step": step, "lineage": lineage, "scalars": scalars, "tensors": entries, "bytes": size}
         text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)  # of equal states the same bytes
         return Snapshot(step, lineage, text.encode(), payload, begun, copied)
 
     def _come_behind_copy(self) -> None:
         """Let what the training queues from now on wait for the last copy: it may write what that reads."""
+        self.release()
         if self._under_way is not None:
             copied, _ = self._under_way
             device.wait_for(copied, device.current())
@@ -150,7 +181,8 @@ class TrainState:
     def reuse(self, snapshot: Snapshot) -> None:
         """Take back a snapshot that nobody reads any more: its memory serves the next copy."""
         snapshot.wait()  # the host writes there too, and a GPU that copies late would do so behind it
-        self._memory.give_back(snapshot.payload)
+        with self._copying:
+            self._memory.give_back(snapshot.payload)
 
     @torch.no_grad()
     def load(self, snapshot: Snapshot) -> None:

@@ -106,8 +106,10 @@ def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, TransferError | RefusedError) else f"{type(error).__name__}: {error}"
 
 
-def ask_offer(address: str, token: str) -> tuple[int, int, int] | None:
+def ask_offer(address: str, token: str) -> tuple[int, int, int, int] | None:
     """Return step, lineage and digest of the state that the StateServer at `address` offers; None if it offers none.
+
+    And the milliseconds that its last step took, 0 if it does not tell.
 
     Raises:
         OSError, ValueError, KeyError: it cannot be reached, or does not speak the protocol.
@@ -120,7 +122,9 @@ def ask_offer(address: str, token: str) -> tuple[int, int, int] | None:
         prove(stream, address, token)
         write_line(stream, {"offer": True})
         answer = read_line(stream)
-        return None if "error" in answer else (answer["step"], answer["lineage"], answer["digest"])
+        if "error" in answer:
+            return None
+        return answer["step"], answer["lineage"], answer["digest"], answer.get("milliseconds", 0)
 
 
 class _Transfer:

@@ -60,6 +60,7 @@ class StateServer:
         self._snapshot: Snapshot | None = None
         self._copy_seconds = 0.0
         self._offer: Message | None = None
+        self._copy: Callable[[int], None] | None = None
         self._wanted = False
         self._readers = 0
         self._changed = threading.Condition()
@@ -86,14 +87,22 @@ class StateServer:
             snapshot, self._snapshot = self._snapshot, None
             return snapshot if self._readers == 0 else None
 
-    def offer(self, offer: Message | None) -> None:
+    def offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
         """Let joiners ask for a state of this step, lineage and digest, which is published once it is `wanted`.
 
         None takes the offer back; who waits for it then does so for `wait_seconds` only.
+
+        Args:
+            copy: publishes the state of a step at once, if it still can; called on the thread of whoever wants it.
         """
         with self._changed:
-            self._offer, self._wanted = offer, False
+            self._offer, self._copy, self._wanted = offer, copy, False
             self._changed.notify_all()
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Return what is served."""
+        return self._snapshot
 
     @property
     def wanted(self) -> bool:
@@ -129,7 +138,7 @@ class StateServer:
                 answer_probe(stream, request, self._token)
                 continue
             if "offer" in request:
-                write_line(stream, self._offer or {"error": "this group is in no round of steps"})
+                write_line(stream, self._find_offer() or {"error": "this group offers no state"})
                 continue
             snapshot = self._acquire(stream, request)
             if isinstance(snapshot, str):
@@ -145,6 +154,13 @@ class StateServer:
             if request.get("done"):
                 copied = max(self._copy_seconds, snapshot.copy_seconds)
                 self._served(request["done"], snapshot, request["bytes"], copied, time.monotonic() - started)
+
+    def _find_offer(self) -> Message | None:
+        """Return what is offered; nothing that would have to be copied over what another joiner fetches."""
+        with self._changed:
+            offer, held = self._offer, self._snapshot
+            taken = self._copy is not None and offer is not None and held is not None and held.step != offer["step"]
+            return None if taken else offer
 
     @staticmethod
     def _next_request(connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> Message:
@@ -162,9 +178,11 @@ class StateServer:
         def settled() -> bool:
             return self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
 
+        if (copy := self._copy) is not None and not settled():
+            copy(step)
         while True:
             with self._changed:
-                offered = self._offer is not None and self._offer["step"] == step
+                offered = self._copy is None and self._offer is not None and self._offer["step"] == step
                 self._wanted = self._wanted or (offered and not settled())
                 # The training thread copies it between two steps, which may be long.
                 rest = math.inf if offered else ends - time.monotonic()

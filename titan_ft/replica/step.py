@@ -279,6 +279,10 @@ class ReplicaDimension:
         due = every and self._position.step * length % every < length  # a round in which it falls due counts
         return self._rounds.take_digest() if due else None
 
+    def offer(self) -> None:
+        """Let a newcomer have the state behind this update while the next step is computed."""
+        self._rounds.offer()
+
     def heal(self) -> int:
         """Get the job's state from a donor while the others train on; returns the step that this group then holds.
 
@@ -287,6 +291,7 @@ class ReplicaDimension:
         """
         self.heal_seconds = self._heal.run()
         self.digest_if_due()
+        self.offer()
         return self._position.step
 
     @property

@@ -14,7 +14,8 @@ take the snapshot, a line {"waiting": step} now and then comes before it, so tha
 wrong.
 
 A request {"offer": true} is answered at once by a line {"step", "lineage", "digest"}, of the state that the donor lets
-joiners have until its next update (`offer.py`), or by {"error": text} if it is none.
+joiners have until its next update (`offer.py`), with {"milliseconds"} that its last step took; or by {"error": text} if
+it is none.
 
 A request {"probe": n, "back": address} is followed by n bytes, which come back behind {"bytes": n}: whether two ranks
 reach each other at all (`reach.py`); the joiner's first line has blanks before it then.
@@ -51,6 +52,7 @@ class Message(TypedDict, total=False):
     step: int
     lineage: int
     digest: int
+    milliseconds: int
     offer: bool
     offset: Size
     bytes: Size
