@@ -74,9 +74,19 @@ class Counters:
 class TinyTraining:
     """One rank's training with torchtitan's containers; the batch of a step depends on its number alone."""
 
-    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, shard: bool = False, **optimizer: Any) -> None:
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        shard: bool = False,
+        buffers: bool = True,
+        **optimizer: Any,
+    ) -> None:
         torch.manual_seed(seed)
         self.model: nn.Module = TinyModel().to(dtype)
+        if not buffers:  # that are part of the state
+            self.model._non_persistent_buffers_set.add("passes")
+            self.model.inner._non_persistent_buffers_set.add("mask")
         if shard:
             self._shard()
         kwargs = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": True, **optimizer}

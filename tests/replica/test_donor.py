@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from titan_ft.replica.donor import Donor
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.position import Position
 from titan_ft.replica.row import Row, Standing
+from titan_ft.replica.wire import Message
 
 ME, OTHER, THIRD, FIRST, SECOND = range(5)  # slots: three that hold the state, two that heal
 
@@ -25,21 +27,42 @@ class World:
 
     def __init__(self) -> None:
         self.step, self.copies, self.serves = 5, 0, 0  # serves: step of what it serves; 0 = nothing
-        state: Any = SimpleNamespace(copy=self._copy, reuse=lambda snapshot: None)
-        server: Any = SimpleNamespace(
-            publish=self._publish, withdraw=self._withdraw, offer=lambda offer: None, wanted=False
+        self.shared = (-1, 0)  # step and lineage that another thread may copy
+        self.has_buffers = False
+        self.offers: list[Message] = []
+        self.take: Callable[[int], None] = lambda step: None  # what the server calls for who wants what is offered
+        state: Any = SimpleNamespace(
+            copy=self._copy, reuse=lambda snapshot: None, share=self._share, copy_shared=self._copy_shared
         )
-        self._donor = Donor(state, server)
+        self._server: Any = SimpleNamespace(
+            publish=self._publish, withdraw=self._withdraw, offer=self._offer, wanted=False, snapshot=None
+        )
+        self._donor = Donor(state, self._server)
+
+    def offer(self) -> None:
+        """Let the group make an update."""
+        self._donor.offer(Position(step=self.step, lineage=1000 + self.step))
+
+    def _share(self, step: int, lineage: int) -> bool:
+        self.shared = (step, lineage)
+        return not self.has_buffers
+
+    def _copy_shared(self, step: int) -> Any:
+        return self._copy(*self.shared) if self.shared[0] == step else None
+
+    def _offer(self, offer: Message, copy: Callable[[int], None]) -> None:
+        self.offers.append(offer)
+        self.take = copy
 
     def _copy(self, step: int, lineage: int) -> Any:
         self.copies += 1
         return SimpleNamespace(step=step, lineage=lineage)
 
     def _publish(self, snapshot: Any, seconds: float) -> None:
-        self.serves = snapshot.step
+        self.serves, self._server.snapshot = snapshot.step, snapshot
 
-    def _withdraw(self) -> None:
-        self.serves = 0
+    def _withdraw(self) -> Any:
+        self.serves, self._server.snapshot = 0, None
 
     def make_round(self, *joiners: Row, heal_donors: int = 8) -> Round:
         """Make a round, and the update that it is; the donor is the lowest slot's."""
@@ -131,3 +154,55 @@ def test_a_joiner_that_fetches_although_this_group_voted_no_finds_a_copy(world: 
     """The round that sent it here did not work on all ranks of this group, which has its step still."""
     world.make_round(fetching(FIRST, ME))
     assert (world.serves, world.copies) == (5, 1)
+
+
+def test_a_newcomer_takes_what_is_offered(world: World) -> None:
+    """While the step is computed; it is served until nobody fetches it, as what a round has asked for."""
+    world.offer()
+    world.offer()
+    assert [(offer["step"], offer["lineage"], offer["digest"]) for offer in world.offers] == [(5, 1005, 0)] * 2
+    assert world.copies == 0
+    world.take(5)
+    world.take(5)  # on another of its connections
+    assert (world.serves, world.copies) == (5, 1)
+    world.make_round(fetching(FIRST, ME))
+    world.make_round(fetching(FIRST, OTHER))  # it helps
+    assert (world.serves, world.copies) == (5, 1)
+    world.make_round()
+    assert world.serves == 0
+
+
+def test_a_newcomer_that_does_not_come_to_the_round_is_served_no_more(world: World) -> None:
+    """It has died, or found another state; the memory is wanted."""
+    world.offer()
+    world.take(5)
+    world.make_round()
+    assert world.serves == 0
+
+
+def test_what_is_offered_serves_who_is_sent_here_in_the_same_round(world: World) -> None:
+    """It is the same state: no second copy."""
+    world.offer()
+    world.take(5)
+    world.make_round(fetching(FIRST, OTHER), behind(SECOND))
+    assert (world.serves, world.copies) == (5, 1)
+    world.make_round(fetching(SECOND, ME))
+    assert (world.serves, world.copies) == (5, 1)
+
+
+def test_a_copy_that_one_joiner_fetches_is_not_replaced(world: World) -> None:
+    """Nor is a state copied that is not there any more."""
+    world.make_round(behind(FIRST))
+    world.offer()
+    world.take(6)
+    assert (world.serves, world.copies) == (5, 1)
+    world.make_round()
+    world.take(5)
+    assert (world.serves, world.copies) == (0, 1)
+
+
+def test_a_state_that_changes_between_updates_is_not_offered(world: World) -> None:
+    """A forward may write its buffers while another thread reads them."""
+    world.has_buffers = True
+    world.offer()
+    assert world.offers == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,7 @@ class World:
         monkeypatch.setattr(heal, "fetch", self._fetch)
         self.free: int | None = 2**50  # bytes of the host's memory
         monkeypatch.setattr(heal, "free_bytes", lambda: self.free)
+        monkeypatch.setattr(heal, "ask_members", self._ask_members)
         self.step, self.lineage = 5, 55
         self.lineages = {5: 55}  # by step
         self.holders = (0, 1)
@@ -110,6 +112,8 @@ class World:
         self.seconds = 0.0  # of the group's clock
         self.step_seconds = 0.0  # that the holders' steps take
         self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
+        self.early: Offer | None = None  # what members of its first quorum offer, both of them
+        self.error_elsewhere = False  # another rank of its group could not connect to them
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
         self.position = Position()
@@ -142,10 +146,19 @@ class World:
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
 
+    def offer_early(self, **changes: Any) -> None:
+        """Let the members of its first quorum offer their state while they compute the first step."""
+        self.early = replace(Offer(-1, self.step, self.lineage, 0, milliseconds=40_000), **changes)
+
     # The rounds
 
     def launch_empty(self) -> None:
         pass
+
+    def meet(self) -> Quorum:
+        self.others_see = [0] if self.error_elsewhere else []
+        members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (*self.holders, 2))
+        return Quorum("quorum 1", len(members) - 1, members, self.step)
 
     def ask(self) -> None:
         pass
@@ -230,7 +243,10 @@ class World:
     # The exchange, the group, the state
 
     update_bytes = 2**20
-    under_way = False
+
+    @property
+    def under_way(self) -> bool:
+        return self.early is not None and self.made == 0
 
     def make_room(self) -> None:
         pass
@@ -251,8 +267,18 @@ class World:
     def clock(self) -> float:
         return self.seconds
 
+    load_seconds = 0.0
+
+    def unshare(self) -> None:
+        pass
+
     def load(self, snapshot: Snapshot) -> None:
         self.value = int(snapshot.header)
+
+    def _ask_members(self, addresses: list[str], token: str, step: int) -> tuple[list[int], Offer]:
+        assert self.early is not None
+        assert step == self.step
+        return [*range(len(addresses))], self.early
 
     def _apply(self, update: Update) -> None:
         assert update.gradients is not None
@@ -790,3 +816,132 @@ def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
     assert healed(world)
     assert world.fetches == [(1, 5)]
     assert len(world.named("heal_failed")) == 1
+
+
+# A newcomer, which fetches before a round has named a donor
+
+
+def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) -> None:
+    """It has the state before the round in which the others find out about it, and that round's update."""
+    world = make()
+    world.offer_early()
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert (world.made, world.applied) == (1, [6])
+    assert (world.donors, world.named_donors) == ([[0, 1]], [0])
+    assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
+
+
+def test_a_newcomer_whose_state_takes_longer_queues_updates(make: Callable[..., World]) -> None:
+    """As one that a round has sent to a donor; its bytes are held against what the first round showed."""
+    world = make()
+    world.offer_early(milliseconds=0)
+    world.broken = {1}
+    world.on_round = lambda number: world.release.set() if number == 5 else None
+    world.heal.run()
+    assert healed(world)
+    assert world.fetches == [(0, 5)]
+    assert world.applied == list(range(6, world.step + 1))
+    assert len(world.applied) >= 3
+    assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_state_of_another_lineage_is_not_kept(make: Callable[..., World], at_once: bool) -> None:
+    """Those that offered it go back from it; the round names those that hold the job's, and all of them may give it."""
+    world = make()
+    world.lineages[5] = 99
+    world.offer_early(lineage=99, milliseconds=40_000 if at_once else 0)
+
+    def on_round(number: int) -> None:
+        world.lineages[5] = 55
+        if at_once or number == 5:
+            world.release.set()
+
+    world.on_round = on_round
+    world.release.set() if at_once else None
+    world.heal.run()
+    assert healed(world)
+    assert world.position.corrupt is False
+    assert [len(donors) for donors in world.donors] == [2, 2]
+    assert [event.name for event in world.events] == ["heal_started", "heal_failed", "heal_started", "heal_finished"]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_bytes_that_the_first_round_does_not_show_are_not_kept(make: Callable[..., World], at_once: bool) -> None:
+    """They were corrupted since; as all that is not confirmed, the state is no claim to the job's."""
+    world = make()
+    world.offer_early(milliseconds=40_000 if at_once else 0)
+    world.corrupt = {1}
+    claims: list[int] = []
+    found = 2 if at_once else 4  # the round by which it is known
+
+    def on_round(number: int) -> None:
+        claims.append(world.position.claim)
+        if number == found:
+            world.corrupt = set()
+        if at_once or number == 3:
+            world.release.set()
+
+    world.on_round = on_round
+    world.release.set() if at_once else None
+    world.heal.run()
+    assert healed(world)
+    assert world.position.corrupt is False
+    assert len(world.named("heal_failed")) == 1
+    assert claims[found - 1] == 0, "nothing that others may hold against theirs"
+
+
+def test_a_newcomer_whose_fetch_fails_is_sent_to_a_donor(make: Callable[..., World]) -> None:
+    """In the same round as if it had not tried, and by right of its first attempt."""
+    world = make()
+    world.offer_early()
+    world.release.set()
+    world.fail = {1}
+    world.heal.run()
+    assert healed(world)
+    assert world.named_donors[0] == -1
+    assert [step for _, step in world.fetches] == [5, 5]
+    assert [len(donors) for donors in world.donors] == [2, 2]
+
+
+def test_ranks_of_a_newcomer_begin_together_or_not_at_all(make: Callable[..., World]) -> None:
+    """One of them has not come to the others, and knows no addresses."""
+    world = make()
+    world.offer_early()
+    world.error_elsewhere = True
+    world.release.set()
+    world.heal.run()
+    assert healed(world)
+    assert world.named_donors[0] == -1
+
+
+def test_the_last_holders_state_is_kept_though_no_round_confirms_it(make: Callable[..., World]) -> None:
+    """They are gone before they have shown anything: what has come of theirs is all that is left."""
+    world = make()
+    world.offer_early()
+    world.release.set()
+    world.holders = ()
+
+    def on_round(number: int) -> None:
+        world.seconds += ALONE_SECONDS / 4
+
+    world.on_round = on_round
+    members = tuple(Member(slot, 0.0, f"process {slot}", "c0ffee") for slot in (0, 1, 2))
+    world.meet = lambda: Quorum("quorum 1", 2, members, 5)  # type: ignore[method-assign]
+    world.heal.run()
+    assert [event.name for event in world.events] == ["heal_started", "rolled_back"]
+    assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
+
+
+def test_only_the_first_heal_of_a_process_is_a_newcomers(make: Callable[..., World]) -> None:
+    """Later the others know this group, and show no digests in a round in which nobody asks for a donor."""
+    world = make()
+    world.offer_early()
+    world.release.set()
+    world.heal.run()
+    world.made = 0
+    world.heal.run()
+    assert healed(world)
+    assert world.named_donors[1] == -1

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_ft.replica import snapshot as snapshots
 from titan_ft.replica.errors import StateMismatchError
 from titan_ft.replica.exchange import local
 from titan_ft.replica.snapshot import _HASH_CHUNK, Snapshot, TrainState, _lane_sum
@@ -201,6 +205,62 @@ def test_memory_of_a_returned_copy_is_used_again(tiny: Tiny) -> None:
     joiner.state.load(third)
     assert joiner.state.digest() == donor.state.digest()
     assert donor.state.copy(2, 0).payload.data_ptr() != third.payload.data_ptr()
+
+
+def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: Tiny) -> None:
+    """The same bytes, with the counters as they were when it was shared: reading counts tokens for a moment."""
+    donor, joiner = tiny(seed=1, buffers=False), tiny(seed=2, buffers=False)
+    donor.train(1)
+    before, digest = donor.state.copy(1, 55), donor.state.digest()
+    assert donor.state.copy_shared(1) is None
+    assert donor.state.share(1, 55)
+    donor.counters.tokens += 1000
+    with ThreadPoolExecutor(1) as thread:
+        shared = thread.submit(donor.state.copy_shared, 1).result()
+        assert thread.submit(donor.state.copy_shared, 2).result() is None
+        assert (shared.step, shared.lineage, shared.header) == (1, 55, before.header)
+        joiner.state.load(shared)
+        assert joiner.state.digest() == digest
+        donor.train(1)
+        assert thread.submit(donor.state.copy_shared, 1).result() is None
+        assert donor.state.share(2, 56)
+        donor.state.load(before)
+        assert thread.submit(donor.state.copy_shared, 2).result() is None
+
+
+def test_an_update_waits_for_another_threads_copy(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the copy would be of half of it."""
+    donor, joiner = tiny(seed=1, buffers=False), tiny(seed=2, buffers=False)
+    donor.train(1)
+    digest = donor.state.digest()
+    donor.state.share(1, 55)
+    begun, goes_on = threading.Event(), threading.Event()
+    copy_all = snapshots._copy_all
+
+    def slowly(*args: Any) -> None:
+        begun.set()
+        assert goes_on.wait(20)
+        copy_all(*args)
+
+    monkeypatch.setattr(snapshots, "_copy_all", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        copied = threads.submit(donor.state.copy_shared, 1)
+        assert begun.wait(20)
+        trained = threads.submit(donor.train, 1)
+        time.sleep(0.2)  # longer than the step takes
+        assert not trained.done()
+        goes_on.set()
+        joiner.state.load(copied.result(20))
+        trained.result(20)
+    assert joiner.state.digest() == digest
+
+
+def test_a_state_with_buffers_is_not_shared(tiny: Tiny) -> None:
+    """A forward writes them, whenever it likes."""
+    donor = tiny(seed=1)
+    donor.train(1)
+    assert not donor.state.share(1, 55)
+    assert donor.state.copy_shared(1) is None
 
 
 def test_memory_of_another_size_is_not_used_again(tiny: Tiny) -> None:

@@ -156,6 +156,7 @@ class Idle:
     """Stands in for what these tests have no use of: drain, watchdog, state server, state."""
 
     requested = False
+    snapshot = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
@@ -174,6 +175,7 @@ class State(Idle):
 
     bytes = "good"
     digests = 0  # taken
+    load_seconds = 0.0
 
     def digest(self) -> str:
         """Return the bytes."""

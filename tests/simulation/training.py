@@ -83,7 +83,8 @@ class State:
         flat = self.payload[0]
         self.parameters = [nn.Parameter(part) for part in flat.split(self._shapes)]
         self._spare: torch.Tensor | None = None
-        self._held = (-1, 0)  # step and lineage, while other threads may copy it
+        self.load_seconds = 0.0
+        self._shared = (-1, 0)  # step and lineage, while other threads may copy it
 
     def copy(self, step: int, lineage: int) -> Snapshot:
         """Copy it to memory of its own."""
@@ -99,18 +100,18 @@ class State:
         }
         return Snapshot(step, lineage, json.dumps(header, sort_keys=True).encode(), target)
 
-    def hold(self, step: int, lineage: int) -> bool:
+    def share(self, step: int, lineage: int) -> bool:
         """Let other threads copy it until the next update."""
-        self._held = (step, lineage)
+        self._shared = (step, lineage)
         return True
 
-    def release(self) -> None:
+    def unshare(self) -> None:
         """End that."""
-        self._held = (-1, 0)
+        self._shared = (-1, 0)
 
-    def copy_held(self, step: int) -> Snapshot | None:
-        """Copy it, if it is still held."""
-        return self.copy(*self._held) if self._held[0] == step else None
+    def copy_shared(self, step: int) -> Snapshot | None:
+        """Copy it, if it is still shared."""
+        return self.copy(*self._shared) if self._shared[0] == step else None
 
     def reuse(self, snapshot: Snapshot) -> None:
         """Take the memory of a snapshot back."""
@@ -118,7 +119,7 @@ class State:
 
     def load(self, snapshot: Snapshot) -> None:
         """Overwrite it."""
-        self.release()
+        self.unshare()
         np.copyto(self.array, snapshot.payload.numpy().view(np.float32).reshape(2, SIZE))
         header: dict[str, Any] = json.loads(snapshot.header)
         self.ledger.load_state_dict(header["ledger"])
@@ -171,7 +172,7 @@ class State:
 
     def apply(self, tokens: int, rate: float) -> None:
         """Make the optimizer's step with what is in the gradients."""
-        self.release()
+        self.unshare()
         mean = np.concatenate([parameter.grad.numpy() for parameter in self.parameters if parameter.grad is not None])
         self.progress.steps += 1
         self.progress.tokens += tokens

@@ -3,8 +3,8 @@
 """The donor's part in a heal: a copy of the state in host memory as long as a joiner fetches it.
 
 The copy is made in the round in which a joiner is sent here, or to another group that this one is to help
-(`find_donors`). For a joiner that has come meanwhile, and takes what this group offers (`offer.py`), it is made at once,
-while the step is computed; with a semi-synchronous method between two steps of a round of several.
+(`find_donors`). For a joiner that has come meanwhile, and takes what this group offers (`offer.py`), it is made while
+the step is computed; with a semi-synchronous method between two steps of a round of several.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ class Donor:
         What the digest is, the groups find out at the step's end.
         """
         now = time.monotonic()
-        if self._state.hold(position.step, position.lineage):
+        if self._state.share(position.step, position.lineage):
             # A step from now, as far as the last one tells, the state will be another.
             milliseconds = int(1000 * (now - self._offered_at)) if self._offered_at else 0
             offer = Message(step=position.step, lineage=position.lineage, digest=0, milliseconds=milliseconds)
-            self._server.offer(offer, self._copy_held)
+            self._server.offer(offer, self._copy_shared)
         self._offered_at = now
 
-    def _copy_held(self, step: int) -> None:
+    def _copy_shared(self, step: int) -> None:
         """Copy the state that is offered, and serve that; any thread. One joiner's is not replaced by another's."""
         with self._copying:
             if self._server.snapshot is None:
                 started = time.monotonic()
-                if (snapshot := self._state.copy_held(step)) is not None:
+                if (snapshot := self._state.copy_shared(step)) is not None:
                     self._server.publish(snapshot, time.monotonic() - started)
 
     def _offer(self, made: Round, position: Position) -> None:

@@ -23,7 +23,7 @@ from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.host_memory import free_bytes, most_updates
 from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.offer import Offer, OfferSearch, ask_members
+from titan_ft.replica.offer import NO_OFFER, Offer, OfferSearch, ask_members
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import PAUSE_SECONDS, Rounds
 from titan_ft.replica.row import Standing
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REST = 64  # rounds between two attempts of one heal
 _PATIENCE = 3  # rounds in a row with slow replays, with more than so many left, until the others are asked to wait
+_LOADS = 4  # that a state must come before the others' next update to be loaded in time
 _MOST_ASKED = 8  # members of a newcomer's first quorum
 _POLL_SECONDS = 0.05  # between two looks whether the others are done, of a group of several ranks
 
@@ -111,7 +112,7 @@ class Heal:
         self._position.be_alone(0.0)
         self._alone_since, self._outsiders, self._rest = None, [], 0
         self._most, self._renewed, self._slow_replays = self._agree_on_queue(), False, 0
-        self._state.release()  # what it offers is not the others' state
+        self._state.unshare()  # what it offers is not the others' state
         self.ended_on_update = True  # whatever the round was that this group missed
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
@@ -130,7 +131,7 @@ class Heal:
             if attempt is not None:  # while the others compute
                 if not self._position.awaited:
                     self._exchange.make_room()
-                until = began + self._update_seconds / 2
+                until = began + self._spare_seconds()
                 self._await_state(attempt, until)
                 self._replay_some(attempt, until)
             outcome = self._rounds.make()
@@ -145,6 +146,14 @@ class Heal:
         self._rounds.begin()
         self._rounds.ask()
         return time.monotonic() - started
+
+    def _spare_seconds(self) -> float:
+        """Return how far into the others' step this rank may begin to load, and to replay, without holding them up.
+
+        Half of it, or all but what the last load took, some times over: it shows its digest, too.
+        """
+        load = self._state.load_seconds
+        return max(self._update_seconds / 2, self._update_seconds - _LOADS * load if load else 0.0)
 
     def _agree_on_queue(self) -> int:
         """Return how many updates this group may queue: as many as the rank with the least room, whatever each sees."""
@@ -167,18 +176,18 @@ class Heal:
         quorum = self._rounds.meet()
         first = quorum.rank + 1  # several newcomers begin with different ones
         others = [*range(first, len(quorum.members)), *range(quorum.rank)][: self._config.heal_donors or _MOST_ASKED]
-        if quorum.error is not None or quorum.max_step == 0 or not others:
+        if not all(self._group.gather(quorum.error is None and quorum.max_step > 0 and bool(others))):
             return
-        places, offer = self._ask_members(others, quorum.max_step) if self._group.leads else ([], None)
-        numbers = [len(places), offer.lineage, offer.milliseconds] if offer is not None else [0, 0, 0]
-        number, lineage, milliseconds = (self._group.gather(value)[0] for value in numbers)
+        places, offer = self._ask_members(others, quorum.max_step) if self._group.leads else ([], NO_OFFER)
+        facts = (len(places), offer.step, offer.lineage, offer.milliseconds)
+        number, step, lineage, milliseconds = (self._group.gather(fact)[0] for fact in facts)
         ranks = [others[self._group.gather(places[n] if places else 0)[0]] for n in range(number)]
         if ranks:
             slots, addresses = [quorum.slots[rank] for rank in ranks], [self._rounds.peer_address(r) for r in ranks]
             self._update_seconds = milliseconds / 1000
-            self._attempt = self._begin(Offer(slots[0], quorum.max_step, lineage, 0), slots, lambda: addresses)
+            self._attempt = self._begin(Offer(slots[0], step, lineage, 0), slots, lambda: addresses)
 
-    def _ask_members(self, ranks: list[int], step: int) -> tuple[list[int], Offer | None]:
+    def _ask_members(self, ranks: list[int], step: int) -> tuple[list[int], Offer]:
         """Ask members of the quorum what they offer, for no longer than they need for the step."""
         addresses = [self._rounds.peer_address(rank) for rank in ranks]
         thread = ThreadPoolExecutor(1, "titan_ft_offers")
@@ -187,7 +196,7 @@ class Heal:
         while self._exchange.under_way:
             with contextlib.suppress(TimeoutError):
                 return search.result(_POLL_SECONDS)
-        return [], None
+        return [], NO_OFFER
 
     def _confirm(self, made: Round) -> None:
         """Hold a state that no round has sent this group for against what the holders have shown in this one."""
@@ -225,7 +234,7 @@ class Heal:
         self._rounds.ask()
         self._search.begin()
         while not any(self._group.gather(self._rounds.awaited)):
-            found = (self._search.poll(beyond) if self._group.leads else None) or Offer(0, 0, 0, 0)
+            found = (self._search.poll(beyond) if self._group.leads else None) or NO_OFFER
             if step := self._group.gather(found.step)[0]:
                 slot, lineage, digest = (self._group.gather(v)[0] for v in (found.slot, found.lineage, found.digest))
                 return Offer(slot, step, lineage, digest)
@@ -267,8 +276,8 @@ class Heal:
     def _await_state(self, attempt: CatchUp, until: float) -> None:
         """Wait for the state while the others compute a step, by this rank's clock no longer than `until`.
 
-        A state that comes in the first half of a step is loaded in it, and the group trains the next one. To load what
-        comes later could hold the others up.
+        A state that comes early enough in a step is loaded in it, and the group trains the next one. To load what comes
+        later could hold the others up.
         """
         if self._config.semi_sync_method:  # a round of several steps is too long to be deaf in
             return
@@ -471,8 +480,8 @@ class Heal:
         self._replay_seconds = time.monotonic() - began
 
     def _catch_up(self, attempt: CatchUp) -> None:
-        """Replay the last queued update while the others apply it, unless more than that is queued."""
-        if attempt.remaining > 1:
+        """Replay the last queued update while the others apply it, unless more is queued or nobody has confirmed it."""
+        if attempt.remaining > 1 or attempt.digest is None:
             return
         if attempt.remaining:
             self._replay(attempt)

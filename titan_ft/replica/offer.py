@@ -46,30 +46,32 @@ class Offer:
     milliseconds: int = 0
 
 
+NO_OFFER = Offer(-1, 0, 0, 0)
+
 _REASONS = (OSError, ValueError, KeyError, TypeError, RuntimeError, RefusedError)
 """Why somebody offers nothing: what network and store do, and another run's servers."""
 
 
-def ask_members(addresses: Sequence[str], token: str, step: int) -> tuple[list[int], Offer | None]:
+def ask_members(addresses: Sequence[str], token: str, step: int) -> tuple[list[int], Offer]:
     """Ask state servers all at once what they offer of `step`.
 
     Returns:
-        The places of those that offer the same state, the one that most have, and the first one's offer, of slot -1.
+        The places of those that offer the same state, the one that most have, and the offer, of slot -1.
     """
 
-    def ask(address: str) -> Offer | None:
+    def ask(address: str) -> Offer:
         try:
             offered = ask_offer(address, token)
         except _REASONS as error:
             logger.debug("no offer from %s: %s", address, first_line(error))
-            return None
-        return None if offered is None else Offer(-1, *offered)
+            return NO_OFFER
+        return NO_OFFER if offered is None else Offer(-1, *offered)
 
     with ThreadPoolExecutor(len(addresses), "titan_ft_offers") as pool:
         offers = dict(enumerate(pool.map(ask, addresses)))
-    fitting = {place: offer for place, offer in offers.items() if offer is not None and offer.step == step}
+    fitting = {place: offer for place, offer in offers.items() if offer.step == step}
     if not fitting:
-        return [], None
+        return [], NO_OFFER
     lineage = Counter(offer.lineage for offer in fitting.values()).most_common(1)[0][0]
     places = [place for place, offer in fitting.items() if offer.lineage == lineage]
     return places, fitting[places[0]]

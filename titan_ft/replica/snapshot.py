@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Snapshot:
 
 
 class TrainState:
-    """Reads, copies, hashes and overwrites the state of one rank. On the training thread, but for `copy_held`.
+    """Reads, copies, hashes and overwrites the state of one rank. On the training thread, but for `copy_shared`.
 
     Args:
         model_parts: as torchtitan's Trainer holds them.
@@ -94,8 +95,9 @@ class TrainState:
         # The last copy, until training comes behind it, and what it reads: memory that nothing else may take yet.
         self._under_way: tuple[torch.Event | None, list[torch.Tensor]] | None = None
         # Until when another thread may copy: step, lineage and scalars as they are behind the last update.
-        self._held: tuple[int, int, dict[str, Any]] | None = None
+        self._shared: tuple[int, int, dict[str, Any]] | None = None
         self._copying = threading.Lock()
+        self.load_seconds = 0.0  # that the last load took; 0 = there was none
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._come_behind_copy())
 
@@ -111,27 +113,27 @@ class TrainState:
         """Let go of the host memory."""
         self._memory.close()
 
-    def hold(self, step: int, lineage: int) -> bool:
-        """Let `copy_held` copy the state, as it is now, until `release`; False if it may change before the next update.
+    def share(self, step: int, lineage: int) -> bool:
+        """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before an update.
 
         A forward may write buffers, whenever it likes.
         """
         if any(name.startswith(_BUFFER) for name, _ in self._model_tensors()):
             return False
-        self._held = (step, lineage, self._scalars())
+        self._shared = (step, lineage, self._scalars())
         return True
 
-    def release(self) -> None:
+    def unshare(self) -> None:
         """End that, for the state is about to change; waits for a copy under way."""
         with self._copying:
-            self._held = None
+            self._shared = None
 
-    def copy_held(self, step: int) -> Snapshot | None:
-        """Copy the state of `step` while training computes with it, on a thread of its own; None if it is not held."""
+    def copy_shared(self, step: int) -> Snapshot | None:
+        """Copy the state of `step` while training computes with it; None if it is not shared. Any thread."""
         with self._copying:
-            if self._held is None or self._held[0] != step:
+            if self._shared is None or self._shared[0] != step:
                 return None
-            return self._copy(*self._held)
+            return self._copy(*self._shared)
 
     def copy(self, step: int, lineage: int) -> Snapshot:
         """Copy the state to host memory, as it is behind all that the training has queued.
@@ -141,10 +143,10 @@ class TrainState:
         complete when this returns.
         """
         with self._copying:
-            return self._copy(step, lineage, self._scalars())
+            return self._copy(step, lineage)
 
     @torch.no_grad()
-    def _copy(self, step: int, lineage: int, scalars: dict[str, Any]) -> Snapshot:
+    def _copy(self, step: int, lineage: int, scalars: dict[str, Any] | None = None) -> Snapshot:
         tensors = list(self._tensors(self._optimizers))
         entries, size = _lay_out(tensors)
         payload = self._memory.take(size)
@@ -161,13 +163,14 @@ class TrainState:
             _copy_all(targets, shards, [not buffer for buffer in buffers])
             copied = device.record_event(timed=True)
         self._under_way = (copied, shards)
+        scalars = scalars or self._scalars()
         header = {"step": step, "lineage": lineage, "scalars": scalars, "tensors": entries, "bytes": size}
         text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)  # of equal states the same bytes
         return Snapshot(step, lineage, text.encode(), payload, begun, copied)
 
     def _come_behind_copy(self) -> None:
         """Let what the training queues from now on wait for the last copy: it may write what that reads."""
-        self.release()
+        self.unshare()
         if self._under_way is not None:
             copied, _ = self._under_way
             device.wait_for(copied, device.current())
@@ -184,7 +187,6 @@ class TrainState:
         with self._copying:
             self._memory.give_back(snapshot.payload)
 
-    @torch.no_grad()
     def load(self, snapshot: Snapshot) -> None:
         """Overwrite this rank's state with `snapshot`.
 
@@ -193,7 +195,15 @@ class TrainState:
                 parallel degrees or another optimizer).
         """
         snapshot.wait()
+        began = time.monotonic()
         self._come_behind_copy()
+        self._load(snapshot)
+        device.synchronize()
+        self._on_load()
+        self.load_seconds = time.monotonic() - began
+
+    @torch.no_grad()
+    def _load(self, snapshot: Snapshot) -> None:
         header = json.loads(snapshot.header)
         entries = {entry["name"]: entry for entry in header["tensors"]}
         for name, tensor in self._model_tensors():
@@ -203,8 +213,6 @@ class TrainState:
             local(tensor).copy_(_view(snapshot.payload, entry), non_blocking=True)
         self._load_optimizers(entries, snapshot.payload)
         self._load_scalars(header["scalars"])
-        device.synchronize()
-        self._on_load()
 
     def restore(self) -> None:
         """Undo what training has made of the weights since the last update, if it has; on all ranks of a group."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from titan_ft.replica import offer as offers
 from titan_ft.replica.decision import Round, judge
 from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.offer import Offer, OfferSearch
+from titan_ft.replica.offer import NO_OFFER, Offer, OfferSearch, ask_members
 from titan_ft.replica.reach import Peer
 from titan_ft.replica.row import Row, Standing
 from titan_ft.replica.state_fetch import ask_offer
@@ -36,7 +37,7 @@ def test_who_offers_nothing_says_so(donor: Donor) -> None:
     donor.publish(make_snapshot(5, 10))
     assert ask_offer(donor.address, TOKEN) is None
     donor.server.offer(HELD)
-    assert ask_offer(donor.address, TOKEN) == (5, 1005, 77)
+    assert ask_offer(donor.address, TOKEN) == (5, 1005, 77, 0)
     donor.server.offer(None)
     assert ask_offer(donor.address, TOKEN) is None
 
@@ -81,7 +82,54 @@ def test_an_offer_that_is_taken_back_ends_the_wait(
         fetched.result(DEADLINE)
 
 
+def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> None:
+    """While training computes; what another joiner fetches is not replaced, and so not offered."""
+    sent, copies = make_snapshot(5, 3000), []
+
+    def copy(step: int) -> None:
+        copies.append(step)
+        if step == 5:
+            donor.publish(sent)
+
+    donor.server.offer(Message(step=5, lineage=1005, digest=0, milliseconds=700), copy)
+    assert ask_offer(donor.address, TOKEN) == (5, 1005, 0, 700)
+    assert copies == []
+    check_equal(donor.fetch(5), sent)
+    check_equal(donor.fetch(5), sent)
+    assert copies == [5]
+    assert ask_offer(donor.address, TOKEN) == (5, 1005, 0, 700)
+    donor.server.offer(Message(step=6, lineage=1006, digest=0), copy)
+    assert ask_offer(donor.address, TOKEN) is None
+    donor.server.withdraw()
+    assert ask_offer(donor.address, TOKEN) == (6, 1006, 0, 0)
+
+
+def test_what_cannot_be_copied_at_once_is_waited_for(
+    start_donor: Callable[..., Donor], background: ThreadPoolExecutor
+) -> None:
+    """The update is being made: the round that ends with it shows the donor that a joiner wants the state before."""
+    donor, asked = start_donor(), threading.Event()
+    donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step: asked.set())
+    fetched = background.submit(donor.fetch, 5)
+    assert asked.wait(DEADLINE)
+    sent = donor.publish(make_snapshot(5, 3000))
+    check_equal(fetched.result(DEADLINE), sent)
+
+
 # The search
+
+
+def test_members_that_offer_the_same_state_are_found(start_donor: Callable[..., Donor]) -> None:
+    """The state that most have of the step that is asked for; whoever cannot be reached or has another is left out."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = f"127.0.0.1:{closed.getsockname()[1]}"
+    servers = [start_donor() for _ in range(5)]
+    for donor, step, lineage in zip(servers, (5, 6, 5, 5), (9, 7, 7, 7), strict=False):
+        donor.server.offer(Message(step=step, lineage=lineage, digest=0, milliseconds=30), lambda step: None)
+    addresses = [gone, *(donor.address for donor in servers)]
+    assert ask_members(addresses, TOKEN, 5) == ([3, 4], Offer(-1, 5, 7, 0, 30))
+    assert ask_members(addresses, TOKEN, 4) == ([], NO_OFFER)
+    assert ask_members(addresses, "another secret", 5) == ([], NO_OFFER)
 
 
 def search(monkeypatch: pytest.MonkeyPatch, donors: dict[int, str], first: int = 0) -> OfferSearch:
@@ -142,6 +190,7 @@ class Server:
         self.offers: list[Message | None] = []
         self.published: list[int] = []
         self.wanted = False
+        self.snapshot = None
 
     def offer(self, offer: Message | None) -> None:
         self.offers.append(offer)
