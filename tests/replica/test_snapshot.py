@@ -208,19 +208,25 @@ def test_memory_of_a_returned_copy_is_used_again(tiny: Tiny) -> None:
 
 
 def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: Tiny) -> None:
-    """The same bytes, with the counters as they were when it was shared: reading counts tokens for a moment."""
+    """The same bytes, with counters and parameters as they were when it was shared.
+
+    Reading counts tokens for a moment, and FSDP puts whole parameters in the place of its shards.
+    """
     donor, joiner = tiny(seed=1, buffers=False), tiny(seed=2, buffers=False)
     donor.train(1)
     before, digest = donor.state.copy(1, 55), donor.state.digest()
     assert donor.state.copy_shared(1) is None
     assert donor.state.share(1, 55)
     donor.counters.tokens += 1000
+    weight = donor.model.inner[0].weight
+    donor.model.inner[0].weight = torch.nn.Parameter(torch.zeros(7, 7))
     with ThreadPoolExecutor(1) as thread:
         shared = thread.submit(donor.state.copy_shared, 1).result()
         assert thread.submit(donor.state.copy_shared, 2).result() is None
         assert (shared.step, shared.lineage, shared.header) == (1, 55, before.header)
         joiner.state.load(shared)
         assert joiner.state.digest() == digest
+        donor.model.inner[0].weight = weight
         donor.train(1)
         assert thread.submit(donor.state.copy_shared, 1).result() is None
         assert donor.state.share(2, 56)

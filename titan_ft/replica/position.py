@@ -90,6 +90,10 @@ class Position:
         if made.quorum.rank in ahead and not verdict.tie:
             self.agreed, self.saved_corrupt = verdict.step, True
 
+    def hear(self, step: int) -> None:
+        """Learn that others hold the state after `step` updates."""
+        self.seen = max(self.seen, step)
+
     def leave(self) -> None:
         """All ranks of the group have agreed to leave."""
         self.leaving = True

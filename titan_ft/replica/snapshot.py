@@ -67,6 +67,16 @@ class Snapshot:
         return device.seconds_between(self.begun, self.copied)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a copy is made of: the tensors with their names, and whether an optimizer has them on the host."""
+
+    step: int
+    lineage: int
+    tensors: list[tuple[str, torch.Tensor, bool]]
+    scalars: dict[str, Any]
+
+
 class TrainState:
     """Reads, copies, hashes and overwrites the state of one rank. On the training thread, but for `copy_shared`.
 
@@ -94,8 +104,8 @@ class TrainState:
         self._memory = HostMemory()
         # The last copy, until training comes behind it, and what it reads: memory that nothing else may take yet.
         self._under_way: tuple[torch.Event | None, list[torch.Tensor]] | None = None
-        # Until when another thread may copy: step, lineage and scalars as they are behind the last update.
-        self._shared: tuple[int, int, dict[str, Any]] | None = None
+        # What another thread may copy, as it is behind the last update.
+        self._shared: _Parts | None = None
         self._copying = threading.Lock()
         self.load_seconds = 0.0  # that the last load took; 0 = there was none
         for optimizer in optimizers:
@@ -116,11 +126,13 @@ class TrainState:
     def share(self, step: int, lineage: int) -> bool:
         """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before an update.
 
-        A forward may write buffers, whenever it likes.
+        A forward may write buffers, whenever it likes. And FSDP puts whole parameters in the place of shards meanwhile:
+        what is to be copied is looked up now.
         """
-        if any(name.startswith(_BUFFER) for name, _ in self._model_tensors()):
+        parts = self._parts(step, lineage)
+        if any(name.startswith(_BUFFER) for name, _, _ in parts.tensors):
             return False
-        self._shared = (step, lineage, self._scalars())
+        self._shared = parts
         return True
 
     def unshare(self) -> None:
@@ -131,9 +143,7 @@ class TrainState:
     def copy_shared(self, step: int) -> Snapshot | None:
         """Copy the state of `step` while training computes with it; None if it is not shared. Any thread."""
         with self._copying:
-            if self._shared is None or self._shared[0] != step:
-                return None
-            return self._copy(*self._shared)
+            return self._copy(self._shared) if self._shared is not None and self._shared.step == step else None
 
     def copy(self, step: int, lineage: int) -> Snapshot:
         """Copy the state to host memory, as it is behind all that the training has queued.
@@ -143,18 +153,21 @@ class TrainState:
         complete when this returns.
         """
         with self._copying:
-            return self._copy(step, lineage)
+            return self._copy(self._parts(step, lineage))
+
+    def _parts(self, step: int, lineage: int) -> _Parts:
+        tensors = list(self._tensors(self._optimizers))
+        return _Parts(step, lineage, tensors, self._scalars())
 
     @torch.no_grad()
-    def _copy(self, step: int, lineage: int, scalars: dict[str, Any] | None = None) -> Snapshot:
-        tensors = list(self._tensors(self._optimizers))
-        entries, size = _lay_out(tensors)
+    def _copy(self, state: _Parts) -> Snapshot:
+        entries, size = _lay_out(state.tensors)
         payload = self._memory.take(size)
-        shards = [local(tensor) for _, tensor, _ in tensors]
+        shards = [local(tensor) for _, tensor, _ in state.tensors]
         targets = [_view(payload, entry) for entry in entries]
         # A forward may write buffers (statistics of a norm), long before the optimizer's step: they are copied on the
         # training's stream.
-        buffers = [name.startswith(_BUFFER) for name, _, _ in tensors]
+        buffers = [name.startswith(_BUFFER) for name, _, _ in state.tensors]
         _copy_all(targets, shards, buffers)
         where, final = device.current(), device.record_event()
         with device.side_stream(where, "copy"):
@@ -163,10 +176,15 @@ class TrainState:
             _copy_all(targets, shards, [not buffer for buffer in buffers])
             copied = device.record_event(timed=True)
         self._under_way = (copied, shards)
-        scalars = scalars or self._scalars()
-        header = {"step": step, "lineage": lineage, "scalars": scalars, "tensors": entries, "bytes": size}
+        header = {
+            "step": state.step,
+            "lineage": state.lineage,
+            "scalars": state.scalars,
+            "tensors": entries,
+            "bytes": size,
+        }
         text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)  # of equal states the same bytes
-        return Snapshot(step, lineage, text.encode(), payload, begun, copied)
+        return Snapshot(state.step, state.lineage, text.encode(), payload, begun, copied)
 
     def _come_behind_copy(self) -> None:
         """Let what the training queues from now on wait for the last copy: it may write what that reads."""

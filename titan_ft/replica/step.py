@@ -111,10 +111,12 @@ class ReplicaDimension:
             self._position.start_at(0)
             return True
         # A rank that could not reach the others may have heard of their steps only in part.
-        behind = any(self._group.gather(int(self._rounds.meet().max_step > step)))
-        if behind:
+        most = max(self._group.gather(self._rounds.meet().max_step))
+        if most > step:
+            # They may be gone before they have shown it in a round: then it is lost, and not to be begun anew silently.
+            self._position.hear(most)
             self._position.start_at(0)
-        return behind
+        return most > step
 
     def start(self, step: int) -> bool:
         """Begin to train together, holding `step` committed updates; returns False if this group must `heal` first.
