@@ -513,3 +513,17 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
         if ast.unparse(call.func) in clocks:
             line = lines[call.lineno - 1]
             assert any(text in line for text in allowed), f"{name}:{call.lineno}: {line.strip()}"
+
+
+def test_updates_of_other_gradients_are_other_states() -> None:
+    """Whatever the quorum: a lighthouse that starts again numbers its quorums from the beginning.
+
+    One has committed the step with all of them, for the others it broke: they make it again without its gradient.
+    """
+    all_of_them = made_of([ready(slot, valid_tokens=10) for slot in range(3)])
+    without_one = made_of([ready(0, valid_tokens=10), behind(1), ready(2, valid_tokens=10)])
+    less_data = made_of([ready(slot, valid_tokens=10) for slot in range(3)], read={0: [0], 1: [], 2: [2]})
+    rounds = (all_of_them, without_one, less_data)
+    assert len({made.quorum.key for made in rounds}) == 1
+    assert len({made.update(30).lineage for made in rounds}) == 3
+    assert made_of([ready(slot, valid_tokens=10) for slot in range(3)]).update(30) == all_of_them.update(30)

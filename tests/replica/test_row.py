@@ -316,12 +316,18 @@ def test_every_member_comes_to_the_same_verdict() -> None:
     assert judge(there) == judge(rows)
 
 
-def test_lineages_differ_by_parent_quorum_and_step() -> None:
+def test_lineages_differ_by_parent_quorum_step_and_what_they_are_made_of() -> None:
     """States that came about differently have different lineages; equal histories have equal ones."""
-    base = descend(0, "1/abc", 1)
-    assert base == descend(0, "1/abc", 1)
-    others = {descend(0, "2/abc", 1), descend(0, "1/abd", 1), descend(0, "1/abc", 2), descend(base, "1/abc", 1)}
-    assert len(others | {base}) == 5
+    base = descend(0, "1/abc", 1, "[0]")
+    assert base == descend(0, "1/abc", 1, "[0]")
+    others = {
+        descend(0, "2/abc", 1, "[0]"),
+        descend(0, "1/abd", 1, "[0]"),
+        descend(0, "1/abc", 2, "[0]"),
+        descend(0, "1/abc", 1, "[0, 1]"),
+        descend(base, "1/abc", 1, "[0]"),
+    }
+    assert len(others | {base}) == 6
 
 
 def test_hashes_fit_into_a_float64() -> None:

@@ -154,10 +154,11 @@ class Round:
             gradients: a copy of the sums; None = they stay in the exchange until the next round.
         """
         step = self.verdict.step + 1
+        batches = [(entry.slot, entry.first_batch, entry.num_batches) for entry in self.entries]
         return Update(
             step=step,
             tokens=self.verdict.tokens,
-            lineage=descend(self.lineage, self.quorum.key, step),
+            lineage=descend(self.lineage, self.quorum.key, step, f"{self.slots(self.verdict.contributors)}{batches}"),
             scale=nominal_tokens / self.verdict.valid_tokens,
             entries=self.entries,
             readers=self.slots(self.verdict.ready),

@@ -114,13 +114,17 @@ _KINDS: tuple[type, ...] = tuple(float if name in _FLOATS else int for name in _
 _read_fields = operator.attrgetter(*_NAMES)
 
 
-def descend(lineage: int, quorum_key: str, step: int) -> int:
+def descend(lineage: int, quorum_key: str, step: int, made_of: str = "") -> int:
     """Return the lineage of the state that update `step`, exchanged in the quorum `quorum_key`, makes of `lineage`.
 
     Groups may decide differently about one exchange. If one that committed is then left out of the quorum, the others
-    repeat the step without it and two states of the same step exist. Their lineages differ.
+    repeat the step without it and two states of the same step exist. Their lineages differ: also if they repeat it with
+    all of them, in a quorum of the same number, for a lighthouse that starts again counts from the beginning.
+
+    Args:
+        made_of: who has given what to the update.
     """
-    return fold48(f"{lineage}/{quorum_key}/{step}")
+    return fold48(f"{lineage}/{quorum_key}/{step}/{made_of}")
 
 
 def fold48(text: str) -> int:

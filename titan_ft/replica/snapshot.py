@@ -137,8 +137,9 @@ class TrainState:
 
     def unshare(self) -> None:
         """End that, for the state is about to change; waits for a copy under way."""
-        with self._copying:
-            self._shared = None
+        if self._shared is not None:
+            with self._copying:
+                self._shared = None
 
     def copy_shared(self, step: int) -> Snapshot | None:
         """Copy the state of `step` while training computes with it; None if it is not shared. Any thread."""
