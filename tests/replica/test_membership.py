@@ -754,3 +754,23 @@ def test_who_has_tried_already_is_not_kept_waiting(seats: Any, monkeypatch: pyte
         assert [member.slot for member in admission.members] == [0, 1]
         assert told[:2] == [3, 0]
         assert (len(told) > 2) is patient
+
+
+def test_nobody_waits_for_a_group_that_it_cannot_reach(seats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lighthouse was started again, and that group is there: it is no group that has yet to find it."""
+    members = [seats.take(slot) for slot in range(2)]
+    seats.meet(*members)
+    first, second = (member.member for member in members)
+    cut_off = first.reporting(1, [second]), second.reporting(1, [first])
+    told: list[int] = []
+
+    def request(step: int, failures: int) -> Any:
+        told.append(failures)
+        return Reply(0, [member.replica_id for member in cut_off], 0)
+
+    monkeypatch.setattr(members[0]._seat, "member", cut_off[0])
+    monkeypatch.setattr(members[0]._seat, "request", request)
+    _, admission = members[0]._find_members(1, 3)
+    assert [member.slot for member in admission.members] == [0]
+    assert [member.slot for member in admission.cut_off] == [1]
+    assert told == [3]

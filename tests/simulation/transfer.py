@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -201,7 +202,7 @@ class Transfers:
     ) -> Snapshot:
         """Wait for the snapshot as a donor lets a request wait, and become one of its readers."""
         kernel = self._kernel
-        waits = kernel.now + server.wait_seconds
+        waits, asked = kernel.now + server.wait_seconds, False
         while True:
             self._reach(server, node, end, cancelled, patience)
             found = server.snapshot
@@ -209,10 +210,9 @@ class Transfers:
                 server.readers += 1
                 return found
             settled = found is not None and found.step >= step
-            if server.copy is not None and not settled:
-                server.copy(step)  # on a thread of the donor's
-                if server.snapshot is not found:
-                    continue
+            if server.copy is not None and not settled and not asked:
+                asked = True  # a thread of the donor's copies it, and ends with the donor
+                kernel.spawn(functools.partial(server.copy, step), "titan_ft_state_server", server.process)
             offered = server.copy is None and server.offered is not None and server.offered["step"] == step
             server.wanted = server.wanted or (offered and not settled)
             if server.closed or settled or (kernel.now >= waits and not offered):

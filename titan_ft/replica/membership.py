@@ -334,7 +334,7 @@ class Membership:
             # The same names, and this group's is one of them, say the same as in the step before.
             admission = former if names == former_names else admit(self.member, names)
             self._report_strangers(admission)
-            slots = {member.slot for member in admission.members}
+            slots = {member.slot for member in (*admission.members, *admission.cut_off)}
             missing = [member.slot for member in former.members if member.slot not in slots]
             if again == 0:
                 restarted = reply.quorum_id < former_id
