@@ -1004,7 +1004,9 @@ class World(standins.World):
             quiet = self.disturbed == since and self.network.calm and self.lighthouse.listens and not self._job_over()
             # Nobody has a new quorum while the others sit out an exchange with one that hangs.
             at_work = quiet and not any(
-                rank.slowness or rank.hangs for other in self.groups.values() for rank in other.ranks
+                rank.slowness or rank.hangs or rank.process.frozen
+                for other in self.groups.values()
+                for rank in other.ranks
             )
             met = group.runs and not group.ended and not group.told and group.met_from < since
             names = self.lighthouse.quorum[1]
