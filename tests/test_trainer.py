@@ -279,6 +279,7 @@ class Step:
             slots_to_read=lambda: [0],
             arm=None,
             digest_if_due=lambda: None,
+            offer=lambda: None,
             heal_seconds=0.0,
         )
         note = lambda what, result=None: lambda *_: self.done.append(what) or result  # noqa: E731

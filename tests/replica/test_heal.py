@@ -25,7 +25,7 @@ from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.offer import Offer
 from titan_ft.replica.position import Position
 from titan_ft.replica.reach import Peer
-from titan_ft.replica.row import Row, Standing, descend, fold48
+from titan_ft.replica.row import Row, Standing, fold48
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import TransferError
 from titan_ft.run.events import Event
@@ -237,7 +237,7 @@ class World:
         position.observe(made)
         if self.holders and not self.idle and not made.verdict.awaited:
             self.step += 1
-            self.lineage = self.lineages[self.step] = descend(self.lineage, quorum.key, self.step)
+            self.lineage = self.lineages[self.step] = made.update(GROUPS * TOKENS).lineage
         return made
 
     # The exchange, the group, the state

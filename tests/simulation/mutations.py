@@ -128,8 +128,8 @@ MUTATIONS = [
             ),
             Change(
                 "heal",
-                "        if self._position.digest == attempt.digest:",
-                "        if attempt.digest in (0, self._position.digest):",
+                "        if attempt.digest is None or self._position.digest == attempt.digest:",
+                "        if attempt.digest in (None, 0, self._position.digest):",
             ),
         ),
         ("flip", "kill"),
@@ -412,7 +412,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the state that came is not compared with the digest that was agreed on",
-        _one("heal", "        if self._position.digest == attempt.digest:", "        if True:"),
+        _one(
+            "heal", "        if attempt.digest is None or self._position.digest == attempt.digest:", "        if True:"
+        ),
         ("flip", "kill"),
         ("one trajectory",),
     ),

@@ -110,7 +110,7 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     }
     options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
     with standins.installed():
-        world = Schedule(1, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.6, (0, 1)))).run()
+        world = Schedule(2, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.6, (0, 1)))).run()
     if waits:
         assert not world.problems
     else:
@@ -363,7 +363,7 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.02)
     faults = Reset(0.8, 1, 0, "vote"), KillGroups(0.8, (1,), "fetching", of=0)
     with standins.installed():
-        world = Schedule(28, options, faults).run(traces=True)
+        world = Schedule(1, options, faults).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g0r0"]
     assert "rolled_back step=1 lost=1" in said
@@ -372,12 +372,24 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("seconds", "steps"), [(0.1, 2), (0.3, 3), (0.5, 3), (0.7, 4)])
-def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(seconds: float, steps: int, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("restart", "seconds", "steps"),
+    [
+        (0.1, 0.1, 2),  # it comes when the others make their exchange once more
+        (0.1, 0.3, 3),
+        (0.1, 0.5, 3),
+        (0.1, 0.9, 4),
+        (0.5, 0.05, 1),  # when they begin a step: it fetches at once
+        (0.5, 0.3, 2),
+    ],
+)
+def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
+    restart: float, seconds: float, steps: int, ranks: int
+) -> None:
     """The joiner trains the step behind it. One that comes late is loaded in the next, so that nobody waits for that:
     to load takes a while."""
     fault_tolerance = {"enable": True, "group_size": 2, "finish_timeout_seconds": 2.0, "process_group_timeout_ms": 3000}
-    times = {"transfer_seconds": (seconds, seconds), "restart_seconds": (0.1, 0.1), "compute_seconds": 0.4}
+    times = {"transfer_seconds": (seconds, seconds), "restart_seconds": (restart, restart), "compute_seconds": 0.4}
     with standins.installed():
         world = Schedule(1, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
     assert not world.problems
