@@ -818,6 +818,26 @@ def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
     assert len(world.named("heal_failed")) == 1
 
 
+def test_a_state_that_was_outdated_on_its_way_is_not_trained_on(make: Callable[..., World]) -> None:
+    """The holders show a later one, in a round that is no update: the next one may be an hour away."""
+    world = make()
+    world.broken = {2}
+
+    def on_round(number: int) -> None:
+        if number == 2:  # it broke for this group only
+            world.step += 1
+            world.lineage = world.lineages[world.step] = 99
+            world.idle = True
+        if number == 4:
+            world.release.set()
+
+    world.on_round = on_round
+    world.heal.run()
+    assert healed(world)
+    assert [step for _, step in world.fetches] == [5, 7]
+    assert [event.name for event in world.events] == ["heal_started", "heal_failed", "heal_started", "heal_finished"]
+
+
 # A newcomer, which fetches before a round has named a donor
 
 

@@ -15,8 +15,9 @@ import itertools
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -166,10 +167,10 @@ class _World:
 class _Rank:
     """A rank that trains TinyTraining's model; its batches are its own."""
 
-    def __init__(self, world: _World, rank: int, seed: int = 0, **options: Any) -> None:
+    def __init__(self, world: _World, rank: int, seed: int = 0, buffers: bool = True, **options: Any) -> None:
         self.where, self.rank = world.place(rank), rank
         with _SEEDING:
-            self.training = TinyTraining(seed)
+            self.training = TinyTraining(seed, buffers=buffers)
         move(self.training.model, self.where)
         for optimizer in self.training.optimizers:  # made over the parameters that were
             optimizer.param_groups[0]["params"] = list(self.training.model.parameters())
@@ -331,6 +332,31 @@ def copy_beside_training(world: _World) -> Any:
     return _together(run)
 
 
+def copy_on_another_thread(world: _World) -> Any:
+    """As one of the state server's does for a newcomer, while the training thread queues the next step."""
+
+    def run(number: int) -> Any:
+        rank, found = _Rank(world, number, buffers=False), []
+        use_device = device.for_thread()
+
+        def take(step: int) -> Snapshot | None:
+            use_device()
+            return rank.state.copy_shared(step)
+
+        with ThreadPoolExecutor(1) as thread:
+            for step in range(NUM_STEPS):
+                rank.step(step)
+                assert rank.state.share(step, 0)
+                snapshot = thread.submit(take, step).result(DEADLINE)
+                assert snapshot is not None
+                rank.step(step)
+                found += [*rank.bytes(), *_tensors(snapshot)]
+                rank.state.reuse(snapshot)
+        return found
+
+    return _together(run)
+
+
 def _tensors(snapshot: Snapshot) -> list[torch.Tensor]:
     """Copy what is in a snapshot; between its tensors there may be anything."""
     snapshot.wait()
@@ -426,7 +452,7 @@ def read(world: _World) -> Any:
 
 SCENARIOS = {
     "exchange.py": (heal, train, train_without_overlap, train_on_two_streams, train_in_8_bits, train_in_bfloat16),
-    "snapshot.py": (copy, copy_beside_training, heal),
+    "snapshot.py": (copy, copy_beside_training, copy_on_another_thread, heal),
     "outer.py": (rounds, rounds_mixed, restore),
     "feed.py": (read,),
 }
@@ -554,6 +580,32 @@ def test_a_copy_is_complete_when_it_is_loaded() -> None:
             world.place(1)
             joiner.state.load(snapshot)
             assert same(joiner.bytes(), donor.bytes()), f"seed {seed}"
+
+
+def test_a_load_waits_for_no_other_group() -> None:
+    """The joiner has launched its part of the exchange, whose kernel waits for members that still compute."""
+    snapshots: list[Snapshot] = []
+    copied, loaded = threading.Event(), threading.Event()
+
+    def run(number: int) -> None:
+        rank = _Rank(world, number, seed=number)
+        if number == 0:
+            snapshots.append(rank.state.copy(0, 0))
+            copied.set()
+            assert loaded.wait(DEADLINE / 3)
+            rank.step(0)
+            return
+        assert copied.wait(DEADLINE)
+        rank.exchange.launch_empty()
+        while not accelerator.host_waits["titan_ft_exchange"]:
+            time.sleep(0.001)
+        rank.state.load(snapshots[0])
+        loaded.set()
+        rank.finish(gives=False)
+
+    with installed(0, NUM_MEMBERS) as accelerator:
+        world = _World("nccl", accelerator)
+        _together(run)
 
 
 def test_the_host_writes_nothing_below_a_copy_that_comes_late() -> None:

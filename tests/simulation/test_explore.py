@@ -371,6 +371,41 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     assert not any(text.startswith("has lost") for text in said)
 
 
+STREAMING = {
+    "enable": True,
+    "finish_timeout_seconds": 2.0,
+    "process_group_timeout_ms": 20_000,
+    "semi_sync_method": "diloco",
+    "num_fragments": 2,
+    "batch_policy": "shrink",
+}
+
+
+@pytest.mark.parametrize("restart", [0.8, 1.6, 3.0])
+def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart: float) -> None:
+    """It makes steps beside the exchange of its next update: with the state before they would be more than it is."""
+    fault_tolerance = {**STREAMING, "group_size": 3, "sync_steps": 16, "fragment_sync_delay": 6}
+    times = {"transfer_seconds": (0.2, 0.2), "restart_seconds": (restart, restart), "compute_seconds": 0.5}
+    with standins.installed():
+        faults = (KillGroups(11.4, (1, 2)),)
+        world = Schedule(1, Options(3, 1, 6, fault_tolerance, **times), faults).run(traces=True)
+    assert not world.problems
+    steps = [text.split()[2] for _, who, text in world.trace if who == "g0r0" and text.startswith("commits")]
+    assert steps == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update() -> None:
+    """The state before it would be outdated on its way: it is not offered any more, and fetched once."""
+    fault_tolerance = {**STREAMING, "group_size": 2, "sync_steps": 32, "fragment_sync_delay": 2}
+    times = {"transfer_seconds": (2.0, 2.0), "restart_seconds": (1.6, 1.6), "compute_seconds": 0.5}
+    with standins.installed():
+        faults = (KillGroups(14.6, (1,)),)
+        world = Schedule(1, Options(2, 1, 6, fault_tolerance, **times), faults).run(traces=True)
+    assert not world.problems
+    healed = [text.split()[3] for _, who, text in world.trace if who == "g1r0a1" and text.startswith("heal_finished")]
+    assert len(healed) == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("restart", "seconds", "steps"),

@@ -103,9 +103,18 @@ class Donor:
         offers = rank in verdict.opening and verdict.verified and not verdict.due
         if offers:
             self._server.offer(Message(step=position.step, lineage=position.lineage, digest=verdict.digest))
-        elif self._offers:
+            self._offers = True
+        else:
+            self.end_offer()
+
+    def end_offer(self) -> None:
+        """Take the offer back: the exchange of the next update is under way.
+
+        With the state before it joiners would soon be strays, or so many that those who have the update were.
+        """
+        if self._offers:
             self._server.offer(None)
-        self._offers = offers
+            self._offers = False
 
     def _withdraw(self) -> None:
         self._served = None

@@ -30,7 +30,7 @@ from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.replica.state_fetch import fetch
 from titan_ft.replica.wire import TransferError
-from titan_ft.round_settings import unit_of
+from titan_ft.round_settings import steps_per_round, unit_of
 from titan_ft.run.events import (
     CatchUpRenewed,
     CatchUpWaiting,
@@ -138,10 +138,11 @@ class Heal:
             self.ended_on_update = isinstance(outcome, Round) and is_update(outcome, self._config)
             if isinstance(outcome, Round):
                 self._look_for_holders(outcome)
-                self._confirm(outcome)
+                self._check(outcome)
             self._act(outcome)
             if self._attempt is not None and not self._is_about_to_miss(outcome):
                 self._conclude(self._attempt)
+        attempt = None  # its memory can only be let go of with the rest if nothing refers to it
         self._exchange.drop_room()
         self._rounds.begin()
         self._rounds.ask()
@@ -198,11 +199,20 @@ class Heal:
                 return search.result(_POLL_SECONDS)
         return [], NO_OFFER
 
-    def _confirm(self, made: Round) -> None:
-        """Hold a state that no round has sent this group for against what the holders have shown in this one."""
-        attempt, verdict = self._attempt, made.verdict
-        if attempt is None or attempt.digest is not None or not verdict.holders:
+    def _check(self, made: Round) -> None:
+        """Hold what is fetched against what the holders have shown in a round, and give it up if it is not theirs."""
+        if self._attempt is None or not made.verdict.holders:
             return
+        if self._attempt.digest is None:
+            self._confirm(self._attempt, made)
+        elif made.verdict.step > self._attempt.target_step:
+            # Seen now, not in their next update: with several steps in a round that may be an hour away. If all of them
+            # die, what has come is still the latest state that is left.
+            self._fail(self._attempt, "the others have made an update since")
+
+    def _confirm(self, attempt: CatchUp, made: Round) -> None:
+        """Learn from the first round whether a state that no round has sent this group for is the holders'."""
+        verdict = made.verdict
         agreed = verdict.verified and (verdict.step, made.lineage) == (attempt.from_step, attempt.lineage)
         if agreed and not (attempt.loaded and self._position.digest != verdict.digest):
             attempt.digest = verdict.digest
@@ -315,8 +325,7 @@ class Heal:
             self._rest -= 1
             if self._rest <= 0:
                 self._position.end_fetch()
-        num_steps = self._config.sync_steps if self._config.semi_sync_method else 1
-        self._update_seconds = num_steps * max(row.seconds for row in outcome.rows)
+        self._update_seconds = steps_per_round(self._config) * max(row.seconds for row in outcome.rows)
         if not is_update(outcome, self._config):
             time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
         elif self._attempt is not None:

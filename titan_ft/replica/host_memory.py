@@ -28,7 +28,7 @@ _NO_BOUND = 2**31  # updates
 
 
 class HostMemory:
-    """One flat tensor of uint8, pinned where there is a GPU. Training thread only."""
+    """One flat tensor of uint8, pinned where there is a GPU. For one thread at a time."""
 
     def __init__(self) -> None:
         self._spare: torch.Tensor | None = None

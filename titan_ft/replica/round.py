@@ -193,6 +193,7 @@ class Rounds:
         self.ask()
         if self._compares_changes(contribution):
             self.take_digest()
+        self._donor.end_offer()
         self._exchange.send(
             lambda quorum: not self._is_outdated(quorum),
             lambda quorum: self._describe(quorum, contribution, GradientUse.GIVE),

@@ -120,8 +120,9 @@ class TrainState:
         self._memory.reserve(lambda: self.payload_bytes, num_ranks)
 
     def close(self) -> None:
-        """Let go of the host memory."""
-        self._memory.close()
+        """Let go of the host memory; waits for a copy under way."""
+        with self._copying:
+            self._memory.close()
 
     def share(self, step: int, lineage: int) -> bool:
         """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before an update.
@@ -217,7 +218,8 @@ class TrainState:
         began = time.monotonic()
         self._come_behind_copy()
         self._load(snapshot)
-        device.synchronize()
+        # Not for the whole device: an exchange that waits for the other groups may be under way on it.
+        device.synchronize([device.record_event()])
         self._on_load()
         self.load_seconds = time.monotonic() - began
 
