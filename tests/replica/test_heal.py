@@ -114,6 +114,7 @@ class World:
         self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
         self.early: Offer | None = None  # what members of its first quorum offer, both of them
         self.error_elsewhere = False  # another rank of its group could not connect to them
+        self.begun: list[int] = []  # after how many rounds it has said that it has something to finish
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
         self.position = Position()
@@ -174,7 +175,7 @@ class World:
             concurrent.futures.wait([self.heal._attempt._fetch], 20)
 
     def begin(self) -> None:
-        pass
+        self.begun.append(self.made)
 
     def find_peers(self) -> dict[int, Peer]:
         return {}
@@ -850,6 +851,7 @@ def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) ->
     assert healed(world)
     assert (world.made, world.applied) == (1, [6])
     assert (world.donors, world.named_donors) == ([[0, 1]], [0])
+    assert world.begun == [0, 1], "told to leave, it stays for the round that the others make with it"
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
 
 

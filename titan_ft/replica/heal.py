@@ -186,6 +186,7 @@ class Heal:
         if ranks:
             slots, addresses = [quorum.slots[rank] for rank in ranks], [self._rounds.peer_address(r) for r in ranks]
             self._update_seconds = milliseconds / 1000
+            self._rounds.begin()  # it leaves behind the round that it is in, and does not break it
             self._attempt = self._begin(Offer(slots[0], step, lineage, 0), slots, lambda: addresses)
 
     def _ask_members(self, ranks: list[int], step: int) -> tuple[list[int], Offer]:

@@ -173,7 +173,7 @@ class Rounds:
             self._donor.offer(self._position)
 
     def begin(self) -> None:
-        """Note that this group has the job's state and trains on: told to leave, it has something to finish."""
+        """Note that this group trains, or is in a round of the others: told to leave, it has something to finish."""
         self._drain.begin()
 
     def find_outsiders(self, made: Round) -> list[int]:
