@@ -16,6 +16,7 @@ from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import Message, TransferError
 
 _STALL_SECONDS, _LATE_SECONDS, _OFFER_SECONDS = 10.0, 1.0, 1.5  # as in titan_ft.replica.state_fetch
+_SERVER_OFFER_SECONDS = 1.0  # as in titan_ft.replica.state_server
 _SOUND, _TAINTED = b'"tainted": false', b'"tainted": true'  # in a header: what nobody but the simulation knows
 
 
@@ -170,7 +171,7 @@ class Transfers:
         finally:
             server.readers -= 1
 
-    def ask_offer(self, address: str, token: str) -> tuple[int, int, int, int] | None:
+    def ask_offer(self, address: str, token: str, step: int = 0) -> tuple[int, int, int, int] | None:
         """Ask the server at `address` what it offers.
 
         Raises:
@@ -185,6 +186,11 @@ class Transfers:
         except TransferError as error:
             raise TimeoutError(f"{address}: {error}") from error
         kernel.sleep(0.01 * kernel.rng.random())
+        end = kernel.now + _SERVER_OFFER_SECONDS
+        while (rest := end - kernel.now) > 0 and server.offered is not None and server.offered["step"] < step:
+            server.wait(rest)
+            if server.process.dead or server.closed:
+                raise ConnectionResetError(f"{address}: connection reset")
         offer = server.offered
         if offer is None or (server.copy and server.snapshot is not None and server.snapshot.step != offer["step"]):
             return None

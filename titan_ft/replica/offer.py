@@ -61,7 +61,7 @@ def ask_members(addresses: Sequence[str], token: str, step: int) -> tuple[list[i
 
     def ask(address: str) -> Offer:
         try:
-            offered = ask_offer(address, token)
+            offered = ask_offer(address, token, step)
         except _REASONS as error:
             logger.debug("no offer from %s: %s", address, first_line(error))
             return NO_OFFER

@@ -106,10 +106,13 @@ def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, TransferError | RefusedError) else f"{type(error).__name__}: {error}"
 
 
-def ask_offer(address: str, token: str) -> tuple[int, int, int, int] | None:
+def ask_offer(address: str, token: str, step: int = 0) -> tuple[int, int, int, int] | None:
     """Return step, lineage and digest of the state that the StateServer at `address` offers; None if it offers none.
 
     And the milliseconds that its last step took, 0 if it does not tell.
+
+    Args:
+        step: committed updates that are wanted; who has fewer is waited for, for a second at most.
 
     Raises:
         OSError, ValueError, KeyError: it cannot be reached, or does not speak the protocol.
@@ -120,7 +123,7 @@ def ask_offer(address: str, token: str) -> tuple[int, int, int, int] | None:
         connection.makefile("rwb") as stream,
     ):
         prove(stream, address, token)
-        write_line(stream, {"offer": True})
+        write_line(stream, {"offer": True, "step": step})
         answer = read_line(stream)
         if "error" in answer:
             return None

@@ -23,6 +23,7 @@ from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.wire import TOKEN_REMEDY, Message, octets, proof, read_line, same, write_line
 
 _HANDSHAKE_SECONDS = 10.0
+_OFFER_SECONDS = 1.0  # that a newcomer's question may wait for the offer; less than it waits for the answer
 _WAITING_SECONDS = 1.0  # between two lines of a donor that has yet to take the snapshot; well below a joiner's stall
 _JOINER_SECONDS = 60.0  # until a donor drops a joiner that takes nothing: its snapshot's memory is wanted
 
@@ -138,7 +139,7 @@ class StateServer:
                 answer_probe(stream, request, self._token)
                 continue
             if "offer" in request:
-                write_line(stream, self._find_offer() or {"error": "this group offers no state"})
+                write_line(stream, self._find_offer(request.get("step", 0)) or {"error": "this group offers no state"})
                 continue
             snapshot = self._acquire(stream, request)
             if isinstance(snapshot, str):
@@ -155,9 +156,13 @@ class StateServer:
                 copied = max(self._copy_seconds, snapshot.copy_seconds)
                 self._served(request["done"], snapshot, request["bytes"], copied, time.monotonic() - started)
 
-    def _find_offer(self) -> Message | None:
-        """Return what is offered; nothing that would have to be copied over what another joiner fetches."""
+    def _find_offer(self, step: int) -> Message | None:
+        """Return what is offered; nothing that would have to be copied over what another joiner fetches.
+
+        A group that offers fewer than `step` updates is about to make the next one: it is waited for, for a moment.
+        """
         with self._changed:
+            self._changed.wait_for(lambda: self._offer is None or self._offer["step"] >= step, _OFFER_SECONDS)
             offer, held = self._offer, self._snapshot
             taken = self._copy is not None and offer is not None and held is not None and held.step != offer["step"]
             return None if taken else offer

@@ -104,6 +104,20 @@ def test_what_can_be_copied_at_once_is_copied_for_who_wants_it(donor: Donor) -> 
     assert ask_offer(donor.address, TOKEN) == (6, 1006, 0, 0)
 
 
+def test_a_group_that_is_about_to_make_the_update_is_waited_for(donor: Donor, background: ThreadPoolExecutor) -> None:
+    """A newcomer asks when its quorum comes, and the others may still apply the update before: each may be a donor."""
+    donor.server.offer(Message(step=5, lineage=1005, digest=0), lambda step: None)
+    asked = background.submit(ask_offer, donor.address, TOKEN, 6)
+    with pytest.raises(TimeoutError):
+        asked.result(0.2)
+    donor.server.offer(Message(step=6, lineage=1006, digest=0), lambda step: None)
+    assert asked.result(DEADLINE) == (6, 1006, 0, 0)
+    assert ask_offer(donor.address, TOKEN, 6) == (6, 1006, 0, 0)
+    assert ask_offer(donor.address, TOKEN, 7) == (6, 1006, 0, 0), "nobody waits for long"
+    donor.server.offer(None)
+    assert ask_offer(donor.address, TOKEN, 7) is None
+
+
 def test_what_cannot_be_copied_at_once_is_waited_for(
     start_donor: Callable[..., Donor], background: ThreadPoolExecutor
 ) -> None:
