@@ -26,7 +26,7 @@ from titan_ft.replica.decision import Update  # noqa: E402
 from titan_ft.replica.errors import Leaving  # noqa: E402
 from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
-from titan_ft.replica.round import Contribution  # noqa: E402
+from titan_ft.replica.round import Contribution, Sign  # noqa: E402
 from titan_ft.round_settings import num_fragments  # noqa: E402
 from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402
@@ -53,13 +53,15 @@ class Round:
         self.lr_steps: list[int] = []
         self.asked_at: list[int] = []
         self.sent: list[tuple[int, Contribution]] = []
+        self.served_at: list[int] = []
+        self.awaited, self.wanted, self.told = awaited, -1, False
         monkeypatch.setattr(semi_sync, "set_lr", lambda schedulers, step: self.lr_steps.append(step))
         self.trainer = trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
         self.replica = SimpleNamespace(
             early=early,
-            awaited=lambda: len(self.steps) >= awaited,
+            look=self._look,
             ask=lambda: self.asked_at.append(len(self.steps)),
-            serve_if_wanted=lambda: None,
+            serve=lambda: self.served_at.append(len(self.steps)),
             send=lambda made: self.sent.append((len(self.steps), made)),
         )
         self.data = data
@@ -78,12 +80,17 @@ class Round:
             _links=SimpleNamespace(exchange=SimpleNamespace(give=self.given.append)),
             _group=SimpleNamespace(gather=lambda value: [value, False]),
             _broken_off="",
-            _drain=SimpleNamespace(requested=False, spent=0.0),
+            _drain=SimpleNamespace(spent=0.0),
             _make_step=self._make_step,
             job_config=SimpleNamespace(training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(**config)),
             lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
             gc_handler=SimpleNamespace(run=lambda step: None),
         )
+
+    def _look(self, overdue: bool = False) -> Sign:
+        number = len(self.steps)
+        seen = (number == self.wanted, number >= self.awaited, self.told, overdue)
+        return Sign(sum(sign for sign, is_seen in zip(Sign, seen, strict=True) if is_seen))
 
     def _make_step(self, step: int, slots: Any) -> None:
         trainer, work = self.trainer, self.trainer._work
@@ -208,7 +215,7 @@ def test_steps_are_made_while_the_exchange_is_under_way(monkeypatch: pytest.Monk
 def test_who_is_told_to_leave_makes_no_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be void, and take of the time that it has for the exchange."""
     this = Round(monkeypatch, fragment_sync_delay=3)
-    this.trainer._drain.requested = True
+    this.told = True
     this.train()
     assert (len(this.steps), len(this.sent)) == (4, 1)
 
@@ -230,7 +237,8 @@ def test_who_is_told_to_leave_finishes_the_round_if_there_is_time(
 ) -> None:
     """It has half of the time since it was told for its own steps, three quarters where it only waits for others."""
     this = Round(monkeypatch, early=early, drain_timeout_seconds=timeout)
-    told = this.trainer._drain = SimpleNamespace(requested=True, spent=spent)
+    this.told, told = True, this.trainer._drain
+    told.spent = spent
     make = this._make_step
 
     def make_step(step: int, slots: Any) -> None:
@@ -251,9 +259,18 @@ def test_who_is_told_to_leave_finishes_the_round_if_there_is_time(
 def test_who_is_overdue_is_not_asked_for_the_rest_of_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline that is over with a step lets it ask; from then on it only waits for the others."""
     this = Round(monkeypatch, sync_deadline_seconds=1.0, awaited=2, drain_timeout_seconds=3.0)
-    this.trainer._drain = SimpleNamespace(requested=True, spent=0.0)
+    this.told = True
     assert not this.train().early
     assert len(this.steps) == 2
+
+
+@pytest.mark.parametrize("wanted", [2, 5])
+def test_a_joiner_is_served_between_two_steps(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    """Also between two that are made while the exchange is under way."""
+    this = Round(monkeypatch, fragment_sync_delay=3)
+    this.wanted = wanted
+    this.train()
+    assert this.served_at == [wanted]
 
 
 @pytest.mark.parametrize(("last", "steps"), [(13, 5), (12, 4)])

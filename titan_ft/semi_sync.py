@@ -29,7 +29,7 @@ from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.feed import Reading, merge
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
-from titan_ft.replica.round import NOTHING, Contribution
+from titan_ft.replica.round import NOTHING, Contribution, Sign
 from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import Opening, ReplicaDimension
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
@@ -215,12 +215,17 @@ class SemiSyncTrainer(ReplicaTrainer):
         early, ended, last = self._replica.early, False, self._steps_of(update)
         set_lr(self.lr_schedulers, work.first_step + work.inner_steps - 1)  # a donor's may be of the end of a round
         for step in range(work.first_step + work.inner_steps, last + 1):
-            if early and self._replica.awaited():
+            signs = self._replica.look(overdue=self._is_overdue)
+            if early and Sign.AWAITED in signs:
                 break
-            self._replica.serve_if_wanted()
+            if Sign.WANTED in signs:
+                self._replica.serve()
+            if Sign.OVERDUE in signs:
+                work.overdue = early = True
+                self._replica.ask()
             if work.inner_steps:
-                early = early or self._is_overdue(work)
-                self._leave_if_told(0 if early else last + 1 - step)
+                if Sign.TOLD in signs:
+                    self._leave_if_too_long(0 if early else last + 1 - step)
                 self.gc_handler.run(step)
             if step == last and not early:
                 self._replica.ask()  # the others need not wait for the quorum behind the step
@@ -256,14 +261,11 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._outer.take_changes(weights)
         self._links.exchange.give(weights)
 
-    def _is_overdue(self, work: RoundWork) -> bool:
-        """Ask for the exchange once `sync_deadline_seconds` are over; says whether they are. A collective."""
-        assert self._replica is not None
+    @property
+    def _is_overdue(self) -> bool:
+        """Say whether `sync_deadline_seconds` are over, as this rank sees it."""
         limit = self.job_config.fault_tolerance.sync_deadline_seconds
-        if limit and any(self._group.gather(work.compute_seconds >= limit)):
-            work.overdue = True
-            self._replica.ask()
-        return work.overdue
+        return bool(limit and self._work.inner_steps and self._work.compute_seconds >= limit)
 
     def _make_steps_ahead(self, update: int, made: Contribution, slots: Sequence[int]) -> None:
         """Make steps of the next round while the exchange is under way: `fragment_sync_delay` of them."""
@@ -277,9 +279,11 @@ class SemiSyncTrainer(ReplicaTrainer):
         self._work = self._ahead = ahead
         with contextlib.suppress(DataloaderExhaustedError):  # the next round will find it out again
             for step in range(first, min(first + delay, last + 1)):
-                if any(self._group.gather(self._drain.requested)):
+                signs = self._replica.look()
+                if Sign.TOLD in signs:
                     break  # it leaves behind this update: the steps would be void, and take of its time
-                self._replica.serve_if_wanted()
+                if Sign.WANTED in signs:
+                    self._replica.serve()
                 self.gc_handler.run(step)
                 self._make_step(step, slots)
         self._work, work.overlapped_seconds = work, ahead.compute_seconds
@@ -374,8 +378,8 @@ class SemiSyncTrainer(ReplicaTrainer):
 
     # Leaving in the midst of it
 
-    def _leave_if_told(self, remaining: int) -> None:
-        """Leave at once, if a rank of this group was told to and the round would take too long. All ranks.
+    def _leave_if_too_long(self, remaining: int) -> None:
+        """Leave at once, if the round would take too long for a group that was told to. A collective.
 
         Args:
             remaining: steps until it asks for the exchange; none if it has: it gives what it has made by then.
@@ -383,8 +387,6 @@ class SemiSyncTrainer(ReplicaTrainer):
         Raises:
             Leaving: they leave; the round's batches are void, and are trained when the group is back.
         """
-        if not any(self._group.gather(self._drain.requested)):
-            return
         step = self._work.compute_seconds / self._work.inner_steps
         # Who has asked makes another step only while it waits for the others.
         needed, share = (step * remaining, OWN_SHARE) if remaining else (step, WAITING_SHARE)

@@ -118,6 +118,14 @@ def test_nobody_goes_back_from_the_last_step() -> None:
     assert decide(trains(), made_of(rows, 1), config(1)) == Heal()
 
 
+def test_groups_with_steps_left_do_not_outvote_one_that_is_ahead() -> None:
+    """They loaded a state that was offered while the one ahead made the update, or are in it with what they gave."""
+    rows = [ready(0, step=STEP + 1), ready(1, early=1), ready(2, early=1)]
+    assert judge(rows).step == STEP + 1
+    assert decide(trains(), made_of(rows, 1), config(1)) == Heal()
+    assert judge([rows[0], ready(1), ready(2), ready(3, early=1)]).step == STEP
+
+
 def test_groups_that_have_yet_to_begin_do_not_outvote_one_that_is_ahead() -> None:
     """They hold no gradients that would be lost; a checkpoint is no reason to give a later live state up."""
     waiting = {"valid_tokens": 0, "training": 0}

@@ -114,9 +114,10 @@ class Rank:
         """Copy the local gradients, in the order of the model."""
         return [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
-    def finish(self, gives: bool = True) -> Reduced:
+    def finish(self, gives: bool = True, *, due: bool = True) -> Reduced:
         """Complete the exchange; the row tells rank and a number, the message is one byte longer for each rank."""
-        return self.exchange.finish(gives, lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank]))
+        tell = lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank])  # noqa: E731
+        return self.exchange.finish(gives, tell, due=due)
 
 
 class Ring:
@@ -302,6 +303,22 @@ def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
     assert all(reduced.rows[:, 0].tolist() == [0.0, 1.0] for reduced in told)
     assert all(bool((rank.exchange._buckets[0].flat == 7.0).all()) for rank in ranks)
     assert max(sizes) <= 8, "the number of givers, the rows, the messages"
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_what_is_no_update_for_anybody_does_not_travel(ring: Ring, due: bool) -> None:
+    """Groups with steps of their round left meet for one that heals: nobody would use what they have so far."""
+    ranks = [ring.rank(), ring.rank()]
+    ring.meet(*ranks)
+    for number, rank in enumerate(ranks):
+        rank.backward(seed=number)
+    own = ranks[0].gradients()
+    told = ring.together(lambda: ranks[0].finish(due=False), lambda: ranks[1].finish(gives=False, due=due))
+    assert all(reduced.rows[:, 0].tolist() == [0.0, 1.0] for reduced in told)
+    assert (ranks[0].exchange.take_wire_bytes() > 0) == due
+    ranks[0].exchange.write_gradients(None, 1.0)
+    given = [grad is not None for grad in own]
+    assert [grad is not None for grad in ranks[0].gradients()] == (given if due else [False] * len(given))
 
 
 def test_a_rank_without_gradients_gets_the_sum(ring: Ring) -> None:
@@ -860,9 +877,9 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
         for bucket in order:
             rank.exchange._fill(bucket, [0])
     ring.together(*[rank.finish for rank in ranks])
-    # The numbers of givers come first, of all and of each fragment. Each bucket carries a weight per parameter besides
-    # the gradients; the rows, with the messages' sizes, and the messages come last.
-    assert launched[0] == launched[1] == [2, 41, 121, 4, 10, 4, 13, 8, 2]
+    # First come how many know of an update, how many give, and how many each fragment. Each bucket carries a weight
+    # per parameter besides the gradients; the rows, with the messages' sizes, and the messages come last.
+    assert launched[0] == launched[1] == [3, 41, 121, 4, 10, 4, 13, 8, 2]
     ranks[0].exchange.write_gradients(None, 1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
 
@@ -1107,7 +1124,7 @@ def test_a_broken_number_of_givers_is_no_number(ring: Ring, monkeypatch: pytest.
     monkeypatch.setattr(rank.seat.process_group, "errored", lambda: RuntimeError("the communicator was aborted"))
     with pytest.raises(ExchangeError, match="communicator was aborted"):
         rank.finish(gives=False)
-    assert sizes == [2], "after the number of givers nothing is sent"
+    assert sizes == [3], "after the number of givers nothing is sent"
 
 
 def test_no_thread_outlives_its_exchange(ring: Ring) -> None:

@@ -19,7 +19,7 @@ from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
 from titan_ft.replica.ledger import Entry, encode
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, Contribution, GradientUse, Rounds
+from titan_ft.replica.round import NOTHING, Contribution, GradientUse, Rounds, Sign
 from titan_ft.replica.row import Row, Standing, fold48
 from titan_ft.run.log import EventLog
 
@@ -45,7 +45,7 @@ class World:
         self.served: list[Round] = []
         self.digests = 0
         # For the exchange and the membership.
-        self.asked = self.contributed = self.requested = self.leaves = False
+        self.asked = self.contributed = self.due = self.wanted = self.requested = self.leaves = False
         self.answered, self.is_urgent, self.waits = True, False, 0
         self.siblings: list[bool] = []  # what another rank of the group says to each question
         this: Any = self
@@ -87,8 +87,8 @@ class World:
 
     # The exchange
 
-    def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
-        self.contributed = gives
+    def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool) -> Reduced:
+        self.contributed, self.due = gives, due
         values, self.message = describe(self.quorum)
         self.row = Row.decode(list(values))
         if self.error is not None:
@@ -155,6 +155,35 @@ def test_a_group_that_is_told_to_leave_does_not_wait_for_others_that_are_in_thei
     assert world.waits == waits
     assert world.position.leaving is leaves
     assert len(world.votes) == (not leaves)
+
+
+@pytest.mark.parametrize(
+    ("made", "use", "due"),
+    [
+        (GIVEN, GradientUse.GIVE, True),
+        (dataclasses.replace(GIVEN, early=True), GradientUse.GIVE, False),  # it has steps of its round left
+        (GIVEN, GradientUse.LEAVE_OUT, True),  # the update is made of what the others have by now
+        (NOTHING, GradientUse.OPEN, False),
+        (NOTHING, GradientUse.GIVE, True),  # it waits, or heals: for it the round may be any
+    ],
+)
+def test_the_exchange_knows_whether_an_update_may_follow(made: Contribution, use: GradientUse, due: bool) -> None:
+    """Sums that nobody would use do not travel."""
+    world = World(semi_sync_method="diloco", digest_every=0)
+    world.rounds.make(made, use)
+    assert world.due is due
+
+
+def test_a_rank_sees_who_wants_something_of_it() -> None:
+    """A joiner, the others, whoever tells it to leave."""
+    world = World(semi_sync_method="diloco", digest_every=0)
+    world.answered, world.wanted, world.requested = False, False, False
+    assert world.rounds.signs == Sign(0)
+    for name, sign in (("wanted", Sign.WANTED), ("answered", Sign.AWAITED), ("requested", Sign.TOLD)):
+        setattr(world, name, True)
+        assert sign in world.rounds.signs
+        setattr(world, name, False)
+        assert sign not in world.rounds.signs
 
 
 def test_a_group_of_the_synchronous_mode_waits_for_its_quorum() -> None:

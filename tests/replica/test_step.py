@@ -25,7 +25,7 @@ from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, Contribution, Rounds
+from titan_ft.replica.round import NOTHING, Contribution, Rounds, Sign
 from titan_ft.replica.row import fold48
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import Committed, ReplicaDimension
@@ -125,7 +125,7 @@ class Exchange:
         """Launch an exchange without gradients."""
         self._armed = False
 
-    def finish(self, gives: bool, tell: Callable[[Quorum], OwnFacts]) -> Reduced:
+    def finish(self, gives: bool, tell: Callable[[Quorum], OwnFacts], *, due: bool) -> Reduced:
         """Sum over the quorum."""
         quorum = self._seat.wait()
         self.contributed = gives if self._armed is None else self._armed
@@ -618,6 +618,15 @@ def test_a_group_that_meets_others_at_the_begin_of_their_round_trains_on() -> No
     groups = in_rounds(3, Hub([0, 1, 2]))
     for committed in groups.run(lambda group: commit(group, 1), open_and_train):
         assert steps_of(committed) == {0: 4, 1: 4, 2: 4}
+
+
+def test_all_ranks_of_a_group_see_what_one_of_them_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps each may know of something else: they act on all of it, behind the same step, or on none."""
+    group = in_rounds(2, Hub([0, 1])).all[0]
+    monkeypatch.setattr(Rounds, "signs", Sign.TOLD)
+    monkeypatch.setattr(group.dimension._group, "gather", lambda own: [int(own), int(Sign.WANTED)])
+    assert group.dimension.look() == Sign.TOLD | Sign.WANTED
+    assert group.dimension.look(overdue=True) == Sign.TOLD | Sign.WANTED | Sign.OVERDUE
 
 
 @pytest.mark.parametrize("made", [0, 1])

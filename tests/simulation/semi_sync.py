@@ -26,7 +26,7 @@ from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr
-from titan_ft.replica.round import NOTHING, Contribution
+from titan_ft.replica.round import NOTHING, Contribution, Sign
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import Opening
 from titan_ft.round_settings import num_fragments, outer_optimizer, steps_per_round
@@ -210,12 +210,16 @@ class RoundRank(Rank):
         early, first, last = dimension.early, self._steps_of(update - 1) + 1, self._steps_of(update)
         set_lr(self.state.schedulers, first + work.steps - 1)
         for step in range(first + work.steps, last + 1):
-            if early and dimension.awaited():
+            signs = dimension.look(overdue=self._is_overdue)
+            if early and Sign.AWAITED in signs:
                 break
-            dimension.serve_if_wanted()
-            if work.steps:
-                early = early or self._is_overdue(work)
-                self._leave_if_told(work, 0 if early else last + 1 - step)
+            if Sign.WANTED in signs:
+                dimension.serve()
+            if Sign.OVERDUE in signs:
+                work.overdue = early = True
+                dimension.ask()
+            if work.steps and Sign.TOLD in signs:
+                self._leave_if_too_long(work, 0 if early else last + 1 - step)
             if step == last and not early:
                 dimension.ask()
             self._make_step(slots[0], work)
@@ -241,12 +245,10 @@ class RoundRank(Rank):
         self._exchange.give(weights)
         oracle.gives(self.slot, self.number, state, late)
 
-    def _is_overdue(self, work: Work) -> bool:
+    @property
+    def _is_overdue(self) -> bool:
         limit = self.config.sync_deadline_seconds
-        if limit and any(self._group.gather(work.seconds >= limit)):
-            work.overdue = True
-            self.dimension.ask()
-        return work.overdue
+        return bool(limit and self._work.steps and self._work.seconds >= limit)
 
     def _make_steps_ahead(self, update: int, made: Contribution, slots: Sequence[int]) -> None:
         """Make steps while the exchange is under way, as `SemiSyncTrainer._make_steps_ahead`."""
@@ -255,11 +257,12 @@ class RoundRank(Rank):
             return
         self.dimension.send(made)
         self.state.ahead = ahead = Work(behind=self._work.steps)
-        assert self.drain is not None
         for _ in range(first, min(first + self.config.fragment_sync_delay, last + 1)):
-            if any(self._group.gather(self.drain.requested)):
+            signs = self.dimension.look()
+            if Sign.TOLD in signs:
                 break
-            self.dimension.serve_if_wanted()
+            if Sign.WANTED in signs:
+                self.dimension.serve()
             self._make_step(slots[0], ahead)
 
     def _step(self) -> None:
@@ -367,11 +370,9 @@ class RoundRank(Rank):
         if self.dimension.opens and not self._is_over:
             self._open()
 
-    def _leave_if_told(self, work: Work, remaining: int) -> None:
-        """Leave at once if the round would take too long, as `SemiSyncTrainer._leave_if_told`."""
+    def _leave_if_too_long(self, work: Work, remaining: int) -> None:
+        """Leave at once if the round would take too long, as `SemiSyncTrainer._leave_if_too_long`."""
         assert self.drain is not None
-        if not any(self._group.gather(self.drain.requested)):
-            return
         step, timeout = work.seconds / work.steps, self.config.drain_timeout_seconds
         needed, share = (step * remaining, OWN_SHARE) if remaining else (step, WAITING_SHARE)
         if any(self._group.gather(self.drain.spent + needed / timeout > share)):

@@ -528,13 +528,15 @@ def _find_step(rows: Sequence[Row], claims: Sequence[int]) -> int:
 
     Unless more members that train are exactly one update behind: an exchange was complete for the one ahead, and broke
     for them. They still have their gradients, so it is the one ahead that heals. Not after the last step: it has
-    finished training by then, and would leave.
+    finished training by then, and would leave. Who has steps of its round left is not of those behind: it may have
+    loaded a state that was offered while the exchange was under way, and what it gave to that is in the update.
     """
     if not claims:
         return max(row.step for row in rows)
     most = max(rows[rank].step for rank in claims)
     ahead = [rows[rank].standing for rank in claims if rows[rank].step == most]
-    rear = sum(rows[rank].step == most - 1 and bool(rows[rank].training) for rank in claims)
+    behind = [rows[rank] for rank in claims if rows[rank].step == most - 1]
+    rear = sum(bool(row.training and not row.early) for row in behind)
     return most - 1 if rear > len(ahead) and Standing.FINISHED not in ahead else most
 
 

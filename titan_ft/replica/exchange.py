@@ -259,22 +259,23 @@ class GradientExchange:
         """Say whether what was launched goes on by itself: the other members have not given all of their sums yet."""
         return self._flight is not None and self._flight.is_alive
 
-    def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
+    def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool = True) -> Reduced:
         """Complete the exchange and return the rows and messages of all members; the buckets then hold the sums.
 
         Completes the exchange that was launched or sent. Without one it makes a whole one, in which the local
         gradients, which are only read, take part if this rank `gives` them. Gradients travel only if a member gives
-        some.
+        some, and an update may follow for all that a member knows.
 
         Args:
             describe: builds this member's row and message once the quorum is known.
+            due: whether an update may follow for all that this one knows; of one that was launched it may.
 
         Raises:
             ExchangeError: a member died or hung, or the process group could not be built. The process group has been
                 aborted, so that the other members see it at once.
         """
         if self._flight is None:
-            self._launch(lambda quorum: gives, gives=gives)
+            self._launch(lambda quorum: gives, gives=gives, due=due)
         self._armed = self.spoiled = False
         flight = self._flight
         assert flight is not None
@@ -407,10 +408,11 @@ class GradientExchange:
         describe: Callable[[Quorum], OwnFacts] | None = None,
         *,
         gives: bool = True,
+        due: bool = True,
     ) -> None:
         given = frozenset(self._weights) if gives else frozenset()
         self._flight = _Flight(
-            self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe
+            self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe, due
         )
         for bucket in self._buckets:
             bucket.missing = set(range(len(bucket.parts))) if bucket.fragment in given else set()
@@ -475,10 +477,11 @@ class _Flight:
         given: frozenset[int],
         num_fragments: int,
         describe: Callable[[Quorum], OwnFacts] | None,
+        due: bool,
     ) -> None:
         self._membership, self._buckets, self._where = membership, buckets, where
         self._contributes, self._describe = contributes, describe
-        self._given, self._num_fragments = given, num_fragments
+        self._given, self._num_fragments, self._due = given, num_fragments, due
         self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._options = AllreduceOptions()
         self._options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
@@ -600,13 +603,15 @@ class _Flight:
     def _agree_on_fragments(self) -> frozenset[int]:
         """Return the fragments that the members whose gradients are in this exchange give, all of them alike.
 
-        None if they give different ones: they are not at the same update, which the rows will show.
+        None if they give different ones: they are not at the same update, which the rows will show. And none if no
+        member knows of an update that may follow.
         """
         given = [self.contributed and fragment in self._given for fragment in range(self._num_fragments)]
-        counts = torch.tensor([self.contributed, *given], dtype=torch.int32).to(self._where, non_blocking=True)
+        counts = torch.tensor([self._due, self.contributed, *given], dtype=torch.int32)
+        counts = counts.to(self._where, non_blocking=True)
         self._all_reduce(counts)
-        num_givers, *users = self._read(counts)[0].tolist()
-        if any(number not in (0, num_givers) for number in users):
+        due, num_givers, *users = self._read(counts)[0].tolist()
+        if not due or any(number not in (0, num_givers) for number in users):
             return frozenset()
         return frozenset(fragment for fragment, number in enumerate(users) if number)
 

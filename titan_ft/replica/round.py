@@ -96,6 +96,15 @@ class GradientUse(enum.Enum):
         return self in (GradientUse.GIVE, GradientUse.FORCE)
 
 
+class Sign(enum.IntFlag):
+    """What the ranks of a group look out for between two steps of a round."""
+
+    WANTED = enum.auto()  # a joiner waits for the state
+    AWAITED = enum.auto()  # the others wait for this group, which has asked for the next round early
+    TOLD = enum.auto()  # the group is to leave
+    OVERDUE = enum.auto()  # `sync_deadline_seconds` are over
+
+
 class Rounds:
     """Makes rounds for one rank. Training thread only; all ranks of a group call the same methods alike."""
 
@@ -139,6 +148,12 @@ class Rounds:
         """Say whether this rank knows that its group is to leave."""
         return self._drain.requested
 
+    @property
+    def signs(self) -> Sign:
+        """Return what this rank sees between two steps of a round."""
+        seen = ((Sign.WANTED, self._donor.wanted), (Sign.AWAITED, self.awaited), (Sign.TOLD, self.told_to_leave))
+        return Sign(sum(sign for sign, is_seen in seen if is_seen))
+
     def pause(self) -> None:
         """Wait a moment for the quorum asked for, which is no hang."""
         with self._watchdog.paused():
@@ -162,10 +177,11 @@ class Rounds:
         """Return the state server's address (host:port) of one of them; any thread. Raises as `Membership` does."""
         return self._membership.find_address(slot)
 
-    def serve_if_wanted(self) -> None:
-        """Copy the state, between two steps of a round of several, if a joiner waits for it. A collective."""
-        if any(self._group.gather(self._donor.wanted)):  # all ranks behind the same step: moments must fit together
-            self._donor.copy(self._position)
+    def serve(self) -> None:
+        """Copy the state for a joiner, between two steps of a round of several: all ranks behind the same one, since
+        moments must fit together.
+        """
+        self._donor.copy(self._position)
 
     def offer(self) -> None:
         """Let a newcomer have the state while the next step is computed."""
@@ -287,7 +303,11 @@ class Rounds:
     def _exchange_once(self, gives: bool, contribution: Contribution, use: GradientUse) -> tuple[Round | None, str]:
         """Make the exchange; returns the round, or why its sums are not to be used."""
         try:
-            reduced = self._exchange.finish(gives, lambda quorum: self._describe(quorum, contribution, use))
+            reduced = self._exchange.finish(
+                gives,
+                lambda quorum: self._describe(quorum, contribution, use),
+                due=not contribution.early and use is not GradientUse.OPEN,
+            )
         except ExchangeError as error:
             return None, str(error)
         made = _read(reduced)

@@ -10,8 +10,10 @@ quorum (asked for at the last commit) -> forward and backward -> round (exchange
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Ledger, share_out
 from titan_ft.replica.position import Position
-from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds
+from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds, Sign
 from titan_ft.replica.straggler import Stragglers
 from titan_ft.round_settings import steps_per_round, unit_of
 from titan_ft.run.events import GradientExcluded, Straggler, StragglerRecovered, Waiting
@@ -161,9 +163,19 @@ class ReplicaDimension:
         """Let the exchange go on while this group makes steps of the next round; `commit` completes it."""
         self._rounds.send(contribution)
 
-    def serve_if_wanted(self) -> None:
-        """Let a joiner that has come in the midst of this round have the state. A collective."""
-        self._rounds.serve_if_wanted()
+    def look(self, *, overdue: bool = False) -> Sign:
+        """Return what any rank of the group sees between two steps of a round, the same on all. A collective: the only
+        one there, for on a GPU each is a wait of the host.
+
+        Args:
+            overdue: whether this rank finds that `sync_deadline_seconds` are over.
+        """
+        own = self._rounds.signs | (Sign.OVERDUE if overdue else Sign(0))
+        return functools.reduce(operator.or_, map(Sign, self._group.gather(own)))
+
+    def serve(self) -> None:
+        """Let a joiner that has come in the midst of this round have the state, behind the same step on all ranks."""
+        self._rounds.serve()
 
     def ask(self) -> None:
         """Ask for the next round's quorum: from then on the others wait for this group no longer than for its step."""
