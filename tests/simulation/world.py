@@ -1207,14 +1207,18 @@ class World(standins.World):
     def _split(self, fields: dict[str, Any], tainted: dict[int, bool]) -> Iterator[tuple[set[int], set[int]]]:
         """Yield who of the groups that had the same update last is corrupt, and all of them that showed their bytes.
 
-        Corrupt by a fault, not by a donor: no group may come to that.
+        Corrupt by a fault, or loaded from what such a group has saved; not by a donor: no group may come to that.
         """
         lineages, digests = fields.get("lineages", {}), fields.get("digests", {})
         for lineage in sorted(set(lineages.values())):
             shown = {slot for slot in tainted if lineages.get(slot) == lineage and int(digests[slot], 16)}
-            # Who has yet to begin has it from a checkpoint, which is no witness beside those that train.
-            alike = {slot for slot in shown if all(rank.ready for rank in self.groups[slot].ranks)} or shown
-            yield {slot for slot in alike & self.flipped if tainted[slot]}, alike
+            # Who has yet to begin has it from a checkpoint, which beside those that train is a witness only for bytes
+            # that none of them shows.
+            ready = {slot for slot in shown if all(rank.ready for rank in self.groups[slot].ranks)}
+            told = {digests[slot] for slot in ready}
+            loaded = {digests[slot]: slot for slot in shown - ready if digests[slot] not in told}
+            alike = ready | set(loaded.values()) if ready else shown
+            yield {slot for slot in alike - (ready - self.flipped) if tainted[slot]}, alike
 
     def _judge_end(self, rank: Rank) -> None:
         """Compare the final states; end when all groups that can have ended."""
