@@ -62,6 +62,7 @@ class SemiSyncTrainer(ReplicaTrainer):
     """One rank of a replica group that trains `sync_steps` steps by itself before it meets the others."""
 
     _outer: OuterModel
+    _state: OuterState
     _work: RoundWork
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -153,6 +154,8 @@ class SemiSyncTrainer(ReplicaTrainer):
                     )
 
     def _take_state(self) -> None:
+        if any(self._group.gather(self._state.spoiled)):
+            self._state.drop_moments()  # all of them: they fit together
         self._outer.restore_model()
         self._begin_anew()
         self._refresh_converters()
@@ -347,9 +350,7 @@ class SemiSyncTrainer(ReplicaTrainer):
             return
         if self._position.exclusions:
             logger.warning("this group's change was not finite: it begins the next round with a peer's state")
-            for optimizer in self.optimizers:
-                optimizer.state.clear()  # should every peer be gone by then
-            self._state.restore()
+            self._state.restore()  # should every peer be gone by then
             self._heal(replica)
         else:
             self._open(replica)

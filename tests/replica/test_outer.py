@@ -379,6 +379,22 @@ class Training:
         self.outer.step()
 
 
+def test_moments_that_are_not_finite_are_begun_anew(tiny: Any) -> None:
+    """They are the inner optimizer's; what the groups have alike stays."""
+    group = Training(tiny, 1)
+    group.make_round()
+    digest = group.state.digest()
+    assert not group.state.spoiled
+    with torch.no_grad():
+        next(iter(group.inner.optimizers.optimizers[0].state.values()))["exp_avg"].view(-1)[-1] = float("nan")
+    assert group.state.spoiled
+    group.state.drop_moments()
+    assert not group.state.spoiled
+    assert group.state.digest() == digest
+    group.make_round()
+    assert all(bool(anchor.isfinite().all()) for anchor in group.outer.anchors)
+
+
 def test_a_joiner_has_all_of_its_donor(tiny: Any) -> None:
     """Also in the midst of a round: anchors, momentum and moments; what it has trained itself is gone."""
     donor, joiner = Training(tiny, 1), Training(tiny, 2)

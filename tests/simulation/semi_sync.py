@@ -59,8 +59,15 @@ class _Schedulers:
 class State(OuterState):
     """The state of one rank, with what `training.State` has for the world and the oracle."""
 
-    def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...], config: FaultTolerance) -> None:
-        self.rank, self.ledger, self._shapes = rank, ledger, shapes
+    def __init__(
+        self,
+        rank: int,
+        ledger: Ledger,
+        shapes: tuple[int, ...],
+        config: FaultTolerance,
+        gather: Callable[[int], list[int]],
+    ) -> None:
+        self.rank, self.ledger, self._shapes, self.gather = rank, ledger, shapes, gather
         self.progress = training.Progress()
         self.held = (0, 0)
         self.tainted = self.inherited = self.shown = False
@@ -82,6 +89,8 @@ class State(OuterState):
         self.expected = _flat(self.outer.anchors)  # the weights that the next step must begin with
 
     def _take_state(self) -> None:
+        if any(self.gather(self.spoiled)):
+            self.drop_moments()
         self.outer.restore_model()
         self.begin_anew()
 
@@ -183,7 +192,7 @@ class RoundRank(Rank):
         self._late = False  # whether the others wait at the end of a round that this group has not begun
         self._work = Work()
         self._moments: np.ndarray | None = None  # those that it has made its last step with
-        return State(self.number, self.ledger, self.shapes, self.config)
+        return State(self.number, self.ledger, self.shapes, self.config, self.gather)
 
     def _pauses_after(self, step: int) -> bool:
         return True

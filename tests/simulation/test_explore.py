@@ -25,6 +25,7 @@ from tests.simulation.faults import (
     Hang,
     KillGroups,
     LighthouseDies,
+    NotFinite,
     Reset,
     Slow,
 )
@@ -347,6 +348,31 @@ def test_a_bit_that_flips_in_an_anchor_is_in_no_update(monkeypatch: pytest.Monke
         assert sum("commits step 2 of groups [0, 2]" in text for _, text in said) == 4
     else:
         assert "a change from an anchor in which a bit flipped" in world.problems[0].text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("transfer", [0.3, 3.0])
+def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: float) -> None:
+    """A group whose gradients were not finite holds sound anchors; its moments would spoil the joiner's next round."""
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 60_000,
+        "semi_sync_method": "diloco",
+        "sync_steps": 8,
+        "batch_policy": "shrink",
+    }
+    options = Options(3, ranks, 5, fault_tolerance, compute_seconds=0.5, transfer_seconds=(transfer, transfer))
+    for killed in (5.0, 7.2):
+        faults = NotFinite(4.4, 0, ranks - 1, 1), KillGroups(killed, (1,))
+        with standins.installed():
+            world = Schedule(1, options, faults).run(traces=True)
+        assert not world.problems
+        said = [text for _, _, text in world.trace]
+        assert any(text.startswith("heal_finished") for text in said)
+        assert any(text.startswith("gradient_excluded") and "slots=[0]" in text for text in said)
+        assert not any(text.startswith("gradient_excluded") and "slots=[1]" in text for text in said)
 
 
 def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:

@@ -172,7 +172,7 @@ class OuterState(TrainState):
     """The state that a group heals from under a semi-synchronous method.
 
     The digest is of the anchors and the outer optimizer; a copy has the inner optimizer's moments as well: those of the
-    donor's group are as good as any, and better than none.
+    donor's group are as good as any, and better than none, unless they are `spoiled`.
     """
 
     def __init__(
@@ -186,7 +186,18 @@ class OuterState(TrainState):
         on_load: Callable[[], None],
     ) -> None:
         super().__init__(model_parts, [outer.optimizer, *optimizers], lr_schedulers, counters, on_load)
-        self._outer = outer
+        self._outer, self._inner = outer, list(optimizers)
+
+    @property
+    def spoiled(self) -> bool:
+        """Say whether this rank's moments are not finite: as its gradients were, or those of the donor's group."""
+        moments = (value for inner in self._inner for state in inner.state.values() for value in state.values())
+        return not all(bool(local(moment).isfinite().all()) for moment in moments)
+
+    def drop_moments(self) -> None:
+        """Let the next step begin them anew."""
+        for inner in self._inner:
+            inner.state.clear()
 
     @property
     def _agreed(self) -> list[torch.optim.Optimizer]:
