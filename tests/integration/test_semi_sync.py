@@ -335,6 +335,7 @@ def test_a_group_that_is_offered_nothing_gets_the_state_behind_the_round(
     assert sorted((event["rank"], event["step"]) for event in healed) == [(rank, 2) for rank in range(ranks)]
 
 
+LOCAL = "--fault_tolerance.semi_sync_method=local_sgd"
 STREAMING = [
     "--fault_tolerance.semi_sync_method=diloco",
     f"--fault_tolerance.sync_steps={2 * LENGTH}",
@@ -352,6 +353,7 @@ STREAMING = [
         pytest.param(True, "exchange_first", 1, [QUANTIZED], **NOT_QUICK),
         pytest.param(False, "vote_before", 2, [QUANTIZED], **NOT_QUICK),
         pytest.param(True, "vote_after", 1, [QUANTIZED], **NOT_QUICK),
+        pytest.param(False, "exchange_first", 1, [LOCAL], **NOT_QUICK),
         pytest.param(False, "backward", 1, [], **NOT_QUICK),
         pytest.param(False, "optimizer", 1, [], **NOT_QUICK),
         pytest.param(True, "forward", 1, [], **NOT_QUICK),
@@ -395,6 +397,27 @@ def test_kill_in_the_exchange(
         assert ours[dying]["participants"] == ([0, 1] if shared else [0])
     assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
     assert ours[ROUNDS]["participants"] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "ranks"), [("exchange_first", 1), ("forward", 1), ("vote_before", 2)])
+def test_two_of_three_go_on_with_their_overlapped_exchange(
+    make_job: Callable[..., Job], point: str, ranks: int
+) -> None:
+    """Each has made steps of the next round by then, on weights of its own: both offer the same changes again."""
+    step = 2 * LENGTH + (1 if point == "forward" else 0)
+    hooks = {"faults": [kill(1, point, step=step, rank=ranks - 1)], "hold": 2}
+    flags = [*STREAMING, *SHARDED] if ranks > 1 else STREAMING
+    job = make_job(groups=3, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
+    job.run()
+    events = check(job, survivors=[0, 2], steps=ROUNDS, ahead=2)
+    check_killed(job, events, [(1, 0, f"sigkill:{point}")])
+    check_data(events)
+    for replica in (0, 2):
+        told = rounds_of(events, replica)
+        assert [event["inner_steps"] for event in told.values()] == [LENGTH] * ROUNDS
+        assert told[ROUNDS]["participants"] == [0, 1, 2]
+        assert {0, 2} <= set(told[2]["participants"])
 
 
 @pytest.mark.parametrize("point", ["exchange_first", pytest.param("vote_before", marks=pytest.mark.slow)])
@@ -631,15 +654,18 @@ def test_joiners_never_start_anew_while_a_group_is_in_its_round(make_job: Callab
     assert sorted(event["replica"] for event in named(events, "heal_finished")) == [1, 2]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, **NOT_QUICK)])
-def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(1, []), pytest.param(2, [], **NOT_QUICK), pytest.param(1, STREAMING[1:-1], **NOT_QUICK)],
+)
+def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ranks: int, flags: Flags) -> None:
     """A NaN in a group's steps spoils its moments: the others make the round without it, and it heals for the next."""
     hooks = {
         "chaos": [{"replica": 1, "fault": "nan_gradient", "steps": [LENGTH + 1]}],
         # The other one's second step of the next round waits for its first.
         "gates": [gate("trains", 1, 2 * LENGTH + 1), *(gate("reached-trains-1-0-0", 0, 10, r) for r in range(ranks))],
     }
-    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks)
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=round_flags(*flags), hooks=hooks)
     job.mark("trains")  # that gate only leaves its mark
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS)
@@ -677,13 +703,18 @@ def terminate(job: Job, replica: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fits", "ranks"), [(True, 1), *(pytest.param(*case, **NOT_QUICK) for case in ((False, 1), (True, 2), (False, 2)))]
+    ("fits", "ranks", "streams"),
+    [
+        (True, 1, False),
+        *(pytest.param(*case, False, **NOT_QUICK) for case in ((False, 1), (True, 2), (False, 2))),
+        *(pytest.param(*case, True, **NOT_QUICK) for case in ((True, 1), (False, 1), (True, 2))),
+    ],
 )
-def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: bool, ranks: int) -> None:
+def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: bool, ranks: int, streams: bool) -> None:
     """The group leaves with the round's update if that fits drain_timeout_seconds; else at once, its batches void."""
     # The survivor has yet to come to the end of this round: the one that leaves waits for it there.
     hooks: dict[str, Any] = {"gates": [gate("go", 1, 6, rank) for rank in range(ranks)], "hold": LENGTH}
-    flags = round_flags(*SHARDED if ranks > 1 else ())
+    flags = [*(STREAMING[:-1] if streams else round_flags()), *(SHARDED if ranks > 1 else ())]
     if not fits:  # two steps are left, each as long as the first
         hooks["delays"] = [{"replica": 1, "rank": rank, "step": 5, "seconds": 2.2} for rank in range(ranks)]
         flags.append("--fault_tolerance.drain_timeout_seconds=4")
