@@ -411,3 +411,30 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: i
     )
     assert this.should_continue_training() is goes_on
     assert finished == ([] if goes_on else ["d1ge57", "raised"])
+
+
+@pytest.mark.parametrize(
+    ("facts", "shape"),
+    [
+        ({}, (1, 32)),
+        ({"seq_len": 16}, (1, 16)),
+        ({"attn_type": "varlen"}, (1, 32)),
+        ({"attn_type": "flex"}, (4, 256)),
+        ({"compile": True}, (4, 256)),
+        ({"tp_enabled": True}, (4, 256)),
+        ({"cp_enabled": True}, (4, 256)),
+        ({"pp_enabled": True}, (4, 256)),
+    ],
+)
+def test_a_warm_up_is_short_where_no_shape_counts(facts: dict[str, Any], shape: tuple[int, int]) -> None:
+    """The others make steps meanwhile; but what is compiled for another shape would be compiled again in the first."""
+    degrees = {name: facts.get(name, False) for name in ("tp_enabled", "cp_enabled", "pp_enabled")}
+    this = trainer(
+        parallel_dims=SimpleNamespace(**degrees),
+        model_args=SimpleNamespace(attn_type=facts.get("attn_type", "sdpa")),
+        job_config=SimpleNamespace(
+            training=SimpleNamespace(local_batch_size=4, seq_len=facts.get("seq_len", 256)),
+            compile=SimpleNamespace(enable=facts.get("compile", False)),
+        ),
+    )
+    assert ReplicaTrainer._warm_up_shape(this) == shape

@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from titan_ft.chaos.inside.agent import ChaosAgent
 
 
+_WARM_UP_TOKENS = 32
+
+
 class ReplicaTrainer(Trainer):
     """One rank of a replica group.
 
@@ -347,14 +350,25 @@ class ReplicaTrainer(Trainer):
         if not isinstance(getattr(self.dataloader, "dataset", None), HuggingFaceTextDataset):
             return
         before = self._state.copy(0, 0)
-        training = self.job_config.training
-        tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.long)
+        tokens = torch.zeros(self._warm_up_shape(), dtype=torch.long)
         with torch.random.fork_rng():
             self._forward_backward({"input": tokens}, tokens)
             self._clip_gradients()
             self.optimizers.step()
         self.optimizers.zero_grad()
         self._state.load(before)  # the counters too
+
+    def _warm_up_shape(self) -> tuple[int, int]:
+        """Return sequences and tokens of each in the batch of the warm-up: few, where nothing is made ready by shape.
+
+        Compiled code is, so flex attention always, and the shardings of what layers hand on to each other, which torch
+        keeps by shape; a pipeline cuts its microbatches from a whole batch.
+        """
+        training, dims = self.job_config.training, self.parallel_dims
+        compiles = self.job_config.compile.enable or getattr(self.model_args, "attn_type", "sdpa") == "flex"
+        if compiles or dims.tp_enabled or dims.cp_enabled or dims.pp_enabled:
+            return training.local_batch_size, training.seq_len
+        return 1, min(_WARM_UP_TOKENS, training.seq_len)
 
     def _begin(self, replica: ReplicaDimension) -> bool:
         """Begin with the job's first step, or go on behind a checkpoint; False if this group must heal."""
