@@ -448,6 +448,8 @@ class _DrawRounds(_Draw):
         if method == "diloco" and rng.random() < 0.5:
             self.config |= {"num_fragments": 2, "fragment_sync_delay": rng.choice([0, 1, 2])}
             self._cut()
+        if method == "diloco":
+            self.config["fragment_update_alpha"] = rng.choice([0.0, 0.0, 0.25, 0.5])
 
     def _cut(self) -> None:
         """Let rounds be as long as before, and the delay fit into them."""

@@ -81,6 +81,15 @@ class State(OuterState):
         self.parameters = self.outer.anchors
         self.begin_anew()
 
+    def expect(self, fragments: Sequence[int], alpha: float) -> None:
+        """Note what the next step must begin with behind an update of these fragments."""
+        owns = torch.from_numpy(self.expected).split(self._shapes)
+        parts = zip(owns, self.outer.anchors, self.fragments, strict=True)
+        self.expected = _flat(
+            (torch.lerp(anchor, own, alpha) if alpha else anchor) if fragment in fragments else own
+            for own, anchor, fragment in parts
+        )
+
     def begin_anew(self) -> None:
         """Go on from the anchors, with nothing trained on top of them."""
         self.trained, self.sent = [0] * (max(self.fragments) + 1), dict[int, int]()
@@ -201,12 +210,16 @@ class RoundRank(Rank):
         return self.world.options.steps_of(updates)
 
     @property
+    def _last_step(self) -> int:
+        return self._steps_of(self.world.options.steps)
+
+    @property
     def _is_over(self) -> bool:
-        return self._steps_of(self.position.step) >= self._steps_of(self.world.options.steps)
+        return self._steps_of(self.position.step) >= self._last_step
 
     def _fragments_of(self, update: int) -> list[int]:
         number = num_fragments(self.config)
-        is_last = self._steps_of(update) >= self._steps_of(self.world.options.steps)
+        is_last = self._steps_of(update) >= self._last_step
         return list(range(number)) if is_last else [(update - 1) % number]
 
     def _backward(self, slots: Sequence[int], arm: Callable[[], None] = lambda: None) -> Contribution:
@@ -325,10 +338,11 @@ class RoundRank(Rank):
         self._exchange.write_gradients(update.gradients, scale=None)
         if update.step != state.progress.steps + 1:
             world.report("counters", f"{self.process.name} applies update {update.step} to a state of {self.held[0]}")
-        squares = state.outer.step()
-        anchors, exchanged = state.array[0], self._fragments_of(update.step)
-        kept = np.repeat([fragment not in exchanged for fragment in state.fragments], self.shapes)
-        state.expected = np.where(kept, state.expected, anchors)
+        exchanged, is_last = self._fragments_of(update.step), self._steps_of(update.step) >= self._last_step
+        mixes = any(state.sent.values()) and not is_last
+        alpha = self.config.fragment_update_alpha if mixes else 0.0
+        squares = state.outer.step(alpha)
+        state.expect(exchanged, alpha)
         for fragment, tokens in state.sent.items():
             state.trained[fragment] -= tokens
         state.sent, state.under_way = {}, None
