@@ -419,6 +419,7 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: i
         ({}, (1, 32)),
         ({"seq_len": 16}, (1, 16)),
         ({"attn_type": "varlen"}, (1, 32)),
+        ({"device": "cuda"}, (4, 256)),
         ({"attn_type": "flex"}, (4, 256)),
         ({"compile": True}, (4, 256)),
         ({"tp_enabled": True}, (4, 256)),
@@ -430,6 +431,7 @@ def test_a_warm_up_is_short_where_no_shape_counts(facts: dict[str, Any], shape: 
     """The others make steps meanwhile; but what is compiled for another shape would be compiled again in the first."""
     degrees = {name: facts.get(name, False) for name in ("tp_enabled", "cp_enabled", "pp_enabled")}
     this = trainer(
+        device=torch.device(facts.get("device", "cpu")),
         parallel_dims=SimpleNamespace(**degrees),
         model_args=SimpleNamespace(attn_type=facts.get("attn_type", "sdpa")),
         job_config=SimpleNamespace(

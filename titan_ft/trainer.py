@@ -362,11 +362,13 @@ class ReplicaTrainer(Trainer):
         """Return sequences and tokens of each in the batch of the warm-up: few, where nothing is made ready by shape.
 
         Compiled code is, so flex attention always, and the shardings of what layers hand on to each other, which torch
-        keeps by shape; a pipeline cuts its microbatches from a whole batch.
+        keeps by shape; a pipeline cuts its microbatches from a whole batch. On an accelerator kernels are chosen and
+        loaded by shape (cuDNN's attention makes a plan for each), and the allocator keeps what a whole batch takes.
         """
         training, dims = self.job_config.training, self.parallel_dims
         compiles = self.job_config.compile.enable or getattr(self.model_args, "attn_type", "sdpa") == "flex"
-        if compiles or dims.tp_enabled or dims.cp_enabled or dims.pp_enabled:
+        splits = dims.tp_enabled or dims.cp_enabled or dims.pp_enabled
+        if self.device.type != "cpu" or compiles or splits:
             return training.local_batch_size, training.seq_len
         return 1, min(_WARM_UP_TOKENS, training.seq_len)
 
