@@ -165,6 +165,7 @@ class World:
         pass
 
     leads = True  # rank 0 of its group
+    met = False  # it has made no round yet
     awaited = told_to_leave = False
     pauses = 0
 
@@ -740,6 +741,7 @@ def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World
     """It makes no exchange for that: nobody is there to make one with."""
     world = mid_round(make, 1)
     assert world.heal.sees_offer(4)
+    assert world.position.seen == 5, "should its holder die now, the state is lost, and not begun anew"
     world.search.found = [world.offer(1)]
     assert not world.search.poll(5)
     world.release.set()
@@ -957,13 +959,13 @@ def test_the_last_holders_state_is_kept_though_no_round_confirms_it(make: Callab
     assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
 
 
-def test_only_the_first_heal_of_a_process_is_a_newcomers(make: Callable[..., World]) -> None:
-    """Later the others know this group, and show no digests in a round in which nobody asks for a donor."""
+def test_who_has_met_the_others_is_no_newcomer(make: Callable[..., World]) -> None:
+    """They know this group, and show no digests in a round in which nobody asks for a donor: it would be void."""
     world = make()
     world.offer_early()
     world.release.set()
     world.heal.run()
-    world.made = 0
+    world.made, world.met = 0, True
     world.heal.run()
     assert healed(world)
     assert world.named_donors[1] == -1

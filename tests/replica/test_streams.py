@@ -543,9 +543,11 @@ def test_each_wait_is_needed(file: str, line: int) -> None:
     raise AssertionError(f"nobody misses the wait in {file}:{line}")
 
 
-def with_moments(accelerator: FakeAccelerator) -> tuple[_Rank, dict[nn.Parameter, dict[str, torch.Tensor]]]:
+def with_moments(
+    accelerator: FakeAccelerator, **options: Any
+) -> tuple[_Rank, dict[nn.Parameter, dict[str, torch.Tensor]]]:
     """Return a rank behind its first update, with memory for copies, and its optimizer's state."""
-    rank = _Rank(_World("nccl", accelerator), 0)
+    rank = _Rank(_World("nccl", accelerator), 0, **options)
     for parameter in rank.parameters:
         parameter.grad = parameter.detach() * 2.0
     rank.training.optimizers.step()
@@ -606,6 +608,20 @@ def test_a_load_waits_for_no_other_group() -> None:
     with installed(0, NUM_MEMBERS) as accelerator:
         world = _World("nccl", accelerator)
         _together(run)
+
+
+def test_a_newcomers_copy_waits_for_no_backward() -> None:
+    """It is behind the update, however much of the next step is queued by then: the next update waits for its end."""
+    with installed(0, NUM_MEMBERS) as accelerator:
+        rank, _ = with_moments(accelerator, buffers=False)
+        assert rank.state.share(1, 0)
+        done: list[None] = []
+        accelerator.enqueue(accelerator.defaults[0], lambda: bool(done))  # a backward that takes its time
+        snapshot = rank.state.copy_shared(1)
+        assert snapshot is not None
+        found = _tensors(snapshot)
+        done.append(None)
+        assert same(found, rank.bytes())
 
 
 def test_the_host_writes_nothing_below_a_copy_that_comes_late() -> None:

@@ -36,8 +36,8 @@ class CatchUp:
     Args:
         donor: the donor's slot.
         from_step: committed updates of the state that is fetched.
-        lineage, digest: of that state, as the rows of the round that named the donor had them; a digest of None is yet
-            to be learnt from the next round.
+        lineage, digest: of that state, as a round or an offer had them; a digest of None is yet to be
+            learnt from the next round.
         fetch: fetches this rank's part until the event it gets is set, and calls the function it gets with the share
             of it that is there; runs on a thread of its own.
         most: updates that may be queued while it travels.

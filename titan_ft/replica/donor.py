@@ -22,7 +22,10 @@ from titan_ft.replica.wire import Message
 
 
 class Donor:
-    """Copies this rank's state when a joiner is sent here, or takes what is offered. Training thread only."""
+    """Copies this rank's state when a joiner is sent here, or takes what is offered.
+
+    Training thread only, but for what is copied while a step is computed: that, the state server's threads do.
+    """
 
     def __init__(self, state: TrainState, server: StateServer) -> None:
         self._state, self._server = state, server

@@ -82,7 +82,6 @@ class Heal:
         self._nominal_tokens, self._token, self._apply = nominal_tokens, token, apply
         self._ranks_on_host = ranks_on_host
         self._search = OfferSearch(rounds.find_peers, token, config.replica_id)
-        self._is_newcomer = not config.semi_sync_method  # the others know of it by their quorum only
         self._attempt: CatchUp | None = None
         self._most = 1  # updates that may be queued while a state travels
         self._renewed = False  # a newer state was fetched because the queue was full
@@ -114,6 +113,7 @@ class Heal:
         self._most, self._renewed, self._slow_replays = self._agree_on_queue(), False, 0
         self._state.unshare()  # what it offers is not the others' state
         self.ended_on_update = True  # whatever the round was that this group missed
+        is_newcomer = not (self._config.semi_sync_method or self._rounds.met)  # the others see it by their quorum
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
             if self._attempt is None and self._config.semi_sync_method:
@@ -124,8 +124,8 @@ class Heal:
                 if self._attempt is not attempt:
                     continue  # it has ended, one way or the other
             self._rounds.launch_empty()
-            if self._is_newcomer:
-                self._is_newcomer = False
+            if is_newcomer:
+                is_newcomer = False
                 self._begin_early()
                 attempt = self._attempt
             if attempt is not None:  # while the others compute
@@ -248,6 +248,8 @@ class Heal:
             found = (self._search.poll(beyond) if self._group.leads else None) or NO_OFFER
             if step := self._group.gather(found.step)[0]:
                 slot, lineage, digest = (self._group.gather(v)[0] for v in (found.slot, found.lineage, found.digest))
+                # Who offers it may be gone before it has shown it in a round: not to be begun anew silently.
+                self._position.hear(step)
                 return Offer(slot, step, lineage, digest)
             if self._position.standing is not Standing.READY:
                 self._leave_if_told()

@@ -35,7 +35,8 @@ class Offer:
 
     Attributes:
         slot: of the group.
-        step, lineage, digest: of its state, as the rows of the last round had them; a digest of 0 is not known yet.
+        step, lineage: of its state.
+        digest: of its bytes, which all groups had alike in a round behind the last update; 0 = none has compared them.
         milliseconds: that its last step took; 0 = it does not tell.
     """
 

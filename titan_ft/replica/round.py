@@ -134,6 +134,11 @@ class Rounds:
             self._membership.begin(self._position.claim)
 
     @property
+    def met(self) -> bool:
+        """Say whether this group has made a round that worked: who was in it knows of it."""
+        return bool(self._met)
+
+    @property
     def asked(self) -> bool:
         """Say whether the next round's quorum is asked for."""
         return self._membership.asked

@@ -69,12 +69,16 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a copy is made of: the tensors with their names, and whether an optimizer has them on the host."""
+    """What a copy is made of: the tensors with their names, and whether an optimizer has them on the host.
+
+    `final` is when the device has made the state; what it computes with it since is nothing that a copy waits for.
+    """
 
     step: int
     lineage: int
     tensors: list[tuple[str, torch.Tensor, bool]]
     scalars: dict[str, Any]
+    final: torch.Event | None
 
 
 class TrainState:
@@ -117,7 +121,8 @@ class TrainState:
         Args:
             num_ranks: that share the host's memory.
         """
-        self._memory.reserve(lambda: self.payload_bytes, num_ranks)
+        with self._copying:
+            self._memory.reserve(lambda: self.payload_bytes, num_ranks)
 
     def close(self) -> None:
         """Let go of the host memory; waits for a copy under way."""
@@ -159,7 +164,7 @@ class TrainState:
 
     def _parts(self, step: int, lineage: int) -> _Parts:
         tensors = list(self._tensors(self._optimizers))
-        return _Parts(step, lineage, tensors, self._scalars())
+        return _Parts(step, lineage, tensors, self._scalars(), device.record_event())
 
     @torch.no_grad()
     def _copy(self, state: _Parts) -> Snapshot:
@@ -171,7 +176,7 @@ class TrainState:
         # training's stream.
         buffers = [name.startswith(_BUFFER) for name, _, _ in state.tensors]
         _copy_all(targets, shards, buffers)
-        where, final = device.current(), device.record_event()
+        where, final = device.current(), device.record_event() if any(buffers) else state.final
         with device.side_stream(where, "copy"):
             device.wait_for(final, where)
             begun = device.record_time()

@@ -13,9 +13,9 @@ answer is a JSON line {"bytes": n, "crc32": checksum} or {"error": text}, then n
 take the snapshot, a line {"waiting": step} now and then comes before it, so that silence always means that something is
 wrong.
 
-A request {"offer": true, "step"} is answered, as soon as so many updates are made, by {"step", "lineage", "digest"}
-of the state that the donor lets joiners have until its next update (`offer.py`), with {"milliseconds"} that its last
-step took; or by {"error": text} if it is none.
+A request {"offer": true, "step"} is answered by {"step", "lineage", "digest"} of the state that the donor lets joiners
+have until its next update (`offer.py`), with {"milliseconds"} that its last step took; or by {"error": text} if it is
+none. If the donor has yet to make so many updates, it answers when it has, or after a second with what it offers then.
 
 A request {"probe": n, "back": address} is followed by n bytes, which come back behind {"bytes": n}: whether two ranks
 reach each other at all (`reach.py`); the joiner's first line has blanks before it then.
