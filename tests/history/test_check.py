@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterable
@@ -750,12 +751,15 @@ def test_wait_for_a_joiner_in_a_round(run_builder: Callable[..., Any]) -> None:
         event.exchange_seconds = 0.5 if event in during else 0.2
     report = check(run.events)
     assert report.verdict == "holds", format_check(report)
-    assert "others waited 0.50 s at most at the end of rounds with 1 heal (usual 0.20 s, a" in report[5].statement
+    assert (
+        "others waited 0.50 s at most for a joiner, at the end of rounds with 1 heal (usual 0.20 s, a"
+        in report[5].statement
+    )
     for event in during:
         event.exchange_seconds = 0.6
     report = check(run.events)
     assert failed(report) == {5}, format_check(report)
-    assert report[5].offences[0].text == "others waited 0.60 s at the end of round 10, 0.20 s are usual"
+    assert report[5].offences[0].text == "others waited 0.60 s for it at the end of round 10, 0.20 s are usual"
     heal = run.named("heal_started")[0]
     failure = like(heal, "exchange_failed", replica=0, attempt=0, pid=1000)
     report = check([*run.events, failure])
@@ -763,6 +767,34 @@ def test_wait_for_a_joiner_in_a_round(run_builder: Callable[..., Any]) -> None:
     for event in during:
         event.compute_seconds = 1.2  # four steps take longer on a machine that is slow just then
     assert check(run.events).verdict == "holds"
+
+
+def test_what_is_waited_for_others_is_no_wait_for_the_joiner(run_builder: Callable[..., Any]) -> None:
+    """A group that hung, for instance, until the joiner came; what the joiner waited for too; what a dead link cost."""
+
+    def waits(seconds: float) -> Any:
+        run = run_builder(lambda run: run.step([0, 1]), **ROUNDS)
+        for event in run.named("step_committed"):
+            event.exchange_seconds = seconds if event.step == 10 else 0.2
+        return run, run.named("step_committed", step=10, replica=0, rank=0)[0], run.named("heal_started")[0]
+
+    run, commit, heal = waits(5.0)
+    assert failed(check(run.events)) == {5}
+    for event in [heal, *(event for event in run.named("joined") if event.pid == heal.pid)]:
+        late = commit.time - 0.3 - event.time
+        event.time, event.mono = event.time + late, event.mono + late
+    assert check(run.events)[5].verdict == "holds", format_check(check(run.events))
+
+    run, commit, heal = waits(0.8)
+    assert failed(check(run.events)) == {5}
+    own = copy.copy(commit)
+    own.replica, own.pid, own.attempt, own.exchange_seconds = heal.replica, heal.pid, heal.attempt, 0.7
+    assert 5 not in failed(check([*run.events, own]))
+
+    run, commit, heal = waits(0.8)
+    fault = like(commit, "exchange_failed")
+    fault.time, fault.mono = fault.time - 0.3, fault.mono - 0.3
+    assert check([*run.events, fault])[5].verdict == "holds", format_check(check([*run.events, fault]))
 
 
 def test_steps_that_a_group_skipped_are_told(run_builder: Callable[..., Any]) -> None:

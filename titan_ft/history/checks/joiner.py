@@ -121,26 +121,32 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
 
     A heal is short beside a round, so that the rate of commits tells nothing. What does is the time from the end of a
     group's own steps to the commit: it waits then for those that come to the exchange later. In a round with a heal it
-    may be longer than the usual one by a few steps, as the joiner ends the step that it is in.
+    may be longer than the usual one by a few steps, as the joiner ends the step that it is in. What they waited before
+    the joiner was there, as long as something else failed, or beside it while it waited too, they did not wait for it.
     """
     usual = median(commit.exchange_seconds for commit in record.commits)
     step = median(commit.compute_seconds / (commit.inner_steps or record.unit.steps) for commit in record.commits)
     disturbed, longest = list(_disturbances(record)), 0.0
+    waits = {(commit.replica, commit.lineage): commit.exchange_seconds for commit in record.commits if not commit.rank}
     for heal in heals:
         begin, end = heal.start, heal.around[-1].time
         clean = not any(since <= end and until >= begin for since, until in disturbed)
         for after in heal.around[1:]:
-            waited, own = after.exchange_seconds, after.compute_seconds / (after.inner_steps or record.unit.steps)
+            own = after.compute_seconds / (after.inner_steps or record.unit.steps)
+            since = after.time - after.exchange_seconds
+            failures = [until for at, until in disturbed if at <= after.time and until > since]
+            there = after.time - waits.get((heal.event.replica, after.lineage), 0.0)
+            waited = max(there - max(since, begin, *failures), 0.0)
             longest = max(longest, waited)
             if waited <= usual + LONG_STEPS * max(step, own):
                 continue
-            text = f"others waited {waited:.2f} s at the end of round {after.step}, {usual:.2f} s are usual"
+            text = f"others waited {waited:.2f} s for it at the end of round {after.step}, {usual:.2f} s are usual"
             if clean:
                 found.object_to(text, heal.event)
             else:
                 found.unknown.append(f"{text}: other failures during the heal hide what the joiner cost")
     found.statement = (
-        f"others waited {longest:.2f} s at most at the end of rounds with {count(len(heals), 'heal')} (usual "
+        f"others waited {longest:.2f} s at most for a joiner, at the end of rounds with {count(len(heals), 'heal')} (usual "
         f"{usual:.2f} s, a step takes {step:.2f} s)"
     )
 
