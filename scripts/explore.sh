@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Simulate the protocol under many schedules of faults, on a virtual clock: explore.sh --schedules N --seed S [--jobs J]
-# [--kinds a,b] [--trace] [--shrink] [--replay JSON]; --help tells. Exit status: 0 every promise held, 1 one did not, 2 bad
+# [--kinds a,b] [--trace] [--replay JSON]; --help tells. Exit status: 0 every promise held, 1 one did not, 2 bad
 # usage.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 from torchtitan.components.validate import BaseValidator, Validator  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
 from titan_ft.replica.errors import Leaving  # noqa: E402
@@ -440,3 +441,21 @@ def test_a_warm_up_is_short_where_no_shape_counts(facts: dict[str, Any], shape: 
         ),
     )
     assert ReplicaTrainer._warm_up_shape(this) == shape
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_warm_up_is_taken_back(text: bool) -> None:
+    """Weights, moments and counters are those of before, and no gradient or random number is left of it."""
+    done: list[str] = []
+    drawn = torch.random.get_rng_state()
+    this = trainer(
+        dataloader=SimpleNamespace(dataset=HuggingFaceTextDataset.__new__(HuggingFaceTextDataset) if text else None),
+        _state=SimpleNamespace(copy=lambda *_: "before", load=lambda state: done.append(f"load {state}")),
+        _warm_up_shape=lambda: (1, 8),
+        _forward_backward=lambda inputs, labels: done.append(f"step {[*inputs['input'].shape]}, {torch.rand(1) < 2}"),
+        _clip_gradients=lambda: None,
+        optimizers=SimpleNamespace(step=lambda: done.append("update"), zero_grad=lambda: done.append("zero")),
+    )
+    ReplicaTrainer._warm_up(this)
+    assert done == (["step [1, 8], tensor([True])", "update", "zero", "load before"] if text else [])
+    assert torch.equal(torch.random.get_rng_state(), drawn)

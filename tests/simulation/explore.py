@@ -135,11 +135,10 @@ def main(arguments: Sequence[str]) -> int:
         default="mixed",
         help="semi: with a semi-synchronous method; mixed: one in twenty (mixed)",
     )
-    parser.add_argument("--trace", action="store_true", help="print the trace of the first schedule that fails")
-    parser.add_argument("--shrink", action="store_true", help="make that schedule small before")
     parser.add_argument(
-        "--replay", metavar="JSON", help="run this schedule, which --shrink has printed, with its trace"
+        "--trace", action="store_true", help="print the trace of the first one, or of the first that fails, as it is"
     )
+    parser.add_argument("--replay", metavar="JSON", help="run this schedule, which was printed before, with its trace")
     options = parser.parse_args(arguments)
     kinds, mode = tuple(filter(None, options.kinds.split(","))), options.mode
     if kinds and mode == "mixed":
@@ -165,17 +164,18 @@ def main(arguments: Sequence[str]) -> int:
                 f"{sum(findings.problems.values())} with a broken promise",
                 flush=True,
             )
-    if findings.problems and (options.trace or options.shrink):
-        seed = min(seed for seed, _ in findings.first.values())
+    if findings.problems or options.trace:
+        seed = min((seed for seed, _ in findings.first.values()), default=options.seed)
         with standins.installed():
             schedule = draw(seed, kinds, mode)
-            world = schedule.run()
-            if options.shrink:
-                schedule = shrink(schedule, world.problems[0])
+            if not options.trace:
+                schedule = shrink(schedule, schedule.run().problems[0])
             world = schedule.run(traces=True)
-        print(f"seed {seed}, kinds {', '.join(drawn_kinds(seed, kinds, mode))}:")
+        print(
+            f"seed {seed}, kinds {', '.join(drawn_kinds(seed, kinds, mode))}{'' if options.trace else ', made small'}:"
+        )
         show(world, schedule)
-        if options.shrink:
+        if not options.trace:
             print(f"bash scripts/explore.sh --replay '{schedule.encode()}'")
     _print_findings(findings, time.monotonic() - began, kinds, mode)
     return 1 if findings.problems else 0

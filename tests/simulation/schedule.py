@@ -412,6 +412,7 @@ class _DrawRounds(_Draw):
     def __init__(self, seed: int, kinds: Sequence[str]) -> None:
         super().__init__(seed, kinds)
         rng = self.rng
+        self.alpha = (0.0, 0.25, 0.0, 0.5)[seed // _EVERY % 4]
         self.steps = rng.choice([2, 3, 3, 4, 5])
         self.length = rng.choice([1, 2, 3, 3, 5, 8])
         self.seconds = rng.choice([0.2, 0.5, 1.0, 2.0])  # of a round
@@ -449,7 +450,7 @@ class _DrawRounds(_Draw):
             self.config |= {"num_fragments": 2, "fragment_sync_delay": rng.choice([0, 1, 2])}
             self._cut()
         if method == "diloco":
-            self.config["fragment_update_alpha"] = rng.choice([0.0, 0.0, 0.25, 0.5])
+            self.config["fragment_update_alpha"] = self.alpha
 
     def _cut(self) -> None:
         """Let rounds be as long as before, and the delay fit into them."""

@@ -29,7 +29,7 @@ from tests.simulation.faults import (
     Reset,
     Slow,
 )
-from tests.simulation.schedule import Schedule, draw
+from tests.simulation.schedule import Schedule, draw, shrink
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
 from titan_ft.replica.heal import Heal
@@ -66,6 +66,26 @@ def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
     assert first.trace
     assert first.trace == again.trace
     assert first.kernel.now == again.kernel.now
+
+
+def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader gets the faults that it takes, and as few groups; the schedule that is printed breaks the same promise."""
+    monkeypatch.setattr(ReplicaDimension, "_sees_outsiders", lambda dimension, made: False)
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 3,
+        "start_timeout_seconds": 0.8,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 5000,
+        "process_group_timeout_ms": 60_000,
+    }
+    faults = Slow(0.2, 0, 0, 1.5, 0.1), Slow(0.6, 2, 0, 12.0, 20.0), KillGroups(1.5, (0, 1)), Slow(20.0, 1, 0, 1.5, 0.1)
+    with standins.installed():
+        whole = Schedule(1, Options(3, 1, 14, fault_tolerance, lag=0.01), faults)
+        problem = whole.run().problems[0]
+        small = shrink(whole, problem, tries=1, budget=30)
+        assert len(small.faults) < len(faults)
+        assert Schedule.decode(small.encode()).run().problems[0].promise == problem.promise
 
 
 @pytest.mark.parametrize("waits", [True, False])
