@@ -69,7 +69,7 @@ def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
 
 
 def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader gets the faults that it takes, and as few groups; the schedule that is printed breaks the same promise."""
+    """A reader gets the faults that it takes, and no others; the schedule that is printed breaks the same promise."""
     monkeypatch.setattr(ReplicaDimension, "_sees_outsiders", lambda dimension, made: False)
     fault_tolerance = {
         "enable": True,

@@ -146,8 +146,8 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
             else:
                 found.unknown.append(f"{text}: other failures during the heal hide what the joiner cost")
     found.statement = (
-        f"others waited {longest:.2f} s at most for a joiner, at the end of rounds with {count(len(heals), 'heal')} (usual "
-        f"{usual:.2f} s, a step takes {step:.2f} s)"
+        f"others waited {longest:.2f} s at most for a joiner, at the end of rounds with {count(len(heals), 'heal')} "
+        f"(usual {usual:.2f} s, a step takes {step:.2f} s)"
     )
 
 
