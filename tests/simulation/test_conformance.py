@@ -65,6 +65,9 @@ class Lighthouses(Protocol):
     def vote(self, name: str, votes: list[bool]) -> list[bool]:
         """Let all ranks of a group vote, one after the other; returns what each is told."""
 
+    def restart_lighthouse(self, seconds: float) -> None:
+        """Let the lighthouse be gone for so long, and come back knowing nothing."""
+
     def page(self) -> str:
         """Return the lighthouse's status page."""
 
@@ -88,19 +91,29 @@ class RealWorld:
     """torchft's servers and clients, in real time."""
 
     def __init__(self, min_replicas: int) -> None:
+        self._min_replicas = min_replicas
+        self._lighthouse = self._start_lighthouse(0)
+        self._port = int(self._lighthouse.address().rsplit(":", 1)[1])
+        self._address = f"http://127.0.0.1:{self._port}"
+        self._managers: dict[str, Any] = {}
+        self._clients: dict[tuple[str, int], Any] = {}
+        self._asked: dict[tuple[str, int], tuple[threading.Thread, list[Any]]] = {}
+
+    def _start_lighthouse(self, port: int) -> Any:
         from torchft.coordination import LighthouseServer
 
-        self._lighthouse = LighthouseServer(
-            bind="127.0.0.1:0",
-            min_replicas=min_replicas,
+        return LighthouseServer(
+            bind=f"127.0.0.1:{port}",
+            min_replicas=self._min_replicas,
             join_timeout_ms=int(_JOIN_TIMEOUT * 1000),
             quorum_tick_ms=int(_TICK * 1000),
             heartbeat_timeout_ms=int(_HEARTBEAT_TIMEOUT * 1000),
         )
-        self._address = f"http://127.0.0.1:{self._lighthouse.address().rsplit(':', 1)[1]}"
-        self._managers: dict[str, Any] = {}
-        self._clients: dict[tuple[str, int], Any] = {}
-        self._asked: dict[tuple[str, int], tuple[threading.Thread, list[Any]]] = {}
+
+    def restart_lighthouse(self, seconds: float) -> None:
+        self._lighthouse.shutdown()
+        time.sleep(seconds)
+        self._lighthouse = self._start_lighthouse(self._port)
 
     def join(self, name: str, ranks: int = 1) -> None:
         from torchft.coordination import ManagerClient, ManagerServer
@@ -252,6 +265,11 @@ class ModelWorld:
             self._kernel.sleep(0.01)
         return [told[rank] for rank in range(len(votes))]
 
+    def restart_lighthouse(self, seconds: float) -> None:
+        self._lighthouse.die()
+        self._kernel.sleep(seconds)
+        self._lighthouse.start()
+
     def page(self) -> str:
         return self._lighthouse.status()
 
@@ -392,7 +410,20 @@ def status_page(world: Lighthouses) -> Iterator[Any]:
     yield world.answer("b"), world.answer("c"), look()
 
 
-SCRIPTS = [all_ask, newcomer, gone, half, join_timeout, seat_renewed, ranks, status_page]
+def restarted(world: Lighthouses) -> Iterator[Any]:
+    """A lighthouse that comes back knows no quorum, counts from the beginning, and answers who asks again."""
+    for name in "abc":
+        world.join(name)
+    world.sleep(0.2)
+    yield _rounds(world, "abc", [1, 1, 1])
+    yield _rounds(world, "abc", [2, 2, 2], [0, 1, 0])
+    world.restart_lighthouse(0.5)
+    world.sleep(2 * _JOIN_TIMEOUT)  # all have found it again
+    yield _rounds(world, "abc", [3, 3, 3])
+    yield _rounds(world, "abc", [4, 4, 4], [0, 0, 1])
+
+
+SCRIPTS = [all_ask, newcomer, gone, half, join_timeout, seat_renewed, ranks, status_page, restarted]
 
 
 def _play_model(script: Script, min_replicas: int) -> list[Any]:
