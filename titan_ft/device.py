@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import platform
@@ -25,6 +26,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan_ft.config import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def on_cpu() -> bool:
@@ -271,8 +274,26 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
 
 
 def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a flat host tensor, pinned where there is a GPU so that copies can be asynchronous."""
-    return torch.empty(numel, dtype=dtype, pin_memory=not on_cpu())
+    """Allocate a flat host tensor, pinned where there is a GPU so that copies can be asynchronous.
+
+    If the host has no such memory left, a line in the log says so, and the tensor is not pinned: the host then waits
+    for copies from and to it.
+    """
+    if not on_cpu():
+        try:
+            return _pin(numel, dtype)
+        except RuntimeError as error:  # torch has no narrower one for it
+            logger.warning(
+                "%.3g GB of host memory cannot be pinned (%s): copies between it and the GPU take several times as "
+                "long, and training waits for them",
+                numel * dtype.itemsize / 1e9,
+                str(error).split("\n", 1)[0],
+            )
+    return torch.empty(numel, dtype=dtype)
+
+
+def _pin(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, pin_memory=True)
 
 
 def host_bytes(num_bytes: int) -> int:

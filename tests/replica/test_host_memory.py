@@ -32,15 +32,15 @@ class Host:
         self.gives.set()
         self.asked: list[bool] = []  # whether the training thread did
         self.is_short = False
-        self._training, self._empty = threading.current_thread(), device.empty_host
+        self._training, self._pin = threading.current_thread(), device._pin
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Stands in for `device.empty_host`."""
+    def pin(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Stands in for `device._pin`."""
         self.asked.append(threading.current_thread() is self._training)
         assert self.gives.wait(DEADLINE)
         if self.is_short:
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
-        return self._empty(numel, dtype)
+        return self._pin(numel, dtype)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     """Provide a host with a GPU."""
     with installed(0) as accelerator:
         host = Host(accelerator)
-        monkeypatch.setattr(device, "empty_host", host.empty)
+        monkeypatch.setattr(device, "_pin", host.pin)
         yield host
 
 
@@ -103,8 +103,18 @@ def test_a_host_without_memory_to_pin_is_named(host: Host, caplog: pytest.LogCap
             assert not host.accelerator.is_pinned(lent)
             memory.give_back(lent)
     (line,) = caplog.messages
-    assert "0.0123 GB of host memory cannot be pinned (RuntimeError: CUDA error: out of memory)" in line
+    assert "0.0123 GB of host memory cannot be pinned (CUDA error: out of memory)" in line
     assert host.asked == [False]
+
+
+def test_a_joiner_has_other_memory_too(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    """What it fetches into, and its queue: to come back slowly is better than not to come back."""
+    pinned = device.empty_host(1000, torch.float32)
+    assert host.accelerator.is_pinned(pinned)
+    host.is_short = True
+    found = device.empty_host(1000, torch.float32)
+    assert (found.numel(), found.dtype, host.accelerator.is_pinned(found)) == (1000, torch.float32, False)
+    assert "4e-06 GB of host memory cannot be pinned" in caplog.text
 
 
 @pytest.mark.parametrize(("num_ranks", "reserves"), [(4, True), (5, False)])

@@ -20,7 +20,6 @@ import torch
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,9 @@ class HostMemory:
         """Lend memory for a copy: what is at hand, if it is as large; waits for what is being pinned."""
         self._collect()
         memory, self._spare = self._spare, None
-        return memory if memory is not None and memory.numel() == num_bytes else _allocate(num_bytes)
+        if memory is not None and memory.numel() == num_bytes:
+            return memory
+        return device.empty_host(num_bytes, torch.uint8)
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Take back what was lent, and nobody reads any more."""
@@ -80,27 +81,13 @@ class HostMemory:
 
 def _reserve(num_bytes: int) -> torch.Tensor:
     started = time.monotonic()
-    memory = _allocate(num_bytes)
+    memory = device.empty_host(num_bytes, torch.uint8)
     logger.info(
         "%s of host memory are kept for copies of this rank's state, which joiners fetch (taken in %.1f s)",
         _size(num_bytes),
         time.monotonic() - started,
     )
     return memory
-
-
-def _allocate(num_bytes: int) -> torch.Tensor:
-    """Take pinned memory; if the host has none left say so, and take memory that is not."""
-    try:
-        return device.empty_host(num_bytes, torch.uint8)
-    except RuntimeError as error:  # torch has no narrower one for it
-        logger.warning(
-            "%s of host memory cannot be pinned (%s): a copy of this rank's state takes several times as long, and its "
-            "training stands still meanwhile",
-            _size(num_bytes),
-            first_line(error),
-        )
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _size(num_bytes: int) -> str:
