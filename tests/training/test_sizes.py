@@ -79,7 +79,7 @@ def test_a_rank_holds_and_moves_what_was_predicted() -> None:
     assert predicted.optimizer == held(value for state in optimizer.state.values() for value in state.values())
     schedulers = counters = SimpleNamespace(state_dict=dict)
     assert predicted.state == TrainState([model], optimizers, schedulers, counters).copy(1, 1).payload.numel()
-    rows = [2 * 4, 2 * 3 * 8]  # how many give, and each fragment; the rows of both members
+    rows = [3 * 4, 2 * 3 * 8]  # how many know of an update, how many give, and each fragment; the rows of both members
     assert predicted.exchange == predicted.sent == sum(wire.sent) - sum(rows)
     assert not dist.is_initialized()
 
