@@ -49,7 +49,8 @@ class Loaders:
     def settings(self, kind: str, **hooks: Any) -> dict[str, Any]:
         """Return the settings of a job."""
         stream = {"stream": list(map(str, self._texts))} if "streamed" in kind else {}
-        return {"groups": 2, "flags": LOADERS[kind], "hooks": {**stream, **hooks}}
+        # A step takes 20 ms and a heal half a second where another test runs beside this one.
+        return {"groups": 2, "steps": 28, "flags": LOADERS[kind], "hooks": {**stream, **hooks}}
 
     def undisturbed(self, kind: str) -> list[Event]:
         """Return the events of a job in which nothing fails."""
