@@ -116,8 +116,9 @@ class Rank:
 
     def finish(self, gives: bool = True, *, due: bool = True) -> Reduced:
         """Complete the exchange; the row tells rank and a number, the message is one byte longer for each rank."""
-        tell = lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank])  # noqa: E731
-        return self.exchange.finish(gives, tell, due=due)
+        return self.exchange.finish(
+            gives, lambda quorum: ([float(quorum.rank), 2.0**-40], MESSAGE[: quorum.rank]), due=due
+        )
 
 
 class Ring:

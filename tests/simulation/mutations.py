@@ -427,7 +427,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a joiner lets the others wait until it has trained a whole round",
-        _one("step", "        return any(self._group.gather(self._rounds.awaited))", "        return False"),
+        _one("round", "(Sign.AWAITED, self.awaited), ", ""),
         ("alone",),
         ("no stall for a joiner", "liveness"),
         mode="semi",

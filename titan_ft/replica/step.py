@@ -268,7 +268,7 @@ class ReplicaDimension:
         """Ask for the next round's quorum; says whether it is there before long."""
         self._rounds.ask()
         deadline = self._group.clock() + _OPENING_SECONDS
-        while not self.awaited():
+        while not any(self._group.gather(self._rounds.awaited)):
             if self._group.clock() >= deadline:
                 return False
             self._rounds.pause()
@@ -278,10 +278,6 @@ class ReplicaDimension:
     def early(self) -> bool:
         """Say whether this group has asked for the next round already: it has just healed, or opened without others."""
         return self._rounds.asked
-
-    def awaited(self) -> bool:
-        """Say whether the others wait for this group, which has asked for the next round early. A collective."""
-        return any(self._group.gather(self._rounds.awaited))
 
     def digest_if_due(self) -> str | None:
         """Take the digest of the state if one is due at this step; it travels with the next round.

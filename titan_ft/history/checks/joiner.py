@@ -122,7 +122,7 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
     A heal is short beside a round, so that the rate of commits tells nothing. What does is the time from the end of a
     group's own steps to the commit: it waits then for those that come to the exchange later. In a round with a heal it
     may be longer than the usual one by a few steps, as the joiner ends the step that it is in. What they waited before
-    the joiner was there, as long as something else failed, or beside it while it waited too, they did not wait for it.
+    the joiner was there, while a fault lasted, or beside it while it waited too, they did not wait for it.
     """
     usual = median(commit.exchange_seconds for commit in record.commits)
     step = median(commit.compute_seconds / (commit.inner_steps or record.unit.steps) for commit in record.commits)
@@ -133,10 +133,9 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
         clean = not any(since <= end and until >= begin for since, until in disturbed)
         for after in heal.around[1:]:
             own = after.compute_seconds / (after.inner_steps or record.unit.steps)
-            since = after.time - after.exchange_seconds
-            failures = [until for at, until in disturbed if at <= after.time and until > since]
+            first = max(after.time - after.exchange_seconds, begin)
             there = after.time - waits.get((heal.event.replica, after.lineage), 0.0)
-            waited = max(there - max(since, begin, *failures), 0.0)
+            waited = _undisturbed_seconds(first, there, disturbed)
             longest = max(longest, waited)
             if waited <= usual + LONG_STEPS * max(step, own):
                 continue
@@ -149,6 +148,16 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
         f"others waited {longest:.2f} s at most for a joiner, at the end of rounds with {count(len(heals), 'heal')} "
         f"(usual {usual:.2f} s, a step takes {step:.2f} s)"
     )
+
+
+def _undisturbed_seconds(first: float, last: float, disturbed: Sequence[tuple[float, float]]) -> float:
+    """Return how much of a time is in none of the `disturbed` ones."""
+    seconds = 0.0
+    for since, until in sorted(disturbed):
+        if until > first:
+            seconds += max(min(since, last) - first, 0.0)
+            first = until
+    return seconds + max(last - first, 0.0)
 
 
 @dataclass(frozen=True)
