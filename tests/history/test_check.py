@@ -792,7 +792,11 @@ def test_what_is_waited_for_others_is_no_wait_for_the_joiner(run_builder: Callab
     assert 5 not in failed(check([*run.events, own]))
 
     for name, lasts, verdict in (
-        ("fault_injected", {"fault": "link_dead", "target": {"replica": 0}, "seed": 1, "params": {"seconds": 0.5}}, "holds"),
+        (
+            "fault_injected",
+            {"fault": "link_dead", "target": {"replica": 0}, "seed": 1, "params": {"seconds": 0.5}},
+            "holds",
+        ),
         ("exchange_failed", {}, "unknown"),  # at one moment: what was waited before it, that does not explain
     ):
         run, commit, heal = waits(0.8)

@@ -740,7 +740,7 @@ def mid_round(make: Callable[..., World], *holders: int) -> World:
 def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World]) -> None:
     """It makes no exchange for that: nobody is there to make one with."""
     world = mid_round(make, 1)
-    assert world.heal.sees_offer(4)
+    assert world.heal.await_offer(4)
     assert world.position.seen == 5, "should its holder die now, the state is lost, and not begun anew"
     world.search.found = [world.offer(1)]
     assert not world.search.poll(5)
@@ -756,7 +756,7 @@ def test_no_offer_is_waited_for_when_the_others_are_there(make: Callable[..., Wo
     """Who hears of none learns from the quorum where the others are, and where its donor is."""
     world = mid_round(make)
     world.on_pause = lambda number: setattr(world, "awaited", number == 3)
-    assert not world.heal.sees_offer(0)
+    assert not world.heal.await_offer(0)
     assert world.pauses == 3
     world.release.set()
     world.heal.run()

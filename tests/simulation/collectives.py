@@ -314,10 +314,10 @@ class ProcessGroup:
 
 
 class GroupLink:
-    """The group's own process group: collectives among the ranks of one attempt of a group."""
+    """The group's own process group: collectives among the ranks of one attempt of the group `slot`."""
 
-    def __init__(self, kernel: Kernel, size: int) -> None:
-        self.kernel, self.size = kernel, size
+    def __init__(self, kernel: Kernel, network: Network, slot: int, size: int) -> None:
+        self.kernel, self._network, self.slot, self.size = kernel, network, slot, size
         self._operations: dict[int, dict[int, np.ndarray]] = {}
         self._waiting: list[Task] = []
 
@@ -337,12 +337,16 @@ class GroupLink:
                 kernel.wake(task)
             self._waiting.clear()
         end = kernel.now + timeout
-        while len(operation) < self.size:
+        while len(operation) < self.size or not self.flows():
             if kernel.now >= end:
                 raise RuntimeError("a collective of the group timed out")
             self._waiting.append(kernel.current)
-            kernel.block(end - kernel.now)
+            self._network.wait(end - kernel.now)
         return [operation[place] for place in range(self.size)]
+
+    def flows(self) -> bool:
+        """Say whether all of its ranks can reach each other."""
+        return self._network.all_usable([(self.slot, rank) for rank in range(self.size)])
 
 
 class GroupCollective:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
+import importlib
 import multiprocessing
 import os
 import re
@@ -84,7 +85,9 @@ def run_all(first: int, count: int, kinds: Sequence[str], mode: str, jobs: int) 
     chunks = [
         (range(start, min(start + _CHUNK, first + count)), kinds, mode) for start in range(first, first + count, _CHUNK)
     ]
-    _explore_apart((range(1), (), "sync"))  # what torch loads at its first use is there before the forks
+    for warm_mode in MODES[:2]:  # what torch loads at its first use is there before the forks
+        _explore_apart((range(1), (), warm_mode))
+    importlib.import_module("networkx")  # the engine's, when a link is dead
     gc.collect()
     gc.freeze()
     with multiprocessing.get_context("fork").Pool(jobs, initializer=gc.disable, maxtasksperchild=_CHUNKS) as pool:

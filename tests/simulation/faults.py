@@ -134,7 +134,7 @@ class Freeze(Fault):
             processes = [rank.process for rank in chosen if not rank.process.frozen]
             for process in processes:
                 process.freeze()
-            world.froze(group, chosen)
+            world.silenced(group, chosen, self.seconds)
 
             def thaw() -> None:
                 world.say("fault", f"thaws g{self.slot}r{self.rank}")
@@ -192,6 +192,7 @@ class Cut(Fault):
 
     Attributes:
         flaps: seconds that the link works and does not work in turn; 0 = it stays dead.
+        other: rank of `b`; -1 = the same as that of `a`.
     """
 
     a: int
@@ -200,13 +201,14 @@ class Cut(Fault):
     one_way: bool
     seconds: float
     flaps: float = 0.0
+    other: int = -1
 
     def inject(self, world: World) -> None:
         ranks = range(world.options.ranks)
         pairs: list[tuple[Node, Node]] = []
         for i in ranks:
             for j in ranks:
-                if self.rank < 0 or i == j == self.rank:
+                if self.rank < 0 or (i, j) == (self.rank, self.rank if self.other < 0 else self.other):
                     pairs.append(((self.a, i), (self.b, j)))
                     if not self.one_way:
                         pairs.append(((self.b, j), (self.a, i)))
@@ -215,10 +217,35 @@ class Cut(Fault):
     def shorter(self) -> list[Fault]:
         found: list[Fault] = []
         if self.flaps:
-            found.append(Cut(self.at, self.a, self.b, self.rank, self.one_way, self.seconds))
+            found.append(replace(self, flaps=0.0))
         if self.one_way:
-            found.append(Cut(self.at, self.a, self.b, self.rank, False, self.seconds, self.flaps))
+            found.append(replace(self, one_way=False))
         return found
+
+
+@dataclass(frozen=True)
+class CutInside(Fault):
+    """The network between two ranks of one group is dead, in one way or in both."""
+
+    slot: int
+    rank: int
+    other: int
+    one_way: bool
+    seconds: float
+
+    def inject(self, world: World) -> None:
+        a, b = (self.slot, self.rank), (self.slot, self.other)
+        _cut_for(world, [(a, b)] if self.one_way else [(a, b), (b, a)], self.seconds, 0.0)
+        group = world.groups.get(self.slot)
+        if group is not None and 0 in (self.rank, self.other):  # the host that watches the others
+            world.silenced(group, [group.ranks[self.rank or self.other]], self.seconds)
+
+    def excuses(self, error: str, rank: Rank, world: World) -> bool:
+        """Who has yet to come to the lighthouse has nothing to lose, and is started again."""
+        return error == "DistNetworkError" and rank.slot == self.slot and not rank.is_built
+
+    def shorter(self) -> list[Fault]:
+        return [replace(self, one_way=False)] if self.one_way else []
 
 
 @dataclass(frozen=True)

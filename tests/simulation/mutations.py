@@ -94,7 +94,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a job is begun anew although a group in the midst of a long step lives",
-        _one("step", "if is_soon_over and isinstance(outcome, Round) and self._sees_outsiders(outcome):", "if False:"),
+        _one(
+            "step", "if is_soon_over and isinstance(outcome, Round) and self._look_for_outsiders(outcome):", "if False:"
+        ),
         ("long",),
         ("no state given up",),
     ),
@@ -362,8 +364,14 @@ MUTATIONS = [
     Mutation(
         "another host of a group than the first is not watched",
         _one("rank_watch", "if seconds[rank] > self._patience]", "if False]"),
-        ("freeze",),
+        ("freeze", "cut_ranks"),
         ("liveness",),
+    ),
+    Mutation(
+        "a process that hangs ends without a word",
+        _one("watchdog", "self._explain, self._on_hang)", "self._explain)"),
+        ("hang",),
+        ("nothing silent",),
     ),
     Mutation(
         "the others wait for a joiner's transfer",
@@ -373,7 +381,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a joiner replays all that it has queued at once",
-        _one("heal", "if number >= 2 and (late := max(self._group.gather(self._count_late(until)))):", "if late := 0:"),
+        _one(
+            "heal", "if number >= 2 and (late := max(self._group.gather(self._note_lateness(until)))):", "if late := 0:"
+        ),
         ("last",),
         ("no stall for a joiner",),
     ),

@@ -9,8 +9,9 @@ back, and whoever waits, waits until then or for its timeout.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -90,6 +91,10 @@ class Network:
         """Say whether a connection between the two works."""
         cuts = self._cuts
         return not cuts or a == b or ((a, b) not in cuts and (b, a) not in cuts)
+
+    def all_usable(self, nodes: Sequence[Node]) -> bool:
+        """Say whether connections between all of these work."""
+        return not self._cuts or all(self.usable(a, b) for a, b in itertools.combinations(nodes, 2))
 
     def passes(self, source: Node, target: Node) -> bool:
         """Say whether a message gets through."""

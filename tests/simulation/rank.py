@@ -110,6 +110,7 @@ class Rank:
         self.met: list[int] = []  # slots of the groups in the last round that worked
         self.tied = False  # nobody could tell in its last round whose bytes are right, and rightly so
         self.voted = self.voted_when_told = False
+        self.told_why = False  # an event has said why its process ends itself
         self.abandoned = False  # ends without having left in order, as it has told
         self.renewals = 0  # newer states that it has fetched in this heal, because its queue was full
         self.sent = 0  # values of gradients that it has summed with others in the last round

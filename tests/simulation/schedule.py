@@ -15,6 +15,7 @@ import torch
 
 from tests.simulation.faults import (
     Cut,
+    CutInside,
     CutLighthouse,
     DrainGroup,
     Fault,
@@ -320,6 +321,20 @@ class _Draw:
         flaps = self.rng.choice([0.0, 0.0, 0.2, 0.9]) if seconds < 10 else 0.0
         self.faults.append(Cut(self._time(), *self._pair(), rank, self.rng.random() < 0.3, seconds, flaps))
 
+    def cut_ranks(self) -> None:
+        """The network between two ranks is dead: of one group, or one rank and another one of two groups."""
+        if self.ranks == 1:
+            self.ranks = self.rng.choice([2, 2, 3])
+        rank, other = self.rng.sample(range(self.ranks), 2)
+        at, one_way, seconds = self._time(), self.rng.random() < 0.3, self.rng.choice([0.3, 1.5, 5.0, 25.0])
+        if self.rng.random() < 0.5:
+            self.faults.append(CutInside(at, self._slot(), rank, other, one_way, seconds))
+        else:
+            a, b = self._pair()
+            self.faults.append(Cut(at, a, b, rank, one_way, seconds, other=other))
+            if self.rng.random() < 0.7:  # what goes over such a link is asked for when groups meet, and heal
+                self.faults.append(Kill(at, self.rng.choice([a, b]), self._rank()))
+
     def cut_lighthouse(self) -> None:
         """The network between a group and the lighthouse is dead."""
         seconds = self.rng.choice([0.3, 1.0, 3.0, 8.0])
@@ -512,6 +527,7 @@ KINDS = (
     "lossy",
     "reset_own",
     "cut",
+    "cut_ranks",
     "cut_lighthouse",
     "lighthouse",
     "drain",

@@ -33,10 +33,14 @@ from tests.simulation.schedule import Schedule, draw, shrink
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
 from titan_ft.replica.heal import Heal
+from titan_ft.replica.position import Position
 from titan_ft.replica.round import Rounds
 from titan_ft.replica.step import ReplicaDimension
 
 SCHEDULES = 2000
+
+QUICK = {"enable": True, "start_timeout_seconds": 0.8, "finish_timeout_seconds": 2.0, "join_timeout_ms": 5000}
+"""Settings of a job that need not wait for those that stay away."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -70,13 +74,10 @@ def test_a_seed_replays(kinds: tuple[str, ...]) -> None:
 
 def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader gets the faults that it takes, and no others; the schedule that is printed breaks the same promise."""
-    monkeypatch.setattr(ReplicaDimension, "_sees_outsiders", lambda dimension, made: False)
+    monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 3,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 60_000,
     }
     faults = Slow(0.2, 0, 0, 1.5, 0.1), Slow(0.6, 2, 0, 12.0, 20.0), KillGroups(1.5, (0, 1)), Slow(20.0, 1, 0, 1.5, 0.1)
@@ -92,13 +93,10 @@ def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_holder_that_was_silent_in_a_long_step_is_waited_for(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """Its joiner goes on without it meanwhile, and takes the state for lost unless it sees that the holder lives."""
     if not waits:
-        monkeypatch.setattr(Heal, "_count_outsiders", lambda heal, made: 0)
+        monkeypatch.setattr(Heal, "_look_for_outsiders", lambda heal, made: 0)
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 2,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 30_000,
         "transfer_timeout_seconds": 20.0,
     }
@@ -119,12 +117,10 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
 ) -> None:
     """All others die and have a quorum of their own before it asks for one: they wait for it, and heal from it."""
     if not waits:
-        monkeypatch.setattr(ReplicaDimension, "_sees_outsiders", lambda dimension, made: False)
+        monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 3,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
         "join_timeout_ms": 3000,
         "process_group_timeout_ms": 30_000,
         "transfer_timeout_seconds": 20.0,
@@ -142,13 +138,10 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
 def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """It was silent for a moment: the other one goes on alone, finishes, and waits for it."""
     if not waits:
-        monkeypatch.setattr(ReplicaDimension, "_sees_outsiders", lambda dimension, made: False)
+        monkeypatch.setattr(ReplicaDimension, "_look_for_outsiders", lambda dimension, made: False)
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 2,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 30_000,
     }
     options = Options(2, 1, 8, fault_tolerance)
@@ -162,10 +155,8 @@ def test_nobody_leaves_a_group_in_a_long_step_behind_at_the_end(monkeypatch: pyt
 def test_a_group_that_hangs_keeps_the_others_from_beginning_until_it_has_ended() -> None:
     """It heartbeats, and nobody can tell that it will ask for no quorum."""
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 3,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
         "join_timeout_ms": 3000,
         "process_group_timeout_ms": 30_000,
         "hang_timeout_seconds": 15.0,
@@ -194,11 +185,8 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
             ),
         )
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 3,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 60_000,
         "transfer_timeout_seconds": 20.0,
     }
@@ -216,12 +204,9 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
 def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
     """It opens a seat under another name meanwhile, whose manager tries again and again, as torchft's does."""
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 4,
         "min_replica_size": 4,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 3000,
         "transfer_timeout_seconds": 20.0,
     }
@@ -239,11 +224,8 @@ def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
 def test_ranks_that_wait_long_get_the_same_quorum() -> None:
     """A group waits for one that hangs, and its ranks see one after the other that `quorum_timeout_seconds` is over."""
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 2,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 3000,
         "quorum_timeout_seconds": 0.3,
         "hang_timeout_seconds": 6.0,
@@ -257,11 +239,8 @@ def test_ranks_that_wait_long_get_the_same_quorum() -> None:
 def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
     """The group that held the other one was frozen in its last round, in which all others died, and thaws later."""
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 2,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 3000,
     }
     options = Options(2, 1, 4, fault_tolerance, restart_seconds=(1.0, 1.0), compute_seconds=0.4)
@@ -275,12 +254,9 @@ def test_a_job_begun_anew_has_a_final_state_of_its_own() -> None:
 def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one() -> None:
     """Its bytes differ after the last step; all others die before it has theirs, and begin anew."""
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 3,
         "digest_every": 4,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 3000,
         "transfer_timeout_seconds": 20.0,
     }
@@ -302,11 +278,8 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(at: float) -> None:
     """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
     fault_tolerance = {
-        "enable": True,
+        **QUICK,
         "group_size": 2,
-        "start_timeout_seconds": 0.8,
-        "finish_timeout_seconds": 2.0,
-        "join_timeout_ms": 5000,
         "process_group_timeout_ms": 3000,
     }
     options = Options(2, 2, 4, fault_tolerance, store_survives=False)
@@ -393,6 +366,31 @@ def test_moments_that_are_not_finite_come_to_no_joiner(ranks: int, transfer: flo
         assert any(text.startswith("heal_finished") for text in said)
         assert any(text.startswith("gradient_excluded") and "slots=[0]" in text for text in said)
         assert not any(text.startswith("gradient_excluded") and "slots=[1]" in text for text in said)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_state_that_was_offered_and_is_lost_is_not_begun_anew_silently(
+    monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Its only holder dies behind the offer, before it has met the joiner in a round: the joiner says so, and ends."""
+    if not heard:
+        monkeypatch.setattr(Position, "hear", lambda position, step: None)
+    fault_tolerance = {
+        "enable": True,
+        "group_size": 2,
+        "finish_timeout_seconds": 2.0,
+        "join_timeout_ms": 60_000,
+        "semi_sync_method": "diloco",
+        "sync_steps": 16,
+        "batch_policy": "shrink",
+    }
+    options = Options(2, 1, 3, fault_tolerance, compute_seconds=0.5, restart_seconds=(0.5, 0.5))
+    killed, lost = KillGroups(10.0, (0,)), KillGroups(10.1, (1,), "healing", of=0, for_good=True)
+    with standins.installed():
+        world = Schedule(1, options, (killed, lost)).run(traces=True)
+    said = [text for _, who, text in world.trace if who == "g0r0a1"]
+    assert any("ends by JobLostError: every group that held the state after step 1" in text for text in said) is heard
+    assert any(text.startswith("rolled_back step=0") for text in said) is not heard
 
 
 def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:

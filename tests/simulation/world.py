@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from tests.simulation.transfer import Transfers
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import drain
 from titan_ft.replica.decision import Done, GiveUp, Wait
+from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.row import Standing
 from titan_ft.round_settings import steps_per_round
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 
 _MEETING_SECONDS = 1.0  # that the lighthouse and the members of a round may take to take a newcomer in
+_CLEAR = r".*(group|fault_tolerance\.|lighthouse|host|checkpoint:).*"  # one line: it names a peer, a field or a file
 _RECONNECT_SECONDS, _RECONNECT_GROWTH = 0.1, 1.5  # until a manager tries its lighthouse again, as torchft's does
 _AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
 _LEFT_OUT_SECONDS = 1.5  # that a group which thaws may take to see that the others have left its exchange
@@ -194,7 +197,7 @@ class GroupRun:
     def __init__(self, world: World, slot: int, attempt: int) -> None:
         self.world, self.slot, self.attempt = world, slot, attempt
         kernel, options = world.kernel, world.options
-        self.link = GroupLink(kernel, options.ranks)
+        self.link = GroupLink(kernel, world.network, slot, options.ranks)
         self.sequences: dict[str, _Sequence] = collections.defaultdict(lambda: _Sequence(options.ranks))
         self.told: set[int] = set()
         self.comes_back = False
@@ -229,8 +232,9 @@ class GroupRun:
 
     @property
     def runs(self) -> bool:
-        """Say whether all its ranks live and none is frozen or hangs."""
-        return self.alive and all(rank.process.runs and not rank.hangs for rank in self.ranks)
+        """Say whether all its ranks live and reach each other, and none is frozen or hangs."""
+        at_work = all(rank.process.runs and not rank.hangs for rank in self.ranks)
+        return self.alive and at_work and self.link.flows()
 
     @property
     def ended(self) -> str:
@@ -689,6 +693,7 @@ class World(standins.World):
             self.moment("outside", rank.node)
         if event == "link_back":
             rank.group.met_from = self.kernel.now
+        rank.told_why |= event in ("hung", "rank_silent") or (event == "drained" and not fields["in_order"])
         if event in ("heal_started", "heal_finished"):
             self.progressed = self.kernel.now
         if event in ("heal_started", "heal_failed", "catch_up_waiting"):
@@ -875,6 +880,7 @@ class World(standins.World):
 
     def heals(self, rank: Rank, computed: bool) -> None:
         """Take note that a rank is behind; `computed`: it throws the gradients of a step away."""
+        self.moment("healing", rank.node)
         if computed and rank.ready and not rank.state.tainted and not self.config["semi_sync_method"]:
             self._judge_lost_work(rank)
         rank.ready = False
@@ -978,8 +984,8 @@ class World(standins.World):
             donor = made.quorum.slots[made.verdict.donors[made.quorum.rank]]
             self.sound[rank] = (sound if 2 * len(sound) >= len(held) else [], donor)
 
-    def froze(self, group: GroupRun, ranks: list[Rank]) -> None:
-        """Look in a while whether a group still looks alive although another host of it than the first is frozen."""
+    def silenced(self, group: GroupRun, ranks: list[Rank], seconds: float) -> None:
+        """Look in a while whether a group still looks alive although its first host hears nothing of another one."""
         if not group.ready or group.ranks[0] in ranks or any(rank.rank_watch is None for rank in group.ranks):
             return
         since, patience = self.kernel.now, 2 * self.config["heartbeat_timeout_ms"] / 1000
@@ -989,11 +995,12 @@ class World(standins.World):
             looks_alive = not group.over and first.process.runs and not any(rank.ended for rank in group.ranks)
             thawed = self.thawed.get(group.slot, 0.0) >= since
             if looks_alive and not thawed:
-                seconds = self.kernel.now - since
-                self.report("liveness", f"g{group.slot} still beats {seconds:.0f} s after one of its hosts was frozen")
+                self.report("liveness", f"g{group.slot} still beats {longest:.0f} s after one of its hosts fell silent")
 
         # It is seen when it is silent for the whole patience, at the next look, after two pages that came late.
-        self.kernel.after(3 * patience + 0.5, look)
+        longest = 3 * patience + 0.5
+        if seconds > longest:
+            self.kernel.after(longest, look)
 
     def thaws(self, group: GroupRun) -> None:
         """Look in a while whether a group that thaws, and holds a state, is with the others again."""
@@ -1060,6 +1067,9 @@ class World(standins.World):
         if group.over:
             return
         dead = [rank for rank in group.ranks if rank.process.dead]
+        for rank in dead:
+            if rank.process.exited and not (rank.ended or rank.told_why):
+                self.report("nothing silent", f"{rank.process.name} ends itself and has not told why")
         left = [rank.number for rank in group.ranks if rank.ended]
         stuck = [rank.number for rank in dead if rank.process.exited and not rank.ended]
         if left and stuck:
@@ -1098,6 +1108,8 @@ class World(standins.World):
         self.say(process.name, f"{crash.task.name} ends by {type(error).__name__}: {str(error)[:160]}")
         rank = self.ranks[process]
         if self._may_end(rank, crash):
+            if isinstance(error, ReplicaError) and not re.fullmatch(_CLEAR, str(error)):
+                self.report("nothing silent", f"{process.name} ends by {type(error).__name__}: {str(error)!r}")
             if not getattr(crash.error, "restart", True):
                 self.gone[rank.slot] = type(crash.error).__name__
             process.end()
@@ -1291,10 +1303,8 @@ class World(standins.World):
         return len(self._clique(running)) >= least
 
     def _linked(self, a: GroupRun, b: GroupRun) -> bool:
-        ranks = range(self.options.ranks)
-        return all(
-            self.network.sound((a.slot, i), (b.slot, i)) and self.network.sound((a.slot, i), (b.slot, 0)) for i in ranks
-        )
+        pairs = [pair for i in range(self.options.ranks) for pair in ((i, i), (i, 0), (0, i))]
+        return all(self.network.sound((a.slot, i), (b.slot, j)) for i, j in pairs)
 
     def _describe(self) -> str:
         words = []

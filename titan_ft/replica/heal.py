@@ -161,13 +161,13 @@ class Heal:
         own = most_updates(self._config, free_bytes(), self._ranks_on_host, self._exchange.update_bytes)
         return min(self._group.gather(own))
 
-    def sees_offer(self, beyond: int) -> bool:
+    def await_offer(self, beyond: int) -> bool:
         """Wait for the quorum asked for, or until a group in the midst of its round offers a state behind more updates.
 
         Returns:
             Whether it does: the others are further than `beyond`, and come to a quorum at the end of the round only.
         """
-        return self._await_offer(beyond) is not None
+        return self._await_quorum_or_offer(beyond) is not None
 
     def _begin_early(self) -> None:
         """Begin to fetch while the others compute the step that this newcomer has come in, before they name a donor.
@@ -228,7 +228,7 @@ class Heal:
         Raises:
             Leaving: the group was told to leave; it has nothing to finish.
         """
-        offer = self._await_offer(0)
+        offer = self._await_quorum_or_offer(0)
         if offer is None:
             return
         self.ended_on_update = False
@@ -240,7 +240,7 @@ class Heal:
         except (KeyError, OSError, RuntimeError) as error:
             raise TransferError(f"group {slot} offered its state and cannot be reached: {first_line(error)}") from error
 
-    def _await_offer(self, beyond: int) -> Offer | None:
+    def _await_quorum_or_offer(self, beyond: int) -> Offer | None:
         """Wait until a group offers a state behind more than `beyond` updates; None if the quorum comes first."""
         self._rounds.ask()
         self._search.begin()
@@ -455,7 +455,7 @@ class Heal:
 
     def _replay_until(self, attempt: CatchUp, until: float) -> None:
         for number in range(attempt.remaining):
-            if number >= 2 and (late := max(self._group.gather(self._count_late(until)))):
+            if number >= 2 and (late := max(self._group.gather(self._note_lateness(until)))):
                 if late > _PATIENCE < attempt.remaining and not self._position.awaited:
                     # Two replays in each of their steps would cost the others more than to wait for all at once.
                     reason = f"to replay {attempt.remaining} queued updates takes longer than to make as many"
@@ -463,8 +463,8 @@ class Heal:
                 return
             self._replay(attempt)
 
-    def _count_late(self, until: float) -> int:
-        """Return 0 before `until`, by this rank's clock; then 1, and 1 for each round in a row of slow replays."""
+    def _note_lateness(self, until: float) -> int:
+        """Count replays that are slow; returns 0 before `until`, then 1 and 1 for each of them in a row."""
         if time.monotonic() < until:
             self._slow_replays = 0
             return 0
@@ -524,12 +524,12 @@ class Heal:
             return
         now = self._group.clock()
         # A holder that was silent for a moment, in the midst of a long step, is in no quorum until it has made that.
-        if self._alone_since is None or any(self._group.gather(self._count_outsiders(made))):
+        if self._alone_since is None or any(self._group.gather(self._look_for_outsiders(made))):
             self._alone_since = now
         self._position.be_alone(now - self._alone_since)
 
-    def _count_outsiders(self, made: Round) -> int:
-        """Return how many groups live and are not in the quorum, on rank 0."""
+    def _look_for_outsiders(self, made: Round) -> int:
+        """Return how many groups live and are not in the quorum, as rank 0 sees it; tells people once."""
         slots = self._rounds.find_outsiders(made)
         if slots and slots != self._outsiders:
             logger.warning("nobody in the quorum holds the job's state; waiting for groups %s, which live", slots)

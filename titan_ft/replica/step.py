@@ -109,7 +109,7 @@ class ReplicaDimension:
             Whether they are further, so that this one must `heal`.
         """
         self._position.start_at(step)
-        if self._config.semi_sync_method and self._heal.sees_offer(step):
+        if self._config.semi_sync_method and self._heal.await_offer(step):
             self._position.start_at(0)
             return True
         # A rank that could not reach the others may have heard of their steps only in part.
@@ -137,7 +137,7 @@ class ReplicaDimension:
         while True:
             now = self._group.clock()
             is_soon_over = now - began >= self._config.start_timeout_seconds - ALONE_SECONDS
-            if is_soon_over and isinstance(outcome, Round) and self._sees_outsiders(outcome):
+            if is_soon_over and isinstance(outcome, Round) and self._look_for_outsiders(outcome):
                 seen = now
             self._position.wait(now - began if now - seen >= ALONE_SECONDS else 0.0)
             outcome = self._rounds.make()
@@ -250,7 +250,7 @@ class ReplicaDimension:
         begins to train, and meets them when they are there.
         """
         for _ in range(_MAX_OPENINGS):
-            if not self._others_come():
+            if not self._await_others():
                 break
             outcome = self._rounds.make(use=GradientUse.OPEN)
             decision = decide(self._position, outcome, self._config)
@@ -264,8 +264,8 @@ class ReplicaDimension:
                 break
         return Opening.TRAIN
 
-    def _others_come(self) -> bool:
-        """Ask for the next round's quorum; says whether it is there before long."""
+    def _await_others(self) -> bool:
+        """Ask for the next round's quorum and wait a while for it; says whether it is there."""
         self._rounds.ask()
         deadline = self._group.clock() + _OPENING_SECONDS
         while not any(self._group.gather(self._rounds.awaited)):
@@ -335,7 +335,7 @@ class ReplicaDimension:
             now = self._group.clock()
             if self._is_needed(outcome):
                 deadline = now + self._config.finish_timeout_seconds
-            if now >= deadline and isinstance(outcome, Round) and self._sees_outsiders(outcome):
+            if now >= deadline and isinstance(outcome, Round) and self._look_for_outsiders(outcome):
                 deadline = now + ALONE_SECONDS
             if now >= deadline:
                 logger.warning(
@@ -346,8 +346,8 @@ class ReplicaDimension:
             if not complete:
                 time.sleep(PAUSE_SECONDS)
 
-    def _sees_outsiders(self, made: Round) -> bool:
-        """Say whether groups live that were not in a round; the same on all ranks. A collective of the group."""
+    def _look_for_outsiders(self, made: Round) -> bool:
+        """Say whether groups live that were not in a round, to people once; the same on all ranks. A collective."""
         slots = self._rounds.find_outsiders(made)
         if slots and slots != self._outsiders:
             logger.warning("groups %s live and are in no quorum, in a long step perhaps: waiting for them", slots)
