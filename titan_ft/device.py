@@ -276,20 +276,26 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
 def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate a flat host tensor, pinned where there is a GPU so that copies can be asynchronous.
 
-    If the host has no such memory left, a line in the log says so, and the tensor is not pinned: the host then waits
-    for copies from and to it.
+    If the host has no such memory left, a line in the log says so, once, and the tensor is not pinned: the host then
+    waits for copies from and to it.
     """
     if not on_cpu():
         try:
             return _pin(numel, dtype)
         except RuntimeError as error:  # torch has no narrower one for it
-            logger.warning(
-                "%.3g GB of host memory cannot be pinned (%s): copies between it and the GPU take several times as "
-                "long, and training waits for them",
-                numel * dtype.itemsize / 1e9,
-                str(error).split("\n", 1)[0],
-            )
+            reason = str(error).split("\n", 1)[0]
+            if reason not in _unpinned:  # each bucket of each queued update may fail alike
+                _unpinned.add(reason)
+                logger.warning(
+                    "%.3g GB of host memory cannot be pinned (%s): copies between it and the GPU take several times "
+                    "as long, and training waits for them",
+                    numel * dtype.itemsize / 1e9,
+                    reason,
+                )
     return torch.empty(numel, dtype=dtype)
+
+
+_unpinned: set[str] = set()  # why memory could not be pinned, as told
 
 
 def _pin(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -682,6 +682,43 @@ def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ranks: int, f
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "flags"), [(1, []), (2, SHARDED)])
+def test_moments_that_are_not_finite_come_to_no_joiner(make_job: Callable[..., Job], ranks: int, flags: Flags) -> None:
+    """A group comes back in the round in which the only holder of the state has had a NaN.
+
+    The anchors are sound and its moments are not: the joiner begins its own anew, makes the round alone, and the other
+    one heals from it.
+    """
+    length, rounds = 8, 3
+    holder = [("down-1-0", 10), ("wanted", 11), ("reached-awaited-1-1-0", 15)]
+    hooks = {
+        "faults": [kill(1, "forward", step=10, rank=ranks - 1)],
+        "chaos": [{"replica": 0, "fault": "nan_gradient", "steps": [length + 1]}],
+        "gates": [
+            *(gate(name, 0, step, rank) for name, step in holder for rank in range(ranks)),
+            *(gate("awaited", 1, 11, rank, attempt=1) for rank in range(ranks)),
+            # The second step of the last round waits for the other one's first.
+            gate("trains", 0, 2 * length + 1),
+            *(gate("reached-trains-0-0-0", 1, 2 * length + 2, rank, attempt=1) for rank in range(ranks)),
+        ],
+    }
+    flags = round_flags(f"--fault_tolerance.sync_steps={length}", *flags)
+    job = make_job(groups=2, ranks=ranks, steps=length * rounds, flags=flags, hooks=hooks, late=False)
+    job.mark("trains")  # that gate only leaves its mark
+    job.run()
+    events = check(job, survivors=[], steps=rounds)
+    check_killed(job, events, [(1, 0, "sigkill:forward")])
+    check_data(events)
+    assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {(2, 0)}
+    assert job.groups[0].attempt == 0
+    theirs = rounds_of(events, 1)
+    assert [theirs[number]["participants"] for number in range(1, rounds + 1)] == [[0, 1], [1], [0, 1]]
+    assert [theirs[number]["inner_steps"] for number in range(1, rounds + 1)] == [length, 3, length]
+    healed = {(event["replica"], event["step"]) for event in named(events, "heal_finished")}
+    assert healed == {(1, 1), (0, 2)}
+
+
+@pytest.mark.slow
 def test_a_slow_group_stalls_nobody_and_counts(make_job: Callable[..., Job]) -> None:
     """The fast one waits for it at the lighthouse and not in a collective, however short that one's timeout is."""
     hooks = {"delays": [{"replica": 1, "seconds": 0.3, "step": None}]}

@@ -23,9 +23,14 @@ from tests.simulation.network import Network, Node
 
 
 class _Operation:
-    """One all-reduce: what its members have put in, and when each of them has the result."""
+    """One collective: what its members have put in, and when each of them has the result.
 
-    def __init__(self) -> None:
+    Args:
+        direct: each member sends to each other one; else they pass sums on around a ring.
+    """
+
+    def __init__(self, direct: bool) -> None:
+        self.direct = direct
         self.inputs: dict[int, np.ndarray] = {}
         self.total: np.ndarray | None = None
         self.done_at: dict[int, float] = {}
@@ -38,6 +43,12 @@ class _Operation:
             for rank in ranks[1:]:
                 self.total += self.inputs[rank]
         return self.total
+
+    def result(self, rank: int) -> np.ndarray:
+        """Return what a member gets."""
+        if self.direct:
+            return np.stack([self.inputs[other][rank] for other in sorted(self.inputs)])
+        return self.sum()
 
 
 class Ring:
@@ -64,17 +75,19 @@ class Ring:
         self.kernel.block(timeout)
         self.waiting.remove(entry)
 
-    def neighbours(self, rank: int) -> set[int]:
-        """Return whose connections a rank's operations go over."""
-        return {(rank - 1) % self.size, (rank + 1) % self.size} - {rank}
+    def neighbours(self, rank: int, operation: _Operation) -> set[int]:
+        """Return whose connections a rank's part of an operation goes over."""
+        others = range(self.size) if operation.direct else ((rank - 1) % self.size, (rank + 1) % self.size)
+        return set(others) - {rank}
 
-    def flows(self) -> bool:
-        """Say whether all links of the ring work."""
+    def flows(self, operation: _Operation) -> bool:
+        """Say whether all links that an operation goes over work."""
         ends = self.ends
         return not self.reset and all(
-            self.network.usable(ends[rank].node, ends[(rank + 1) % self.size].node)
-            for rank in range(self.size)
-            if rank in ends and (rank + 1) % self.size in ends
+            self.network.usable(ends[rank].node, ends[other].node)
+            for rank in ends
+            for other in self.neighbours(rank, operation)
+            if other in ends
         )
 
     def late(self) -> list[float]:
@@ -111,7 +124,7 @@ class Ring:
         for operation in self.operations.values():
             if operation.done_at.get(rank, 0.0) <= now:
                 continue  # it had sent all of its part
-            for other in sorted(self.neighbours(rank)):
+            for other in sorted(self.neighbours(rank, operation)):
                 if operation.done_at[other] > now and self.kernel.rng.random() < 0.5:
                     operation.lost.add(other)
         # Its peers read the end of the stream a moment later.
@@ -210,31 +223,40 @@ class ProcessGroup:
             ring.wait(end - kernel.now, rank)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
-        """Begin to sum a tensor over the members."""
+        """Begin to sum a tensor over the members: gradients."""
+        values = tensors[0].numpy()
+        self.reduced += values.size
+        if self._count is None or not self._count.done_at or not self._count.sum()[0, 0]:
+            self._report("no idle traffic", "sends gradients in a round to which nobody gives any, as far as it knows")
+        return self._begin(values, values, options, direct=False)
+
+    def alltoall_base(
+        self, output: torch.Tensor, rows: torch.Tensor, output_sizes: list[int], input_sizes: list[int], options: Any
+    ) -> Work:
+        """Begin to send a row to each member: facts."""
+        work = self._begin(rows.numpy(), output.numpy(), options, direct=True)
+        if rows.dtype == torch.int32:  # counts who gives gradients, and what
+            assert self._ring is not None
+            self._count = self._ring.operations[self._number - 1]
+        return work
+
+    def _begin(self, given: np.ndarray, target: np.ndarray, options: Any, direct: bool) -> Work:
         self._kernel.pause()
         if self._ring is None:
             raise AssertionError("the process group was aborted")
         number, self._number = self._number, self._number + 1
-        ring, tensor = self._ring, tensors[0].numpy()
+        ring, what = self._ring, (direct, given.shape, given.dtype)
         operation = ring.operations.get(number)
         if operation is None:
-            operation = ring.operations[number] = _Operation()
+            operation = ring.operations[number] = _Operation(direct)
             ring.operations.pop(number - 4, None)
-        elif any(other.shape != tensor.shape or other.dtype != tensor.dtype for other in operation.inputs.values()):
+        elif operation.inputs:
             other = next(iter(operation.inputs.values()))
-            text = f"{tensor.shape} {tensor.dtype} here, {other.shape} {other.dtype} there"
-            self._report("one trajectory", f"makes all-reduce {number} of a ring: {text}")
-        operation.inputs[self._rank] = tensor.copy()
-        if tensor.dtype == np.int32:  # counts who gives some, and what
-            self._count = operation
-        elif tensor.dtype == np.float32:
-            self.reduced += tensor.size
-            if self._count is None or not self._count.done_at or not self._count.sum()[0]:
-                self._report(
-                    "no idle traffic", "sends gradients in a round to which nobody gives any, as far as it knows"
-                )
+            if what != (there := (operation.direct, other.shape, other.dtype)):
+                self._report("one trajectory", f"makes collective {number} of a ring: {what} here, {there} there")
+        operation.inputs[self._rank] = given.copy()
         timeout = options.timeout.total_seconds()
-        return Work(lambda: self._finish(ring, operation, tensor, self._kernel.now + timeout))
+        return Work(lambda: self._finish(ring, operation, target, self._kernel.now + timeout))
 
     def abort(self, errored: bool = True) -> None:
         """Break off everything; not `errored`: nothing is under way."""
@@ -274,7 +296,7 @@ class ProcessGroup:
             self._error = error
             self._close()  # the first operation that runs out of time aborts the communicator: no other one waits
         else:
-            np.copyto(tensor, operation.sum())
+            np.copyto(tensor, operation.result(self._rank))
 
     def _wait(self, ring: Ring, operation: _Operation, end: float) -> None:
         kernel, rank = self._kernel, self._rank
@@ -284,7 +306,7 @@ class ProcessGroup:
             now = kernel.now
             if self._ring is not ring:
                 raise RuntimeError("Application timeout caused pair closure")
-            if not operation.done_at and len(operation.inputs) == ring.size and ring.flows():
+            if not operation.done_at and len(operation.inputs) == ring.size and ring.flows(operation):
                 self._complete(ring, operation)
             done_at = operation.done_at.get(rank)
             if done_at is not None and rank not in operation.lost:
@@ -293,7 +315,7 @@ class ProcessGroup:
                 if now < end:
                     ring.wait(min(done_at, end) - now, rank)
                     continue
-            if not self._silent and (rank in operation.lost or ring.closed & ring.neighbours(rank)):
+            if not self._silent and (rank in operation.lost or ring.closed & ring.neighbours(rank, operation)):
                 raise RuntimeError("Connection closed by peer")
             if not self._silent and rank in ring.reset:
                 raise RuntimeError("Connection reset by peer")

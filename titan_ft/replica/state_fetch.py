@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+import traceback
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -87,12 +88,14 @@ def fetch(
             break
         if not isinstance(error, TransferError | OSError | ValueError | KeyError | RefusedError):
             transfer.end()
+            transfer.drop([error])
             raise error
         failures.append(error)
         if len(failures) < len(addresses) and not cancelled.is_set():
             lose(places[future], _describe(error))
             logger.warning("state of step %d from %s: %s", step, addresses[places[future]], _describe(error))
     else:
+        transfer.drop(failures)
         if refused := next((error for error in failures if isinstance(error, RefusedError)), None):
             raise refused
         reasons = "; ".join(dict.fromkeys(_describe(error) for error in failures))
@@ -154,6 +157,7 @@ class _Transfer:
         self._header = b""
         self._lineage = 0
         self._payload: torch.Tensor | None = None
+        self._is_dropped = False
         self._slices = _Slices(0)
         self._failed: dict[int, BaseException] = {}  # why a donor was given up
 
@@ -161,6 +165,17 @@ class _Transfer:
         """Return the state, once `fetch_from` has returned for a donor."""
         assert self._payload is not None, "no donor has given the header"
         return Snapshot(self._step, self._lineage, self._header, self._payload)
+
+    def drop(self, failures: Sequence[BaseException]) -> None:
+        """Let go of what has come, which `failures` were the end of.
+
+        They and their frames refer to each other, and so to the memory, until the next time that garbage is collected:
+        that may be after gigabytes for another attempt were taken.
+        """
+        with self._lock:
+            self._payload, self._is_dropped = None, True
+        for error in failures:
+            traceback.clear_frames(error.__traceback__)
 
     def end(self) -> None:
         """Fetch no more slices; wait for no word of who has given none."""
@@ -189,6 +204,8 @@ class _Transfer:
     def _lay_out(self, header: bytes) -> None:
         """Take in the header that a donor has sent."""
         with self._lock:
+            if self._is_dropped:
+                raise TransferError("the transfer is over")
             if self._payload is None:
                 facts = msgspec.json.decode(header, type=_Facts)
                 self._payload = device.empty_host(facts.bytes, torch.uint8)

@@ -106,8 +106,8 @@ class Worker:
         self.rate: float | None = None  # LR of the last update
         self.scales: list[float] | None = None  # see Scales
         self.handed_over = 0  # buckets of this exchange
-        self.reductions = 0  # all-reduces of this exchange
-        self.all_reductions = 0  # all-reduces since the last commit
+        self.reductions = 0  # buckets summed, and facts gathered, in this exchange
+        self.all_reductions = 0  # the same since the last commit
         self.queued = 0  # updates queued in the heal under way
         self.answers = 0  # pieces of the state that this donor sent
         self.passed: dict[str, int] = {}  # steps begun since a mark was first seen
@@ -350,8 +350,8 @@ def install_faults() -> None:
 
     before(_Flight, "__init__", launch)
     after(_Flight, "hand_over", hand_over)
-    for collective in ("_all_reduce", "_all_gather"):  # the second one is of quantized buckets, and in bfloat16
-        after(_Flight, collective, sum_up)
+    for act in ("_gather", "_sum"):
+        after(_Flight, act, sum_up)
     before(Rendezvous, "configure", lambda *_: WORKER.at("configure"))
     after(Rendezvous, "_exchange_addresses", lambda *_: WORKER.at("rendezvous"))
     before(Membership, "vote", lambda *_: WORKER.at("vote_before"))

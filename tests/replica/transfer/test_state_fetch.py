@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import select
@@ -12,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from state_donor import CHUNK, DEADLINE, TOKEN, Donor, check_equal, make_snapshot, wait_until
@@ -349,6 +352,47 @@ def test_a_donor_that_is_gone_is_given_up_at_once(donor: Donor, start_proxy: Cal
     with pytest.raises(TransferError, match="ConnectionRefused"):
         fetch([proxy.address], TOKEN, 5, "4", 1, 600.0)
     assert time.monotonic() - started < DEADLINE
+
+
+@pytest.mark.parametrize("how", ["gone", "cancelled", "bug"])
+def test_what_has_come_of_a_state_is_let_go_of_at_once(
+    donor: Donor,
+    start_proxy: Callable[..., Proxy],
+    monkeypatch: pytest.MonkeyPatch,
+    background: ThreadPoolExecutor,
+    how: str,
+) -> None:
+    """Not when garbage is collected next: the next attempt is to have the memory."""
+    taken: list[weakref.ref[Any]] = []
+    cancelled, some = threading.Event(), threading.Event()
+
+    def empty_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = np.empty(numel, np.uint8)
+        taken.append(weakref.ref(memory))  # a view of the tensor holds it too
+        return torch.from_numpy(memory)
+
+    def note_share(share: float) -> None:
+        some.set()
+        if how == "cancelled":
+            cancelled.set()
+        elif how == "bug":
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(state_fetch.device, "empty_host", empty_host)
+    address = start_proxy(donor, {1: 4700}, "gone").address if how == "gone" else donor.address
+    donor.publish(make_snapshot(5, 10 * CHUNK))
+    gc.disable()
+    try:
+        fetched = background.submit(
+            fetch, [address], TOKEN, 5, "4", 1, 600.0, cancelled, lambda place, error: None, note_share
+        )
+        assert isinstance(fetched.exception(DEADLINE), ZeroDivisionError if how == "bug" else TransferError)
+        assert some.is_set()
+        (state,) = taken
+        del fetched
+        wait_until(lambda: state() is None)
+    finally:
+        gc.enable()
 
 
 def test_a_stopped_donor_is_given_up_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
