@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Simulated collectives: the process group between the groups, which breaks as Gloo's or NCCL's does, and the group's.
 
-Gloo's ring: a rank notices that a neighbour has closed its connections, not that somebody farther away has; a neighbour
-that is frozen or cannot be reached is waited for. NCCL tells nothing: an operation hangs until its timeout or an abort,
-and returns garbage; `errored` says so. In both, when a member goes in the middle of an operation, some of the others
-have its result already and others do not.
+Gloo: a rank notices that a member which it sends to has closed its connections, in a ring not that somebody farther
+away has; one that is frozen or cannot be reached is waited for. NCCL tells nothing: an operation hangs until its
+timeout or an abort, and returns garbage; `errored` says so. In both, when a member goes in the middle of an
+operation, some of the others have its result already and others do not.
 """
 
 from __future__ import annotations

@@ -336,9 +336,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a count of givers that has broken is believed",
-        _one(
-            "exchange", "*users = self._read(counts)[0].tolist()", "*users = (self._await_works(), counts)[1].tolist()"
-        ),
+        _one("exchange", "self._read(gathered)[0].view(", "(self._await_works(), gathered)[1].view("),
         ("kill", "freeze", "cut"),
         ("no idle traffic",),
     ),

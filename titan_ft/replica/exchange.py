@@ -543,10 +543,10 @@ class _Flight:
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()].
 
-        With Gloo each member sends its own to all others at once. Around a ring it would go in 2 (num_members - 1) hops,
-        each behind the one before: for 30 groups on two cores that takes five times as long, and when one dies
-        meanwhile, more of the others part into those that have the result and those that do not. NCCL would need a
-        connection for each pair: there zero-padded vectors are summed, which are vectors gathered.
+        With Gloo each member sends its own to all others at once. Around a ring it would go in 2 (num_members - 1)
+        hops, each behind the one before: for 30 groups on two cores that takes five times as long, and a member that
+        dies meanwhile parts the others more often into those that have the result and those that do not. NCCL would
+        need a connection for each pair: there zero-padded vectors are summed, which are vectors gathered.
         """
         assert self._quorum is not None
         num_members = len(self._quorum.members)
