@@ -290,14 +290,23 @@ def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
     ranks = [ring.rank(), ring.rank()]
     ring.meet(*ranks)
     summed: list[int] = []
+    sizes: list[int] = []
     for rank in ranks:
         rank.backward(seed=1)
         rank.exchange._buckets[0].flat.fill_(7.0)
         rank.seat.process_group.allreduce = lambda tensors, options: summed.append(tensors[0].numel())
+        send = rank.seat.process_group.alltoall_base
+
+        def count(received: torch.Tensor, *more: Any, send: Any = send) -> Any:
+            sizes.append(received.numel())
+            return send(received, *more)
+
+        rank.seat.process_group.alltoall_base = count
     told = ring.together(*[lambda rank=rank: rank.finish(gives=False) for rank in ranks])
     assert all(reduced.rows[:, 0].tolist() == [0.0, 1.0] for reduced in told)
     assert all(bool((rank.exchange._buckets[0].flat == 7.0).all()) for rank in ranks)
     assert not summed
+    assert max(sizes) <= 8, "the number of givers, the rows, the messages"
 
 
 @pytest.mark.parametrize("due", [False, True])
@@ -857,13 +866,18 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
     ring.meet(*ranks)
     launched: list[list[int]] = [[], []]
     for number, rank in enumerate(ranks):
-        allreduce = rank.seat.process_group.allreduce
+        allreduce, send = rank.seat.process_group.allreduce, rank.seat.process_group.alltoall_base
 
         def noted(tensors: list[torch.Tensor], options: Any, number: int = number, allreduce: Any = allreduce) -> Any:
             launched[number].append(tensors[0].numel())
             return allreduce(tensors, options)
 
+        def sent(received: torch.Tensor, *more: Any, number: int = number, send: Any = send) -> Any:
+            launched[number].append(received.numel())
+            return send(received, *more)
+
         monkeypatch.setattr(rank.seat.process_group, "allreduce", noted)
+        monkeypatch.setattr(rank.seat.process_group, "alltoall_base", sent)
         rank.exchange.arm(lambda _: True)
         for parameter in rank.parameters:
             parameter.grad = torch.full_like(parameter, 1.0 + number)
@@ -872,8 +886,9 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
         for bucket in order:
             rank.exchange._fill(bucket, [0])
     ring.together(*[rank.finish for rank in ranks])
-    # Each bucket carries a weight per parameter besides the gradients.
-    assert launched[0] == launched[1] == [41, 121, 4, 10, 4, 13]
+    # First each member tells whether it knows of an update, whether it gives, and which fragments. Each bucket carries a
+    # weight per parameter besides the gradients; the rows, with the messages' sizes, and the messages come last.
+    assert launched[0] == launched[1] == [6, 41, 121, 4, 10, 4, 13, 8, 2]
     ranks[0].exchange.write_gradients(None, 1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
 

@@ -619,7 +619,9 @@ def _smaller(schedule: Schedule) -> list[Schedule]:
     if options.groups > 2 and last not in used:
         config = {**options.fault_tolerance, "group_size": last}
         change(groups=last, fault_tolerance=config)
-    if options.ranks > 1 and all(getattr(fault, "rank", 0) < options.ranks - 1 for fault in faults):
+    if options.ranks > 1 and all(
+        getattr(fault, name, 0) < options.ranks - 1 for fault in faults for name in ("rank", "other")
+    ):
         change(ranks=options.ranks - 1)
     if options.steps > 2:
         change(steps=options.steps - 1)

@@ -18,6 +18,8 @@ import pytest
 
 from tests.simulation import standins
 from tests.simulation.faults import (
+    Cut,
+    CutInside,
     CutLighthouse,
     DrainGroup,
     Flip,
@@ -29,7 +31,7 @@ from tests.simulation.faults import (
     Reset,
     Slow,
 )
-from tests.simulation.schedule import Schedule, draw, shrink
+from tests.simulation.schedule import Schedule, _smaller, draw, shrink
 from tests.simulation.world import Options
 from titan_ft.replica import pulse
 from titan_ft.replica.heal import Heal
@@ -87,6 +89,19 @@ def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
         small = shrink(whole, problem, tries=1, budget=30)
         assert len(small.faults) < len(faults)
         assert Schedule.decode(small.encode()).run().problems[0].promise == problem.promise
+
+
+def test_a_rank_that_a_fault_names_stays_when_a_schedule_is_made_small() -> None:
+    """Also as the other end of a link: with fewer ranks the fault would be another one, or none."""
+    fault_tolerance = {**QUICK, "group_size": 2}
+    cut, across = CutInside(0.2, 0, 0, 1, False, 1.5), Cut(0.2, 0, 1, 0, False, 1.5, other=1)
+    for fault in (cut, across):
+        assert all(
+            small.options.ranks == 2 for small in _smaller(Schedule(1, Options(2, 2, 4, fault_tolerance), (fault,)))
+        )
+        assert any(
+            small.options.ranks == 2 for small in _smaller(Schedule(1, Options(2, 3, 4, fault_tolerance), (fault,)))
+        )
 
 
 @pytest.mark.parametrize("waits", [True, False])
