@@ -886,8 +886,8 @@ def test_collectives_come_in_the_order_of_the_buckets(ring: Ring, monkeypatch: p
         for bucket in order:
             rank.exchange._fill(bucket, [0])
     ring.together(*[rank.finish for rank in ranks])
-    # First each member tells whether it knows of an update, whether it gives, and which fragments. Each bucket carries a
-    # weight per parameter besides the gradients; the rows, with the messages' sizes, and the messages come last.
+    # First each member tells whether it knows of an update, whether it gives, and what. Each bucket carries a weight
+    # per parameter besides the gradients; the rows, with the messages' sizes, and the messages come last.
     assert launched[0] == launched[1] == [6, 41, 121, 4, 10, 4, 13, 8, 2]
     ranks[0].exchange.write_gradients(None, 1.0)
     assert all(parameter.grad.unique().tolist() == [3.0] for parameter in ranks[0].parameters)
