@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from titan_ft.replica.ledger import Entry, Ledger, decode, encode, share_out
+from titan_ft.replica.ledger import Entry, Ledger, deal_anew, decode, encode, share_out
 
 
 def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0state\n\xff") -> Entry:
@@ -88,3 +88,18 @@ def test_absent_slots_are_dealt_out_evenly() -> None:
     """Everybody is served in turn, in the same order everywhere, and nobody is left out of the answer."""
     assert share_out([5, 1, 3, 4], [0, 2, 6]) == {0: [1, 5], 2: [3], 6: [4]}
     assert share_out([], [0, 2]) == {0: [], 2: []}
+    assert share_out([1], []) == {}, "nobody has made an update yet"
+
+
+def test_readers_that_are_gone_leave_their_shares_to_the_others() -> None:
+    """What each trains is known from the last update; whoever goes meanwhile, also behind a first one that went."""
+    ledger = Ledger(6)
+    ledger.advance([], readers=[0, 2, 3, 5])
+    shares = ledger.shares()
+    assert shares == {0: [0, 1], 2: [2, 4], 3: [3], 5: [5]}
+    assert deal_anew(shares, [0, 1, 2, 3, 5]) == {0: [], 2: [], 3: [], 5: []}, "1 is back, and reads nothing yet"
+    assert deal_anew(shares, [2, 3, 5]) == {2: [0], 3: [1], 5: []}
+    assert deal_anew(shares, [2, 3, 5]) == {2: [], 3: [], 5: []}, "once"
+    assert deal_anew(shares, [0, 3, 5]) == {3: [0, 4], 5: [2]}, "and what has been taken over"
+    assert shares == {3: [3, 1, 0, 4], 5: [5, 2]}
+    assert deal_anew(shares, [1]) == {}

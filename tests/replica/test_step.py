@@ -20,7 +20,7 @@ from titan_ft.replica import decision as decisions
 from titan_ft.replica import heal, step
 from titan_ft.replica.decision import Round
 from titan_ft.replica.errors import NonFiniteError
-from titan_ft.replica.exchange import OwnFacts, Reduced
+from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.member import Member, Quorum
@@ -47,8 +47,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 class Hub:
     """Where the groups meet: quorum number n has the slots `quorums[n]`; after the last one they stay the same."""
 
-    def __init__(self, *quorums: Sequence[int]) -> None:
+    def __init__(self, *quorums: Sequence[int], broken: Sequence[int] = ()) -> None:
         self._quorums = quorums
+        self.broken = broken  # numbers of those whose exchange breaks for all
         self._told: dict[tuple[int, int], Any] = {}
         self._changed = threading.Condition()
 
@@ -130,6 +131,8 @@ class Exchange:
         quorum = self._seat.wait()
         self.contributed = gives if self._armed is None else self._armed
         self._armed = None
+        if self._seat.number in self._seat.hub.broken:
+            raise ExchangeError("a peer is gone")
         gradient = self._gradient() if self.contributed else 0.0
         self.spoiled = not math.isfinite(gradient)
         row, message = tell(quorum)
@@ -374,6 +377,58 @@ def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
         assert group.applied == [2.5]
         assert group.ledger.readers == (0, 1, 2), "the group reads its slot again"
         assert group.ledger.end(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("hub", "exchanges", "reads"),
+    [
+        (Hub([1, 2, 3], [2, 3], broken=[0]), 2, {2: [2, 4, 0], 3: [3, 1]}),
+        (Hub([1, 2, 3], [2, 3], [2], broken=[0, 1]), 3, {2: [2, 4, 0, 1, 3]}),
+        (Hub([1, 2, 3], [1, 2, 3], [2, 3], broken=[0, 1]), 3, {2: [2, 4, 0], 3: [3, 1]}),
+        (Hub([2, 3], [2, 3], [2], [2], broken=[1]), 4, {2: [2, 4, 0, 1, 3]}),
+    ],
+    ids=["one dies in the exchange", "and one that took over", "nobody, then one", "one before it, then another"],
+)
+def test_a_quorum_tells_whose_share_is_gone(hub: Hub, exchanges: int, reads: dict[int, list[int]]) -> None:
+    """With batch_policy "constant" the others take it over, and then exchange again: no round is made to find it out.
+
+    Only where a round that worked has told who reads what, its rows count from then on. At first group 1 trains slot 0
+    as well, and group 2 slot 4.
+    """
+
+    def live(group: OneGroup) -> Committed | None:
+        if group.slot in reads:
+            return group.step()
+        if 0 not in hub.broken and group.slot in hub.slots(0):
+            group.rounds.make(group.train(group.dimension.slots_to_read()))  # its only one
+        return None
+
+    groups = Groups(5, hub, batch_policy="constant")
+    for group in groups.all:
+        group.ledger.readers = (1, 2, 3)
+    made = [committed for committed in groups.run(live) if committed is not None]
+    assert [committed.exchanges for committed in made] == [exchanges] * len(reads)
+    assert {slot: groups.all[slot].read for slot in reads} == reads
+    assert {slot: groups.all[slot].applied for slot in reads} == {slot: [3.0] for slot in reads}, "all five are in it"
+
+
+def test_nothing_is_taken_over_for_a_step_that_has_to_wait() -> None:
+    """Too few groups are left: those that are gone may be back before it can be committed, and train their own."""
+    hub = Hub([0, 1, 2], [0], [0, 1], broken=[0])
+    groups = Groups(3, hub, batch_policy="constant", min_replica_size=2)
+    back = groups.all[1]
+
+    def live(group: OneGroup) -> Committed | None:
+        if group is back:
+            group.ledger.readers = (0, 2)  # as if it had healed on a later update
+        return group.step() if group.slot < 2 else None
+
+    first, second, _ = groups.run(live)
+    assert first is not None
+    assert second is not None
+    assert groups.all[0].read == [0, 2]
+    assert back.read == [1]
+    assert groups.all[0].applied == back.applied == [2.0]
 
 
 def test_a_group_that_was_excluded_contributes_after_a_heal() -> None:

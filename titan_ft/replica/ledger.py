@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,11 @@ class Ledger:
             self._ends[entry.slot], self._states[entry.slot] = entry.end, entry.state
         self.readers = tuple(readers)
 
+    def shares(self) -> dict[int, list[int]]:
+        """Return which slots each reader trains in the next step: its own, and its share of those that nobody reads."""
+        absent = set(range(self.num_slots)) - set(self.readers)
+        return {reader: [reader, *share] for reader, share in share_out(absent, self.readers).items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger as JSON values."""
         states = {str(slot): base64.b64encode(state).decode() for slot, state in self._states.items()}
@@ -134,6 +139,22 @@ class Ledger:
 def share_out(slots: Iterable[int], readers: Sequence[int]) -> dict[int, list[int]]:
     """Deal `slots` that nobody reads out to `readers`, the same way in every group."""
     shares: dict[int, list[int]] = {reader: [] for reader in readers}
-    for number, slot in enumerate(sorted(slots)):
+    for number, slot in enumerate(sorted(slots) if readers else ()):
         shares[readers[number % len(readers)]].append(slot)
     return shares
+
+
+def deal_anew(shares: dict[int, list[int]], present: Collection[int]) -> dict[int, list[int]]:
+    """Deal what readers that are not `present` were to train out to those that are.
+
+    Args:
+        shares: which slots each reader trains; holds the new ones afterwards, without the readers that are gone.
+
+    Returns:
+        The slots that each reader gets in addition.
+    """
+    lacking = [slot for reader in shares.keys() - set(present) for slot in shares.pop(reader)]
+    dealt = share_out(lacking, sorted(shares))
+    for reader, slots in dealt.items():
+        shares[reader] += slots
+    return dealt

@@ -24,7 +24,7 @@ from titan_ft.replica.decision import ALONE_SECONDS, Broken, Decision, Round, Up
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Ledger, share_out
+from titan_ft.replica.ledger import Ledger, deal_anew
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds, Sign
 from titan_ft.replica.straggler import Stragglers
@@ -183,13 +183,9 @@ class ReplicaDimension:
 
     def slots_to_read(self) -> list[int]:
         """Return the slots whose data this group trains in the next step; none if another group still reads its own."""
-        own, readers = self._config.replica_id, self._ledger.readers
-        if self._config.batch_policy == "shrink":
-            return [own]
-        if own not in readers:  # the others dealt out this group's slot before they knew that it is back
-            return []
-        absent = set(range(self._config.group_size)) - set(readers)
-        return [own, *share_out(absent, readers)[own]]
+        own = self._config.replica_id
+        # Not a reader: the others dealt out this group's slot before they knew that it is back.
+        return [own] if self._config.batch_policy == "shrink" else self._ledger.shares().get(own, [])
 
     def commit(
         self, contribution: Contribution, train: Callable[[list[int]], Contribution], discard: Callable[[], None]
@@ -213,6 +209,7 @@ class ReplicaDimension:
         """
         use = given = GradientUse.GIVE
         exchanges = 0
+        shares = {} if self._config.batch_policy == "shrink" else self._ledger.shares()
         while True:
             outcome = self._rounds.make(contribution, use)
             exchanges += 1
@@ -221,11 +218,14 @@ class ReplicaDimension:
                     return self._commit(outcome, exchanges)
                 case decisions.Repeat():
                     use = given
+                    if isinstance(outcome, Broken) and (slots := self._find_lacking(shares)):
+                        contribution = contribution.plus(train(slots))
                 case decisions.LeaveOut():
                     use = given = GradientUse.LEAVE_OUT
                 case decisions.Force():
                     use = given = GradientUse.FORCE
                 case decisions.TakeOver(slots):
+                    shares.clear()  # the rows know better who has read what
                     contribution = contribution.plus(train(slots))
                 case decisions.TrainOn() if isinstance(outcome, Round):
                     if outcome.verdict.opening:
@@ -233,6 +233,7 @@ class ReplicaDimension:
                     contribution = train(self.slots_to_read())
                 case decisions.Discard():
                     discard()
+                    shares.clear()
                     contribution, use, given = NOTHING, GradientUse.GIVE, GradientUse.GIVE
                 case decisions.Wait(reason):
                     self._wait(outcome, reason)
@@ -241,6 +242,20 @@ class ReplicaDimension:
                     return None
                 case other:
                     _end_if_decided(other)
+
+    def _find_lacking(self, shares: dict[int, list[int]]) -> list[int]:
+        """Return the slots that this group takes over when a round has broken, because their readers are gone.
+
+        The next quorum says who they are. Without this a whole round would be made to find in its rows what it lacks;
+        the rows still have the last word (`decisions.TakeOver`), for a group may look gone that is only late.
+
+        Args:
+            shares: which slots each reader trains in this step; brought up to date.
+        """
+        present = self._rounds.meet().slots if shares else []
+        if len(present) < self._config.min_replica_size:  # the step has to wait, and they may be back by then
+            return []
+        return deal_anew(shares, present).get(self._config.replica_id, [])
 
     def open(self) -> Opening:
         """Meet the others once more right behind an update, before a round of steps begins.
