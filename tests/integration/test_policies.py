@@ -95,7 +95,7 @@ def test_the_global_batch_holds(make_job: Callable[..., Job], undisturbed: Undis
     check_readers(events, 3, job.steps)
     absent = absences(events, 3)
     assert min(absent) == (STEP if point == "backward" else STEP + 1)
-    assert steps_of(events)[min(absent)]["exchanges"] == 2, "the quorum behind the one that broke tells whose share is gone"
+    assert steps_of(events)[min(absent)]["exchanges"] == 2, "the quorum behind the broken one says who is gone"
     survivors = [e for e in named(events, "step_committed") if e["replica"] == 0 and e["step"] in absent]
     assert {event["forward_passes"] for event in survivors} == {2}  # slot 1 is dealt to group 0
 
