@@ -38,7 +38,8 @@ def test_a_start_without_a_group(make_job: Callable[..., Job]) -> None:
 def test_a_corrupt_group_is_no_donor(make_job: Callable[..., Job]) -> None:
     """A bit flips long before the next comparison is due; the joiner that comes meanwhile is what finds it.
 
-    Fetched from the corrupt group, its state would be two against two at the next comparison, and end the run.
+    Fetched from the corrupt group, its state would be two against two at the next comparison, and end the run. It may
+    have asked that one for a part already when the comparison comes: then it is the bytes of the whole that count.
     """
     flags = ["--fault_tolerance.digest_every=1000"]
     hooks = {
@@ -53,7 +54,7 @@ def test_a_corrupt_group_is_no_donor(make_job: Callable[..., Job]) -> None:
     assert {tuple(e["minority"]) for e in mismatches} == {(0,)}
     healed = named(events, "heal_finished")
     assert {e["replica"] for e in healed} == {0, 3}
-    assert {e["donor"] for e in healed} <= {1, 2}
+    assert [e["donor"] in (1, 2) for e in healed if e["replica"] == 0] == [True]
     assert [group.attempt for group in job.groups] == [0, 0, 0, 1]
     check_finished(job, events, job.steps)
 

@@ -56,7 +56,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def commit(ledger: Ledger, reading: Reading) -> str:
-    ledger.advance([reading.entry], readers=[0])
+    ledger.advance([reading.entry], readers=[(0, 0.0)])
     return reading.checksum
 
 

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from titan_ft.replica.ledger import Entry, Ledger, deal_anew, decode, encode, share_out
+from titan_ft.replica.ledger import Entry, Ledger, Process, deal_anew, decode, encode, share_out
 
 
 def entry(slot: int, first_batch: int, num_batches: int = 2, state: bytes = b"\0state\n\xff") -> Entry:
@@ -31,30 +31,35 @@ def test_entries_survive_the_wire(entries: list[Entry]) -> None:
     assert bool(data) == bool(entries)
 
 
+def processes(*slots: int) -> list[Process]:
+    """Return the processes of groups."""
+    return [(slot, 100.0 + slot) for slot in slots]
+
+
 def test_a_commit_moves_its_slots_only() -> None:
     """Slots whose data was not in the update stay where they are."""
     ledger = Ledger(3)
-    ledger.advance([entry(0, 0), entry(2, 0, 1, b"two")], readers=[0, 2])
-    ledger.advance([entry(0, 2, 3, b"later")], readers=[0])
+    ledger.advance([entry(0, 0), entry(2, 0, 1, b"two")], readers=processes(0, 2))
+    ledger.advance([entry(0, 2, 3, b"later")], readers=processes(0))
     assert [ledger.end(slot) for slot in range(3)] == [5, 0, 1]
     assert [ledger.state(slot) for slot in range(3)] == [b"later", None, b"two"]
-    assert ledger.readers == (0,)
+    assert ledger.readers == tuple(processes(0))
 
 
 @pytest.mark.parametrize("first_batch", [0, 3])
 def test_a_repeated_or_skipped_batch_is_an_error(first_batch: int) -> None:
     """What a commit is made of goes on exactly where the ledger ends."""
     ledger = Ledger(1)
-    ledger.advance([entry(0, 0)], readers=[0])
+    ledger.advance([entry(0, 0)], readers=processes(0))
     with pytest.raises(ValueError, match="slot 0 is trained up to batch 2"):
-        ledger.advance([entry(0, first_batch)], readers=[0])
+        ledger.advance([entry(0, first_batch)], readers=processes(0))
 
 
 def test_it_heals_to_a_joiner_as_json() -> None:
     """A joiner's ledger is the donor's after a trip through a snapshot's header."""
     ledger, joiner = Ledger(3), Ledger(3)
-    ledger.advance([entry(0, 0), entry(2, 0)], readers=[0, 2])
-    joiner.advance([entry(1, 0)], readers=[1])  # what it holds itself is void
+    ledger.advance([entry(0, 0), entry(2, 0)], readers=processes(0, 2))
+    joiner.advance([entry(1, 0)], readers=processes(1))  # what it holds itself is void
     joiner.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
     assert joiner.state_dict() == ledger.state_dict()
     assert [joiner.end(slot) for slot in range(3)] == [2, 0, 2]
@@ -64,7 +69,7 @@ def test_it_heals_to_a_joiner_as_json() -> None:
 def test_shards_carry_over_to_another_split_into_groups() -> None:
     """Two groups of two data ranks go on where four groups of one stopped: the shards of the job are the same."""
     before = Ledger(4)
-    before.advance([entry(slot, 0, slot + 1, bytes([slot])) for slot in range(4)], readers=range(4))
+    before.advance([entry(slot, 0, slot + 1, bytes([slot])) for slot in range(4)], readers=processes(0, 1, 2, 3))
     saved = before.shards()
     assert sorted(saved) == ["0", "1", "2", "3"]
     ranks = [Ledger(2, shard, 2) for shard in range(2)]
@@ -78,7 +83,7 @@ def test_shards_carry_over_to_another_split_into_groups() -> None:
 def test_a_shard_that_was_not_begun_stays_so() -> None:
     """A slot without a committed batch is read from its beginning after a resume as well."""
     ledger = Ledger(2)
-    ledger.advance([entry(1, 0)], readers=[1])  # what it holds itself is void
+    ledger.advance([entry(1, 0)], readers=processes(1))  # what it holds itself is void
     ledger.load_shards(Ledger(2).shards())
     assert ledger.state(1) is None
     assert ledger.end(1) == 0
@@ -94,12 +99,15 @@ def test_absent_slots_are_dealt_out_evenly() -> None:
 def test_readers_that_are_gone_leave_their_shares_to_the_others() -> None:
     """What each trains is known from the last update; whoever goes meanwhile, also behind a first one that went."""
     ledger = Ledger(6)
-    ledger.advance([], readers=[0, 2, 3, 5])
+    ledger.advance([], readers=processes(0, 2, 3, 5))
     shares = ledger.shares()
-    assert shares == {0: [0, 1], 2: [2, 4], 3: [3], 5: [5]}
-    assert deal_anew(shares, [0, 1, 2, 3, 5]) == {0: [], 2: [], 3: [], 5: []}, "1 is back, and reads nothing yet"
-    assert deal_anew(shares, [2, 3, 5]) == {2: [0], 3: [1], 5: []}
-    assert deal_anew(shares, [2, 3, 5]) == {2: [], 3: [], 5: []}, "once"
-    assert deal_anew(shares, [0, 3, 5]) == {3: [0, 4], 5: [2]}, "and what has been taken over"
-    assert shares == {3: [3, 1, 0, 4], 5: [5, 2]}
-    assert deal_anew(shares, [1]) == {}
+    zero, two, three, five = processes(0, 2, 3, 5)
+    assert shares == {zero: [0, 1], two: [2, 4], three: [3], five: [5]}
+    newcomer = processes(1)
+    assert deal_anew(shares, [zero, *newcomer, two, three, five]) == {zero: [], two: [], three: [], five: []}
+    started_again = (0, zero[1] + 1.0)
+    assert deal_anew(shares, [started_again, two, three, five]) == {two: [0], three: [1], five: []}
+    assert deal_anew(shares, [started_again, two, three, five]) == {two: [], three: [], five: []}, "once"
+    assert deal_anew(shares, [three, five]) == {three: [0, 4], five: [2]}, "and what has been taken over"
+    assert shares == {three: [3, 1, 0, 4], five: [5, 2]}
+    assert deal_anew(shares, newcomer) == {}

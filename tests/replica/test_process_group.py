@@ -28,7 +28,7 @@ from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]  
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
-from titan_ft.replica.process_group import BreakableGloo
+from titan_ft.replica.process_group import BreakableGloo, _Operation
 from titan_ft.run.process import borrowed_socket, own_sockets
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
@@ -184,6 +184,7 @@ def be_rank(order: dict[str, Any]) -> None:
     if rank == order["sender"]:
         shrink_send_buffers()
     wait("again")
+    tell("links", len(group._links))
     kept = group._pg  # else its listener is closed, as it should be
     listeners = listening()
     reducing = threading.Thread(target=lambda: tell("second", collective(group, order["elements"])), daemon=True)
@@ -340,10 +341,11 @@ def test_an_operation_that_waits_for_a_stopped_rank_ends_at_once(ranks: Ranks, n
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends_with_abort(
-    ranks: Ranks, collective: str
+@pytest.mark.parametrize("aborts", [False, True])
+def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends(
+    ranks: Ranks, collective: str, aborts: bool
 ) -> None:
-    """Gloo tells the others that the connection is gone, not this one; abort ends its wait, and waits for nothing."""
+    """Gloo tells the others that the connection is gone, not this one: it sees so by itself, or abort ends its wait."""
     # Of a ring: the sender sends to the victim, and receives from the third.
     victim, sender, third = (0, 1, 2) if collective == "all-reduce" else (0, 2, 1)
     ranks.start(3, elements=SEGMENTS_OF_1_MIB, sender=sender, collective=collective)
@@ -359,6 +361,8 @@ def test_an_operation_in_the_middle_of_a_send_to_a_rank_that_dies_ends_with_abor
     ranks.hear(sender, "received")  # it waits for what it sends now
     ranks.wait_unsent(ranks.pids[sender])
     os.kill(ranks.pids[victim], signal.SIGKILL)
+    if not aborts:
+        assert ranks.hear(sender, "second") == "broke"
     for rank in (sender, third):
         ranks.tell(rank, "abort")
     for rank in (sender, third):
@@ -383,13 +387,49 @@ def test_an_operation_that_waits_for_a_rank_that_dies_breaks_by_itself(
         assert ranks.hear(rank, "second") == "broke"
 
 
+class Work:
+    """Stands in for an operation of Gloo, which is complete at a look."""
+
+    def __init__(self, complete_at: float) -> None:
+        self.looks, self._complete_at = 0, complete_at
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Take no time."""
+        self.looks += 1
+        if self.looks < self._complete_at:
+            raise RuntimeError("timed out")
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether it is."""
+        return self.looks >= self._complete_at
+
+
+def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> None:
+    """A group that leaves has done its part: the others pass it on. Only when nothing comes for a while is it lost."""
+    one, other = socket.socketpair()
+    with one, other:
+        link = one.fileno(), os.fstat(one.fileno()).st_ino
+        assert _Operation(Work(50), threading.Event(), [link]).wait(), "it is open: however long"
+        closed = link[0], link[1] + 1  # the descriptor is another file's by now
+        assert _Operation(Work(4), threading.Event(), [link, closed]).wait()
+        work = Work(50)
+        with pytest.raises(RuntimeError, match="a connection to another member is closed"):
+            _Operation(work, threading.Event(), [link, closed]).wait()
+        assert work.looks == 4
+    with pytest.raises(RuntimeError, match="is closed"):
+        _Operation(Work(50), threading.Event(), [link]).wait()
+
+
 @pytest.mark.parametrize("errored", [True, False])
-def test_only_connections_are_shut_down(ranks: Ranks, errored: bool) -> None:
-    """Listeners and what is no TCP are spared, Gloo's and those of others; if nothing is under way, connections too."""
-    ranks.start(1, errored, reduces=False)
-    ranks.tell(0, "again")
+def test_only_connections_of_gloo_are_shut_down(ranks: Ranks, errored: bool) -> None:
+    """What others opened meanwhile is spared, and what listens; if nothing is under way, all is."""
+    ranks.start(3, errored, reduces=False)
+    for rank in range(3):
+        ranks.tell(rank, "again")
+        assert ranks.hear(rank, "links") == 2, "one to each other rank"
     ranks.tell(0, "abort")
-    assert ranks.hear(0, "living") == ["listener", *([] if errored else ["connection"]), "pair", "datagrams"]
+    assert ranks.hear(0, "living") == ["listener", "connection", "pair", "datagrams"]
     assert ranks.hear(0, "spared") is True
     assert ranks.hear(0, "alone") == "sum 1"
 

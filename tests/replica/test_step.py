@@ -22,7 +22,7 @@ from titan_ft.replica.decision import Round
 from titan_ft.replica.errors import NonFiniteError
 from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.ledger import Entry, Ledger, Process
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, Contribution, Rounds, Sign
@@ -44,18 +44,31 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heal, "PAUSE_SECONDS", 0.0)
 
 
+def readers(*slots: int) -> tuple[Process, ...]:
+    """Return the first processes of groups."""
+    return tuple((slot, 0.0) for slot in slots)
+
+
 class Hub:
     """Where the groups meet: quorum number n has the slots `quorums[n]`; after the last one they stay the same."""
 
-    def __init__(self, *quorums: Sequence[int], broken: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *quorums: Sequence[int], broken: Sequence[int] = (), restarted: dict[int, int] | None = None
+    ) -> None:
         self._quorums = quorums
         self.broken = broken  # numbers of those whose exchange breaks for all
+        self._restarted = restarted or {}  # slot -> number of the first quorum that its next process is in
         self._told: dict[tuple[int, int], Any] = {}
         self._changed = threading.Condition()
 
     def slots(self, number: int) -> Sequence[int]:
         """Return who is in a quorum."""
         return self._quorums[min(number, len(self._quorums) - 1)]
+
+    def member(self, number: int, slot: int) -> Member:
+        """Return a group's process in a quorum."""
+        started = float(number >= self._restarted.get(slot, number + 1))
+        return Member(slot, started, f"{slot}-{started:g}", "c0ffee")
 
     def gather(self, number: int, slot: int, value: object) -> list[Any]:
         """Return what all of a quorum tell, in their order."""
@@ -85,13 +98,18 @@ class Seat:
 
     answered = True
 
+    @property
+    def member(self) -> Member:
+        """Return the group's process."""
+        return self.hub.member(self.number, self.slot)
+
     def wait_briefly(self, seconds: float) -> None:
         """The quorum is there."""
 
     def wait(self) -> Quorum:
         """Return it."""
         slots = self.hub.slots(self.number)
-        members = tuple(Member(slot, 0.0, str(slot), "c0ffee") for slot in slots)
+        members = tuple(self.hub.member(self.number, slot) for slot in slots)
         return Quorum(f"quorum {self.number}", slots.index(self.slot), members, self.max_step)
 
     def vote(self, step: int, ok: bool) -> bool:
@@ -259,7 +277,7 @@ class OneGroup:
         seat = self.seat
         self.exchange = Exchange(seat, lambda: gradient(self, sum(each + 1 for each in self.read)) * self._share)
         self.ledger = Ledger(size)
-        self.ledger.readers = tuple(range(size))
+        self.ledger.readers = readers(*range(size))
         self.position, self.state = Position(training=True), State()
         self.shared: dict[str, Any] = {"position": self.position, "group": Alone(), "events": self.events}
         stand_ins: dict[str, Any] = {"membership": seat, "exchange": self.exchange}
@@ -375,7 +393,7 @@ def test_a_batch_that_makes_nans_is_not_dealt_out() -> None:
         assert committed.exchanges == 2
     for group in groups.all:
         assert group.applied == [2.5]
-        assert group.ledger.readers == (0, 1, 2), "the group reads its slot again"
+        assert group.ledger.readers == readers(0, 1, 2), "the group reads its slot again"
         assert group.ledger.end(0) == 0
 
 
@@ -405,11 +423,31 @@ def test_a_quorum_tells_whose_share_is_gone(hub: Hub, exchanges: int, reads: dic
 
     groups = Groups(5, hub, batch_policy="constant")
     for group in groups.all:
-        group.ledger.readers = (1, 2, 3)
+        group.ledger.readers = readers(1, 2, 3)
     made = [committed for committed in groups.run(live) if committed is not None]
     assert [committed.exchanges for committed in made] == [exchanges] * len(reads)
     assert {slot: groups.all[slot].read for slot in reads} == reads
     assert {slot: groups.all[slot].applied for slot in reads} == {slot: [3.0] for slot in reads}, "all five are in it"
+
+
+def test_a_group_that_is_back_at_once_is_another_process() -> None:
+    """What it was to train is taken over, in the first round that it is in, and it trains nothing itself in the step."""
+    hub = Hub([0, 1, 2], broken=[0], restarted={1: 1})
+    groups = Groups(3, hub, batch_policy="constant")
+    back = groups.all[1]
+    back.seat.number = 0
+    back.position.fall_behind()
+
+    def live(group: OneGroup) -> Committed | None:
+        if group is not back:
+            return group.step()
+        group.rounds.make()
+        return None
+
+    for committed in groups.run(live):
+        assert committed is None or (told(committed), committed.exchanges) == (([0, 2], [0, 1, 2]), 2)
+    assert [group.read for group in groups.all] == [[0, 1], [], [2]]
+    assert back.dimension.slots_to_read() == [], "it heals to the step that the others are at"
 
 
 def test_nothing_is_taken_over_for_a_step_that_has_to_wait() -> None:
@@ -420,7 +458,7 @@ def test_nothing_is_taken_over_for_a_step_that_has_to_wait() -> None:
 
     def live(group: OneGroup) -> Committed | None:
         if group is back:
-            group.ledger.readers = (0, 2)  # as if it had healed on a later update
+            group.ledger.readers = readers(0, 2)  # as if it had healed on a later update
         return group.step() if group.slot < 2 else None
 
     first, second, _ = groups.run(live)
@@ -503,7 +541,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
     """With batch_policy "constant" the others repeat an exchange that a batch is missing from; so nobody replays it."""
     groups = Groups(3, Hub([0, 1, 2]), batch_policy="constant")
     for group in groups.all:
-        group.ledger.readers = (0, 1)
+        group.ledger.readers = readers(0, 1)
     joiner = groups.all[2]
     donated = Snapshot(0, 0, b"{}", torch.zeros(1))
     monkeypatch.setattr(heal, "fetch", lambda *_: donated)
@@ -518,7 +556,7 @@ def test_a_joiner_queues_no_update_that_lacks_a_slot(monkeypatch: pytest.MonkeyP
 
     def go_on(group: OneGroup) -> list[Committed]:
         made = group.steps(1)
-        group.ledger.readers = (0, 1, 2)  # as if the one that was to read slot 2 had died within the next step
+        group.ledger.readers = readers(0, 1, 2)  # as if the one that was to read slot 2 had died within the next step
         return made + group.steps(2)
 
     def join(group: OneGroup) -> list[Committed]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.simulation import training
-from titan_ft.replica.ledger import Entry
+from titan_ft.replica.ledger import Entry, Process
 
 _TOLERANCE = 1e-3
 
@@ -32,7 +32,7 @@ class Committed:
     parent: int
     participants: tuple[int, ...] | None
     batches: tuple[tuple[int, int, int], ...]
-    readers: tuple[int, ...]
+    readers: tuple[Process, ...]
     tokens: int
     ends: dict[int, int]
     states: dict[int, np.ndarray] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Oracle:
         tokens: int,
         participants: list[int] | None,
         entries: list[Entry],
-        readers: list[int],
+        readers: list[Process],
     ) -> None:
         """Check an update of one rank before it is applied; the first one of a lineage makes it known.
 
@@ -196,7 +196,7 @@ class Oracle:
         step: int,
         participants: list[int],
         batches: tuple[tuple[int, int, int], ...],
-        readers: list[int],
+        readers: list[Process],
     ) -> None:
         rules = self._rules
         # Groups that hold the state count, also one whose data another group has read in this step.

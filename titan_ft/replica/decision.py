@@ -21,7 +21,7 @@ import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
-from titan_ft.replica.ledger import Entry, share_out
+from titan_ft.replica.ledger import Entry, Process, share_out
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.row import Row, Standing, descend
 from titan_ft.round_settings import unit_of
@@ -43,7 +43,7 @@ class Update:
         lineage: of the state after it.
         scale: factor that makes the token-weighted mean of the sums.
         entries: the batches that it was made of.
-        readers: slots of the groups that were ready at it (see `Ledger.readers`).
+        readers: the groups that were ready at it (see `Ledger.readers`).
         gradients: the sums, as `GradientExchange.reduced` returns them; None = the exchange's own buckets hold them.
     """
 
@@ -52,7 +52,7 @@ class Update:
     lineage: int
     scale: float
     entries: list[Entry]
-    readers: list[int]
+    readers: list[Process]
     gradients: Sequence[torch.Tensor | None] | None = None
 
     @property
@@ -146,6 +146,11 @@ class Round:
         """Return the slots of `ranks`."""
         return [self.quorum.slots[rank] for rank in ranks]
 
+    @property
+    def readers(self) -> list[Process]:
+        """Return the groups that train on."""
+        return [self.quorum.processes[rank] for rank in self.verdict.ready]
+
     def update(self, nominal_tokens: int, gradients: Sequence[torch.Tensor | None] | None = None) -> Update:
         """Return the update that the round is, if `is_update` says that it is one.
 
@@ -161,7 +166,7 @@ class Round:
             lineage=descend(self.lineage, self.quorum.key, step, f"{self.slots(self.verdict.contributors)}{batches}"),
             scale=nominal_tokens / self.verdict.valid_tokens,
             entries=self.entries,
-            readers=self.slots(self.verdict.ready),
+            readers=self.readers,
             gradients=gradients,
         )
 

@@ -551,4 +551,4 @@ class Heal:
         self._attempt = None
         position.roll_back()
         # Nobody reads for another group until all have met again: what is missing is dealt out in the round.
-        self._ledger.readers = tuple(range(self._config.group_size))
+        self._ledger.readers = ()

@@ -16,9 +16,14 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
+
+Process: TypeAlias = tuple[int, float]
+"""A replica group's process: its slot, and when it began, in Unix seconds (see `Member`)."""
+
+_Reader = TypeVar("_Reader", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,10 @@ class Ledger:
         self._shard, self._num_shards = shard, num_shards
         self._ends: dict[int, int] = dict.fromkeys(range(num_slots), 0)
         self._states: dict[int, bytes] = {}
-        self.readers: tuple[int, ...] = ()
-        """Slots of the groups that were ready at the last update: who reads an absent group's data follows from it."""
+        self.readers: tuple[Process, ...] = ()
+        """The groups that were ready at the last update: who reads an absent group's data follows from it. A group that
+        is started again is another process, which reads nothing before an update knows of it. None: each reads its own.
+        """
 
     def end(self, slot: int) -> int:
         """Return how many batches of `slot` are committed."""
@@ -89,7 +96,7 @@ class Ledger:
         """Return the state of `slot`'s loader after its last committed batch; None = not begun."""
         return self._states.get(slot)
 
-    def advance(self, entries: Iterable[Entry], readers: Sequence[int]) -> None:
+    def advance(self, entries: Iterable[Entry], readers: Iterable[Process]) -> None:
         """Take in what a committed update was made of.
 
         Raises:
@@ -103,10 +110,10 @@ class Ledger:
             self._ends[entry.slot], self._states[entry.slot] = entry.end, entry.state
         self.readers = tuple(readers)
 
-    def shares(self) -> dict[int, list[int]]:
+    def shares(self) -> dict[Process, list[int]]:
         """Return which slots each reader trains in the next step: its own, and its share of those that nobody reads."""
-        absent = set(range(self.num_slots)) - set(self.readers)
-        return {reader: [reader, *share] for reader, share in share_out(absent, self.readers).items()}
+        absent = set(range(self.num_slots)) - {slot for slot, _ in self.readers}
+        return {reader: [reader[0], *share] for reader, share in share_out(absent, self.readers).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger as JSON values."""
@@ -117,7 +124,7 @@ class Ledger:
         """Overwrite the ledger with what `state_dict` returned."""
         self._ends = dict(enumerate(state_dict["ends"]))
         self._states = {int(slot): base64.b64decode(state) for slot, state in state_dict["states"].items()}
-        self.readers = tuple(state_dict["readers"])
+        self.readers = tuple((slot, started) for slot, started in state_dict["readers"])
 
     def shards(self) -> dict[str, dict[str, Any]]:
         """Return this rank's part by the number of the shard in the whole job, which does not depend on the groups."""
@@ -136,15 +143,15 @@ class Ledger:
                 self._states[slot] = bytes(found["state"])
 
 
-def share_out(slots: Iterable[int], readers: Sequence[int]) -> dict[int, list[int]]:
+def share_out(slots: Iterable[int], readers: Sequence[_Reader]) -> dict[_Reader, list[int]]:
     """Deal `slots` that nobody reads out to `readers`, the same way in every group."""
-    shares: dict[int, list[int]] = {reader: [] for reader in readers}
+    shares: dict[_Reader, list[int]] = {reader: [] for reader in readers}
     for number, slot in enumerate(sorted(slots) if readers else ()):
         shares[readers[number % len(readers)]].append(slot)
     return shares
 
 
-def deal_anew(shares: dict[int, list[int]], present: Collection[int]) -> dict[int, list[int]]:
+def deal_anew(shares: dict[Process, list[int]], present: Iterable[Process]) -> dict[Process, list[int]]:
     """Deal what readers that are not `present` were to train out to those that are.
 
     Args:

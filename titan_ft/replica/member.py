@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, ReplacedError
+from titan_ft.replica.ledger import Process
 from titan_ft.replica.shape import Difference, shape_differences
 
 _ID_SEPARATOR = "/"
@@ -97,6 +98,11 @@ class Member:
         return self.started, self.edition, self.unique
 
     @property
+    def process(self) -> Process:
+        """Return which process of which slot this is, whatever its name is by now."""
+        return self.slot, self.started
+
+    @property
     def short(self) -> str:
         """Return what reports call this process."""
         return self.unique[:_SHORT]
@@ -146,6 +152,11 @@ class Quorum:
     def slots(self) -> list[int]:
         """Return the members' slots in rank order."""
         return [member.slot for member in self.members]
+
+    @property
+    def processes(self) -> list[Process]:
+        """Return the members' processes in rank order."""
+        return [member.process for member in self.members]
 
 
 @dataclass(frozen=True)

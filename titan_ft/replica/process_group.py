@@ -8,7 +8,7 @@ shows it to the peers that wait for this process.
 
 Gloo does not tell an operation whose send is on its way that the connection is gone, not even when the peer has died:
 that one waits for its whole timeout all the same. So nobody here waits for an operation once the process group is
-aborted; it is left to itself, and may touch its tensors until it ends.
+aborted, or has lost a connection for a while; it is left to itself, and may touch its tensors until it ends.
 
 NCCL has an abort, and nothing else: its kernel waits on the GPU for a peer that is gone until somebody aborts it. An
 abort may itself hang, and so may the set-up of a communicator: both have threads of their own, and a time.
@@ -38,6 +38,8 @@ from titan_ft.run.process import borrowed_socket, own_sockets
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1  # between two looks whether an operation that takes long was broken off, or NCCL has an error
+_LATE_LOOKS = 3  # for which what a member sent before it closed its connections may still be on its way by others
+_TIMEVAL_BYTES = 16  # of struct timeval, as 64-bit systems have it
 _ABORT_SECONDS = 2.0  # that a new communicator waits for the abort of the one before
 
 
@@ -48,10 +50,10 @@ def build_process_group(backend: str, timeout: timedelta) -> ProcessGroup:
 
 
 class _Operation:
-    """An operation under way: `wait` ends with it, or soon after its process group was aborted."""
+    """An operation under way: `wait` ends with it, or soon after its process group was aborted or lost a connection."""
 
-    def __init__(self, work: Any, aborted: threading.Event) -> None:
-        self._work, self._aborted = work, aborted
+    def __init__(self, work: Any, aborted: threading.Event, links: list[tuple[int, int]]) -> None:
+        self._work, self._aborted, self._links = work, aborted, links
 
     def wait(self) -> bool:
         """Wait for the operation.
@@ -59,6 +61,7 @@ class _Operation:
         Raises:
             RuntimeError: it failed, or was broken off.
         """
+        looks = 0  # in a row, with a connection lost
         while True:
             try:
                 return bool(self._work.wait(timedelta(seconds=_LOOK_SECONDS)))
@@ -67,6 +70,9 @@ class _Operation:
                     return bool(self._work.wait())  # it has failed, or worked just now
             if self._aborted.is_set():
                 raise RuntimeError("broken off")
+            looks = looks + 1 if any(not _is_open(*link) for link in self._links) else 0
+            if looks > _LATE_LOOKS:
+                raise RuntimeError("a connection to another member is closed")
 
 
 class BreakableGloo(ProcessGroupGloo):
@@ -74,32 +80,30 @@ class BreakableGloo(ProcessGroupGloo):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._sockets: set[int] = set()
+        self._links: list[tuple[int, int]] = []  # descriptor and inode of the connections to the other members
         self._aborted = threading.Event()  # of the process group in force
 
     def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._aborted = _inodes(), threading.Event()
+        before, self._aborted = set(own_sockets()), threading.Event()
         try:
             return super()._create_pg(*args, **kwargs)
         finally:
-            # What another thread opened meanwhile is among them: a fetch of state, a request. Both are tried again.
-            self._sockets = _inodes() - before
+            self._links = [link for link in own_sockets() if link not in before and _is_gloo(*link)]
 
     def abort(self, errored: bool = True) -> None:
         """Break off all operations and drop the process group; not `errored`: drop it, nothing is under way."""
-        sockets, self._sockets = self._sockets, set()
+        links, self._links = self._links, []
         dropped = [self._pg]
         if errored:
             self._aborted.set()
-            for descriptor, inode in own_sockets():
-                if inode in sockets:
-                    _shut_down(descriptor, inode)
+            for link in links:
+                _shut_down(*link)
         super().abort(errored)
         if errored:  # whoever drops it last waits for its operations: a thread that nobody waits for
             threading.Thread(target=dropped.clear, name="titan_ft_gloo_drop", daemon=True).start()
 
     def _wrap_work(self, work: Any, opts: object) -> Any:
-        return _Operation(work, self._aborted)
+        return _Operation(work, self._aborted, self._links)
 
 
 class AbortableNccl(ProcessGroupNCCL):
@@ -207,15 +211,28 @@ def _abort(pgs: list[Any]) -> None:
     pgs.clear()
 
 
-def _inodes() -> set[int]:
-    return {inode for _, inode in own_sockets()}
+def _is_gloo(descriptor: int, inode: int) -> bool:
+    """Say whether a socket of this process is a connection of Gloo's: those alone have a timeout of their own.
+
+    What another thread opened while the process group was built has none: a fetch of state, a request. Nor has the
+    socket on which Gloo listens, which must be spared: Gloo ends the process when that fails.
+    """
+    with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as connection:  # gone already
+        if connection is not None and connection.proto == socket.IPPROTO_TCP:
+            return any(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL_BYTES))
+    return False
+
+
+def _is_open(descriptor: int, inode: int) -> bool:
+    """Say whether a socket of this process is open; Gloo closes those that its peer has closed."""
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
 
 
 def _shut_down(descriptor: int, inode: int) -> None:
     """End a connection in both directions; its owner still has to close it."""
     with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as connection:  # gone already
         if connection is not None:
-            tcp = connection.proto == socket.IPPROTO_TCP
-            # Gloo ends the process when its listening socket fails.
-            if tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)

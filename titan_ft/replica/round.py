@@ -21,7 +21,7 @@ from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import ExchangeError, GradientExchange, OwnFacts, Reduced
 from titan_ft.replica.group import Group
-from titan_ft.replica.ledger import Entry, decode, encode
+from titan_ft.replica.ledger import Entry, Process, decode, encode
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.position import Position
@@ -163,6 +163,11 @@ class Rounds:
         """Wait a moment for the quorum asked for, which is no hang."""
         with self._watchdog.paused():
             self._membership.wait_briefly(PAUSE_SECONDS)
+
+    @property
+    def process(self) -> Process:
+        """Return this group's process, as other groups know it."""
+        return self._membership.member.process
 
     def meet(self) -> Quorum:
         """Ask for the next round's quorum and wait for it."""

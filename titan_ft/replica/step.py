@@ -24,7 +24,7 @@ from titan_ft.replica.decision import ALONE_SECONDS, Broken, Decision, Round, Up
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Ledger, deal_anew
+from titan_ft.replica.ledger import Ledger, Process, deal_anew
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds, Sign
 from titan_ft.replica.straggler import Stragglers
@@ -146,7 +146,7 @@ class ReplicaDimension:
                     if missing:
                         logger.warning("start_timeout_seconds is over: beginning without %d groups", missing)
                     self._position.begin()
-                    self._ledger.readers = tuple(outcome.slots(outcome.verdict.ready))
+                    self._ledger.readers = tuple(outcome.readers)
                     return True
                 case decisions.Heal():
                     return False
@@ -183,9 +183,10 @@ class ReplicaDimension:
 
     def slots_to_read(self) -> list[int]:
         """Return the slots whose data this group trains in the next step; none if another group still reads its own."""
-        own = self._config.replica_id
+        if self._config.batch_policy == "shrink" or not self._ledger.readers:
+            return [self._config.replica_id]
         # Not a reader: the others dealt out this group's slot before they knew that it is back.
-        return [own] if self._config.batch_policy == "shrink" else self._ledger.shares().get(own, [])
+        return self._ledger.shares().get(self._rounds.process, [])
 
     def commit(
         self, contribution: Contribution, train: Callable[[list[int]], Contribution], discard: Callable[[], None]
@@ -243,7 +244,7 @@ class ReplicaDimension:
                 case other:
                     _end_if_decided(other)
 
-    def _find_lacking(self, shares: dict[int, list[int]]) -> list[int]:
+    def _find_lacking(self, shares: dict[Process, list[int]]) -> list[int]:
         """Return the slots that this group takes over when a round has broken, because their readers are gone.
 
         The next quorum says who they are. Without this a whole round would be made to find in its rows what it lacks;
@@ -252,10 +253,10 @@ class ReplicaDimension:
         Args:
             shares: which slots each reader trains in this step; brought up to date.
         """
-        present = self._rounds.meet().slots if shares else []
+        present = self._rounds.meet().processes if shares else []
         if len(present) < self._config.min_replica_size:  # the step has to wait, and they may be back by then
             return []
-        return deal_anew(shares, present).get(self._config.replica_id, [])
+        return deal_anew(shares, present).get(self._rounds.process, [])
 
     def open(self) -> Opening:
         """Meet the others once more right behind an update, before a round of steps begins.
