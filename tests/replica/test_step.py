@@ -431,7 +431,7 @@ def test_a_quorum_tells_whose_share_is_gone(hub: Hub, exchanges: int, reads: dic
 
 
 def test_a_group_that_is_back_at_once_is_another_process() -> None:
-    """What it was to train is taken over, in the first round that it is in, and it trains nothing itself in the step."""
+    """What it was to train is taken over in the first round that it is in, and it trains nothing itself in the step."""
     hub = Hub([0, 1, 2], broken=[0], restarted={1: 1})
     groups = Groups(3, hub, batch_policy="constant")
     back = groups.all[1]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The facts that the groups exchange in every round.
 
-Each member writes one row of facts; the exchange sums the zero-padded rows, so that every member reads all of them.
+Each member writes one row of facts; the exchange gathers them, so that every member reads all of them.
 What follows from them is in `decision.py`.
 """
 
