@@ -388,14 +388,17 @@ def test_an_operation_that_waits_for_a_rank_that_dies_breaks_by_itself(
 
 
 class Work:
-    """Stands in for an operation of Gloo, which is complete at a look."""
+    """Stands in for an operation of Gloo, which is complete at a look; until `busy_until` something comes at each."""
 
-    def __init__(self, complete_at: float) -> None:
-        self.looks, self._complete_at = 0, complete_at
+    def __init__(self, complete_at: float, peer: socket.socket, busy_until: int = 0) -> None:
+        self.looks, self._complete_at, self._peer, self._busy_until = 0, complete_at, peer, busy_until
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Take no time."""
+        """Take hardly any time."""
         self.looks += 1
+        if self.looks <= self._busy_until:
+            self._peer.sendall(b"x")
+            time.sleep(0.02)  # the system holds packets back until the ones before are acknowledged
         if self.looks < self._complete_at:
             raise RuntimeError("timed out")
         return True
@@ -406,19 +409,23 @@ class Work:
 
 
 def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> None:
-    """A group that leaves has done its part: the others pass it on. Only when nothing comes for a while is it lost."""
-    one, other = socket.socketpair()
-    with one, other:
-        link = one.fileno(), os.fstat(one.fileno()).st_ino
-        assert _Operation(Work(50), threading.Event(), [link]).wait(), "it is open: however long"
+    """A group that leaves has done its part, which others pass on, however slowly. What stands still is lost."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as peer,
+        listener.accept()[0] as own,
+    ):
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = own.fileno(), os.fstat(own.fileno()).st_ino
         closed = link[0], link[1] + 1  # the descriptor is another file's by now
-        assert _Operation(Work(4), threading.Event(), [link, closed]).wait()
-        work = Work(50)
+        assert _Operation(Work(50, peer), threading.Event(), [link]).wait(), "it is open"
+        assert _Operation(Work(50, peer, 50), threading.Event(), [link, closed]).wait()
+        work = Work(50, peer, 10)
         with pytest.raises(RuntimeError, match="a connection to another member is closed"):
             _Operation(work, threading.Event(), [link, closed]).wait()
-        assert work.looks == 4
+        assert 10 < work.looks < 20
     with pytest.raises(RuntimeError, match="is closed"):
-        _Operation(Work(50), threading.Event(), [link]).wait()
+        _Operation(Work(50, peer), threading.Event(), [link]).wait()
 
 
 @pytest.mark.parametrize("errored", [True, False])

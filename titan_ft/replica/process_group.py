@@ -8,7 +8,8 @@ shows it to the peers that wait for this process.
 
 Gloo does not tell an operation whose send is on its way that the connection is gone, not even when the peer has died:
 that one waits for its whole timeout all the same. So nobody here waits for an operation once the process group is
-aborted, or has lost a connection for a while; it is left to itself, and may touch its tensors until it ends.
+aborted, or has lost a connection and carries nothing any more; it is left to itself, and may touch its tensors until it
+ends.
 
 NCCL has an abort, and nothing else: its kernel waits on the GPU for a peer that is gone until somebody aborts it. An
 abort may itself hang, and so may the set-up of a communicator: both have threads of their own, and a time.
@@ -20,6 +21,7 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from datetime import timedelta
@@ -38,8 +40,9 @@ from titan_ft.run.process import borrowed_socket, own_sockets
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1  # between two looks whether an operation that takes long was broken off, or NCCL has an error
-_LATE_LOOKS = 3  # for which what a member sent before it closed its connections may still be on its way by others
+_IDLE_LOOKS = 3  # in a row: what a member sent before it closed its connections is not on its way by others any more
 _TIMEVAL_BYTES = 16  # of struct timeval, as 64-bit systems have it
+_TCP_INFO_CARRIED = 120  # offset in struct tcp_info, of linux/tcp.h: bytes acknowledged, bytes received
 _ABORT_SECONDS = 2.0  # that a new communicator waits for the abort of the one before
 
 
@@ -61,7 +64,7 @@ class _Operation:
         Raises:
             RuntimeError: it failed, or was broken off.
         """
-        looks = 0  # in a row, with a connection lost
+        idle_looks = carried = 0  # since a connection was lost
         while True:
             try:
                 return bool(self._work.wait(timedelta(seconds=_LOOK_SECONDS)))
@@ -70,9 +73,11 @@ class _Operation:
                     return bool(self._work.wait())  # it has failed, or worked just now
             if self._aborted.is_set():
                 raise RuntimeError("broken off")
-            looks = looks + 1 if any(not _is_open(*link) for link in self._links) else 0
-            if looks > _LATE_LOOKS:
-                raise RuntimeError("a connection to another member is closed")
+            if not all(_is_open(*link) for link in self._links):
+                before, carried = carried, _count_carried(self._links)
+                idle_looks = 0 if carried > before else idle_looks + 1
+                if idle_looks >= _IDLE_LOOKS:
+                    raise RuntimeError("a connection to another member is closed, and nothing comes by others")
 
 
 class BreakableGloo(ProcessGroupGloo):
@@ -229,6 +234,17 @@ def _is_open(descriptor: int, inode: int) -> bool:
         return os.fstat(descriptor).st_ino == inode
     except OSError:
         return False
+
+
+def _count_carried(links: list[tuple[int, int]]) -> int:
+    """Return how many bytes those of these connections that are open have carried, both ways."""
+    carried = 0
+    for link in links:
+        with contextlib.suppress(OSError), borrowed_socket(*link) as connection:
+            if connection is not None:
+                facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_CARRIED + 16)
+                carried += sum(struct.unpack_from("QQ", facts, _TCP_INFO_CARRIED))
+    return carried
 
 
 def _shut_down(descriptor: int, inode: int) -> None:
