@@ -12,8 +12,10 @@ the same seat there (`follow.py`): the name stays, and the other ranks need not 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -35,6 +37,10 @@ from titan_ft.run.address import split_address
 from titan_ft.run.lighthouse import LighthouseAddress, Place
 
 logger = logging.getLogger(__name__)
+
+# A client of torchft's that is garbage by then is not collected in a forked child, a data loader's worker for instance:
+# it would wait there for its threads, which the child does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # A request whose time is over is forgotten by who made it and not by the lighthouse: its answer would be taken for that
 # of the next one. So requests last.
