@@ -22,8 +22,8 @@ from titan_ft.replica.decision import Round
 from titan_ft.replica.errors import NonFiniteError
 from titan_ft.replica.exchange import ExchangeError, OwnFacts, Reduced
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Entry, Ledger, Process
-from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.member import Member, Process, Quorum
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, Contribution, Rounds, Sign
 from titan_ft.replica.row import fold48

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.simulation import training
-from titan_ft.replica.ledger import Entry, Process
+from titan_ft.replica.ledger import Entry
+from titan_ft.replica.member import Process
 
 _TOLERANCE = 1e-3
 

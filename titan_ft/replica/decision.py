@@ -21,8 +21,8 @@ import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
-from titan_ft.replica.ledger import Entry, Process, share_out
-from titan_ft.replica.member import Quorum
+from titan_ft.replica.ledger import Entry, share_out
+from titan_ft.replica.member import Process, Quorum
 from titan_ft.replica.row import Row, Standing, descend
 from titan_ft.round_settings import unit_of
 

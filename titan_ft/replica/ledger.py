@@ -18,10 +18,9 @@ import json
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-Process: TypeAlias = tuple[int, float]
-"""A replica group's process: its slot, and when it began, in Unix seconds (see `Member`)."""
+from titan_ft.replica.member import Process
 
 _Reader = TypeVar("_Reader", bound=Hashable)
 

@@ -15,10 +15,13 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, ReplacedError
-from titan_ft.replica.ledger import Process
 from titan_ft.replica.shape import Difference, shape_differences
+
+Process: TypeAlias = tuple[int, float]
+"""A replica group's process: its slot, and when it began, in Unix seconds. What it is called may change."""
 
 _ID_SEPARATOR = "/"
 _SHORT = 8  # characters of a process's unique name that a report gives

@@ -21,8 +21,8 @@ from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import ExchangeError, GradientExchange, OwnFacts, Reduced
 from titan_ft.replica.group import Group
-from titan_ft.replica.ledger import Entry, Process, decode, encode
-from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.ledger import Entry, decode, encode
+from titan_ft.replica.member import Member, Process, Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.position import Position
 from titan_ft.replica.reach import Peer

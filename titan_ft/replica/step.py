@@ -24,7 +24,8 @@ from titan_ft.replica.decision import ALONE_SECONDS, Broken, Decision, Round, Up
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Ledger, Process, deal_anew
+from titan_ft.replica.ledger import Ledger, deal_anew
+from titan_ft.replica.member import Process
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import NOTHING, PAUSE_SECONDS, Contribution, GradientUse, Rounds, Sign
 from titan_ft.replica.straggler import Stragglers
