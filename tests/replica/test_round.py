@@ -90,7 +90,7 @@ class World:
     def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool) -> Reduced:
         self.contributed, self.due = gives, due
         values, self.message = describe(self.quorum)
-        self.row = Row.decode(list(values))
+        self.row = Row.decode(list(values), nonfinite=False)
         if self.error is not None:
             raise self.error
         rows = [list(values), *([self.other.encode()] if 1 in self.slots else [])]
@@ -325,7 +325,7 @@ def test_gradients_that_are_not_finite_are_voted_down(world: World) -> None:
     """By those who gave them, and by those who only read the rows."""
     world.finite, world.spoiled = False, True
     assert world.rounds.make(GIVEN) == Broken("the gradients of groups [0] are not finite", spoiled=True)
-    world.finite, world.spoiled, world.other = True, False, dataclasses.replace(OTHER, nonfinite=1)
+    world.finite, world.spoiled, world.other = True, False, dataclasses.replace(OTHER, nonfinite=True)
     assert world.rounds.make(GIVEN) == Broken("the gradients of groups [1] are not finite", spoiled=False)
     assert world.votes == [False, False]
     world.other = OTHER

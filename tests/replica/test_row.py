@@ -46,7 +46,7 @@ def test_row_survives_the_exchange() -> None:
         seconds=0.125,
         saved=1000,
         leaving=1,
-        nonfinite=1,
+        nonfinite=True,
         forced=1,
         excluded=1,
         resting=1,
@@ -57,7 +57,7 @@ def test_row_survives_the_exchange() -> None:
     assert all(getattr(row, field.name) != field.default for field in dataclasses.fields(Row)), (
         "give new fields a value here"
     )
-    decoded = Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist())
+    decoded = Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist(), nonfinite=row.nonfinite)
     assert decoded == row
     assert [type(value) for value in dataclasses.astuple(decoded)] == [type(v) for v in dataclasses.astuple(row)]
 
@@ -65,7 +65,7 @@ def test_row_survives_the_exchange() -> None:
 def test_decode_refuses_a_row_of_another_width() -> None:
     """Rows of another version's width are an error, not shifted fields."""
     with pytest.raises(ValueError, match="zip"):
-        Row.decode(ready(0).encode()[:-1])
+        Row.decode(ready(0).encode()[:-1], nonfinite=False)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_claim_counts_more_than_a_later_step_without_one() -> None:
 def test_every_member_comes_to_the_same_verdict() -> None:
     """The verdict depends on the rows alone, so that decoding them anywhere gives the same decision."""
     rows = [ready(0, loss=0.1), behind(1), ready(2, digest=4, loss=0.2), ready(3, loss=0.3)]
-    there = [Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist()) for row in rows]
+    there = [Row.decode(torch.tensor(row.encode(), dtype=torch.float64).tolist(), False) for row in rows]
     assert judge(there) == judge(rows)
 
 

@@ -133,6 +133,12 @@ MUTATIONS = [
                 "        if attempt.digest is None or self._position.digest == attempt.digest:",
                 "        if attempt.digest in (None, 0, self._position.digest):",
             ),
+            Change("heal", "agreed = verdict.verified and (verdict.step", "agreed = (verdict.step"),
+            Change(
+                "heal",
+                "if agreed and not (attempt.loaded and self._position.digest != verdict.digest):",
+                "if agreed:",
+            ),
         ),
         ("flip", "kill"),
         ("one trajectory", "no state given up"),

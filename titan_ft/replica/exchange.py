@@ -551,7 +551,7 @@ class _Flight:
         assert self._quorum is not None
         num_members = len(self._quorum.members)
         if self._where.type == "cpu":
-            return self._all_to_all(own.repeat(num_members, 1)) if num_members > 1 else own[None]
+            return self._all_to_all(own.expand(num_members, -1).contiguous()) if num_members > 1 else own[None]
         gathered = own.new_zeros((num_members, own.numel()))
         gathered[self._quorum.rank] = own
         self._all_reduce(gathered)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Broken, Round, find_donors, judge, spoiled
@@ -399,7 +399,7 @@ class Rounds:
 
 def _read(reduced: Reduced) -> Round:
     told = zip(reduced.rows.tolist(), reduced.spoiled, strict=True)
-    rows = [replace(Row.decode(values), nonfinite=int(spoiled)) for values, spoiled in told]
+    rows = [Row.decode(values, spoiled) for values, spoiled in told]
     entries = [decode(message) for message in reduced.messages]
     verdict = judge(rows, [[entry.slot for entry in own] for own in entries])
     # Not the contributors' only: a batch whose labels are all masked has no weight and is trained all the same.

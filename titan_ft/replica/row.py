@@ -56,8 +56,6 @@ class Row:
         seconds: that the member's slowest rank spent on its own part of the step.
         saved: step of the latest checkpoint that the member knows to be complete.
         leaving: whether the member was told to leave and will be gone after this exchange, if it is committed.
-        nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN. The exchange looks at them
-            (`Reduced.spoiled`): the host would have to wait for that alone.
         forced: whether it adds them all the same, because nobody had finite ones.
         excluded: whether the member leaves its gradients out of this step because one of its ranks had such.
         resting: whether the member has gradients and keeps them back until the step can be committed.
@@ -65,6 +63,8 @@ class Row:
         opening: whether the member has just made an update and gives nothing in this round, which is for those that
             missed it; only with a semi-synchronous method.
         early: whether the member has steps of its round left, which it makes unless others are at the end of theirs.
+        nonfinite: whether this rank's gradients, which are in the sum, have an inf or a NaN. It is not among
+            the floats: the exchange looks at the sums (`Reduced.spoiled`), the host would have to wait for that alone.
     """
 
     slot: int
@@ -84,23 +84,23 @@ class Row:
     seconds: float = 0.0
     saved: int = 0
     leaving: int = 0
-    nonfinite: int = 0
     forced: int = 0
     excluded: int = 0
     resting: int = 0
     training: int = 0
     opening: int = 0
     early: int = 0
+    nonfinite: bool = False
 
     def encode(self) -> list[float]:
-        """Return the row as floats, in field order."""
+        """Return the row as floats, in field order; without `nonfinite`."""
         return [float(value) for value in _read_fields(self)]
 
     @staticmethod
-    def decode(values: Sequence[float]) -> Row:
-        """Rebuild a row from `encode`'s floats."""
+    def decode(values: Sequence[float], nonfinite: bool) -> Row:
+        """Rebuild a row from `encode`'s floats, and from what the exchange saw in the gradients."""
         facts: list[Any] = [kind(value) for kind, value in zip(_KINDS, values, strict=True)]
-        slot, standing, *rest = facts
+        slot, standing, *rest = *facts, nonfinite
         return Row(slot, Standing(standing), *rest)
 
     @property
@@ -109,7 +109,7 @@ class Row:
         return self.standing.has_state
 
 
-_NAMES = tuple(field.name for field in dataclasses.fields(Row))
+_NAMES = tuple(field.name for field in dataclasses.fields(Row))[:-1]  # those that travel
 _KINDS: tuple[type, ...] = tuple(float if name in _FLOATS else int for name in _NAMES)
 _read_fields = operator.attrgetter(*_NAMES)
 
