@@ -26,11 +26,12 @@ class _Operation:
     """One collective: what its members have put in, and when each of them has the result.
 
     Args:
-        direct: each member sends to each other one; else they pass sums on around a ring.
+        kind: "sum" and "gather" go around a ring, in an "exchange" each member sends a row to each other one.
     """
 
-    def __init__(self, direct: bool) -> None:
-        self.direct = direct
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.direct = kind == "exchange"
         self.inputs: dict[int, np.ndarray] = {}
         self.total: np.ndarray | None = None
         self.done_at: dict[int, float] = {}
@@ -46,9 +47,10 @@ class _Operation:
 
     def result(self, rank: int) -> np.ndarray:
         """Return what a member gets."""
-        if self.direct:
-            return np.stack([self.inputs[other][rank] for other in sorted(self.inputs)])
-        return self.sum()
+        if self.kind == "sum":
+            return self.sum()
+        inputs = [self.inputs[other] for other in sorted(self.inputs)]
+        return np.stack([given[rank] for given in inputs] if self.direct else inputs)
 
 
 class Ring:
@@ -225,34 +227,54 @@ class ProcessGroup:
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
         """Begin to sum a tensor over the members: gradients."""
         values = tensors[0].numpy()
-        self.reduced += values.size
-        if self._count is None or not self._count.done_at or not self._count.sum()[0, 0]:
-            self._report("no idle traffic", "sends gradients in a round to which nobody gives any, as far as it knows")
-        return self._begin(values, values, options, direct=False)
+        self._sends_gradients(values)
+        return self._begin(values, values, options, "sum")
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Work:
+        """Begin to gather a vector of each member: gradients that are rounded."""
+        (rows,), (own,) = outputs, inputs
+        values = own.numpy()
+        self._sends_gradients(values)
+        target = np.zeros((len(rows), *values.shape), values.dtype)
+        work = self._begin(values, target, options, "gather")
+
+        def wait() -> None:
+            try:
+                work.wait()
+            finally:
+                for row, gathered in zip(rows, target, strict=True):
+                    np.copyto(row.numpy(), gathered)
+
+        return Work(wait)
 
     def alltoall_base(
         self, output: torch.Tensor, rows: torch.Tensor, output_sizes: list[int], input_sizes: list[int], options: Any
     ) -> Work:
-        """Begin to send a row to each member: facts."""
-        work = self._begin(rows.numpy(), output.numpy(), options, direct=True)
+        """Begin to send a row to each member: facts, or parts of gradients that are rounded."""
+        work = self._begin(rows.numpy(), output.numpy(), options, "exchange")
         if rows.dtype == torch.int32:  # counts who gives gradients, and what
             assert self._ring is not None
             self._count = self._ring.operations[self._number - 1]
         return work
 
-    def _begin(self, given: np.ndarray, target: np.ndarray, options: Any, direct: bool) -> Work:
+    def _sends_gradients(self, values: np.ndarray) -> None:
+        self.reduced += values.size
+        if self._count is None or not self._count.done_at or not self._count.sum()[0, 0]:
+            self._report("no idle traffic", "sends gradients in a round to which nobody gives any, as far as it knows")
+
+    def _begin(self, given: np.ndarray, target: np.ndarray, options: Any, kind: str) -> Work:
         self._kernel.pause()
         if self._ring is None:
             raise AssertionError("the process group was aborted")
         number, self._number = self._number, self._number + 1
-        ring, what = self._ring, (direct, given.shape, given.dtype)
+        ring, what = self._ring, (kind, given.shape, given.dtype)
         operation = ring.operations.get(number)
         if operation is None:
-            operation = ring.operations[number] = _Operation(direct)
+            operation = ring.operations[number] = _Operation(kind)
             ring.operations.pop(number - 4, None)
         elif operation.inputs:
             other = next(iter(operation.inputs.values()))
-            if what != (there := (operation.direct, other.shape, other.dtype)):
+            if what != (there := (operation.kind, other.shape, other.dtype)):
                 self._report("one trajectory", f"makes collective {number} of a ring: {what} here, {there} there")
         operation.inputs[self._rank] = given.copy()
         timeout = options.timeout.total_seconds()

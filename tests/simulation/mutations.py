@@ -523,6 +523,30 @@ MUTATIONS = [
         ("no state given up",),
         mode="semi",
     ),
+    Mutation(
+        "what others send in bfloat16 is not heard",
+        _one("exchange", "half.put_together(parts, exact, bucket.flat)", "bucket.flat.mul_(num_members)"),
+        ("none",),
+        ("exact average", "one trajectory"),
+    ),
+    Mutation(
+        "each adds up the changes in 8 bits in an order of its own",
+        _one(
+            "exchange",
+            "add_up(self._all_gather(payload), num_exact, bucket.flat)",
+            "add_up(self._all_gather(payload).roll(-self._quorum.rank, 0), num_exact, bucket.flat)",
+        ),
+        ("none",),
+        ("one trajectory",),
+        mode="semi",
+    ),
+    Mutation(
+        "what rounding has left of a change is given several times",
+        _one("quantize", "            values += self._kept", "            values += self._kept.mul_(4)"),
+        ("none",),
+        ("exact average",),
+        mode="semi",
+    ),
 ]
 
 

@@ -34,6 +34,7 @@ from titan_ft.replica.reach import Probe
 from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog, end_process
+from titan_ft.round_settings import quantizes
 from titan_ft.run.events import Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint_choice import (
     NONE,
@@ -260,6 +261,8 @@ class Rank:
             where=torch.device("cpu"),
             overlap=world.options.overlap,
             fragments=self.state.fragments,
+            quantize=quantizes(config),
+            dtype=getattr(torch, config.exchange_dtype),
         )
         state: Any = self.state
         shared: dict[str, Any] = {"position": self.position, "group": self._group, "events": events}

@@ -29,13 +29,14 @@ from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr
 from titan_ft.replica.round import NOTHING, Contribution, Sign
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import Opening
-from titan_ft.round_settings import num_fragments, outer_optimizer, steps_per_round
+from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
 
 if TYPE_CHECKING:
     from tests.simulation.oracle import Rules
 
 _MOMENTUM = 0.5  # of the inner optimizer
 _RATE = 0.05
+_MULTIPLES = 127  # of a block's scale, which its largest value is rounded to (titan_ft/replica/quantize.py)
 
 
 def _decay(step: int) -> float:
@@ -436,6 +437,10 @@ class RoundOracle(Oracle):
         self._compares = config.digest_every > 0
         self._parts: dict[tuple[int, int], dict[int, list[_Part]]] = {}  # by lineage and rank; of each slot
         self._fragments: list[int] = []
+        self._quantizes = quantizes(config)
+        self._coarsest: dict[int, float] = {}
+        """By rank: what rounding to 8 bits may leave of a value that a group gives, or has left of the one before, in
+        tokens."""
 
     def gives(self, slot: int, rank: int, state: State, late: bool) -> None:
         """Take note of what a rank has come to."""
@@ -443,8 +448,11 @@ class RoundOracle(Oracle):
         parts = self._parts.setdefault((state.held[1], rank), {}).setdefault(slot, [])
         corrupt = self.is_corrupt(rank, state, otherwise=True)  # a bit may have been lost in rounding since it flipped
         parts.append(_Part(state.weights, dict(state.sent), corrupt, late))
+        if self._quantizes:
+            largest = np.abs(state.array[0] - state.weights).max() * max(state.sent.values())
+            self._coarsest[rank] = np.fmax(self._coarsest.get(rank, 0.0), 1.01 * largest / _MULTIPLES)
 
-    def _expect(self, update: Committed, base: np.ndarray, rank: int) -> Iterator[np.ndarray]:
+    def _expect(self, update: Committed, base: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the states that the update may make of `base`: a group may have given more than once."""
         first = self._steps_of(update.step - 1)
         given = self._parts.get((update.parent, rank), {})
@@ -467,12 +475,15 @@ class RoundOracle(Oracle):
         ]
         for chosen in itertools.product(*choices):
             parts = [part for part in chosen if part is not None]
-            total, weight = np.zeros(training.SIZE), np.zeros(training.SIZE)
+            total, sizes, weight = np.zeros((3, training.SIZE))
             for part in parts:
                 tokens = np.array([part.tokens.get(fragment, 0) for fragment in self._fragments])
-                total += tokens * (base[0].astype(np.float64) - part.weights)
-                weight += tokens
-            yield self._update(base.astype(np.float64), total / np.maximum(weight, 1), weight > 0)
+                given = tokens * (base[0].astype(np.float64) - part.weights)
+                total, sizes, weight = total + given, sizes + np.abs(given), weight + tokens
+            off = len(parts) * self._coarsest.get(rank, 0.0) if self._quantizes else self._rules.rounding * sizes
+            mean, slack = total / np.maximum(weight, 1), off / np.maximum(weight, 1)
+            state = self._update(base.astype(np.float64), mean, weight > 0)
+            yield state, self._update(np.zeros_like(base), slack, weight > 0) * [[-1], [1]]
 
     def _update(self, base: np.ndarray, mean: np.ndarray, exchanged: np.ndarray) -> np.ndarray:
         outer = self._outer

@@ -19,7 +19,7 @@ from tests.simulation.folder import Folder
 from tests.simulation.kernel import Crash, Kernel, NotSimulatedError, Process
 from tests.simulation.lighthouse import Lighthouse, ManagerClient, ManagerServer
 from tests.simulation.network import LIGHTHOUSE, Network, Node, PrefixStore, Store, StoreServer
-from tests.simulation.oracle import Oracle, Rules
+from tests.simulation.oracle import ROUNDED, Oracle, Rules
 from tests.simulation.rank import Rank
 from tests.simulation.semi_sync import RoundOracle, RoundRank
 from tests.simulation.transfer import Transfers
@@ -295,6 +295,7 @@ class World(standins.World):
             config["min_replica_size"],
             options.coupling,
             not_finite,
+            ROUNDED if config["exchange_dtype"] == "bfloat16" else 0.0,
         )
         self.make_rank: Callable[..., Rank] = RoundRank if config["semi_sync_method"] else Rank
         self.oracle = (
