@@ -682,6 +682,34 @@ def test_a_change_that_is_not_finite(make_job: Callable[..., Job], ranks: int, f
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_change_that_is_not_finite_in_an_overlapped_exchange(make_job: Callable[..., Job], ranks: int) -> None:
+    """The steps that the group has made meanwhile are on top of what it loses: they are void as well."""
+    hooks = {
+        # The first step of the second round: made while the exchange of the first one is under way.
+        "chaos": [{"replica": 1, "fault": "nan_gradient", "steps": [LENGTH + 1]}],
+        # The other one's last but one step of the third round waits until this one is back in that.
+        "gates": [
+            gate("trains", 1, 2 * LENGTH + 3),
+            *(gate("reached-trains-1-0-0", 0, 3 * LENGTH - 1, rank) for rank in range(ranks)),
+        ],
+    }
+    flags = [*STREAMING, *SHARDED] if ranks > 1 else STREAMING
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
+    job.mark("trains")  # that gate only leaves its mark
+    job.run()
+    events = check(job, survivors=[0], steps=ROUNDS, ahead=2)
+    check_data(events)
+    assert {(event["step"], *event["slots"]) for event in named(events, "gradient_excluded")} == {(2, 1)}
+    assert job.groups[1].attempt == 0
+    assert {event["replica"] for event in named(events, "heal_finished")} == {1}
+    ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
+    assert [ours[number]["participants"] for number in (1, 2, 3, ROUNDS)] == [[0, 1], [0], [0, 1], [0, 1]]
+    assert theirs[3]["inner_steps"] > 0
+    assert theirs[3]["data"]["first_batch"] == LENGTH  # those that made the NaN are due again
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "flags"), [(1, []), (2, SHARDED)])
 def test_moments_that_are_not_finite_come_to_no_joiner(make_job: Callable[..., Job], ranks: int, flags: Flags) -> None:
     """A group comes back in the round in which the only holder of the state has had a NaN.
@@ -783,6 +811,39 @@ def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: boo
         assert {event["reason"].split(":")[0] for event in drained} == {"SIGTERM"}
         assert all("2 steps of the round were left" in event["reason"] for event in drained)
         assert "void: 2 from batch 4 of slot 1" in job.output(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_in_steps_that_are_made_during_an_exchange(make_job: Callable[..., Job], ranks: int) -> None:
+    """The group leaves in order, with the update whose exchange is under way; the steps of the next round are void."""
+    hooks: dict[str, Any] = {
+        "gates": [gate("go", 1, LENGTH + 2, rank) for rank in range(ranks)],  # the last one that it makes meanwhile
+        "hold": LENGTH,
+    }
+    flags = [*STREAMING, *SHARDED] if ranks > 1 else STREAMING
+    job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
+    job.start()
+    job.wait_for_gate("go", 1, range(ranks))
+    job.mark("down-1-0")  # the survivor soon waits for the next attempt
+    terminate(job, 1)
+    job.mark("go")
+    assert job.wait_for_end(1) == [0] * ranks
+    job.wait_until(lambda: (job.markers / "waiting-1-0-0").exists(), 30, "the survivor has gone on")
+    job.start_again(1)
+    job.finish()
+
+    events = check(job, survivors=[0], steps=ROUNDS, ahead=2)
+    check_data(events)
+    drained = named(events, "drained")
+    assert {(event["replica"], event["step"], event["in_order"]) for event in drained} == {(1, 1, True)}
+    assert len(drained) == ranks
+    ours, theirs = rounds_of(events, 0), rounds_of(events, 1)
+    assert (ours[1]["participants"], ours[2]["participants"], ours[ROUNDS]["participants"]) == ([0, 1], [0], [0, 1])
+    assert [event["inner_steps"] for event in ours.values()] == [LENGTH] * ROUNDS
+    back = min(number for number, event in theirs.items() if number > 1 and 1 in event["participants"])
+    assert theirs[back]["data"]["first_batch"] == LENGTH  # those of the steps that are void
+    assert not named(events, "exchange_failed")
 
 
 @pytest.mark.slow
