@@ -181,7 +181,7 @@ class StoreServer:
     def __init__(self, kernel: Kernel, node: Node, owner: Process | None) -> None:
         self.kernel, self.node, self.owner = kernel, node, owner
         self.values: dict[str, bytes] = {}
-        self._waiting: list[tuple[Task, Sequence[str]]] = []
+        self._waiting: list[Task] = []
         if owner is not None:
             owner.on_end.append(self.tell)
 
@@ -193,21 +193,18 @@ class StoreServer:
     def put(self, key: str, value: bytes) -> None:
         """Write a key, and wake who waits for it."""
         self.values[key] = value
-        for task, keys in self._waiting:
-            if key in keys:
-                self.kernel.wake(task)
+        self.tell()
 
     def tell(self) -> None:
-        """Wake everybody who waits: the server is gone, or connections are lost."""
-        for task, _ in self._waiting:
+        """Wake everybody who waits: there is news."""
+        for task in self._waiting:
             self.kernel.wake(task)
+        self._waiting.clear()
 
-    def wait(self, keys: Sequence[str], timeout: float) -> None:
-        """Block the caller until one of the keys is written, or there is other news."""
-        entry = (self.kernel.current, keys)
-        self._waiting.append(entry)
+    def wait(self, timeout: float) -> None:
+        """Block the caller until there is news."""
+        self._waiting.append(self.kernel.current)
         self.kernel.block(timeout)
-        self._waiting.remove(entry)
 
 
 class Store:
@@ -306,7 +303,7 @@ class Store:
             if there:
                 network.wait(end - kernel.now)
             else:
-                server.wait(keys, end - kernel.now)
+                server.wait(end - kernel.now)
 
 
 class PrefixStore:

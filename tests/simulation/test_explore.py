@@ -216,6 +216,25 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     assert bool(left_out) is fooled
 
 
+def test_a_group_that_others_cannot_reach_is_not_waited_for_at_a_new_lighthouse() -> None:
+    """It has asked for a quorum like all others, and is outside of the largest clique: nobody waits for it to come."""
+    fault_tolerance = {
+        **QUICK,
+        "group_size": 3,
+        "process_group_timeout_ms": 3000,
+        "join_timeout_ms": 60_000,
+        "semi_sync_method": "diloco",
+        "sync_steps": 16,
+        "num_fragments": 2,
+        "batch_policy": "shrink",
+    }
+    options = Options(3, 1, 2, fault_tolerance, compute_seconds=0.25, speeds=(1.3, 1.0, 1.0), switch=0.4)
+    faults = Cut(4.5891, 2, 0, -1, False, 25.0), LighthouseDies(10.2393, 0.3)
+    with standins.installed():
+        for seed in range(8):
+            assert not Schedule(seed, options, faults).run().problems
+
+
 def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:
     """It opens a seat under another name meanwhile, whose manager tries again and again, as torchft's does."""
     fault_tolerance = {

@@ -31,7 +31,7 @@ from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.group_store import keep_alive
-from titan_ft.replica.member import Admission, Member, Quorum, admit
+from titan_ft.replica.member import Admission, Member, Quorum, admit, kind, known_members
 from titan_ft.replica.partition import Partition
 from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_living, find_outsiders
 from titan_ft.replica.reach import Peer, look_up
@@ -334,8 +334,9 @@ class Membership:
             # The same names, and this group's is one of them, say the same as in the step before.
             admission = former if names == former_names else admit(self.member, names)
             self._report_strangers(admission)
-            slots = {member.slot for member in (*admission.members, *admission.cut_off)}
-            missing = [member.slot for member in former.members if member.slot not in slots]
+            # Who has asked is there, also one that others cannot reach and that is no member.
+            there = {member.slot for member in known_members(names) if kind(member) == kind(self.member)}
+            missing = [member.slot for member in former.members if member.slot not in there]
             if again == 0:
                 restarted = reply.quorum_id < former_id
                 restarted |= reply.quorum_id == former_id and names != former_names
