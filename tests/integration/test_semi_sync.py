@@ -770,6 +770,19 @@ def terminate(job: Job, replica: int) -> None:
         os.killpg(worker.pid, signal.SIGTERM)
 
 
+def leave_and_come_back(job: Job, ranks: int) -> None:
+    """Run a job whose group 1 gets SIGTERM at the gate "go"; it is started again once the survivor has gone on."""
+    job.start()
+    job.wait_for_gate("go", 1, range(ranks))
+    job.mark("down-1-0")  # the survivor soon waits for the next attempt
+    terminate(job, 1)
+    job.mark("go")
+    assert job.wait_for_end(1) == [0] * ranks
+    job.wait_until(lambda: (job.markers / "waiting-1-0-0").exists(), 30, "the survivor has gone on")
+    job.start_again(1)
+    job.finish()
+
+
 @pytest.mark.parametrize(
     ("fits", "ranks", "streams"),
     [
@@ -787,15 +800,7 @@ def test_sigterm_in_the_midst_of_a_round(make_job: Callable[..., Job], fits: boo
         hooks["delays"] = [{"replica": 1, "rank": rank, "step": 5, "seconds": 2.2} for rank in range(ranks)]
         flags.append("--fault_tolerance.drain_timeout_seconds=4")
     job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
-    job.start()
-    job.wait_for_gate("go", 1, range(ranks))
-    job.mark("down-1-0")  # the survivor soon waits for the next attempt
-    terminate(job, 1)
-    job.mark("go")
-    assert job.wait_for_end(1) == [0] * ranks
-    job.wait_until(lambda: (job.markers / "waiting-1-0-0").exists(), 30, "the survivor has gone on")
-    job.start_again(1)
-    job.finish()
+    leave_and_come_back(job, ranks)
 
     events = check(job, survivors=[0], steps=ROUNDS)
     check_data(events)
@@ -823,15 +828,7 @@ def test_sigterm_in_steps_that_are_made_during_an_exchange(make_job: Callable[..
     }
     flags = [*STREAMING, *SHARDED] if ranks > 1 else STREAMING
     job = make_job(groups=2, ranks=ranks, steps=LENGTH * ROUNDS, flags=flags, hooks=hooks)
-    job.start()
-    job.wait_for_gate("go", 1, range(ranks))
-    job.mark("down-1-0")  # the survivor soon waits for the next attempt
-    terminate(job, 1)
-    job.mark("go")
-    assert job.wait_for_end(1) == [0] * ranks
-    job.wait_until(lambda: (job.markers / "waiting-1-0-0").exists(), 30, "the survivor has gone on")
-    job.start_again(1)
-    job.finish()
+    leave_and_come_back(job, ranks)
 
     events = check(job, survivors=[0], steps=ROUNDS, ahead=2)
     check_data(events)

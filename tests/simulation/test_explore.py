@@ -196,7 +196,7 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
             pulse,
             "find_successors",
             lambda own, others, quorum: (
-                [] if own.replica_id in quorum else [member.slot for member in pulse._members_of_job(own, quorum)]
+                [] if own.replica_id in quorum else [member.slot for member in pulse.members_of_job(own, quorum)]
             ),
         )
     fault_tolerance = {

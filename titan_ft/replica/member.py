@@ -133,6 +133,11 @@ def known_members(replica_ids: Iterable[str]) -> list[Member]:
     return members
 
 
+def members_of_job(own: Member, replica_ids: Iterable[str]) -> list[Member]:
+    """Return those of `replica_ids` that could be in an exchange with `own`."""
+    return [member for member in known_members(replica_ids) if _kind(member) == _kind(own)]
+
+
 @dataclass(frozen=True)
 class Quorum:
     """The members of one exchange.
@@ -203,7 +208,7 @@ def admit(own: Member, replica_ids: Iterable[str]) -> Admission:
     assert own in groups, f"{own} is not in its own quorum"
     first = min(groups, key=lambda member: member.age)
     _check_job(own, first, groups)
-    alike = [member for member in groups if kind(member) == kind(first)]
+    alike = [member for member in groups if _kind(member) == _kind(first)]
     _check_kind(own, first, alike)
     for member in groups:
         if member.job != own.job:
@@ -286,7 +291,7 @@ def _check_job(own: Member, first: Member, groups: Sequence[Member]) -> None:
         )
 
 
-def kind(member: Member) -> tuple[str, str, str]:
+def _kind(member: Member) -> tuple[str, str, str]:
     """Return what members must have in common to make an exchange."""
     return member.job, member.config, member.shape
 

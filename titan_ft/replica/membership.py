@@ -31,7 +31,7 @@ from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.group_store import keep_alive
-from titan_ft.replica.member import Admission, Member, Quorum, admit, kind, known_members
+from titan_ft.replica.member import Admission, Member, Quorum, admit, members_of_job
 from titan_ft.replica.partition import Partition
 from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_living, find_outsiders
 from titan_ft.replica.reach import Peer, look_up
@@ -335,7 +335,7 @@ class Membership:
             admission = former if names == former_names else admit(self.member, names)
             self._report_strangers(admission)
             # Who has asked is there, also one that others cannot reach and that is no member.
-            there = {member.slot for member in known_members(names) if kind(member) == kind(self.member)}
+            there = {member.slot for member in members_of_job(self.member, names)}
             missing = [member.slot for member in former.members if member.slot not in there]
             if again == 0:
                 restarted = reply.quorum_id < former_id

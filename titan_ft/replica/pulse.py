@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from titan_ft.replica.member import Member, kind, known_members
+from titan_ft.replica.member import Member, known_members, members_of_job
 from titan_ft.run.lighthouse import LighthouseAddress
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ def find_successors(own: Member, others: Collection[Member], quorum: Collection[
     left = {member.slot for member in others}
     if own.replica_id in quorum:
         return []
-    return sorted({member.slot for member in _members_of_job(own, quorum)} & left)
+    return sorted({member.slot for member in members_of_job(own, quorum)} & left)
 
 
 def find_outsiders(own: Member, members: Collection[Member], status: Status, beat: float) -> list[int]:
@@ -238,8 +238,4 @@ def find_outsiders(own: Member, members: Collection[Member], status: Status, bea
 def find_living(own: Member, status: Status, beat: float) -> list[Member]:
     """Return the job's groups that have been heard of for the last `beat` seconds, the oldest process first."""
     living = [name for name, seconds in status.heartbeats.items() if seconds < beat]
-    return sorted(_members_of_job(own, living), key=lambda member: member.age)
-
-
-def _members_of_job(own: Member, names: Collection[str]) -> list[Member]:
-    return [member for member in known_members(names) if kind(member) == kind(own)]
+    return sorted(members_of_job(own, living), key=lambda member: member.age)
