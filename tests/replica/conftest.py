@@ -20,6 +20,7 @@ import time  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from concurrent.futures import Future  # noqa: E402
 from datetime import timedelta  # noqa: E402
+from functools import partial  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
@@ -244,13 +245,11 @@ class Seats:
         return FaultTolerance(**values | changes)
 
     def take(self, slot: int, *, rank: int = 0, world_size: int = 1, **options: Any) -> Membership:
-        """Take the seat of one rank; rank 0 of a group comes first."""
+        """Take the seat of one rank. Those of a group come at the same time: see `take_group`."""
         from torchft.process_group import ProcessGroupGloo
 
         if rank == 0 and "store" not in options:
-            if slot in self.stores:
-                self._former_stores.append(self.stores[slot])  # an older process of the slot may still use it
-            self.stores[slot] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.open_store(slot)
         config = options.pop("config", None) or self.config(slot)
         arguments: dict[str, Any] = {
             "process_group": ProcessGroupGloo(timeout=timedelta(milliseconds=config.process_group_timeout_ms)),
@@ -268,6 +267,24 @@ class Seats:
         }
         self._taken.append(Membership(config, **arguments | options))
         return self._taken[-1]
+
+    def take_group(
+        self, slot: int, world_size: int = 2, of_rank: Callable[[int], dict[str, Any]] = lambda rank: {}, **options: Any
+    ) -> list[Membership]:
+        """Take the seats of all ranks of a group; `of_rank` gives what differs between them."""
+        store = self.open_store(slot)
+
+        def take(rank: int) -> Membership:
+            return self.take(slot, rank=rank, world_size=world_size, **{"store": store} | options | of_rank(rank))
+
+        return self.together(*[partial(take, rank) for rank in range(world_size)])
+
+    def open_store(self, slot: int) -> tuple[str, int]:
+        """Open the store of a group; returns its host and port."""
+        if slot in self.stores:
+            self._former_stores.append(self.stores[slot])  # an older process of the slot may still use it
+        self.stores[slot] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return "127.0.0.1", self.stores[slot].port
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a function on a thread of its own."""

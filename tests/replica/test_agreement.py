@@ -205,9 +205,7 @@ def test_a_sibling_that_takes_too_long(seats: Seats, store: TCPStore) -> None:
     with pytest.raises(TimeoutError):
         alone.rank0_decides([], never, timeout=0.05)
     alone.close()
-    group = [
-        seats.take(0, rank=rank, world_size=2, config=seats.config(0, vote_timeout_seconds=0.2)) for rank in range(2)
-    ]
+    group = seats.take_group(0, config=seats.config(0, vote_timeout_seconds=0.2))
     seats.meet(*group)
     with pytest.raises(TimeoutError, match=r"after step 3 within fault_tolerance.vote_timeout_seconds \(0.2 s\)"):
         group[0].vote(3, True)
@@ -219,10 +217,12 @@ def test_a_rank_that_loses_its_connection_gets_its_siblings_quorum(
 ) -> None:
     """While the group's request is under way, or with the answer to it; the next request is not ahead of it."""
     seats.lighthouse = start_lighthouse(min_replicas=2)
-    first = seats.take(0, world_size=2)
-    relay = Relay(seats.stores[0].port)
-    second = seats.take(0, rank=1, world_size=2, store=("127.0.0.1", relay.port))
-    others = [seats.take(1, rank=rank, world_size=2) for rank in range(2)]
+    relay = Relay(seats.open_store(0)[1])
+    first, second = seats.together(
+        lambda: seats.take(0, world_size=2, store=("127.0.0.1", seats.stores[0].port)),
+        lambda: seats.take(0, rank=1, world_size=2, store=("127.0.0.1", relay.port)),
+    )
+    others = seats.take_group(1)
     connection = 1  # of the second one: that of its agreements
     for step in range(3):
         first.begin(step)
@@ -253,7 +253,7 @@ def test_a_rank_that_loses_its_connection_gets_its_siblings_quorum(
 
 def test_the_kernel_asks_whether_the_stores_host_is_still_there(seats: Seats) -> None:
     """A connection that says nothing for hours, as a wait for the next quorum may, is one of a host that lives."""
-    seats.take(0, world_size=2)
+    seats.take_group(0)
     found = []
     for descriptor, inode in own_sockets():
         with contextlib.suppress(OSError), borrowed_socket(descriptor, inode) as connection:

@@ -82,9 +82,9 @@ def behind(slot: int, heals: int = 0) -> Row:
     return Row(slot, Standing.BEHIND, 0, heals=heals)
 
 
-def fetching(slot: int, donor: int) -> Row:
-    """Return the row of a group that was sent to `donor`."""
-    return Row(slot, Standing.CATCHING_UP, 0, heals=1, donor=donor)
+def fetching(slot: int, donor: int, from_step: int = 5) -> Row:
+    """Return the row of a group that was sent to `donor`, behind the update `from_step`."""
+    return Row(slot, Standing.CATCHING_UP, 0, heals=1, donor=donor, from_step=from_step)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_joiner_that_is_sent_here_comes_before_those_that_it_helps(world: Worl
     world.make_round(fetching(SECOND, OTHER))  # the first is healed
     world.make_round(fetching(SECOND, OTHER), behind(FIRST))
     assert world.serves == 7
-    world.make_round(fetching(SECOND, OTHER), fetching(FIRST, ME))
+    world.make_round(fetching(SECOND, OTHER), fetching(FIRST, ME, 7))
     assert (world.serves, world.copies) == (7, 2)
     world.make_round(fetching(SECOND, OTHER))
     assert world.serves == 0, "the second has found out that this group has another state now"
@@ -154,6 +154,23 @@ def test_a_joiner_that_fetches_although_this_group_voted_no_finds_a_copy(world: 
     """The round that sent it here did not work on all ranks of this group, which has its step still."""
     world.make_round(fetching(FIRST, ME))
     assert (world.serves, world.copies) == (5, 1)
+
+
+def test_the_successor_of_a_joiner_that_died_gets_the_state_that_it_fetches(world: World) -> None:
+    """It took an offer behind a later update, and finds nobody in the way who reads the former one."""
+    world.make_round(behind(FIRST))
+    world.make_round(fetching(FIRST, ME))
+    world.make_round(fetching(FIRST, ME, 7))
+    assert (world.serves, world.copies) == (7, 2)
+
+
+def test_a_joiner_with_another_offer_does_not_end_a_fetch(world: World) -> None:
+    """Only one state is served, and who fetches it has come further."""
+    world.make_round(behind(FIRST))
+    world.make_round(fetching(FIRST, ME), fetching(SECOND, ME, 6))
+    assert (world.serves, world.copies) == (5, 1)
+    world.make_round(fetching(SECOND, ME, 6))
+    assert world.serves == 0, "that state is gone"
 
 
 def test_a_newcomer_takes_what_is_offered(world: World) -> None:

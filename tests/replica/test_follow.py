@@ -44,7 +44,7 @@ def test_groups_follow_one_that_died(moving: Any, path: Path, nursery: subproces
 
     first = MortalLighthouse(nursery)
     Announcement(first.address).write(path)
-    seats = [moving.take(slot, rank=rank, world_size=2) for slot in (0, 1) for rank in (0, 1)]
+    seats = [*moving.take_group(0), *moving.take_group(1)]
     quorums = moving.meet(*seats, steps=[3] * 4)
     names = [seat.member for seat in seats]
     first.kill()

@@ -180,7 +180,7 @@ def test_a_no_of_one_group_renews_the_quorum(seats: Any) -> None:
 
 def test_ranks_of_a_group_agree(seats: Any) -> None:
     """One rank's no is the no of the whole group; a yes needs all."""
-    ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
+    ranks = seats.take_group(0)
     for votes, agreed in (((True, True), True), ((True, False), False), ((False, True), False)):
         quorums = seats.meet(*ranks)
         assert [quorum.slots for quorum in quorums] == [[0], [0]]
@@ -190,8 +190,8 @@ def test_ranks_of_a_group_agree(seats: Any) -> None:
 
 def test_ranks_meet_their_counterparts(seats: Any) -> None:
     """Rank r of a group exchanges with rank r of the other, and learns that rank's state server."""
-    first = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
-    second = [seats.take(1, rank=rank, world_size=2) for rank in range(2)]
+    first = seats.take_group(0)
+    second = seats.take_group(1)
     seats.meet(*first, *second)
     assert add_up(seats, first[0], second[0]) == [3.0, 3.0]
     assert add_up(seats, second[1], first[1]) == [3.0, 3.0]
@@ -297,7 +297,7 @@ def test_who_is_behind_shows_in_spite_of_a_stranger(seats: Any, stranger: Strang
 
 def test_one_rank_of_a_group_names_a_stranger(seats: Any, stranger: Stranger) -> None:
     """The other ranks leave it aside, too, without a word."""
-    ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
+    ranks = seats.take_group(0)
     assert [quorum.slots for quorum in seats.meet(*ranks)] == [[0], [0]]
     assert [len(rank._events.named("foreign_member")) for rank in ranks] == [1, 0]
 
@@ -560,9 +560,9 @@ def test_an_abort_reaches_the_other_ranks_of_the_group(seats: Any) -> None:
     """When one rank breaks an exchange off, the other ranks of its group do so too; other groups are not told."""
     own, other = ([FakeProcessGroup() for _ in range(2)] for _ in range(2))
     ranks = [
-        seats.take(slot, rank=rank, world_size=2, process_group=group)
+        rank
         for slot, groups in enumerate((own, other))
-        for rank, group in enumerate(groups)
+        for rank in seats.take_group(slot, of_rank=lambda rank, groups=groups: {"process_group": groups[rank]})
     ]
     assert [quorum.error for quorum in seats.meet(*ranks)] == [None] * 4
     ranks[1].abort()
@@ -575,7 +575,7 @@ def test_an_abort_is_of_one_quorum_only(seats: Any, wait_until: Callable[..., No
     """A process group that was built after the abort is left alone, and can be aborted in its turn."""
     before = watchers()  # those of closed seats wait for the end of their stores
     groups = [FakeProcessGroup() for _ in range(2)]
-    ranks = [seats.take(0, rank=rank, world_size=2, process_group=groups[rank]) for rank in range(2)]
+    ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
     for _ in range(3):
         seats.meet(*ranks)
         assert not groups[1].aborted.is_set()
@@ -633,7 +633,7 @@ def test_with_nccl_a_silent_member_is_waited_for_half_as_long(seats: Any) -> Non
 
 def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., None]) -> None:
     """A group that has come, or come back, and has yet to ask; rank 0 alone looks."""
-    ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
+    ranks = seats.take_group(0)
     quorums = seats.meet(*ranks)
     assert ranks[0].find_outsiders(quorums[0]) == []
     seats.take(1)
@@ -643,8 +643,8 @@ def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., Non
 
 def test_a_group_finds_its_counterparts_without_a_quorum(seats: Any, wait_until: Callable[..., None]) -> None:
     """Each rank for itself, by the lighthouse's page and the store of the group that it looks for."""
-    waits = [seats.take(0, rank=rank, world_size=2, address=f"10.0.0.{rank}:1") for rank in range(2)]
-    [seats.take(1, rank=rank, world_size=2, address=f"10.0.1.{rank}:1") for rank in range(2)]
+    waits = seats.take_group(0, of_rank=lambda rank: {"address": f"10.0.0.{rank}:1"})
+    seats.take_group(1, of_rank=lambda rank: {"address": f"10.0.1.{rank}:1"})
     wait_until(lambda: list(waits[1].find_peers()) == [1], "group 1 is heard of")
     assert [rank.find_address(1) for rank in waits] == ["10.0.1.0:1", "10.0.1.1:1"]
     with pytest.raises(KeyError):
@@ -662,7 +662,7 @@ def test_a_process_group_that_cannot_be_aborted(seats: Any, stuck: int, caplog: 
                 raise OSError("no such socket")
 
     groups: list[FakeProcessGroup] = [Stuck() if rank == stuck else FakeProcessGroup() for rank in range(2)]
-    ranks = [seats.take(0, rank=rank, world_size=2, process_group=groups[rank]) for rank in range(2)]
+    ranks = seats.take_group(0, of_rank=lambda rank: {"process_group": groups[rank]})
     for _ in range(2):
         seats.meet(*ranks)
         caplog.clear()
@@ -686,7 +686,7 @@ def test_closing_after_the_silence(seats: Any) -> None:
 
 def test_a_vote_under_way_when_the_group_falls_silent(seats: Any, wait_until: Callable[..., None]) -> None:
     """It waits: the thread that ends the process has yet to say why. When the group is closed it ends."""
-    ranks = [seats.take(0, rank=rank, world_size=2) for rank in range(2)]
+    ranks = seats.take_group(0)
     seats.meet(*ranks)
     asked = threading.Event()
     agreement = ranks[0]._agreement
@@ -721,7 +721,8 @@ def test_closing_stops_the_heartbeats_and_the_process_group(seats: Any) -> None:
 
 def test_ranks_of_a_later_attempt_find_their_own_server(seats: Any) -> None:
     """The store of torchrun's agent outlives an attempt: a rank must not find the former attempt's dead server."""
-    seats.take(0, rank=0, world_size=2).close()
+    for rank in seats.take_group(0):
+        rank.close()
     agent_store = seats.stores[0]  # held: the next rank 0 brings a store of its own, which nobody uses
     store = ("127.0.0.1", agent_store.port)
     rank_one = seats.submit(lambda: seats.take(0, rank=1, world_size=2, attempt=1, store=store))

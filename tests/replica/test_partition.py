@@ -119,18 +119,16 @@ class Group:
         self.left: set[int] = set()
         self._told = threading.Condition()
         self._stop = False
-        self.ranks: list[Membership] = [
-            seats.take(
-                slot,
-                rank=rank,
-                world_size=world_size,
-                process_group=NoProcessGroup(network),
-                probe=network.probe(slot, rank),
-                leave_requested=lambda rank=rank: rank in self.sigterm,
-                config=seats.config(slot, group_size=3, max_exchange_retries=0, **config),
-            )
-            for rank in range(world_size)
-        ]
+        self.ranks: list[Membership] = seats.take_group(
+            slot,
+            world_size,
+            lambda rank: {
+                "process_group": NoProcessGroup(network),
+                "probe": network.probe(slot, rank),
+                "leave_requested": lambda: rank in self.sigterm,
+            },
+            config=seats.config(slot, group_size=3, max_exchange_retries=0, **config),
+        )
         self.threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in self.threads:
             thread.start()

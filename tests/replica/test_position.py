@@ -47,7 +47,7 @@ def test_a_group_answers_for_what_it_holds_or_will() -> None:
     position.disown()
     assert position.claim == 0
     position.fall_behind()
-    position.fetch(donor=1, awaited=False)
+    position.fetch(donor=1, step=7, awaited=False)
     assert position.claim == 0
     position.fetched(9)
     assert position.claim == 9
@@ -114,13 +114,13 @@ def test_an_attempt_that_failed_asks_again_or_rests() -> None:
     """Attempts are counted over the whole heal: each asks the next donor."""
     position = Position(step=7)
     position.fall_behind()
-    position.fetch(donor=1, awaited=True)
+    position.fetch(donor=1, step=7, awaited=True)
     assert (position.standing, position.donor, position.awaited, position.heals) == (Standing.CATCHING_UP, 1, True, 1)
     position.end_fetch(rest=True)
     assert (position.standing, position.donor, position.awaited, position.heals) == (Standing.CATCHING_UP, -1, False, 1)
     position.end_fetch()
     assert position.standing is Standing.BEHIND
-    position.fetch(donor=2, awaited=False)
+    position.fetch(donor=2, step=7, awaited=False)
     position.keep_up()
     assert (position.awaited, position.heals) == (True, 2)
     position.fetched(12)

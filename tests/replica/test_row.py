@@ -41,6 +41,7 @@ def test_row_survives_the_exchange() -> None:
         max_loss=1e-300,
         heals=5,
         donor=2,
+        from_step=999,
         waited=0.25,
         awaited=1,
         seconds=0.125,

@@ -643,7 +643,7 @@ def test_bytes_are_shown_when_somebody_comes() -> None:
 
     def come(group: OneGroup) -> None:
         group.position.fall_behind()
-        group.position.fetch(donor=0, awaited=False)  # asks for nothing
+        group.position.fetch(donor=0, step=0, awaited=False)  # asks for nothing
         for _ in range(2):
             group.rounds.make()
 

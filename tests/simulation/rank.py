@@ -221,6 +221,22 @@ class Rank:
         server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)
         world.transfers.servers[address] = self._server = server
         self._process_group = world.process_group(self)
+        if world.options.ranks > 1:
+            store: Any = world.connect_store(host, port, 300.0)
+            self.rank_watch = RankWatch(
+                config,
+                rank=self.number,
+                num_ranks=world.options.ranks,
+                host=host,
+                hostname=world.host(self.node),
+                store=store,
+                key=f"titan_ft/ranks/{self.group.attempt}",
+                on_silence=lambda hosts, seconds: end_process(
+                    1,
+                    lambda: "_membership" in vars(self) and self._membership.fall_silent(),
+                    lambda: events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
+                ),
+            )
         self._membership = Membership(
             config,
             process_group=self._process_group,
@@ -238,22 +254,6 @@ class Rank:
             leave_requested=lambda: self._drain.requested,
         )
         self._watch_agreements(self._membership)
-        if world.options.ranks > 1:
-            store: Any = world.connect_store(host, port, 300.0)
-            self.rank_watch = RankWatch(
-                config,
-                rank=self.number,
-                num_ranks=world.options.ranks,
-                host=host,
-                hostname=world.host(self.node),
-                store=store,
-                key=f"titan_ft/ranks/{self.group.attempt}",
-                on_silence=lambda hosts, seconds: end_process(
-                    1,
-                    self._membership.fall_silent,
-                    lambda: events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
-                ),
-            )
         self._exchange = GradientExchange(
             self.state.parameters,
             self._membership,

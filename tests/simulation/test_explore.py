@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.simulation.faults import (
     Flip,
     Freeze,
     Hang,
+    Kill,
     KillGroups,
     LighthouseDies,
     NotFinite,
@@ -233,6 +235,39 @@ def test_a_group_that_others_cannot_reach_is_not_waited_for_at_a_new_lighthouse(
     with standins.installed():
         for seed in range(8):
             assert not Schedule(seed, options, faults).run().problems
+
+
+def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:
+    """It is started again, and two of its hosts cannot reach each other: the others train on meanwhile."""
+    options = Options(2, 2, 120, {**QUICK, "group_size": 2}, restart_seconds=(0.3, 0.3))
+    with standins.installed():
+        for seed in range(3):
+            faults = Kill(0.6, 1, 1), CutInside(0.7, 1, 1, 0, False, 12.0)
+            world = Schedule(seed, options, faults).run(traces=True)
+            assert not world.problems
+            commits = [at for at, who, text in world.trace if who == "g0r0" and text.startswith("commits")]
+            assert len(commits) == options.steps
+            assert max(later - at for at, later in itertools.pairwise(commits)) < 2.0
+
+
+def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round() -> None:
+    """The donor still serves what the former process fetched: nothing that the new one, with a later offer, can use."""
+    fault_tolerance = {
+        **QUICK,
+        "group_size": 2,
+        "process_group_timeout_ms": 3000,
+        "join_timeout_ms": 60_000,
+        "hang_timeout_seconds": 20.0,
+        "batch_policy": "shrink",
+        "catch_up_max_steps": 2,
+        "semi_sync_method": "local_sgd",
+        "sync_steps": 5,
+    }
+    options = Options(2, 1, 4, fault_tolerance, jitter=0.08, compute_seconds=0.4, latency=0.002, switch=0.1)
+    options = dataclasses.replace(options, lag=0.00078125, restart_seconds=(0.1, 0.4), skew=7200.0)
+    with standins.installed():
+        for seed in range(11):
+            assert not Schedule(seed, options, (Kill(3.5304, 0, 0), Hang(4.9817, 0, 0))).run().problems
 
 
 def test_a_group_finds_its_lighthouse_when_the_way_there_is_back() -> None:

@@ -41,30 +41,29 @@ class Donor:
         Args:
             donors: see `find_donors`.
         """
-        rank = made.quorum.rank
-        fetching = {row.slot: row.donor for row in made.rows if row.standing == Standing.CATCHING_UP and row.donor >= 0}
+        rank, here = made.quorum.rank, (position.step, position.lineage)
+        own = made.quorum.slots[rank]
+        fetching = {row.slot: row for row in made.rows if row.standing == Standing.CATCHING_UP and row.donor >= 0}
         # A joiner may fetch already although this group voted no in the round that sent it here.
-        sent = {slot for slot, donor in fetching.items() if donor == made.quorum.slots[rank]}
-        self._joiners = sent | (self._joiners & fetching.keys())
+        sent = {slot for slot, row in fetching.items() if row.donor == own}
+        readers = sent | (self._joiners & fetching.keys())
         with self._copying:  # whoever has come for what was offered gets it, and is among those that fetch
-            taken = self._server.snapshot if self._served is None else None
-        if taken is not None:
-            self._served, self._joiners = taken, set(fetching)
+            if self._served is None and (taken := self._server.snapshot) is not None:
+                self._served, readers = taken, set(fetching)
+        held = self._served is not None and (self._served.step, self._served.lineage) == here
+        # Of a process that died in its heal, and whose successor wants a later state, nothing is left to be read.
+        served = -1 if self._served is None else self._served.step
+        reading = {slot for slot in readers if fetching[slot].from_step == served}
         coming = {made.quorum.slots[joiner] for joiner, found in donors.items() if rank in found}
-        held = self._served is not None and (self._served.step, self._served.lineage) == (
-            position.step,
-            position.lineage,
-        )
+        waiting = coming | {slot for slot in sent if fetching[slot].from_step == position.step}
         # A joiner that is sent here comes before those that this group only helps: these have other donors.
-        if coming and not held and (rank in made.verdict.donors.values() or not self._joiners):
+        if waiting and not held and (rank in made.verdict.donors.values() or not reading):
             self.copy(position)
-            self._joiners = coming
-        elif self._joiners and self._served is None:
-            self.copy(position)
-        elif coming and held:
-            self._joiners |= coming
-        elif not self._joiners:
-            self._withdraw()
+            self._joiners = waiting
+        else:
+            self._joiners = reading | coming if held else reading
+            if not self._joiners:
+                self._withdraw()
         self._offer(made, position)
 
     @property

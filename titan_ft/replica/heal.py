@@ -370,7 +370,7 @@ class Heal:
         """Begin to fetch what is offered, from the groups `slots`."""
         slot, step, config = offer.slot, offer.step, self._config
         self._position.hear(step)
-        self._position.fetch(slot, awaited=config.catch_up == "wait")
+        self._position.fetch(slot, step, awaited=config.catch_up == "wait")
         self._events.emit(HealStarted(donor=slot, donors=slots, from_step=step, step=step))
         self._donors, self._lost = slots, (lost := set())
 

@@ -111,10 +111,7 @@ class Membership:
         )
         where = join_address(host, store[1])  # of the store: on rank 0's host
         self._seat.enter(
-            f"titan_ft/server/{attempt}",
-            lambda: Member(
-                config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, where, shape
-            ),
+            lambda: Member(config.replica_id, time.time(), uuid.uuid4().hex, config_digest, config.job_id, where, shape)
         )
         self._thread = ThreadPoolExecutor(1, "titan_ft_quorum", initializer=device.for_thread())
         self._pending: Future[Quorum] | None = None

@@ -41,6 +41,7 @@ class Position:
     # The heal under way.
     heals: int = 0  # attempts
     donor: int = -1  # slot that it fetches from
+    from_step: int = 0  # of the state that it fetches there
     target: int = 0  # step of the state when all that is fetched has been replayed; 0 = nothing is fetched
     awaited: bool = False  # the others wait for the transfer, or the replay
     alone: float = 0.0  # seconds by the group's clock, without a holder of the state in sight
@@ -150,9 +151,9 @@ class Position:
 
     # The heal
 
-    def fetch(self, donor: int, awaited: bool) -> None:
-        """Begin to fetch from the group `donor`."""
-        self.standing, self.donor, self.awaited = Standing.CATCHING_UP, donor, awaited
+    def fetch(self, donor: int, step: int, awaited: bool) -> None:
+        """Begin to fetch the state after `step` updates from the group `donor`."""
+        self.standing, self.donor, self.from_step, self.awaited = Standing.CATCHING_UP, donor, step, awaited
         self.heals += 1
 
     def follow(self, donor: int) -> None:

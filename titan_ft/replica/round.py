@@ -368,6 +368,7 @@ class Rounds:
             max_loss=facts.max_loss,
             heals=position.heals,
             donor=position.donor,
+            from_step=position.from_step,
             waited=position.waited,
             awaited=position.awaited,
             seconds=facts.seconds,

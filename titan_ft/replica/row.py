@@ -50,6 +50,7 @@ class Row:
         max_loss: largest mean loss of one of its ranks.
         heals: heals that the member began since it has been behind; the next one asks the next donor.
         donor: slot that a member that is catching up fetches from; -1 = none at the moment.
+        from_step: committed updates in the state that it fetches there.
         waited: seconds that the member has waited for the job's first step.
         awaited: whether the others must wait until the member has fetched the state, or replayed what it has queued; it
             queues no more updates.
@@ -79,6 +80,7 @@ class Row:
     max_loss: float = 0.0
     heals: int = 0
     donor: int = -1
+    from_step: int = 0
     waited: float = 0.0
     awaited: int = 0
     seconds: float = 0.0

@@ -113,18 +113,15 @@ class Seat:
         self._on_move, self._moved = on_move, False
         self.closed = False
 
-    def enter(self, key: str, name: Callable[[], Member]) -> None:
-        """Open the group's first seat, under the name that rank 0 gives it, and take it; all ranks of the group do so.
+    def enter(self, name: Callable[[], Member]) -> None:
+        """Open the group's first seat, under the name that rank 0 gives it, and take it. A collective.
 
-        Args:
-            key: in the group's store, unique to this attempt.
+        From then on the other groups wait for this one, which can ask for a quorum only when all of its ranks are here.
 
         Raises:
             LighthouseError: the lighthouse does not answer.
         """
-        if self._group_rank == 0:
-            self._store.set(key, self._open_first(name()))
-        self.take(self._store.get(key).decode())
+        self.take(self._agreement.rank0_decides((), lambda _: self._open_first(name())))
 
     def _open_first(self, member: Member) -> str:
         """Open the group's first seat. A lighthouse that a file names may be gone: its successor is waited for."""

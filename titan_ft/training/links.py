@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -78,9 +78,10 @@ class Links:
             self._on_served,
             config.transfer_max_mbps,
         )
+        # First: from its seat at the lighthouse on, the others wait for the group, also if one of its ranks freezes.
+        self._rank_watch = self._watch_ranks(self.host)
         self.membership = self._join(self.host, shape)
         self.exchange = self._build_exchange(exchanged, fragments, model_parts, parallel_dims, gradient_scale)
-        self._rank_watch = self._watch_ranks(self.host)
 
     def close(self) -> None:
         """Leave the other groups; a part that cannot be closed keeps none of the others open."""
@@ -130,13 +131,14 @@ class Links:
     def _end_without(self, hosts: dict[int, str], seconds: float) -> None:
         """End this process because other ranks of the group are silent; the whole group is then started again."""
         line = f"titan_ft: {describe_silence(self._config, hosts, seconds)}\n"
-        end_process(
-            1,
+        last_words: list[Callable[[], object]] = [
             lambda: self._events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
             lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
+        ]
+        if "membership" in vars(self):
             # Last: it ends the training thread's vote or request, and with that this process.
-            self.membership.fall_silent,
-        )
+            last_words.append(self.membership.fall_silent)
+        end_process(1, *last_words)
 
     def _build_exchange(
         self,

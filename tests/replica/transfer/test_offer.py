@@ -257,7 +257,7 @@ def test_a_copy_that_was_made_between_two_rounds_is_served_until_nobody_fetches_
     server, position = Server(), SimpleNamespace(step=5, lineage=1005)
     this = donors.Donor(state, server)  # type: ignore[arg-type]
     this.copy(position)  # type: ignore[arg-type]
-    fetching = {"standing": Standing.CATCHING_UP, "step": 0, "donor": 0}
+    fetching = {"standing": Standing.CATCHING_UP, "step": 0, "donor": 0, "from_step": 5}
     this.serve(made({}, {}, fetching), position, {})  # type: ignore[arg-type]
     assert server.published == [5]
     assert this._served is not None
