@@ -211,7 +211,7 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     faults = KillGroups(1.0, (2,)), Slow(1.2, 1, 0, 15.0, 20.0), LighthouseDies(4.0, 0.3)
     left_out = 0
     with standins.installed():
-        for seed in (12, 15, 16):
+        for seed in (1, 3, 6):
             world = Schedule(seed, options, faults).run(traces=True)
             assert not world.problems
             left_out += sum("left_out" in str(line) for line in world.trace)
@@ -343,7 +343,7 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
     }
 
 
-@pytest.mark.parametrize("at", [0.66, 0.68])
+@pytest.mark.parametrize("at", [0.63, 0.65])
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(at: float) -> None:
     """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
     fault_tolerance = {
@@ -476,7 +476,7 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.02)
     faults = Reset(0.8, 1, 0, "vote"), KillGroups(0.8, (1,), "fetching", of=0)
     with standins.installed():
-        world = Schedule(1, options, faults).run(traces=True)
+        world = Schedule(5, options, faults).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g0r0"]
     assert "rolled_back step=1 lost=1" in said
