@@ -211,7 +211,7 @@ def test_a_joiner_that_is_alone_at_a_new_lighthouse_ends_no_exchange(
     faults = KillGroups(1.0, (2,)), Slow(1.2, 1, 0, 15.0, 20.0), LighthouseDies(4.0, 0.3)
     left_out = 0
     with standins.installed():
-        for seed in (1, 3, 6):
+        for seed in (1, 3, 7):
             world = Schedule(seed, options, faults).run(traces=True)
             assert not world.problems
             left_out += sum("left_out" in str(line) for line in world.trace)
