@@ -9,7 +9,6 @@ torchtitan's `step` counts the steps of a group, as its LR schedule, logs and ch
 from __future__ import annotations
 
 import contextlib
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -337,8 +336,7 @@ class SemiSyncTrainer(ReplicaTrainer):
         set_lr(self.lr_schedulers, self.step)
         self.ntokens_seen += update.tokens
         self._ledger.advance(update.entries, update.readers)
-        bits = struct.unpack("q", struct.pack("d", squares))[0]
-        return join_norm([struct.unpack("d", struct.pack("q", part))[0] for part in self._group.gather(bits)])
+        return join_norm(squares, self._group.gather)
 
     def _go_on(self, replica: ReplicaDimension) -> None:
         """Meet the others once more behind a round, and get another state if this group's moments are spoiled."""

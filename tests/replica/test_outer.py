@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -133,8 +134,10 @@ def test_the_norm_is_that_of_the_whole_change() -> None:
     group = model(0.0, 0.0)
     squares = make_round(OuterModel([group], LOCAL_SGD), group, 3.0, 4.0)
     assert squares == 25.0
-    assert join_norm([squares, 144.0]) == 13.0
-    assert math.isnan(join_norm([squares, math.nan]))
+    (others,) = struct.unpack("q", struct.pack("d", 144.0))
+    assert join_norm(squares, lambda own: [own, others]) == 13.0
+    for nan in (math.nan, -math.nan):  # as a processor makes them: with a sign
+        assert math.isnan(join_norm(nan, lambda own: [own, others]))
 
 
 def test_a_part_that_several_ranks_hold_counts_once(world: None) -> None:

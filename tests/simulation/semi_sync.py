@@ -353,7 +353,7 @@ class RoundRank(Rank):
         state.progress.steps += 1
         state.progress.tokens += update.tokens
         self.ledger.advance(update.entries, update.readers)
-        join_norm([float(value) for value in self._group.gather(int(np.float64(squares).view(np.int64)))])
+        join_norm(squares, self._group.gather)
         self._hold(update.step, update.lineage)
         world.oracle.applied(self.slot, self.number, update.lineage, state)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -228,9 +229,14 @@ def set_lr(lr_schedulers: Any, step: int) -> None:
                 scheduler.step()
 
 
-def join_norm(squares: list[float]) -> float:
-    """Return the norm of a vector whose parts have these sums of squares."""
-    return math.sqrt(math.fsum(squares))
+def join_norm(squares: float, gather: Callable[[int], list[int]]) -> float:
+    """Return the norm of a vector that the ranks of a group have in parts, each the sum of squares of its own.
+
+    Args:
+        gather: an integer of every rank.
+    """
+    (bits,) = struct.unpack("q", struct.pack("d", squares))
+    return math.sqrt(math.fsum(struct.unpack("d", struct.pack("q", part))[0] for part in gather(bits)))
 
 
 def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
