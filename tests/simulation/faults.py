@@ -323,7 +323,6 @@ class Reset(Fault):
             group = world.groups.get(node[0])
             if group is not None and group.ranks[self.rank].met:
                 world.say("fault", f"resets a connection of g{node[0]}r{self.rank}")
-                world.disturb()
                 group.ranks[self.rank].reset_connection()
 
         _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))
@@ -347,7 +346,6 @@ class ResetOwn(Fault):
         def act(node: Node) -> None:
             if node[0] in world.groups:
                 world.say("fault", f"resets the connections of g{node[0]}r{self.rank} within its group")
-                world.disturb()
                 world.network.reset((node[0], self.rank))
 
         _at_moment(world, self.moment, self.slot, act, (self.slot, self.rank))

@@ -34,7 +34,7 @@ from tests.simulation.faults import (
     Slow,
 )
 from tests.simulation.schedule import Schedule, _smaller, draw, shrink
-from tests.simulation.world import Options
+from tests.simulation.world import Options, World
 from titan_ft.replica import pulse
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.position import Position
@@ -507,16 +507,17 @@ def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart
     assert steps == ["1", "2", "3", "4", "5", "6"]
 
 
-def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update() -> None:
-    """The state before it would be outdated on its way: it is not offered any more, and fetched once."""
-    fault_tolerance = {**STREAMING, "group_size": 2, "sync_steps": 32, "fragment_sync_delay": 2}
+@pytest.mark.parametrize("kill", [14.4, 14.8, 15.2, 15.6])
+def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) -> None:
+    """The state before it would be outdated on its way: it is not offered any more, and the joiner fetches once."""
+    fault_tolerance = {**STREAMING, "group_size": 2, "sync_steps": 32, "fragment_sync_delay": 6}
     times = {"transfer_seconds": (2.0, 2.0), "restart_seconds": (1.6, 1.6), "compute_seconds": 0.5}
     with standins.installed():
-        faults = (KillGroups(14.6, (1,)),)
+        faults = (KillGroups(kill, (1,)),)
         world = Schedule(1, Options(2, 1, 6, fault_tolerance, **times), faults).run(traces=True)
     assert not world.problems
-    healed = [text.split()[3] for _, who, text in world.trace if who == "g1r0a1" and text.startswith("heal_finished")]
-    assert len(healed) == 1
+    heals = [text.split(" ", 1)[0] for _, who, text in world.trace if who == "g1r0a1" and text.startswith("heal_")]
+    assert heals == ["heal_started", "heal_finished"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -546,6 +547,19 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
     from_step = int(begun.rpartition("step=")[2])
     first = next(text for text in said if "of groups [0, 1]" in text and text.startswith("commits"))
     assert int(first.split()[2]) == from_step + 1 + steps
+
+
+def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From there the judges count what is late."""
+    disturbed = []
+    monkeypatch.setattr(World, "silenced", lambda self, *_: disturbed.append(self.disturbed))
+    with standins.installed():
+        fault_tolerance = {"enable": True, "group_size": 2, "finish_timeout_seconds": 2.0}
+        options = Options(2, 1, 3, fault_tolerance, compute_seconds=2.0)
+        world = Schedule(1, options, (Freeze(0.5, 0, -1, 0.2, "exchange"),)).run(traces=True)
+    assert not world.problems
+    (since,) = disturbed
+    assert since > 1.5, "it waits from 0.5 on, and the first exchange is at the step's end"
 
 
 def test_a_world_goes_when_it_is_dropped() -> None:

@@ -418,7 +418,11 @@ class World(standins.World):
                 armed.remove(entry)
                 # What a round has shown is other bytes already when it is served, or it is not.
                 late = 0.0 if moment == "naming" else 0.006 * self.kernel.rng.random() ** 2
-                self.kernel.after(late, functools.partial(entry.act, node))
+                self.kernel.after(late, functools.partial(self._strike, entry, node))
+
+    def _strike(self, entry: _Armed, node: Node) -> None:
+        self.disturb()
+        entry.act(node)
 
     def _start(self, slot: int, attempt: int) -> None:
         if slot in self.gone or self._job_over():

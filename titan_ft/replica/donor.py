@@ -112,7 +112,7 @@ class Donor:
     def end_offer(self) -> None:
         """Take the offer back: the exchange of the next update is under way.
 
-        With the state before it joiners would soon be strays, or so many that those who have the update were.
+        The state before it would be outdated on its way, and the joiner would fetch once more.
         """
         if self._offers:
             self._server.offer(None)
