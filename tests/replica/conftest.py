@@ -33,6 +33,7 @@ from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from tests.event_builder import untyped  # noqa: E402
 from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.replica.membership import Membership, Quorum  # noqa: E402
+from titan_ft.replica.reach import Peer, Probe  # noqa: E402
 from titan_ft.replica.snapshot import TrainState  # noqa: E402
 from titan_ft.run.events import Event  # noqa: E402
 from titan_ft.run.log import EventLog  # noqa: E402
@@ -218,6 +219,17 @@ class MortalLighthouse:
         return f"http://127.0.0.1:{self._port}"
 
 
+class FakeProbe(Probe):
+    """Knows without a network which peers cannot be reached."""
+
+    def __init__(self, is_lost: Callable[[Peer], bool] = lambda peer: False) -> None:
+        super().__init__("", "", 0)
+        self._is_lost = is_lost
+
+    def _ask(self, peer: Peer) -> Exception | None:
+        return OSError("no answer") if self._is_lost(peer) else None
+
+
 class Seats:
     """Takes seats at a lighthouse; each is one rank of a replica group in this process."""
 
@@ -262,7 +274,7 @@ class Seats:
             "config_digest": "c0ffee",
             "address": f"127.0.0.1:{9000 + 10 * slot + rank}",
             "events": RecordedEvents(),
-            "probe": lambda peers: {},
+            "probe": FakeProbe(),
             "leave_requested": lambda: False,
         }
         self._taken.append(Membership(config, **arguments | options))

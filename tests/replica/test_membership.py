@@ -17,6 +17,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+from tests.replica.conftest import FakeProbe
 from titan_ft.replica import rendezvous
 from titan_ft.replica.errors import ConfigMismatchError, ForeignMemberError, LighthouseError, ReplacedError
 from titan_ft.replica.member import Member
@@ -635,10 +636,25 @@ def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., Non
     """A group that has come, or come back, and has yet to ask; rank 0 alone looks."""
     ranks = seats.take_group(0)
     quorums = seats.meet(*ranks)
-    assert ranks[0].find_outsiders(quorums[0]) == []
+    assert ranks[0].find_outsiders(quorums[0], 0) == []
     seats.take(1)
-    wait_until(lambda: ranks[0].find_outsiders(quorums[0]) == [1], "group 1 is heard of")
-    assert ranks[1].find_outsiders(quorums[1]) == []
+    wait_until(lambda: ranks[0].find_outsiders(quorums[0], 0) == [1], "group 1 is heard of")
+    assert ranks[1].find_outsiders(quorums[1], 0) == []
+
+
+def test_who_holds_a_later_state_and_is_outside(seats: Any, wait_until: Callable[..., None]) -> None:
+    """It is silent there, and lives as long as it answers: nobody is to give up what it holds."""
+    gone: list[str] = []
+    probe = FakeProbe(lambda peer: peer.unique in gone)
+    own = seats.take(0, probe=probe)
+    (quorum,) = seats.meet(own)
+    other = seats.take(1)
+    other._seat.take(other._seat.reopen(other.member.reporting(5, [own.member])))
+    other._seat.leave()
+    wait_until(lambda: own.find_outsiders(quorum, 5) == [], "group 1 is silent")
+    assert own.find_outsiders(quorum, 4) == [1]
+    gone.append(other.member.unique)
+    assert own.find_outsiders(quorum, 4) == []
 
 
 def test_a_group_finds_its_counterparts_without_a_quorum(seats: Any, wait_until: Callable[..., None]) -> None:

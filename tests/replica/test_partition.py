@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.replica.conftest import FakeProbe
 from titan_ft.replica import partition
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.member import Quorum
@@ -68,15 +69,14 @@ class Network:
                 assert seat.process_group.aborted.wait(DEADLINE), "an exchange hangs"
         return False
 
-    def probe(self, slot: int, rank: int) -> Callable[[Sequence[Peer]], dict[str, str]]:
+    def probe(self, slot: int, rank: int) -> FakeProbe:
         """Return what `Membership` of a rank asks about its peers."""
 
-        def ask(peers: Sequence[Peer]) -> dict[str, str]:
+        def is_lost(peer: Peer) -> bool:
             slots = {f"127.0.0.1:{store.port}": number for number, store in self._seats.stores.items()}
-            lost = [peer for peer in peers if (slot, slots[peer.store], rank) in self._dead]
-            return {peer.unique: "no answer" for peer in lost}
+            return (slot, slots[peer.store], rank) in self._dead
 
-        return ask
+        return FakeProbe(is_lost)
 
 
 class NoProcessGroup:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from titan_ft.replica.member import Member
-from titan_ft.replica.pulse import Pulse, Status, StatusPage, Watch, find_outsiders, find_successors
+from titan_ft.replica.pulse import Pulse, Status, StatusPage, Watch, find_cut_off, find_outsiders, find_successors
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 SILENCE_SECONDS = 0.3  # of listening for what must not come: many looks
@@ -161,6 +161,18 @@ def test_who_lives_outside_of_a_quorum() -> None:
     assert find_outsiders(OWN, [OWN], Status(beats), 0.5) == [1]
     assert find_outsiders(OWN, [OWN], Status(beats), 1.0) == [1, 2]
     assert find_outsiders(OWN, [OWN, replace(OTHER, unique="another process")], Status(beats), 0.5) == []
+
+
+def test_who_is_outside_because_of_a_dead_link() -> None:
+    """Silent groups whose last name reports one and tells of a later state; not a successor that has reported none."""
+    reporting, second = OTHER.reporting(5, [OWN]), replace(OTHER, slot=2).reporting(7, [OWN])
+    successor = replace(second, started=second.started + 9, edition=0, report=None)
+    names = OWN, OTHER, reporting, second, replace(OTHER, slot=3), replace(second, slot=4, job="another")
+    silent = Status({member.replica_id: 60.0 for member in names})
+    assert find_cut_off(OWN, [OWN], silent, 4) == [reporting, second]
+    assert find_cut_off(OWN, [OWN], silent, 5) == [second]
+    assert find_cut_off(OWN, [OWN, OTHER], silent, 4) == [second]
+    assert find_cut_off(OWN, [OWN], Status(silent.heartbeats | {successor.replica_id: 0.1}), 4) == [reporting]
 
 
 def test_an_exchange_that_the_others_have_left_is_broken_off(

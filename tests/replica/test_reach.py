@@ -168,11 +168,12 @@ def test_a_peer_that_is_busy_can_be_reached() -> None:
             address = f"127.0.0.1:{peer.stdout.readline().strip()}"
             server = StateServer("127.0.0.1", TOKEN, 1.0, lambda *_: None)
             own = f"127.0.0.1:{server.port}"
-            assert ask(own, address) == {}
+            probe, peers = Probe(TOKEN, own, 0), [Peer("u", "", address)]
+            assert (probe(peers), probe.find_answering(peers)) == ({}, peers)
             peer.stdin.write("\n")
             peer.stdin.flush()
             assert peer.stdout.readline() == "busy\n"
-            assert ask(own, address) == {}
+            assert (probe(peers), probe.find_answering(peers)) == ({}, [])
             server.close()
         finally:
             peer.kill()

@@ -121,7 +121,7 @@ class Seat:
         """Name no real one."""
         return f"rank {rank}"
 
-    def find_outsiders(self, quorum: Quorum) -> list[int]:
+    def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
         """See nobody."""
         return []
 
@@ -348,7 +348,7 @@ def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
     group.position.training = False
     now, looks = [100.0], list[float]()
 
-    def find_outsiders(quorum: Quorum) -> list[int]:
+    def find_outsiders(quorum: Quorum, step: int) -> list[int]:
         looks.append(now[0])
         return [2] if now[0] < 120.0 and now[0] != 110.0 else []  # it was silent for a moment
 

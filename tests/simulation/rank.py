@@ -111,6 +111,7 @@ class Rank:
         self.met: list[int] = []  # slots of the groups in the last round that worked
         self.tied = False  # nobody could tell in its last round whose bytes are right, and rightly so
         self.voted = self.voted_when_told = False
+        self.returned = False  # its process ends as one does that has done its work
         self.told_why = False  # an event has said why its process ends itself
         self.abandoned = False  # ends without having left in order, as it has told
         self.renewals = 0  # newer states that it has fetched in this heal, because its queue was full
@@ -169,6 +170,7 @@ class Rank:
     def main(self) -> None:
         """Train, then end the process."""
         self.train()
+        self.returned = True
         self.process.end()
 
     def train(self) -> None:

@@ -35,7 +35,7 @@ from tests.simulation.faults import (
 )
 from tests.simulation.schedule import Schedule, _smaller, draw, shrink
 from tests.simulation.world import Options, World
-from titan_ft.replica import pulse
+from titan_ft.replica import membership, pulse
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import Rounds
@@ -235,6 +235,24 @@ def test_a_group_that_others_cannot_reach_is_not_waited_for_at_a_new_lighthouse(
     with standins.installed():
         for seed in range(8):
             assert not Schedule(seed, options, faults).run().problems
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_job_is_not_begun_anew_beside_a_group_that_is_outside(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """It sends no heartbeats there, and the groups that went on without it die: who is started again asks it."""
+    if not asked:
+        monkeypatch.setattr(membership, "find_cut_off", lambda *_: [])
+    fault_tolerance = {**QUICK, "group_size": 3, "process_group_timeout_ms": 3000}
+    options = Options(3, 2, 8, fault_tolerance, restart_seconds=(0.3, 0.3))
+    faults = Cut(0.6, 0, 2, -1, False, 7.0), KillGroups(7.82, (1,)), Freeze(8.14, 0, -1, 12.0)
+    with standins.installed():
+        world = Schedule(1, options, faults).run(traces=True)
+    (outside,) = [at for at, _, text in world.trace if text.startswith("outside")]
+    assert outside < 8.14
+    first = next(
+        text for _, who, text in world.trace if who == "g1r0a1" and text.startswith(("commits", "heal_started"))
+    )
+    assert first.startswith("heal_started donor=2" if asked else "commits step 1 of groups [1]")
 
 
 def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:

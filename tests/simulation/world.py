@@ -1079,8 +1079,8 @@ class World(standins.World):
         stuck = [rank.number for rank in dead if rank.process.exited and not rank.ended]
         if left and stuck:
             self.report("ranks never part", f"g{group.slot}: ranks {left} have left in order, {stuck} had to end")
-        # One that waits for its siblings at the end may still find that one of them is silent.
-        if any(rank.ended is None or rank.process.exited for rank in dead):
+        # One that has its final state may still be killed, or find at its end that a sibling is silent.
+        if not all(rank.returned for rank in dead):
             group.ended_at = self.kernel.now
             self.say("launch", f"sees an end in group {group.slot}")
             group.over = True

@@ -33,8 +33,8 @@ from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.group_store import keep_alive
 from titan_ft.replica.member import Admission, Member, Quorum, admit, members_of_job
 from titan_ft.replica.partition import Partition
-from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_living, find_outsiders
-from titan_ft.replica.reach import Peer, look_up
+from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_cut_off, find_living, find_outsiders
+from titan_ft.replica.reach import Peer, Probe, look_up
 from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.seat import Seat
 from titan_ft.run.address import join_address
@@ -66,7 +66,6 @@ class Membership:
         attempt: how often the group was started before; the store of torchrun's agent outlives an attempt.
         config_digest: hex hash of the settings that must be equal in all groups.
         address: host:port of this rank's state server.
-        probe: says which peers cannot be reached, and why (see `reach.Probe`).
         leave_requested: says whether this rank was.
         shape: what else must be equal in all groups (see `titan_ft.replica.shape`).
     """
@@ -85,11 +84,11 @@ class Membership:
         config_digest: str,
         address: str,
         events: EventLog,
-        probe: Callable[[Sequence[Peer]], dict[str, str]],
+        probe: Probe,
         leave_requested: Callable[[], bool],
         shape: str = "",
     ) -> None:
-        self._config, self._group_rank, self._events = config, group_rank, events
+        self._config, self._group_rank, self._events, self._probe = config, group_rank, events, probe
         own_store = _connect(store)
         connect_timeout = timedelta(seconds=config.connect_timeout_seconds)
         # For quorums, by the quorum thread, and for the votes between them, by the training thread.
@@ -240,11 +239,19 @@ class Membership:
                 watches.enter_context(watch.watching())
             yield
 
-    def find_outsiders(self, quorum: Quorum) -> list[int]:
-        """Return the slots of groups that live and are not in `quorum`, as rank 0 sees it; none on other ranks."""
+    def find_outsiders(self, quorum: Quorum, step: int) -> list[int]:
+        """Return the slots of groups that live and are not in `quorum`, as rank 0 sees it; none on other ranks.
+
+        Also of those with more than `step` updates that are outside because of dead links. These are silent, and come
+        back only when the links do, or when the groups at the other ends are gone.
+        """
         beat = self._config.heartbeat_timeout_ms / 1000
         status = self._page.read(beat) if self._group_rank == 0 else None
-        return [] if status is None else find_outsiders(self.member, quorum.members, status, beat)
+        if status is None:
+            return []
+        cut_off = {Peer(m.unique, m.store): m.slot for m in find_cut_off(self.member, quorum.members, status, step)}
+        answering = {cut_off[peer] for peer in self._probe.find_answering([*cut_off])}
+        return sorted(answering.union(find_outsiders(self.member, quorum.members, status, beat)))
 
     def find_peers(self) -> dict[int, Peer]:
         """Return this rank's counterparts in the job's other groups that live, by slot; any thread."""

@@ -235,6 +235,18 @@ def find_outsiders(own: Member, members: Collection[Member], status: Status, bea
     return sorted({member.slot for member in find_living(own, status, beat)} - inside)
 
 
+def find_cut_off(own: Member, members: Collection[Member], status: Status, step: int) -> list[Member]:
+    """Return the job's groups that were last heard of with a report of dead links and more than `step` updates.
+
+    No `members`. If they live they are outside (see `Partition`): they send no heartbeats until the links are back, or
+    the groups at the other ends are gone.
+    """
+    inside = {member.slot for member in members}
+    known = sorted(members_of_job(own, status.heartbeats), key=lambda member: member.age)
+    newest = {member.slot: member for member in known if member.slot not in inside}
+    return [member for member in newest.values() if member.report is not None and member.report.step > step]
+
+
 def find_living(own: Member, status: Status, beat: float) -> list[Member]:
     """Return the job's groups that have been heard of for the last `beat` seconds, the oldest process first."""
     living = [name for name, seconds in status.heartbeats.items() if seconds < beat]

@@ -77,14 +77,28 @@ class Probe:
         self._token, self._address, self._group_rank = token, address, group_rank
 
     def __call__(self, peers: Sequence[Peer]) -> dict[str, str]:
-        """Return why those peers that cannot be reached cannot, by their `unique`; takes a few seconds at most."""
+        """Return why those peers that cannot be reached cannot, by their `unique`; takes a few seconds at most.
+
+        One that is another run's, whose token is wrong or that computes can be reached.
+        """
+        errors = self._ask_all(peers).items()
+        return {
+            unique: first_line(error) for unique, error in errors if not isinstance(error, RefusedError | BusyError)
+        }
+
+    def find_answering(self, peers: Sequence[Peer]) -> list[Peer]:
+        """Return those of `peers` that answer, and so are neither gone nor frozen; takes a few seconds at most."""
+        errors = self._ask_all(peers)
+        return [peer for peer in peers if peer.unique not in errors]
+
+    def _ask_all(self, peers: Sequence[Peer]) -> dict[str, Exception]:
         if not peers:
             return {}
         with ThreadPoolExecutor(min(_AT_ONCE, len(peers)), thread_name_prefix="titan_ft_probe") as pool:
-            reasons = pool.map(self._ask, peers)
-            return {peer.unique: reason for peer, reason in zip(peers, reasons, strict=True) if reason}
+            errors = pool.map(self._ask, peers)
+            return {peer.unique: error for peer, error in zip(peers, errors, strict=True) if error is not None}
 
-    def _ask(self, peer: Peer) -> str:
+    def _ask(self, peer: Peer) -> Exception | None:
         try:
             if self._group_rank > 0:  # the ranks of all groups meet at a store, and its host is rank 0's
                 _connect(peer.store, CONNECT_SECONDS).close()
@@ -93,11 +107,9 @@ class Probe:
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
             except ConnectionError:  # such as one that was taken for a broken exchange's, and closed with it
                 round_trip(address, self._token, CONNECT_SECONDS, _PROBE_BYTES, self._address)
-        except (RefusedError, BusyError):
-            return ""  # it is another run's, or its token is wrong, or it computes: but it can be reached
-        except (OSError, ValueError, KeyError, RuntimeError) as error:  # what network and store do; no bug of ours
-            return first_line(error)
-        return ""
+        except (OSError, ValueError, KeyError, RuntimeError, RefusedError, BusyError) as error:
+            return error  # what network and store do; no bug of ours
+        return None
 
 
 def address_key(unique: str, group_rank: int) -> str:

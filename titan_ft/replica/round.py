@@ -204,7 +204,7 @@ class Rounds:
 
     def find_outsiders(self, made: Round) -> list[int]:
         """Return the slots of groups that live and were not in a round, as rank 0 sees it; none on other ranks."""
-        return self._membership.find_outsiders(made.quorum)
+        return self._membership.find_outsiders(made.quorum, self._position.step)
 
     def launch(self) -> None:
         """Let the next backward launch the exchange of the next round; call it before the step's last backward."""
