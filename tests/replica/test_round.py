@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Broken, Round
@@ -97,7 +96,7 @@ class World:
         entries = encode([Entry(1, 3, 1, b"theirs")])
         number = len(rows)
         spoiled = [not self.finite, bool(self.other.nonfinite)][:number]
-        return Reduced(self.quorum, torch.tensor(rows, dtype=torch.float64), [self.message, entries][:number], spoiled)
+        return Reduced(self.quorum, rows, [self.message, entries][:number], spoiled)
 
     # Group, state, donor, drain, watchdog
 

@@ -157,7 +157,7 @@ class Exchange:
         told = self._seat.hub.gather(self._seat.number, self._seat.slot, (gradient, list(row), message, self.spoiled))
         gradients, rows, messages, spoiled = zip(*told, strict=True)
         self.sum = sum(gradients)
-        return Reduced(quorum, torch.tensor(rows, dtype=torch.float64), list(messages), list(spoiled))
+        return Reduced(quorum, [list(row) for row in rows], list(messages), list(spoiled))
 
     def reduced(self) -> list[torch.Tensor]:
         """Copy the sum."""

@@ -45,12 +45,13 @@ class _Operation:
                 self.total += self.inputs[rank]
         return self.total
 
-    def result(self, rank: int) -> np.ndarray:
-        """Return what a member gets."""
+    def write_result(self, rank: int, target: np.ndarray) -> None:
+        """Write what a member gets."""
         if self.kind == "sum":
-            return self.sum()
-        inputs = [self.inputs[other] for other in sorted(self.inputs)]
-        return np.stack([given[rank] for given in inputs] if self.direct else inputs)
+            target[...] = self.sum()
+            return
+        for place, given in self.inputs.items():
+            target[place] = given[rank] if self.direct else given
 
 
 class Ring:
@@ -318,7 +319,7 @@ class ProcessGroup:
             self._error = error
             self._close()  # the first operation that runs out of time aborts the communicator: no other one waits
         else:
-            np.copyto(tensor, operation.result(self._rank))
+            operation.write_result(self._rank, tensor)
 
     def _wait(self, ring: Ring, operation: _Operation, end: float) -> None:
         kernel, rank = self._kernel, self._rank

@@ -10,6 +10,7 @@ is committed, so a broken exchange is repeated with the survivors and nothing is
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,14 +43,14 @@ OwnFacts = tuple[Sequence[float], bytes]  # a member's row and message
 
 @dataclass(frozen=True)
 class Reduced:
-    """The outcome of one exchange: its quorum, the members' rows [num_members, row_width], and their messages.
+    """The outcome of one exchange: its quorum, the members' rows, all of one width, and their messages.
 
     Attributes:
         spoiled: of each member, whether the gradients that it gave have an inf or a NaN.
     """
 
     quorum: Quorum
-    rows: torch.Tensor
+    rows: list[list[float]]
     messages: list[bytes]
     spoiled: list[bool]
 
@@ -126,6 +127,7 @@ class _Bucket:
     ) -> None:
         self.parts, self.fragment, self._where, self.dtype = list(parts), fragment, where, dtype
         self.num_exact = len(self.parts) + sum(part.shape.numel() for part in parts if isinstance(part, _Count))
+        self._sizes = [*(part.shape.numel() for part in self.parts), len(self.parts)]
         self.residual = Residual() if quantize else None
         self.total = torch.empty((), dtype=torch.float32, device=where)
         self.missing: set[int] = set()
@@ -137,13 +139,12 @@ class _Bucket:
 
     def renew(self) -> None:
         """Take other memory; what is in the bucket is lost."""
-        size = sum(part.shape.numel() for part in self.parts)
-        self.flat = device.empty_bucket(size + len(self.parts), torch.float32, self._where)
+        self.flat = device.empty_bucket(sum(self._sizes), torch.float32, self._where)
         self.views, self.used = self.split(self.flat)
 
     def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the views of a flat tensor like the bucket's: one per part, and their weights."""
-        *views, used = flat.split([*(part.shape.numel() for part in self.parts), len(self.parts)])
+        *views, used = torch.split_with_sizes(flat, self._sizes)
         return [view.view(part.shape) for view, part in zip(views, self.parts, strict=True)], used
 
     def wire_bytes(self, num_members: int) -> int:
@@ -485,7 +486,8 @@ class _Flight:
         self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._options = AllreduceOptions()
         self._options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
-        self._options.timeout = membership.timeout
+        self._row_options = AllToAllOptions()
+        self._options.timeout = self._row_options.timeout = membership.timeout
         self._works: list[Any] = []
         self.contributed = False  # whether this rank's gradients are in it; known when the thread has ended
         self.used: list[list[float] | None] = []  # the parts' weights in each bucket; None = it did not travel
@@ -524,21 +526,21 @@ class _Flight:
         own = torch.tensor([*row, len(message), 0.0], dtype=torch.float64).to(self._where, non_blocking=True)
         device.wait_for(self._done, self._where)
         travelled = [bucket for bucket in self._buckets if bucket.fragment in self.travelling]
-        if self.contributed and travelled:
-            own[-1] = torch.stack([bucket.total for bucket in travelled]).isfinite().all().logical_not()
+        if self.contributed and travelled:  # not finite if one of them is not; float64 has room for all of them
+            own[-1] = torch.stack([bucket.total for bucket in travelled]).sum(dtype=torch.float64)
         gathered = self._gather(own)
         facts, *used = self._read(gathered, *(bucket.used for bucket in travelled))
-        rows = facts.view(gathered.shape)
+        rows: list[list[float]] = facts.view(gathered.shape).tolist()
         weights = iter(used)
         self.used = [next(weights).tolist() if bucket.fragment in self.travelling else None for bucket in self._buckets]
-        sizes = [int(size) for size in rows[:, -2].tolist()]
+        sizes = [int(row[-2]) for row in rows]
         messages = [b""] * len(sizes)
         if any(sizes):  # a second collective, for they vary in length
             octets = torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8)
             (padded,) = self._read(self._gather(octets.to(self._where, non_blocking=True)))
             padded = padded.view(len(sizes), -1)
             messages = [octets[:size].tobytes() for octets, size in zip(padded.numpy(), sizes, strict=True)]
-        return Reduced(self._quorum, rows[:, :-2], messages, rows[:, -1].bool().tolist())
+        return Reduced(self._quorum, [row[:-2] for row in rows], messages, [not math.isfinite(row[-1]) for row in rows])
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()].
@@ -551,7 +553,7 @@ class _Flight:
         assert self._quorum is not None
         num_members = len(self._quorum.members)
         if self._where.type == "cpu":
-            return self._all_to_all(own.expand(num_members, -1).contiguous()) if num_members > 1 else own[None]
+            return self._all_to_all(torch.stack([own] * num_members)) if num_members > 1 else own[None]
         gathered = own.new_zeros((num_members, own.numel()))
         gathered[self._quorum.rank] = own
         self._all_reduce(gathered)
@@ -560,10 +562,11 @@ class _Flight:
     def _read(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return flat copies in host memory, in one dtype, behind everything that is in flight: the host waits once."""
         self._await_works()
-        values = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        values = (torch.cat(flat) if len(flat) > 1 else flat[0]).cpu()
         # Only now: garbage of a broken sum would let this rank send buckets, or bytes, where the others send rows.
         self._raise_errored()
-        return values.split([tensor.numel() for tensor in tensors])
+        return torch.split_with_sizes(values, [tensor.numel() for tensor in flat])
 
     def join(self) -> None:
         """End the thread; it never outlives its exchange, because the next one writes the same buckets."""
@@ -615,7 +618,8 @@ class _Flight:
         given = [self.contributed and fragment in self._given for fragment in range(self._num_fragments)]
         counts = torch.tensor([self._due, self.contributed, *given], dtype=torch.int32)
         gathered = self._gather(counts.to(self._where, non_blocking=True))
-        due, num_givers, *users = self._read(gathered)[0].view(gathered.shape).sum(0).tolist()
+        counted = self._read(gathered)[0].view(gathered.shape).tolist()
+        due, num_givers, *users = map(sum, zip(*counted, strict=True))
         if not due or any(number not in (0, num_givers) for number in users):
             return frozenset()
         return frozenset(fragment for fragment, number in enumerate(users) if number)
@@ -665,9 +669,7 @@ class _Flight:
     def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """Send a row to each member, and return what all send to this one, shaped alike; there for what follows."""
         received = torch.empty_like(rows)
-        options = AllToAllOptions()
-        options.timeout = self._membership.timeout
-        self._membership.process_group.alltoall_base(received, rows, [], [], options).wait()
+        self._membership.process_group.alltoall_base(received, rows, [], [], self._row_options).wait()
         return received
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:

@@ -399,7 +399,7 @@ class Rounds:
 
 
 def _read(reduced: Reduced) -> Round:
-    told = zip(reduced.rows.tolist(), reduced.spoiled, strict=True)
+    told = zip(reduced.rows, reduced.spoiled, strict=True)
     rows = [Row.decode(values, spoiled) for values, spoiled in told]
     entries = [decode(message) for message in reduced.messages]
     verdict = judge(rows, [[entry.slot for entry in own] for own in entries])
