@@ -465,13 +465,20 @@ class LateNccl:
         self._accelerator, self._rank, self._num_members, self._parts = accelerator, rank, num_members, parts
         self._stream = Stream(accelerator, torch.device(_ON_DEVICE, rank))
         self._num_operations = 0
+        self._error: Exception | None = None
 
-    def errored(self) -> None:
-        """Say that nothing went wrong."""
+    def abort(self) -> None:
+        """End all operations: those that have yet to come to their end leave anything behind, whenever they do."""
+        self._error = RuntimeError("aborted")
+
+    def errored(self) -> Exception | None:
+        """Return why it was aborted."""
+        return self._error
 
     def allreduce(self, tensors: list[Late], options: Any = None) -> LateWork:
         """Sum a tensor over the members."""
-        return self._run(tensors[0], lambda parts: tensors[0].memory.copy_(functools.reduce(torch.add, parts)))
+        (own,) = tensors
+        return self._run(own, lambda parts: own.memory.copy_(functools.reduce(torch.add, parts)), tensors)
 
     def allgather(self, outputs: list[list[Late]], tensors: list[Late], options: Any = None) -> LateWork:
         """Gather the members' tensors."""
@@ -480,13 +487,18 @@ class LateNccl:
             for output, part in zip(outputs[0], parts, strict=True):
                 output.memory.copy_(part)
 
-        return self._run(tensors[0], spread)
+        return self._run(tensors[0], spread, outputs[0])
 
     def alltoall_base(self, output: Late, given: Late, *_: Any) -> LateWork:
         """Give each member its row."""
-        return self._run(given, lambda parts: output.memory.copy_(torch.stack([part[self._rank] for part in parts])))
 
-    def _run(self, own: Late, act: Callable[[list[torch.Tensor]], object]) -> LateWork:
+        def spread(parts: list[torch.Tensor]) -> None:
+            output.memory.copy_(torch.stack([part[self._rank] for part in parts]))
+
+        return self._run(given, spread, [output])
+
+    def _run(self, own: Late, act: Callable[[list[torch.Tensor]], object], results: list[Late]) -> LateWork:
+        assert self._error is None, "process group not initialized"  # as torchft's
         accelerator = self._accelerator
         parts = self._parts.setdefault(self._num_operations, {})
         self._num_operations += 1
@@ -496,6 +508,10 @@ class LateNccl:
             return True
 
         def end() -> bool:
+            if self._error is not None:
+                for result in results:
+                    result.memory.fill_(7)
+                return True
             if len(parts) < self._num_members:
                 return False
             act([parts[rank] for rank in range(self._num_members)])

@@ -26,10 +26,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_accelerator import FakeAccelerator, LateNccl, Stream, installed, move
+from tests.fake_accelerator import FakeAccelerator, LateNccl, LateWork, Stream, installed, move
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
-from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.exchange import ExchangeError, GradientExchange
 from titan_ft.replica.feed import _checksum
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.outer import OuterModel
@@ -97,8 +97,10 @@ class _Seat:
 
     def __init__(self, rank: int, process_group: Any) -> None:
         self._rank, self.process_group = rank, process_group
+        self.before_quorum: Callable[[], object] = lambda: None
 
     def wait(self) -> Quorum:
+        self.before_quorum()
         members = tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(NUM_MEMBERS))
         return Quorum("key", self._rank, members, max_step=0)
 
@@ -106,7 +108,35 @@ class _Seat:
         return contextlib.nullcontext()
 
     def abort(self) -> None:
-        """Break off nothing."""
+        """Break off what is under way, if the process group is one that breaks; the next one has the same members."""
+        if isinstance(self.process_group, _Breaking):
+            self.process_group.renew()
+
+
+class _Breaking:
+    """A process group that is aborted at one of its operations, the same one on all members; then it is another one.
+
+    Args:
+        build: makes one, whose members meet by a number.
+    """
+
+    def __init__(self, build: Callable[[int], Any]) -> None:
+        self._build, self._built = build, 0
+        self.breaks_at: int | None = None  # how many operations it makes before
+        self._group = build(0)
+
+    def renew(self) -> None:
+        self._built += 1
+        self._group, self.breaks_at = self._build(self._built), None
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "errored" and self.breaks_at is not None:
+            if self.breaks_at == 0:
+                if isinstance(self._group, LateNccl):
+                    self._group.abort()
+                raise AssertionError("process group not initialized")
+            self.breaks_at -= 1
+        return getattr(self._group, name)
 
 
 class _Behind:
@@ -129,6 +159,7 @@ class _World:
     def __init__(self, backend: str, accelerator: Any = None) -> None:
         self._backend, self._accelerator = backend, accelerator
         self._shared: dict[Any, Any] = {}
+        self.seats: dict[int, _Seat] = {}  # by rank, that of its last exchange
 
     def place(self, rank: int) -> torch.device:
         """Return a rank's device, which becomes that of the thread."""
@@ -152,13 +183,16 @@ class _World:
     def exchange(self, rank: int, parameters: Any, **options: Any) -> GradientExchange:
         """Build a rank's exchange, with several buckets."""
         on_device = self._backend == "nccl" and self._accelerator is not None
-        group: Any = (
-            LateNccl(self._accelerator, rank, NUM_MEMBERS, self._shared) if on_device else _Sum(rank, self._shared)
-        )
+
+        def build(number: int) -> Any:
+            shared = self._shared.setdefault(("quorum", number), {})
+            return LateNccl(self._accelerator, rank, NUM_MEMBERS, shared) if on_device else _Sum(rank, shared)
+
+        seat = self.seats[rank] = _Seat(rank, _Breaking(build))
         where = self.place(rank) if on_device else CPU
         return GradientExchange(
             parameters,
-            _Seat(rank, group),  # type: ignore[arg-type]  # stands in for it
+            seat,  # type: ignore[arg-type]  # stands in for it
             where=where,
             **{"bucket_bytes": 100, "overlap": True, **options},
         )
@@ -273,6 +307,40 @@ def train_on_two_streams(world: _World) -> Any:
                     for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]  # as FSDP
                         hook(parameter)
             world.join(streams)
+            rank.finish(True)
+            rank.apply(None)
+        return rank.bytes()
+
+    return _together(run)
+
+
+def train_over_broken_exchanges(world: _World) -> Any:
+    """Each step's exchange breaks, each at another operation, and is repeated with the same gradients.
+
+    In one of them a rank's state seemed outdated at first, so that it gave zeros. The quorum after it is late: the
+    device is through with all that training has queued by then.
+    """
+
+    def run(number: int) -> Any:
+        rank, seat = _Rank(world, number), world.seats[number]
+
+        def be_late() -> None:
+            while any(bucket.missing for bucket in rank.exchange._buckets):
+                time.sleep(0.001)
+            rank.parameters[0].detach().cpu()
+
+        for step in range(NUM_STEPS):
+            rank.training.optimizers.zero_grad()
+            seat.before_quorum = lambda: None
+            seat.process_group.breaks_at = 1 + step
+            rank.exchange.arm(functools.partial(lambda gives, quorum: gives, number == 0 or step != 2))
+            for parameter in rank.parameters:
+                parameter.grad = parameter.detach() * (1.0 + number + step)
+                for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]  # as autograd
+                    hook(parameter)
+            with pytest.raises(ExchangeError):
+                rank.finish(True)
+            seat.before_quorum = be_late
             rank.finish(True)
             rank.apply(None)
         return rank.bytes()
@@ -451,7 +519,15 @@ def read(world: _World) -> Any:
 
 
 SCENARIOS = {
-    "exchange.py": (heal, train, train_without_overlap, train_on_two_streams, train_in_8_bits, train_in_bfloat16),
+    "exchange.py": (
+        heal,
+        train,
+        train_without_overlap,
+        train_on_two_streams,
+        train_over_broken_exchanges,
+        train_in_8_bits,
+        train_in_bfloat16,
+    ),
     "snapshot.py": (copy, copy_beside_training, copy_on_another_thread, heal),
     "outer.py": (rounds, rounds_mixed, restore),
     "feed.py": (read,),
@@ -499,15 +575,22 @@ PACKAGE = Path(device.__file__).parent / "replica"
 
 
 def find_waits() -> list[tuple[str, int]]:
-    """Return where the engine waits for the device: file and line."""
+    """Return where the engine waits for the device, also for what a process group does on it: file and line."""
     return [
         (str(path.relative_to(PACKAGE)), node.lineno)
         for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func) in {f"device.{name}" for name in WAITS}
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if ast.unparse(node.func) in {f"device.{name}" for name in WAITS} or _waits_for_work(path.name, function, node)
     ]
+
+
+def _waits_for_work(file: str, function: ast.FunctionDef, call: ast.Call) -> bool:
+    if file != "exchange.py" or function.name in ("_run", "_all_reduce"):  # for the quorum; for Gloo, in host memory
+        return False
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "wait"
 
 
 @contextlib.contextmanager
@@ -527,6 +610,7 @@ def left_out(file: str, line: int) -> Iterator[None]:
         patch.setattr(device, "record_event", unless_there(device.record_event, lambda **_: None))
         patch.setattr(device, "wait_for", unless_there(device.wait_for, lambda *_: None))
         patch.setattr(device, "join_stream", unless_there(device.join_stream, lambda *_: None))
+        patch.setattr(LateWork, "wait", unless_there(LateWork.wait, lambda *_: None))
         yield
 
 

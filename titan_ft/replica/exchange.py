@@ -10,6 +10,7 @@ is committed, so a broken exchange is repeated with the survivors and nothing is
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -491,7 +492,7 @@ class _Flight:
         self._works: list[Any] = []
         self.contributed = False  # whether this rank's gradients are in it; known when the thread has ended
         self.used: list[list[float] | None] = []  # the parts' weights in each bucket; None = it did not travel
-        self._done: torch.Event | None = None  # what the thread has queued
+        self._queued: torch.Event | None = None  # behind what the thread has queued, but for the sums
         self.wire_bytes = 0  # of gradients, that this rank has sent
         self.travelling: frozenset[int] = frozenset()  # fragments that are summed; the same on all members
         self._quorum: Quorum | None = None
@@ -524,7 +525,7 @@ class _Flight:
         assert self._quorum is not None
         row, message = describe(self._quorum)
         own = torch.tensor([*row, len(message), 0.0], dtype=torch.float64).to(self._where, non_blocking=True)
-        device.wait_for(self._done, self._where)
+        device.wait_for(self._queued, self._where)
         travelled = [bucket for bucket in self._buckets if bucket.fragment in self.travelling]
         if self.contributed and travelled:  # not finite if one of them is not; float64 has room for all of them
             own[-1] = torch.stack([bucket.total for bucket in travelled]).sum(dtype=torch.float64)
@@ -569,9 +570,17 @@ class _Flight:
         return torch.split_with_sizes(values, [tensor.numel() for tensor in flat])
 
     def join(self) -> None:
-        """End the thread; it never outlives its exchange, because the next one writes the same buckets."""
+        """End the thread; it never outlives its exchange, because the next one writes the same buckets.
+
+        Nor does what it has queued: on a GPU, sums that were broken off write until their abort is through, and what
+        is queued next on this stream, such as gradients into the same buckets, comes behind them.
+        """
         self._full.put(None)
         self._thread.join()
+        device.wait_for(self._queued, self._where)
+        for work in self._works:
+            with contextlib.suppress(RuntimeError):  # one that was aborted may say so; the stream waits all the same
+                work.wait()
 
     def _run(self) -> None:
         try:
@@ -580,34 +589,39 @@ class _Flight:
                 raise ExchangeError(quorum.error)
             self._quorum = quorum
             self.contributed = self._contributes(quorum)
-            full: set[int] = set()
             # All of it: this thread's own stream is that of the training, which would wait for the other members.
             with device.side_stream(self._where):
-                # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
-                self.travelling = self._agree_on_fragments()
-                for bucket in self._buckets:
-                    if bucket.fragment not in self.travelling:
-                        continue
-                    while id(bucket) not in full:
-                        if (handed_over := self._full.get()) is None:
-                            return
-                        full.add(id(handed_over))
-                    device.wait_for(bucket.full, self._where)
-                    if self.contributed:
-                        if bucket.residual is not None:
-                            bucket.residual.add_to(bucket.flat[: -len(bucket.parts)])
-                        bucket.total.copy_(bucket.flat.sum())  # one cheap pass: an inf or a NaN shows in the sum
-                    else:
-                        bucket.flat.zero_()
-                    self._sum(bucket)
-                if self._describe is not None:
-                    self._rows = self._gather_rows(self._describe)
-                elif self._where.type != "cpu":
-                    self._done = device.record_event()
+                try:
+                    self._send()
+                finally:
+                    self._queued = device.record_event() if self._where.type != "cpu" else None
         except Exception as error:  # noqa: BLE001  # thread edge: finish() raises it on the training thread
             # Without a quorum nothing was exchanged: the error is that of the membership, and ends the run.
             known = isinstance(error, ExchangeError) or self._quorum is None
             self._error = error if known else _broken(error)
+
+    def _send(self) -> None:
+        """Sum the buckets as they become full; what was sent whole has its rows gathered too."""
+        full: set[int] = set()
+        # Rounds without gradients are rows only: they must not compete with the transfer that they wait for.
+        self.travelling = self._agree_on_fragments()
+        for bucket in self._buckets:
+            if bucket.fragment not in self.travelling:
+                continue
+            while id(bucket) not in full:
+                if (handed_over := self._full.get()) is None:
+                    return
+                full.add(id(handed_over))
+            device.wait_for(bucket.full, self._where)
+            if self.contributed:
+                if bucket.residual is not None:
+                    bucket.residual.add_to(bucket.flat[: -len(bucket.parts)])
+                bucket.total.copy_(bucket.flat.sum())  # one cheap pass: an inf or a NaN shows in the sum
+            else:
+                bucket.flat.zero_()
+            self._sum(bucket)
+        if self._describe is not None:
+            self._rows = self._gather_rows(self._describe)
 
     def _agree_on_fragments(self) -> frozenset[int]:
         """Return the fragments that the members whose gradients are in this exchange give, all of them alike.
