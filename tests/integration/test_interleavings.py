@@ -16,10 +16,14 @@ STEP = 4
 
 @pytest.mark.slow
 def test_a_start_without_a_group(make_job: Callable[..., Job]) -> None:
-    """The ranks of all groups end the wait in the same round, and the group that comes late heals."""
+    """The ranks of all groups end the wait in the same round, and the group that comes late heals.
+
+    By its own clock each group's second rank has waited for less: by more than what lies between two rounds.
+    """
     flags = ["--fault_tolerance.start_timeout_seconds=1.5"]
     delays = [{"replica": replica, "rank": rank, "seconds": 0.1} for replica in range(2) for rank in range(2)]
-    job = make_job(groups=3, ranks=2, steps=40, flags=flags, hooks={"delays": delays})
+    late = [{"replica": replica, "rank": 1, "seconds": 0.3} for replica in range(2)]
+    job = make_job(groups=3, ranks=2, steps=40, flags=flags, hooks={"delays": delays, "late": late})
     job.start(absent=[2])
     job.wait_until(lambda: job.events("step_committed"), 60, "two groups begin")
     job.start_again(2)
