@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.event_builder import build
-from titan_ft.history.hosts import HostFigures, find_hosts
+from titan_ft.history.hosts import HostFigures, find_hosts, name_range
 from titan_ft.history.record import RunRecord
 from titan_ft.history.summary import summarize, summary_table
 from titan_ft.history.terminal import show
@@ -42,3 +42,9 @@ def test_the_report_has_a_table(capsys: Any) -> None:
     assert "n2" in text
     assert "2 deaths of 2 workers started, groups 1; left once as suspected" in " ".join(text.split())
     assert summarize(record()).to_dict()["hosts"][0]["deaths"] == 2
+
+
+def test_many_groups_take_few_words() -> None:
+    """Groups that follow each other are a range; two of them are not worth one."""
+    assert name_range([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7, 8"
+    assert name_range([]) == "none"

@@ -472,6 +472,26 @@ def test_failed_launch_is_never_plainly_green(tmp_path: Path) -> None:
         assert ('class="overall holds"' not in (tmp_path / "index.html").read_text(encoding="utf-8")) is told
 
 
+def test_hosts_have_a_table(short_campaign: list[Event], tmp_path: Path) -> None:
+    """Groups, starts, deaths and how often it was left, once there is more than one host or a death."""
+    assert "Hosts" not in read_page(short_campaign, tmp_path / "calm", draws=False).headings
+    events = copy.deepcopy(short_campaign)
+    starts = [event for event in events if event.name == "worker_started"]
+    for event in starts:
+        event.host = f"node-{event.replica % 2}.cluster"
+    ends = [event for event in events if event.name == "worker_exited" and not event.stopped]
+    for event in ends:
+        event.host = f"node-{event.replica % 2}"
+    end = ends[-1]
+    left = build(named("host_left"), time=end.time, replica=end.replica, host=end.host, deaths=2, reason="")
+    page = read_page(sorted([*events, left], key=lambda event: event.time), tmp_path / "hosts", draws=False)
+    assert "Host Groups Starts Deaths Left" in page.text
+    for place in (0, 1):
+        num_starts, num_ends = (sum(e.replica % 2 == place for e in each) for each in (starts, ends))
+        was_left = int(left.host == f"node-{place}")
+        assert f"node-{place} {place}, {place + 2} {num_starts} {num_ends} {was_left}" in page.text
+
+
 def test_state_served_is_shown(tmp_path: Path) -> None:
     """Who served whom: the ranks of one transfer together, on the page, in the JSON and on the terminal."""
     job = Job(3)

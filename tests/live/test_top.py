@@ -115,15 +115,58 @@ def test_fault_is_counted_once() -> None:
     assert [faults.observe(old), faults.observe(old)] == [True, True]
 
 
-def test_deaths_are_shown_by_host() -> None:
-    """Where there are several hosts, those with the most first; who was stopped because of another is none."""
-    run = fold(
-        *(event("worker_started", replica, 0, 1.0, host=f"n{replica}") for replica in (0, 1)),
+def on_hosts(replicas: int, num_hosts: int) -> RunStatus:
+    """Fold a run on hosts n0, n1, ..., of which n1 has two deaths and was left, n0 has one."""
+    starts = [event("worker_started", r, 0, 1.0, host=f"n{r % num_hosts}.cluster") for r in range(replicas)]
+    return fold(
+        *starts,
         event("worker_exited", 0, 0, 2.0, signal="SIGKILL", stopped=False, host="n0"),
         *(event("worker_exited", 1, 0, 2.0 + n, signal="SIGBUS", stopped=False, host="n1") for n in range(2)),
         event("worker_exited", 0, 1, 2.0, signal="SIGTERM", stopped=True, host="n0"),
+        event("host_left", 1, None, 4.0, host="n1", deaths=2, reason=""),
     )
-    assert "deaths by host n1 2, n0 1" in " ".join(shown(run, 100, now=5.0))
+
+
+def hosts_table(lines: list[str]) -> list[list[str]]:
+    """Return the lines of the table by host, the first one and what follows it up to an empty line, as words."""
+    start = next((number for number, line in enumerate(lines) if line.startswith("host ")), len(lines))
+    end = next((number for number in range(start, len(lines)) if not lines[number]), len(lines))
+    return [line.split() for line in lines[start:end]]
+
+
+def test_hosts_have_a_table() -> None:
+    """Groups, starts, deaths and how often it was left; the worst first. Who was stopped because of another is none."""
+    assert hosts_table(shown(on_hosts(8, 2), 100, now=5.0)) == [
+        ["host", "starts", "deaths", "left", "groups"],
+        ["n1", "4", "2", "1", "1,", "3,", "5,", "7"],
+        ["n0", "4", "1", "0", "0,", "2,", "4,", "6"],
+    ]
+
+
+def test_one_host_has_a_table_once_it_has_a_death() -> None:
+    """On a laptop without failures the view is that of the groups alone."""
+    calm = [launched(2), *(event("worker_started", replica, host="laptop") for replica in (0, 1))]
+    assert hosts_table(shown(fold(*calm), 100, now=5.0)) == []
+    death = event("worker_exited", 1, 0, 2.0, signal="SIGKILL", stopped=False, host="laptop")
+    assert hosts_table(shown(fold(*calm, death), 100, now=5.0))[1:] == [["laptop", "2", "1", "0", "0,", "1"]]
+
+
+@pytest.mark.parametrize(("height", "rows"), [(24, ["n1", "and"]), (60, ["n1", "n0", "n2", "and"]), (12, [])])
+def test_hosts_leave_room_for_the_groups(height: int, rows: list[str]) -> None:
+    """Of many hosts those with deaths are shown, as far as there is room; the others are counted."""
+    lines = shown(on_hosts(40, 20), 80, height, now=5.0)
+    table = hosts_table(lines)
+    assert [row[0] for row in table[1:]] == rows
+    hidden = 20 - len(rows) + 1
+    assert not rows or table[-1] == f"and {hidden} more hosts, with no more deaths".split()
+    assert len(lines) <= height
+
+
+def test_long_name_of_a_host_hides_no_figure() -> None:
+    """In a narrow terminal a part of the name goes."""
+    name = "ip-10-0-0-1-of-the-rack-in-the-second-room"
+    run = fold(event("worker_started", host=name), event("worker_exited", signal="SIGBUS", stopped=False, host=name))
+    assert hosts_table(shown(run, 48, now=5.0))[1] == [name[:16], "1", "1", "0", "0"]
 
 
 def test_figures_of_the_run() -> None:
@@ -172,13 +215,15 @@ def test_fits_any_terminal(size: tuple[int, int], replicas: int) -> None:
 
 
 def test_full_terminal_of_the_usual_size() -> None:
-    """At 80x24 the head, all of four groups and what happened are there."""
+    """At 80x24 the head, all of four groups, the worst host and what happened are there."""
     lines = shown(story(), 80, 24, now=36.0)
     assert lines[0].startswith("titan-ft top  /runs/a")
     table = next(number for number, line in enumerate(lines) if line.startswith("replica"))
     assert [line.split()[0] for line in lines[table + 1 : table + 5]] == ["0", "1", "2", "3"]
     assert len(lines) <= 24
-    assert len(lines) - table - 6 == len(story().lines)
+    happened = [line for _, line in story().lines]
+    assert [line[10:60] for line in lines[-len(happened) :]] == [text[:50] for text in happened]
+    assert [row[0] for row in hosts_table(lines)] == ["host", "node00", "and"]
 
 
 def test_group_in_trouble_is_never_left_out() -> None:

@@ -16,7 +16,7 @@ from titan_ft.history.checks.judgement import count
 from titan_ft.history.crashes import Crash, find_crashes
 from titan_ft.history.digests import Verdict, compare_digests
 from titan_ft.history.goodput import count_exchanges, count_wire_bytes
-from titan_ft.history.hosts import HostFigures, find_hosts
+from titan_ft.history.hosts import HostFigures, find_hosts, name_range
 from titan_ft.history.incidents import Drain, Failure, Heal, count_faults, find_drains, find_failures, find_heals
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.rework import Rework, find_rework
@@ -298,7 +298,7 @@ def _describe(failure: Failure) -> str:
 
 
 def _describe_host(figures: HostFigures) -> str:
-    groups = ", ".join(map(str, figures.groups)) or "none"
+    groups = name_range(figures.groups)
     left = f"; left {'once' if figures.left == 1 else f'{figures.left} times'} as suspected" if figures.left else ""
     return f"{count(figures.deaths, 'death')} of {count(figures.starts, 'worker')} started, groups {groups}{left}"
 

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 from titan_ft.history.attempts import InjectedFaults
 from titan_ft.history.checks.judgement import count
+from titan_ft.history.hosts import HostsSoFar
 from titan_ft.history.terminal import clock
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.live import status
@@ -119,8 +120,7 @@ class RunStatus:
         self.participants: tuple[int, ...] = ()
         self.faults = InjectedFaults()
         self.num_lighthouse_restarts = 0
-        self.deaths: Counter[str] = Counter()
-        """Of workers, by host; without those that were stopped because of another one."""
+        self.hosts = HostsSoFar()
         self.lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
         """What happened, with its Unix seconds."""
         self.started: float | None = None
@@ -161,6 +161,7 @@ class RunStatus:
         self.last = max(self.last, event.time)
         self._add_groups(event)
         self.faults.observe(event)
+        self.hosts.observe(event)
         before = self.groups
         self.groups = status.fold(before, event)
         line = status.describe(before, self.groups, event)
@@ -171,8 +172,6 @@ class RunStatus:
                 line = self._take_step(event)
             case ev.LighthouseRestarted():
                 self.num_lighthouse_restarts += 1
-            case ev.WorkerExited(host=str(host), stopped=False) if event.cause:
-                self.deaths[host] += 1
             case ev.LaunchStopping():
                 self.groups = status.draining(self.groups)
             case ev.LaunchFinished():

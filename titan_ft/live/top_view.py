@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from titan_ft.history.hosts import HostFigures, name_range, worth_a_table
 from titan_ft.history.terminal import clock
 from titan_ft.live.group_table import GAP, group_table, number
 from titan_ft.live.run_status import RunStatus, shape
@@ -24,7 +25,7 @@ BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 SILENT_SECONDS = 10.0
 """Without an event for so long, and for two steps, a run that is not over may be stuck, or its launcher killed."""
 MAX_HOSTS = 4
-"""Hosts whose deaths are shown."""
+"""Lines about hosts, where the height is limited."""
 NUM_LINES = 10
 """Of what happened, where the height is not limited."""
 
@@ -42,7 +43,7 @@ class Screen:
 
 
 def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: bool = True) -> Group:
-    """Return what shows a run: head, loss, a table of the groups, what happened last.
+    """Return what shows a run: head, loss, a table of the groups, one of the hosts, what happened last.
 
     Args:
         name: what the run is called, such as its folder.
@@ -53,16 +54,21 @@ def frame(run: RunStatus, name: str, now: float, screen: Screen, *, history: boo
 
     head = [*([_title(name, screen)] if history else []), _state(run, now), *_figures(run, now, screen.width)]
     head += [*_losses(run, screen), _text("")]
+    figures = run.hosts.figures
+    hosts = _hosts(figures, screen.width, len(figures)) if worth_a_table(figures) else []
     if screen.height is None:
         rows, num_lines = len(run.groups), NUM_LINES
     else:
         room = max(0, screen.height - len(head) - 2)  # the table's head, and an empty line
+        if hosts:
+            hosts = _hosts(figures, screen.width, min(MAX_HOSTS, room // 4 - 2))
+        room -= len(hosts)
         rows = min(len(run.groups), max(room - NUM_LINES, room - room // 3) if history else room)
         num_lines = room - rows
     shown, hidden = _shown(run, rows)
     until = run.last if run.end else now
     table = group_table(run.groups, until, screen.width, shown, ascii_only=screen.ascii_only)
-    tail = [_text(hidden, "dim")] if hidden else []
+    tail = [*([_text(hidden, "dim")] if hidden else []), *hosts]
     if history:
         happened = list(run.lines)[-num_lines:] if num_lines > 0 else []
         tail += [_text(""), *(_line(moment - (run.started or 0.0), text) for moment, text in happened)]
@@ -102,7 +108,6 @@ def _state(run: RunStatus, now: float) -> Text:
 def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
     """Return the figures of the whole run, in as many lines as the width asks for."""
     rate, left, steps = run.tokens_per_second(now), run.seconds_left(now), run.steps
-    hosts = {group.host for group in run.groups.values()}
     share = f" ({100 * steps.num_committed / steps.num_attempted:.1f} %)" if steps.num_attempted else ""
     step = None if run.step is None else run.unit.step_after(run.step)
     figures = [
@@ -116,7 +121,6 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
         ("faults", str(run.faults.num_injected)),
         ("restarts", str(run.restarts)),
         ("lighthouse restarts", str(run.num_lighthouse_restarts)),
-        *([("deaths by host", _deaths(run))] if len(hosts) > 1 and run.deaths else []),
     ]
     lines = [_text("")]
     for label, value in figures:
@@ -124,12 +128,6 @@ def _figures(run: RunStatus, now: float, width: int) -> list[Text]:
             lines.append(_text(""))
         lines[-1].append("  " if lines[-1].plain else "").append(f"{label} ", "dim").append(value, "bold")
     return lines
-
-
-def _deaths(run: RunStatus) -> str:
-    """Return the hosts on which most workers have died."""
-    worst = ", ".join(f"{host} {deaths}" for host, deaths in run.deaths.most_common(MAX_HOSTS))
-    return worst + (", ..." if len(run.deaths) > MAX_HOSTS else "")
 
 
 def _losses(run: RunStatus, screen: Screen) -> list[Text]:
@@ -160,6 +158,25 @@ def sparkline(values: Sequence[float], width: int, rows: int = 1, *, ascii_only:
         filled = [min(max(level - row * len(marks), 0), len(marks)) for level in levels]
         lines.append("".join(marks[count - 1] if count else " " for count in filled))
     return lines
+
+
+def _hosts(hosts: Sequence[HostFigures], width: int, max_rows: int) -> list[Text]:
+    """Return a table of the hosts, below an empty line; nothing where one of several would not have a row."""
+    if max_rows < min(2, len(hosts)):
+        return []
+    shown = hosts if len(hosts) <= max_rows else hosts[: max_rows - 1]
+    cells = [("host", "starts", "deaths", "left", "groups")]
+    cells += [(h.host, f"{h.starts}", f"{h.deaths}", f"{h.left}", name_range(h.groups)) for h in shown]
+    longest = max(len(row[0]) for row in cells)
+    name = min(longest, max(8, width // 3))  # of a long name a part; the figures behind it are never cut off before it
+    space = " " * GAP
+    lines = [
+        f"{host[:name]:{name}}{space}{starts:>6}{space}{deaths:>6}{space}{left:>4}{space}{groups}"
+        for host, starts, deaths, left, groups in cells
+    ]
+    hidden = len(hosts) - len(shown)
+    rest = [_text(f"and {hidden} more hosts, with no more deaths", "dim")] if hidden else []
+    return [_text(""), _text(lines[0], "bold"), *(_text(line) for line in lines[1:]), *rest]
 
 
 def _shown(run: RunStatus, max_rows: int) -> tuple[list[GroupStatus], str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_ft.history.check import check
+from titan_ft.history.hosts import find_hosts, name_range, worth_a_table
 from titan_ft.history.notes import find_notes
 from titan_ft.history.record import RunRecord
 from titan_ft.history.report.charts import draw_charts
@@ -63,10 +64,11 @@ def render(
     environment.filters |= {
         "clock": clock,
         "duration": duration,
+        "name_range": name_range,
         "two_digits": lambda value: DASH if value is None else f"{value:.2f}",
     }
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    plan, verdicts = plan_of(record), check(record, against)
+    plan, verdicts, hosts = plan_of(record), check(record, against), find_hosts(record)
     return template.render(
         title=f"Run {plan['job_id']}" if plan.get("job_id") else "Report of a run",
         begin=record.begin,
@@ -82,6 +84,7 @@ def render(
         headline=headline(record),
         recoveries=find_recoveries(record),
         transfers=summarize(record).transfers,
+        hosts=hosts if worth_a_table(hosts) else [],
         rounds=find_rounds(record),
         unit=record.unit,
         terms=goodput_terms(record),
