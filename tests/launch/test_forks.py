@@ -148,7 +148,6 @@ def test_what_keeps_a_process_from_forking(tmp_path: Path, source: str, obstacle
     assert obstacle in preload_in(tmp_path, source)
 
 
-@pytest.mark.slow
 def test_a_worker_is_preloaded_without_cuda_and_threads(tmp_path: Path) -> None:
     """Nothing that a training worker imports beforehand initializes CUDA, asks its driver, or starts a thread."""
     refuse = f"""

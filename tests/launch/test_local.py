@@ -207,16 +207,27 @@ def lighthouse_of(pid: int) -> int | None:
 
 @pytest.mark.slow
 def test_killed_supervisor_fails_only_its_group(run: Any) -> None:
-    """A killed supervisor leaves no workers; the other group goes on, and the launcher says what happened."""
-    launcher = run.launch(replicas=2)
+    """A killed supervisor leaves no workers; the other group goes on, and so does the zygote: a spare is its next fork.
+
+    Without a spare left the launcher says what happened.
+    """
+    launcher = run.launch(replicas=2, spares=1)
     workers = [run.worker(replica, 0, 0) for replica in (0, 1)]
+    zygote = zygote_of(launcher.pid)
+    assert zygote is not None
     os.kill(supervisors_of(launcher.pid)[0], signal.SIGKILL)
     run.wait_until(lambda: not run.is_alive(workers[0]["pid"]), 10.0, "workers of the killed supervisor gone")
+    spare = run.worker(0, 0, 1)
+    assert "zygote" in spare["command"][2]
+    assert zygote_of(launcher.pid) == zygote
+    os.kill(supervisors_of(launcher.pid)[0], signal.SIGKILL)
+    run.wait_until(lambda: not run.is_alive(spare["pid"]), 10.0, "workers of the spare gone")
     assert run.is_alive(workers[1]["pid"])
+    assert run.is_alive(zygote)
     run.order(1, "any", "any", "exit 0")
     _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
-    assert "supervisor of replica 0 ended (SIGKILL)" in errors
+    assert errors.count("supervisor of replica 0 ended (SIGKILL)") == 2
     assert "1 of 2 groups failed: 0" in errors
     assert run.all_gone()
 
