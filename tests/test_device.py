@@ -96,10 +96,19 @@ def test_torch_leaves_a_lost_peer_to_us() -> None:
     assert {**own, **made} == {**made, **own}
 
 
+def test_what_torchrun_sets_is_not_refused() -> None:
+    """It gives its workers 1 for error handling, which torchtitan overwrites; a 3 can only be the user's."""
+    environ = {device.ASYNC_ERROR_HANDLING: "1", "TORCHELASTIC_RUN_ID": "7"}
+    assert device.ASYNC_ERROR_HANDLING not in device.nccl_environment(environ, 10000)
+    with pytest.raises(ConfigError, match=r"^TORCH_NCCL_ASYNC_ERROR_HANDLING must be 0"):
+        device.nccl_environment(environ | {device.ASYNC_ERROR_HANDLING: "3"}, 10000)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "0"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "0"),
         ("NCCL_ASYNC_ERROR_HANDLING", "1", "0"),
         ("TORCH_NCCL_ENABLE_MONITORING", "1", "0"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "true", "0"),

@@ -252,9 +252,12 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
             f'{name} must be {rule} with fault_tolerance.process_group = "nccl", got {environ[name]!r}: {why}; unset it'
         )
 
+    by_torchrun = (
+        {ASYNC_ERROR_HANDLING: "1"} if "TORCHELASTIC_RUN_ID" in environ else {}
+    )  # it gives that to all workers
     for name, why in _NCCL_OFF.items():
         for each in (name, name.removeprefix("TORCH_")):  # the older names of some
-            if environ.get(each, "0").strip() != "0":
+            if environ.get(each, "0").strip() not in ("0", by_torchrun.get(each)):
                 raise refuse(each, "0", why)
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").strip().upper() == "DETAIL":
         raise refuse("TORCH_DISTRIBUTED_DEBUG", "OFF or INFO", f"it turns {ASYNC_ERROR_HANDLING} on")
