@@ -153,9 +153,10 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _slurm_step(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what `scancel` and `srun --jobid` call the job step that this process belongs to."""
-    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-    return {"job": job, "step": step} if job and step else None
+    """Return what `scancel` and `srun --jobid` call the job step that this process belongs to, and Slurm the node."""
+    job, step, node = (environ.get(f"SLURM{name}", "") for name in ("_JOB_ID", "_STEP_ID", "D_NODENAME"))
+    found = {"job": job, "step": step, "node": node}
+    return {name: value for name, value in found.items() if value} if job and step else None
 
 
 def _explain(error: Exception) -> int:

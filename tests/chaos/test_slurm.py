@@ -15,6 +15,7 @@ import pytest
 
 from titan_ft.chaos.processes import LocalProcesses, Unreachable, Worker
 from titan_ft.chaos.slurm import SlurmProcesses
+from titan_ft.train import _slurm_step
 
 Calls = Callable[[], list[str]]
 
@@ -132,3 +133,10 @@ def test_a_worker_of_this_host_is_signalled_directly(calls: Calls) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_worker_tells_what_slurm_calls_its_step() -> None:
+    """Job, step and node, by which it is reached and by which agents call its host; nothing outside a step."""
+    environ = {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "n7"}
+    assert _slurm_step(environ) == {"job": "123", "step": "0", "node": "n7"}
+    assert _slurm_step({"SLURM_JOB_ID": "123", "SLURMD_NODENAME": "n7"}) is None

@@ -35,6 +35,14 @@ def test_deaths_are_the_hosts() -> None:
     ]
 
 
+def test_a_node_has_the_name_that_slurm_gives_it() -> None:
+    """Agents tell of ends by it; the workers' own host may be called otherwise."""
+    slurm = {"job": "1", "step": "0", "node": "n7"}
+    started = build(WorkerStarted, replica=0, host="ip-10-0-0-7.internal", slurm=slurm)
+    ended = build(WorkerExited, replica=0, host="n7", signal="SIGBUS", stopped=False)
+    assert find_hosts(RunRecord([started, ended])) == [HostFigures("n7", groups=[0], starts=1, deaths=1)]
+
+
 def test_the_report_has_a_table(capsys: Any) -> None:
     """Where there are several hosts."""
     show(summary_table(summarize(record())))

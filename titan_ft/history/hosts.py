@@ -37,8 +37,8 @@ class HostsSoFar:
     def observe(self, event: Event) -> None:
         """Take the next event."""
         match event:
-            case WorkerStarted() if event.host:
-                figures = self._at(event.host)
+            case WorkerStarted() if event.node:
+                figures = self._at(event.node)
                 figures.starts += 1
                 if event.replica not in figures.groups:
                     figures.groups = sorted([*figures.groups, event.replica])

@@ -109,7 +109,7 @@ def _apply_event_of_rank_0(group: GroupStatus, event: ev.Event) -> GroupStatus:
     match event:
         case ev.WorkerStarted():
             unit = group.unit if event.config is None else Unit.of(event.config)
-            return replace(_starting(group, event.attempt), host=event.host, unit=unit)
+            return replace(_starting(group, event.attempt), host=event.node, unit=unit)
         case ev.Joined():
             state = JOINED if group.state in (WAITING, STARTING) else group.state
             return replace(group, state=state, participants=tuple(event.participants))

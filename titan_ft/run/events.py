@@ -122,9 +122,14 @@ class WorkerStarted(RankEvent, kw_only=True):
 
     config_digest: str  # hash of what must be equal in the configs of all groups, hex
     host: str  # its host's name
-    slurm: dict[str, str] | None  # Slurm's ids of the job and the step that it belongs to; null outside Slurm
+    slurm: dict[str, str] | None  # Slurm's ids of the job and the step that it belongs to, its node; null outside Slurm
     config: WorkerConfig | None = None  # fields of its config; left out by a trainer that is not this project's
     setup: Setup | None = None  # what it trains, on what; left out likewise
+
+    @property
+    def node(self) -> str:
+        """What people call its host, and agents do in their events: Slurm's name of the node, else the host's own."""
+        return (self.slurm or {}).get("node") or self.host
 
 
 class Joined(RankEvent, kw_only=True):
