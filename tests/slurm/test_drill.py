@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,17 @@ import pytest
 
 from tests.slurm.cluster import Cluster, why_not
 from titan_ft.run import events as ev
+from titan_ft.run.lighthouse import Announcement
 from titan_ft.run.log import read_events
 from titan_ft.run.paths import RunPaths
 
 REPOSITORY = Path(__file__).parents[2]
-GROUPS = 4
+GROUPS, STEPS = 4, 900
 FLAGS = (
     "--model.flavor=tiny",
     "--training.seq_len=32",
     "--training.local_batch_size=2",
-    "--training.steps=900",
+    f"--training.steps={STEPS}",
     "--metrics.no-enable-tensorboard",
     "--fault_tolerance.digest_every=1",
     "--fault_tolerance.bucket_size_mb=0.1",
@@ -61,7 +63,13 @@ class Drill:
             TITAN_FT_REQUEUE_SECONDS="3",
             OMP_NUM_THREADS="1",
         )
+        self.told = folder / "suspected"
+        command = folder / "on-host-suspected"
+        command.write_text(f"""printf '%s|%s\\n' "$1" "$2" >>{self.told}\n""")
         options = [
+            "--standby",
+            "--on-host-suspected",
+            f"sh {command}",
             "--groups",
             str(GROUPS),
             "--ranks-per-node",
@@ -86,10 +94,19 @@ class Drill:
         element = {"array": self.array, "element": str(replica)}
         return next(job for job in self.cluster.jobs() if job.items() >= element.items())
 
-    @property
-    def lighthouse(self) -> dict[str, str]:
-        """Return the job of the lighthouse."""
-        return next(job for job in self.cluster.jobs() if job["name"] == "titan_ft-lighthouse")
+    def lighthouses(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the jobs of the lighthouse that serves the run, and of its standby, once both run."""
+
+        def both() -> list[dict[str, str]]:
+            mine = ("titan_ft-lighthouse", "RUNNING")
+            houses = [job for job in self.cluster.jobs() if (job["name"], job["state"]) == mine]
+            said = Announcement.read(self.paths.root / "lighthouse.json")
+            serving = [job for job in houses if said is not None and job["id"] == said.job]
+            others = [job for job in houses if job not in serving]
+            return [*serving, *others] if serving and others else []
+
+        serves, standby = self.wait_until(both, "a lighthouse and its standby run")
+        return serves, standby
 
     def wait_until(self, condition: Callable[[], Any], what: str, seconds: float = 150) -> Any:
         try:
@@ -146,8 +163,8 @@ def test_drill(drill: Drill) -> None:
     cluster.run("scontrol", "requeue", drill.job(2)["id"])
     drill.wait_until(lambda: is_back(2, 1), "group 2 is back after a requeue")
 
-    house = drill.lighthouse["node"]
-    lost = next(drill.job(replica) for replica in (3, 2, 1) if drill.job(replica)["node"] != house)
+    houses = {job["node"] for job in drill.lighthouses()}
+    lost = next(job for job in map(drill.job, (3, 2, 1)) if job["node"] not in houses)
     replica = int(lost["element"])
     attempt = max(e.attempt for e in drill.of(ev.WorkerStarted) if e.replica == replica) + 1
     cluster.lose_node(lost["node"])
@@ -156,10 +173,19 @@ def test_drill(drill: Drill) -> None:
     cluster.start_node(lost["node"])
     cluster.run("scontrol", "update", f"NodeName={lost['node']}", "State=RESUME")
 
-    cluster.lose_node(house)
-    drill.wait_until(lambda: drill.of(ev.LighthouseMoved), "the groups follow the lighthouse")
-    assert drill.lighthouse["node"] != house
+    house, standby = drill.lighthouses()
+    moment = time.time()
+    cluster.lose_node(house["node"])
+    drill.wait_until(
+        lambda: any(e.job == standby["id"] and e.time > moment for e in drill.of(ev.LighthouseMoved)),
+        "the groups follow to the standby",
+    )
     drill.wait_for_all("after the lighthouse's node was lost")
+    serves, standby = drill.lighthouses()
+    assert standby["id"] == house["id"], "the one that was lost is the standby now"
+    assert house["node"] not in (serves["node"], standby["node"])
+    cluster.start_node(house["node"])
+    cluster.run("scontrol", "update", f"NodeName={house['node']}", "State=RESUME")
 
     # Twice on one host, and by its agent the group is not started there a third time.
     suspected = drill.job(1)["node"]
@@ -173,7 +199,9 @@ def test_drill(drill: Drill) -> None:
             ),
             "group 1 is started again",
         )
-    assert [(e.replica, e.host) for e in drill.of(ev.HostLeft)] == [(1, suspected)]
+    (host_left,) = drill.of(ev.HostLeft)
+    assert (host_left.replica, host_left.host) == (1, suspected)
+    assert drill.told.read_text() == f"{suspected}|{host_left.reason}\n"
     assert drill.job(1)["node"] != suspected
     drill.wait_for_all("after a host was left")
 
@@ -195,5 +223,13 @@ def test_drill(drill: Drill) -> None:
     assert set(verdicts.values()) == {"holds"}, json.dumps(checked, indent=1)
     audited = checked["audit"]
     assert (audited["verdict"], audited["num_lost"], audited["num_repeated"]) == ("holds", 0, 0)
+    report = drill.command("report", "--json")
+    assert (report["recomputed_forward_passes"], report["rework"]["setbacks"]) == (0, []), report["rework"]
+    assert report["steps_committed"] == STEPS
+    assert {e.step for e in drill.of(ev.StepCommitted)} == set(range(1, STEPS + 1))
+    figures = {each["host"]: each for each in report["hosts"]}
+    assert figures.keys() <= set(cluster.nodes)
+    assert figures[suspected]["left"] == 1
+    assert figures[suspected]["deaths"] >= 2
     assert "drained" in {e.name for e in drill.of(ev.Drained)}
     assert "finished" in drill.command("top", "--once")
