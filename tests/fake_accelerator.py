@@ -196,6 +196,7 @@ class FakeAccelerator:
         self.defaults = [Stream(self, torch.device(_ON_DEVICE, index)) for index in range(num_devices)]
         self.waits: dict[str, list[Stream]] = {}  # by thread: the streams that it has let wait for another one
         self.host_waits: Counter[str] = Counter()  # by thread: how often it has waited itself
+        self.pageable: Counter[str] = Counter()  # by thread: copies from pageable memory, while which a host waits too
 
     # torch.accelerator
 
@@ -378,6 +379,7 @@ class FakeAccelerator:
         from_host, to_host = (not isinstance(tensor, Late) for tensor in (source, target))
         if from_host and not self.is_pinned(source):
             source = source.clone()  # the driver stages it before the call returns
+            self.pageable[threading.current_thread().name] += 1
         to, of = _memories((target, source))
         where = source.where if isinstance(source, Late) else target.where  # type: ignore[attr-defined]  # one of them
         self._queue(lambda: to.copy_(of), where)

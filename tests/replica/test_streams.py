@@ -199,12 +199,27 @@ class _World:
 
 
 class _Rank:
-    """A rank that trains TinyTraining's model; its batches are its own."""
+    """A rank that trains TinyTraining's model; its batches are its own.
 
-    def __init__(self, world: _World, rank: int, seed: int = 0, buffers: bool = True, **options: Any) -> None:
-        self.where, self.rank = world.place(rank), rank
+    Args:
+        weights: dtype of the model.
+        scale: of the sums in each update.
+        options: of its exchange.
+    """
+
+    def __init__(
+        self,
+        world: _World,
+        rank: int,
+        seed: int = 0,
+        buffers: bool = True,
+        weights: torch.dtype = torch.float32,
+        scale: float = 1.0,
+        **options: Any,
+    ) -> None:
+        self.where, self.rank, self.scale = world.place(rank), rank, scale
         with _SEEDING:
-            self.training = TinyTraining(seed, buffers=buffers)
+            self.training = TinyTraining(seed, weights, buffers=buffers)
         move(self.training.model, self.where)
         for optimizer in self.training.optimizers:  # made over the parameters that were
             optimizer.param_groups[0]["params"] = list(self.training.model.parameters())
@@ -245,7 +260,7 @@ class _Rank:
 
     def apply(self, sums: list[torch.Tensor | None] | None) -> None:
         """Apply an update, live or replayed."""
-        self.exchange.write_gradients(sums, 1.0)
+        self.exchange.write_gradients(sums, self.scale)
         self.training.optimizers.step()
         self.training.lr_schedulers.step()
 
@@ -348,6 +363,23 @@ def train_over_broken_exchanges(world: _World) -> Any:
     return _together(run)
 
 
+def train_a_bfloat16_model(world: _World) -> Any:
+    """Updates, live and replayed, of weights in bfloat16: sums are rounded to it once, when they have been scaled."""
+
+    def run(number: int) -> Any:
+        rank = _Rank(world, number, weights=torch.bfloat16, scale=0.3)
+        for step in range(NUM_STEPS):
+            for parameter in rank.parameters:
+                parameter.grad = parameter.detach() * (1.0 + number + step)
+            rank.finish(True)
+            sums = rank.exchange.reduced()
+            rank.apply(None)
+            rank.apply(sums)
+        return rank.bytes()
+
+    return _together(run)
+
+
 def train_in_8_bits(world: _World) -> Any:
     """The same, with quantized sums and what they leave behind."""
     return train(world, quantize=True)
@@ -437,7 +469,7 @@ def heal(world: _World) -> Any:
     copied = threading.Event()
 
     def run(number: int) -> Any:
-        rank = _Rank(world, number, seed=number)
+        rank = _Rank(world, number, seed=number, scale=0.3)
         if number == 0:
             snapshots.append(rank.state.copy(0, 0))
             copied.set()
@@ -527,6 +559,7 @@ SCENARIOS = {
         train_over_broken_exchanges,
         train_in_8_bits,
         train_in_bfloat16,
+        train_a_bfloat16_model,
     ),
     "snapshot.py": (copy, copy_beside_training, copy_on_another_thread, heal),
     "outer.py": (rounds, rounds_mixed, restore),
@@ -565,6 +598,24 @@ def test_late_streams_change_nothing(scenario: Callable[[_World], Any], backend:
     """Whatever runs when: every byte is what it is on a CPU."""
     for seed in SEEDS:
         assert agrees(scenario, backend, seed), f"seed {seed}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("queued", [False, True], ids=["live", "replayed"])
+def test_sums_go_to_the_device_as_they_are(queued: bool, backend: str) -> None:
+    """Those in host memory are scaled on the device: scaled on the host they would take as much memory again, which
+    nobody has pinned, so that the host would wait for each copy of it."""
+    with installed(0, NUM_MEMBERS) as accelerator:
+        world = _World(backend, accelerator)
+
+        def run(number: int) -> int:
+            rank, thread = _Rank(world, number, scale=0.3), threading.current_thread().name
+            sums = rank.queue() if number else rank.step(0)
+            before = accelerator.pageable[thread]
+            rank.exchange.write_gradients(sums if queued else None, 0.3)
+            return accelerator.pageable[thread] - before
+
+        assert _together(run) == [0] * NUM_MEMBERS
 
 
 # Waits

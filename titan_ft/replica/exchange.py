@@ -393,6 +393,9 @@ class GradientExchange:
                 factors.append(self._gradient_scale * (1 / weight if scale is None else scale) if mean else 1.0)
             else:  # no group has one
                 part.drop()
+        if sources and sources[0].device.type == "cpu" and targets[0].device.type != "cpu":
+            _upload(targets, sources, factors)
+            return
         for run in self._runs(len(targets)):
             means = sources[run]
             if any(factor != 1.0 for factor in factors[run]):
@@ -694,6 +697,23 @@ class _Flight:
         options.timeout = self._membership.timeout
         self._membership.process_group.allgather([list(gathered)], [own], options).wait()
         return gathered
+
+
+def _upload(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
+    """Write fp32 tensors of the host, times factors, to the device; the host waits for none that is pinned.
+
+    The product is made on the device, of the same two numbers: on the host it would take as much memory again, which is
+    not pinned. What has another dtype there gets the product all the same: it is rounded once.
+    """
+    direct = [target.dtype is torch.float32 for target in targets]
+    moved = [
+        source if is_direct or factor == 1.0 else source * factor
+        for source, factor, is_direct in zip(sources, factors, direct, strict=True)
+    ]
+    torch._foreach_copy_(targets, moved, non_blocking=True)
+    scaled = [index for index, is_direct in enumerate(direct) if is_direct and factors[index] != 1.0]
+    if scaled:
+        torch._foreach_mul_([targets[index] for index in scaled], [factors[index] for index in scaled])
 
 
 def _layout(tensor: torch.Tensor) -> object:
