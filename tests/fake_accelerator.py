@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -476,6 +477,10 @@ class LateNccl:
     def errored(self) -> Exception | None:
         """Return why it was aborted."""
         return self._error
+
+    def deadline(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
+        """Break off nothing."""
+        return contextlib.nullcontext()
 
     def allreduce(self, tensors: list[Late], options: Any = None) -> LateWork:
         """Sum a tensor over the members."""

@@ -67,7 +67,8 @@ class FaultTolerance:
     """Backend of the exchange between groups: "gloo" (CPU or GPU) or "nccl" (GPU)."""
 
     process_group_timeout_ms: int = 10000
-    """Milliseconds that one operation between groups may take before the exchange counts as failed; > 0."""
+    """Milliseconds that one operation between groups (with `nccl`: all that is left of an exchange when a rank comes to
+    wait for it) may take before the exchange counts as failed; > 0."""
 
     replica_id: int = 0
     """Which replica group this process belongs to: 0 <= replica_id < group_size. It is also the group's data slot."""

@@ -7,6 +7,7 @@ This file is also the program of the ranks on GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,10 +23,14 @@ import torch
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.distributed_c10d import AllreduceOptions
+from torchft import futures
 
+from tests.fake_accelerator import installed
 from titan_ft import device
 from titan_ft.replica import process_group
-from titan_ft.replica.member import Member
+from titan_ft.replica.errors import LighthouseError
+from titan_ft.replica.exchange import ExchangeError, GradientExchange
+from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.process_group import AbortableNccl, build_process_group
 from titan_ft.replica.rendezvous import Rendezvous
 
@@ -90,8 +95,41 @@ class Nccl(AbortableNccl):
         self.prepare(self.made[-1])
         return self.made[-1]
 
-    def _wrap_work(self, work: Any, opts: Any) -> Any:
-        return work
+
+class Seat:
+    """Stands in for a Membership of three groups.
+
+    Attributes:
+        there: the quorum is.
+        asked: released by each thread that waits for it.
+        error: why there is none.
+    """
+
+    def __init__(self, nccl: AbortableNccl, timeout: timedelta = TIMEOUT) -> None:
+        self.process_group, self.timeout = nccl, timeout
+        self.there, self.asked = threading.Event(), threading.Semaphore(0)
+        self.there.set()
+        self.error: Exception | None = None
+
+    def wait(self) -> Quorum:
+        self.asked.release()
+        assert self.there.wait(DEADLINE)
+        if self.error is not None:
+            raise self.error
+        return Quorum("key", 0, tuple(Member(slot, 1.0, f"u{slot}", "c") for slot in range(3)), max_step=0)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def abort(self) -> None:
+        self.process_group.abort()
+
+
+def build_exchange(seat: Seat) -> GradientExchange:
+    """Build that of one parameter, with its bucket on the device."""
+    where = torch.device("cuda", 0)
+    parameter = torch.nn.Parameter(torch.ones(3).to(where))
+    return GradientExchange([parameter], seat, bucket_bytes=100, where=where, overlap=False)  # type: ignore[arg-type]
 
 
 def lose(communicator: Communicator) -> None:
@@ -266,6 +304,107 @@ def test_who_learns_of_a_dead_member_ends_its_own_exchange(store: TCPStore) -> N
     assert nccl.errored() is not None
     assert rendezvous.configure("second", 2, (own,), own, 0) is None
     assert nccl.errored() is None
+
+
+def test_an_operation_sets_no_timer(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the bound of an exchange. torchft would set three for each of hundreds of sums in a step, in Python, one
+    of them for an event on the GPU that is kept until the time is over."""
+    timers: list[str] = []
+    for name in ("context_timeout", "stream_timeout"):
+
+        def note(*_: Any, name: str = name) -> contextlib.AbstractContextManager[None]:
+            timers.append(name)
+            return contextlib.nullcontext()
+
+        monkeypatch.setattr(futures._TIMEOUT_MANAGER, name, note)
+    nccl = Nccl()
+    configure(nccl, store, "a")
+    ones = torch.ones(1)
+    nccl.allreduce([ones], AllreduceOptions()).wait()
+    assert (ones.item(), timers) == (3.0, [])
+    with nccl.deadline(TIMEOUT):
+        assert timers == []
+
+
+def test_what_takes_too_long_is_broken_off(store: TCPStore) -> None:
+    """Although nobody has noticed that a member is lost; a new communicator has time again."""
+    nccl = Nccl()
+    configure(nccl, store, "a")
+    with nccl.deadline(timedelta(seconds=0.2)):
+        waiting = exchange(nccl)
+        waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+    assert str(nccl.errored()) == "the exchange is not complete after 0.2 s"
+    configure(nccl, store, "b")
+    assert nccl.errored() is None
+
+
+def test_what_is_over_in_time_is_not_broken_off_later(store: TCPStore) -> None:
+    """Not even if it has failed: the communicator may be another one's by then."""
+    nccl, looks = Nccl(), threading.Semaphore(0)
+
+    class Watched(Communicator):
+        def get_error(self) -> ErrorType:
+            looks.release()
+            return ErrorType.SUCCESS
+
+    configure(nccl, store, "a")
+    with contextlib.suppress(ExchangeError), nccl.deadline(timedelta(seconds=0.1)):
+        raise ExchangeError
+    time.sleep(0.1)
+    nccl.made[0].__class__ = Watched
+    for _ in range(2):
+        assert looks.acquire(timeout=DEADLINE), "nobody watches it any more"
+    assert nccl.errored() is None
+
+
+def test_an_exchange_that_does_not_end_is_broken_off(store: TCPStore) -> None:
+    """The host waits for a kernel which waits for a peer; the error says what was the matter."""
+    nccl = Nccl()
+    configure(nccl, store, "a")
+    with installed(0, 1) as accelerator:
+
+        class Kernels(Communicator):
+            def wait(self, timeout: Any = None) -> bool:
+                accelerator.enqueue(accelerator.current_stream(), self.aborted.is_set)
+                return True
+
+        nccl.made[0].__class__ = Kernels
+        exchange = build_exchange(Seat(nccl, timedelta(seconds=0.2)))
+        with pytest.raises(ExchangeError, match=r"the exchange is not complete after 0.2 s"):
+            exchange.finish(True, lambda quorum: ([1.0], b""))
+
+
+def test_the_time_of_an_exchange_begins_with_its_quorum() -> None:
+    """A quorum waits for groups that still compute, for longer than an exchange may take: nothing is wrong with it."""
+    begun: list[timedelta] = []
+
+    class Noted(Nccl):
+        def deadline(self, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
+            begun.append(timeout)
+            return contextlib.nullcontext()
+
+    with installed(0, 1):
+        seat = Seat(Noted())
+        seat.there.clear()
+        seat.error = LighthouseError("no quorum")
+        exchange, errors = build_exchange(seat), list[Exception]()
+
+        def finish() -> None:
+            try:
+                exchange.finish(True, lambda quorum: ([1.0], b""))
+            except LighthouseError as error:
+                errors.append(error)
+
+        training = threading.Thread(target=finish, daemon=True)
+        training.start()
+        for _ in range(2):  # the exchange's thread, and this one
+            assert seat.asked.acquire(timeout=DEADLINE)
+        assert begun == []
+        seat.there.set()
+        training.join(DEADLINE)
+        assert begun == [TIMEOUT]
+        assert errors == [seat.error]
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -14,7 +14,7 @@ import contextlib
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,7 +283,7 @@ class GradientExchange:
         assert flight is not None
         try:
             self._fill_all()
-            with self._membership.waiting():
+            with self._membership.waiting(), self._bounded():
                 reduced = flight.finish(describe)
             self._used = flight.used
             self.spoiled = reduced.spoiled[reduced.quorum.rank]
@@ -298,6 +298,22 @@ class GradientExchange:
             flight.join()
             self._flight = None
             self._wire_bytes += flight.wire_bytes
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Let an exchange that this thread waits for take no longer than the process group's timeout.
+
+        Its quorum may: that waits for groups which compute. The exchange's thread waits for the other members too, for
+        the number of givers, and may have begun long before: it is broken off with this one, which waits for it. Gloo's
+        operations have timeouts of their own.
+        """
+        if self._where.type == "cpu":
+            yield
+            return
+        with contextlib.suppress(Exception):  # the exchange's thread gets the same, and this one raises it from there
+            self._membership.wait()
+        with self._membership.process_group.deadline(self._membership.timeout):
+            yield
 
     def take_wire_bytes(self) -> int:
         """Return the bytes of gradients that this rank has sent since it was asked last, in broken exchanges too."""

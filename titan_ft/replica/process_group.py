@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -114,6 +116,8 @@ class BreakableGloo(ProcessGroupGloo):
 class AbortableNccl(ProcessGroupNCCL):
     """A reconfigurable NCCL process group: what waits for a lost peer ends in time, whoever it waits in.
 
+    An operation by itself has no time; `deadline` bounds them all.
+
     `device.nccl_environment` must be in force: otherwise torch ends the process itself when a peer is lost.
     """
 
@@ -127,6 +131,7 @@ class AbortableNccl(ProcessGroupNCCL):
         self._patience = 0.0  # seconds that it may take, as far as this was found out
         self._swap = threading.Lock()  # held to take `_pg` away
         self._aborting = threading.Thread()  # of the last communicator that worked
+        self._allowed, self._due = 0.0, math.inf  # seconds of the `deadline` in force, and when they are over
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *quorum: Any) -> None:
         """Build the communicator of a new quorum, up to a first sum over all members.
@@ -166,6 +171,20 @@ class AbortableNccl(ProcessGroupNCCL):
         """End all operations and drop the communicator; waits for nothing, which `configure` does."""
         self._aborting = self._break_off(self._pg, "aborted") or self._aborting
 
+    @contextlib.contextmanager
+    def deadline(self, timeout: timedelta) -> Iterator[None]:
+        """Break off the communicator in force if what follows, on this thread, takes longer.
+
+        Looked at by the thread that watches it anyway. torchft sets three timers for each operation, one of them with
+        an event on the GPU, and kept until its time is over: 480 a step at 8B.
+        """
+        self._allowed = timeout.total_seconds()
+        self._due = time.monotonic() + self._allowed
+        try:
+            yield
+        finally:
+            self._due = math.inf
+
     def errored(self) -> Exception | None:
         """Return why the communicator was aborted; None if it was not, and what the host has read of it is sound.
 
@@ -173,6 +192,12 @@ class AbortableNccl(ProcessGroupNCCL):
         there before any operation ends by it.
         """
         return self._errored
+
+    def _run_context(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # see `deadline`
+
+    def _wrap_work(self, work: Any, opts: object) -> Any:
+        return work
 
     def _break_off(self, pg: Any, reason: str) -> threading.Thread | None:
         """Abort `pg` if it is the one in force; returns the thread that does, and that waits for torch's own."""
@@ -186,11 +211,19 @@ class AbortableNccl(ProcessGroupNCCL):
         return thread
 
     def _watch(self, pg: Any) -> None:
-        """Abort `pg` when NCCL has an error of it, as where a connection was closed: its kernel would go on waiting."""
+        """Abort `pg` when its kernel would go on waiting.
+
+        That is when NCCL has an error of it, as where a connection was closed, or when a `deadline` is over.
+        """
         while self._pg is pg:
+            reason = ""
             if _backend(pg).get_error() == ErrorType.COMM_ERROR:
-                logger.warning("NCCL has lost a member of the exchange: it is broken off")
-                self._aborting = self._break_off(pg, "NCCL has lost a member") or self._aborting
+                reason = "NCCL has lost a member"
+            elif time.monotonic() > self._due:
+                reason = f"the exchange is not complete after {self._allowed:g} s"
+            if reason:
+                logger.warning("%s: it is broken off", reason)
+                self._aborting = self._break_off(pg, reason) or self._aborting
                 return
             time.sleep(_LOOK_SECONDS)
 
