@@ -90,10 +90,11 @@ class Nccl(AbortableNccl):
         self.prepare: Callable[[Communicator], None] = lambda _: None
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-        self._errored = None
-        self.made.append(Communicator(world_size))
-        self.prepare(self.made[-1])
-        return self.made[-1]
+        made = Communicator(world_size)
+        self.made.append(made)
+        self.prepare(made)
+        self._errored = None  # torchft's does that, on whatever thread it runs
+        return made
 
 
 class Seat:
@@ -199,6 +200,83 @@ def test_a_peer_that_dies_in_the_set_up_costs_the_time_that_it_may_take(store: T
     assert not nccl.made[0].aborted.is_set()
     nccl.made[0].stuck.set()
     assert nccl.made[0].aborted.wait(DEADLINE), "nobody aborts what hangs"
+
+
+def test_a_set_up_that_hangs_before_the_first_sum_is_left_to_itself(store: TCPStore) -> None:
+    """The time is that of all of it. What such a thread makes in the end is aborted, and touches nothing else."""
+    nccl, hung, goes_on = Nccl(), threading.Event(), threading.Event()
+
+    def hang(made: Communicator) -> None:
+        hung.set()
+        assert goes_on.wait(DEADLINE)
+
+    nccl.prepare = hang
+    with pytest.raises(TimeoutError, match=r"NCCL has not connected the members within 0.2 s"):
+        configure(nccl, store, "a", seconds=0.2)
+    assert hung.is_set()
+    assert nccl.errored() is not None
+    nccl.prepare = lambda _: None
+    configure(nccl, store, "b")
+    goes_on.set()
+    assert nccl.made[0].aborted.wait(DEADLINE), "nobody aborts what came too late"
+    nccl.allreduce([torch.ones(1)], AllreduceOptions()).wait()
+    assert nccl.made[1].tensor.tolist() == [3.0], "another communicator is in force"
+    assert not nccl.made[1].aborted.is_set()
+
+
+def test_a_set_up_that_hung_does_not_make_a_broken_sum_sound(store: TCPStore) -> None:
+    """torchft forgets the error when a communicator is made: a thread that comes too late must not."""
+    nccl, goes_on = Nccl(), threading.Event()
+    nccl.prepare = lambda _: goes_on.wait(DEADLINE)  # type: ignore[assignment, return-value]
+    with pytest.raises(TimeoutError):
+        configure(nccl, store, "a", seconds=0.1)
+    nccl.prepare = lambda _: None
+    configure(nccl, store, "b")
+    nccl.abort()
+    goes_on.set()
+    assert nccl.made[0].aborted.wait(DEADLINE)
+    assert nccl.errored() is not None
+
+
+def test_a_set_up_that_comes_too_late_connects_nobody(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the store has answered in the end, no communicator is made: the others wait in another one."""
+    nccl, goes_on, threads = Nccl(), threading.Event(), list[threading.Thread]()
+
+    def answer_late(*_: Any, **__: Any) -> TCPStore:
+        threads.append(threading.current_thread())
+        assert goes_on.wait(DEADLINE)
+        return store
+
+    monkeypatch.setattr(process_group, "create_store_client", answer_late)
+    with pytest.raises(TimeoutError):
+        configure(nccl, store, "a", seconds=0.1)
+    goes_on.set()
+    threads[0].join(DEADLINE)
+    assert not threads[0].is_alive()
+    assert nccl.made == []
+
+
+def test_a_set_up_that_is_aborted_is_over(store: TCPStore) -> None:
+    """Also before there is a communicator to abort, as by a group that leaves meanwhile."""
+    nccl = Nccl()
+    nccl.prepare = lambda _: nccl.abort()
+    with pytest.raises(RuntimeError, match="aborted"):
+        configure(nccl, store, "a")
+    assert nccl.made[0].aborted.is_set()
+    assert nccl.errored() is not None
+    nccl.prepare = lambda _: None
+    configure(nccl, store, "b")
+    assert nccl.errored() is None
+
+
+def test_a_communicator_is_made_on_the_device_of_the_thread_that_asks(store: TCPStore) -> None:
+    """Although another thread makes it, and a thread begins on the first one."""
+    with installed(0, 2) as accelerator:
+        nccl, made_on = Nccl(), list[int]()
+        nccl.prepare = lambda _: made_on.append(accelerator.current_device_index())
+        accelerator.set_device_index(1)
+        configure(nccl, store, "a")
+        assert made_on == [1]
 
 
 def test_a_set_up_that_takes_longer_gets_more_time(store: TCPStore) -> None:

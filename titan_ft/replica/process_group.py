@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import AllreduceOptions
-from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL, create_store_client
 
 from titan_ft import device
 from titan_ft.replica.reach import within
@@ -129,17 +129,29 @@ class AbortableNccl(ProcessGroupNCCL):
         self._pg: Any
         self._longest = timeout.total_seconds()  # that the set-up of a communicator may ever take
         self._patience = 0.0  # seconds that it may take, as far as this was found out
-        self._swap = threading.Lock()  # held to take `_pg` away
+        self._swap = threading.Lock()  # held to put `_pg` in force, or to take it away
+        self._attempt: object | None = None  # the set-up that may put one in force; None = over, or aborted
+        self._failure: Exception | None = None  # see `errored`; torchft's own is also written by a set-up that is over
         self._aborting = threading.Thread()  # of the last communicator that worked
         self._allowed, self._due = 0.0, math.inf  # seconds of the `deadline` in force, and when they are over
 
-    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *quorum: Any) -> None:
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
         """Build the communicator of a new quorum, up to a first sum over all members.
 
         torch returns while NCCL is still connecting them. A member that is lost then would be missed in the exchange,
-        behind a lock that keeps everybody from aborting it. It may take the timeout that is set, or twice what the
-        last one took. A set-up that ran out of time may take twice that the next time: a job so large that it needs
-        longer finds this out by itself.
+        behind a lock that keeps everybody from aborting it. And NCCL itself may hang before it returns. All of it may
+        take the timeout that is set, or twice what the last one took. A set-up that ran out of time may take twice that
+        the next time: a job so large that it needs longer finds this out by itself.
 
         Raises:
             RuntimeError: the one before cannot be aborted, NCCL has an error, or this one was aborted meanwhile.
@@ -150,16 +162,28 @@ class AbortableNccl(ProcessGroupNCCL):
             self._aborting.join(_ABORT_SECONDS)
             if self._aborting.is_alive():
                 raise RuntimeError("the communicator of the quorum before is still being aborted")
-        super().configure(store_addr, replica_id, rank, world_size, *quorum)
-        pg, limit, began = self._pg, max(self._timeout.total_seconds(), self._patience), time.monotonic()
+        # As torchft's does, whose set-up reads these. But that one puts in force whatever it has made, whenever it has.
+        self._replica_id, self._quorum_id, self._rank = replica_id, quorum_id, rank
+        self._group_rank, self._group_world_size, self._global_ranks = group_rank, group_world_size, global_ranks
+        limit, began, attempt = max(self._timeout.total_seconds(), self._patience), time.monotonic(), object()
+        connect = partial(create_store_client, store_addr, timeout=self._timeout)
+        use_device, where = device.for_thread(), device.exchange_device("nccl")
+
+        def set_up() -> Any:
+            use_device()
+            pg = self._make(attempt, connect, rank, world_size)
+            self._sum_once(pg, where, world_size)
+            return pg
+
+        self._attempt = attempt
         try:
-            within(limit, partial(self._sum_once, pg, device.exchange_device("nccl"), world_size))
+            pg = within(limit, set_up)
         except TimeoutError:
             self._patience = min(2 * limit, self._longest)
-            self._break_off(pg, "not connected in time")  # a lock may keep the abort waiting: nobody waits for it
+            self._give_up("not connected in time")
             raise TimeoutError(f"NCCL has not connected the members within {limit:g} s") from None
         except Exception:
-            self._break_off(pg, "not connected")
+            self._give_up("not connected")
             raise
         if (error := self.errored()) is not None:
             raise error
@@ -168,8 +192,13 @@ class AbortableNccl(ProcessGroupNCCL):
             threading.Thread(target=self._watch, args=(pg,), name="titan_ft_nccl_watch", daemon=True).start()
 
     def abort(self, errored: bool = True) -> None:
-        """End all operations and drop the communicator; waits for nothing, which `configure` does."""
-        self._aborting = self._break_off(self._pg, "aborted") or self._aborting
+        """End all operations and drop the communicator; waits for nothing, which `configure` does.
+
+        One that is being set up is dropped when it is there, at the latest.
+        """
+        with self._swap:
+            self._attempt, pg = None, self._pg
+        self._aborting = self._break_off(pg, "aborted") or self._aborting
 
     @contextlib.contextmanager
     def deadline(self, timeout: timedelta) -> Iterator[None]:
@@ -191,7 +220,7 @@ class AbortableNccl(ProcessGroupNCCL):
         torchft waits for the whole GPU first: backward would be over before the first bucket is sent. The error is
         there before any operation ends by it.
         """
-        return self._errored
+        return self._failure
 
     def _run_context(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # see `deadline`
@@ -199,12 +228,35 @@ class AbortableNccl(ProcessGroupNCCL):
     def _wrap_work(self, work: Any, opts: object) -> Any:
         return work
 
+    def _make(self, attempt: object, connect: Callable[[], Any], rank: int, world_size: int) -> Any:
+        """Make a communicator and put it in force; on a thread whose set-up may be over before it is done.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        store = connect()
+        if self._attempt is attempt:
+            pg = self._create_pg(store, rank, world_size)
+            with self._swap:
+                if self._attempt is attempt:
+                    self._pg, self._failure = pg, None
+                    return pg
+            _abort([pg])
+        raise RuntimeError("aborted while it was being set up")
+
+    def _give_up(self, reason: str) -> None:
+        """End the set-up under way: what it has made is aborted, and what it will make too."""
+        with self._swap:
+            self._attempt, pg = None, self._pg
+            self._failure = RuntimeError(reason)
+        self._break_off(pg, reason)  # a lock may keep the abort waiting: nobody waits for it
+
     def _break_off(self, pg: Any, reason: str) -> threading.Thread | None:
         """Abort `pg` if it is the one in force; returns the thread that does, and that waits for torch's own."""
         with self._swap:
             if pg is None or self._pg is not pg:
                 return None
-            self._errored = RuntimeError(reason)
+            self._failure = RuntimeError(reason)
             self._pg = None
         thread = threading.Thread(target=_abort, args=([pg],), name="titan_ft_nccl_abort", daemon=True)
         thread.start()
