@@ -130,7 +130,7 @@ class _Breaking:
         self._group, self.breaks_at = self._build(self._built), None
 
     def __getattr__(self, name: str) -> Any:
-        if name != "errored" and self.breaks_at is not None:
+        if name not in ("errored", "deadline") and self.breaks_at is not None:
             if self.breaks_at == 0:
                 if isinstance(self._group, LateNccl):
                     self._group.abort()
