@@ -19,9 +19,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchft.process_group import ProcessGroupGloo
 
+from benchmarks.links import pace
+from titan_ft.replica import exchange
 from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, _Gradient, _partition, local
+from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, _Flight, _Gradient, _partition, local
 from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.process_group import BreakableGloo
+from titan_ft.run.process import borrowed_socket
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 CPU = torch.device("cpu")
@@ -774,6 +778,87 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
     assert ranks[1].parameters[-1].grad is not None
     ranks[1].parameters[-1].grad[0] = float("nan")  # the first of several buckets
     assert [reduced.spoiled for reduced in ring.together(*[r.finish for r in ranks])] == [[False, True, False]] * 3
+
+
+# Slices
+
+
+def flights(ring: Ring, number: int, timeout_seconds: float = DEADLINE) -> tuple[list[_Flight], list[BreakableGloo]]:
+    """Return flights of ranks that know each other, to make single operations in, and their process groups."""
+    ranks = [ring.rank() for _ in range(number)]
+    groups = [BreakableGloo(timeout=timedelta(seconds=DEADLINE)) for _ in ranks]
+    for rank, group in zip(ranks, groups, strict=True):
+        rank.seat.process_group, rank.seat.timeout = group, timedelta(seconds=timeout_seconds)
+    ring.meet(*ranks)
+    made = [_Flight(rank.seat, [], CPU, lambda _: True, frozenset(), 1, None, True) for rank in ranks]  # type: ignore[arg-type]
+    for flight, rank in zip(made, ranks, strict=True):
+        flight._quorum = rank.seat.wait()
+    return made, groups
+
+
+OPERATIONS = {"all-gather": _Flight._all_gather, "all-to-all": _Flight._all_to_all}
+
+
+def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.Tensor:
+    """Return what a member gives to an operation."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (columns,) if operation == "all-gather" else (num_members, columns)
+    return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_timeout_bounds_a_slice_and_not_a_bucket(ring: Ring, operation: str) -> None:
+    """On a link that is slow, but works, what takes three times the timeout arrives: Gloo waits for it as a whole."""
+    seconds, timeout, size = 3.0, 1.0, 24 << 20
+    made, groups = flights(ring, 2, timeout)
+    for link in [link for group in groups for link in group._links]:
+        with borrowed_socket(*link) as connection:
+            assert connection is not None
+            pace(connection, int(size / seconds))
+    began = time.monotonic()
+    run = OPERATIONS[operation]
+    ring.together(*[lambda f=f: run(f, payload(operation, 0, 2, size)) for f in made])
+    assert time.monotonic() - began > 2 * timeout, "the link was no slow one"
+
+
+@pytest.mark.parametrize("columns", [1, 96, 97, 384, 1000])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_slices_are_put_together_as_one_operation_would(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch, operation: str, columns: int
+) -> None:
+    """The same bytes, whether or not the size is a multiple of the slice; what is no larger than one is not cut."""
+    made, groups = flights(ring, 3)
+    run = OPERATIONS[operation]
+    given = [payload(operation, seed, 3, columns) for seed in range(3)]
+    whole = ring.together(*[lambda f=f, g=g: run(f, g) for f, g in zip(made, given, strict=True)])
+    sizes: list[int] = []
+    for name in ("allgather", "alltoall_base"):
+        make = getattr(groups[0], name)
+
+        def note(*arguments: Any, make: Any = make) -> Any:
+            sizes.append(arguments[1][0].numel() if isinstance(arguments[1], list) else arguments[1].numel())
+            return make(*arguments)
+
+        monkeypatch.setattr(groups[0], name, note)
+    monkeypatch.setattr(exchange, "_SLICE_BYTES", most := given[0].numel() // columns * 96)
+    cut = ring.together(*[lambda f=f, g=g: run(f, g) for f, g in zip(made, given, strict=True)])
+    assert len(sizes) == -(-columns // 96)
+    assert max(sizes) <= most
+    for one, other in zip(whole, cut, strict=True):
+        assert one.shape == other.shape == (3, columns)
+        assert torch.equal(one, other)
+    rows = [g.expand(3, -1) if operation == "all-gather" else g for g in given]
+    assert torch.equal(cut[1], torch.stack([row[1] for row in rows]))
+
+
+def test_a_gpu_gets_no_slices(ring: Ring) -> None:
+    """NCCL's operations are queued, and none of them has to end in a time of its own."""
+    (flight,), _ = flights(ring, 1)
+    flight._where = torch.device("meta")
+    given: list[torch.Tensor] = []
+    own = torch.empty(exchange._SLICE_BYTES + 1, dtype=torch.uint8, device="meta")
+    assert flight._in_slices(lambda part: given.append(part) or part, own) is own
+    assert len(given) == 1
 
 
 @pytest.mark.parametrize("quantize", [False, True])

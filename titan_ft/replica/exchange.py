@@ -41,6 +41,11 @@ class ExchangeError(RuntimeError):
 
 OwnFacts = tuple[Sequence[float], bytes]  # a member's row and message
 
+# The most that one all-gather or all-to-all of Gloo is given. It waits for all of a member's payload, where its
+# all-reduce waits for a MiB at a time: so `process_group_timeout_ms` bounds a slice, and no bucket is too large for a
+# slow link. Not smaller, because each operation costs a round trip.
+_SLICE_BYTES = 4 << 20
+
 
 @dataclass(frozen=True)
 class Reduced:
@@ -701,18 +706,41 @@ class _Flight:
 
     def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """Send a row to each member, and return what all send to this one, shaped alike; there for what follows."""
-        received = torch.empty_like(rows)
-        self._membership.process_group.alltoall_base(received, rows, [], [], self._row_options).wait()
-        return received
+
+        def send(rows: torch.Tensor) -> torch.Tensor:
+            received = torch.empty_like(rows)
+            self._membership.process_group.alltoall_base(received, rows, [], [], self._row_options).wait()
+            return received
+
+        return self._in_slices(send, rows)
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()]; on a GPU it is there for what follows."""
         assert self._quorum is not None
-        gathered = own.new_empty((len(self._quorum.members), own.numel()))
+        num_members = len(self._quorum.members)
         options = AllgatherOptions()
         options.timeout = self._membership.timeout
-        self._membership.process_group.allgather([list(gathered)], [own], options).wait()
-        return gathered
+
+        def gather(own: torch.Tensor) -> torch.Tensor:
+            gathered = own.new_empty((num_members, own.numel()))
+            self._membership.process_group.allgather([list(gathered)], [own], options).wait()
+            return gathered
+
+        return self._in_slices(gather, own)
+
+    def _in_slices(self, operation: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        """Return what an operation of all members makes of `given`, shape [num_members, given.shape[-1]].
+
+        From host memory it is one for each slice of the columns, in the same order on all members.
+        """
+        if self._where.type != "cpu" or given.nbytes <= _SLICE_BYTES:
+            return operation(given)
+        assert self._quorum is not None
+        received = given.new_empty((len(self._quorum.members), given.shape[-1]))
+        number = -(-given.nbytes // _SLICE_BYTES)
+        for columns, part in zip(received.chunk(number, -1), given.chunk(number, -1), strict=True):
+            columns.copy_(operation(part.contiguous()))
+        return received
 
 
 def _upload(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
