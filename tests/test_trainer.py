@@ -387,6 +387,53 @@ def test_a_group_that_leaves_behind_a_round_tells_what_it_has_made_of_the_next(m
     assert [(void.slot, void.first_batch, void.num_batches) for void in event.void or ()] == [(1, 30, 1)] * made_ahead
 
 
+def test_a_rank_that_the_timeout_ends_tells_no_batches_of_a_step() -> None:
+    """A step is one batch of each group, which another one reads; only rounds of several name theirs."""
+    told: list[Any] = []
+    this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
+    vars(this).update(_events=SimpleNamespace(emit=told.append), _position=SimpleNamespace(step=3))
+    this._abandon("too late")
+    (event,) = told
+    assert (event.step, event.reason, event.in_order, event.void) == (3, "too late", False, None)
+
+
+@pytest.mark.parametrize(
+    ("committed", "void"),
+    [
+        (2, [(1, 8, 6)]),  # of both rounds
+        (3, [(1, 12, 2)]),  # the first one has just come into an update
+        (4, None),
+    ],
+)
+def test_a_rank_that_the_timeout_ends_tells_the_batches_of_its_rounds(
+    committed: int, void: list[tuple[int, int, int]] | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also those of steps that it has made while the exchange was under way; what is in an update is not void."""
+    told: list[Any] = []
+    work = RoundWork(9, 0.1, [Reading(Entry(1, 8, 4, b""), [], "c5")])
+    ahead = RoundWork(13, 0.1, [Reading(Entry(1, 12, 2, b""), [], "c5")], behind=work)
+    this = leaving_trainer(told, ahead, ahead)  # it is in the midst of them
+    vars(this).update(_steps_per_round=4, _under_way=work, _position=SimpleNamespace(step=committed))
+    this._abandon("too late")
+    (event,) = told
+    assert (event.step, event.reason, event.in_order) == (committed, "too late", False)
+    found = event.void and [(each.slot, each.first_batch, each.num_batches) for each in event.void]
+    assert found == void
+    first, number = (void[0][1], void[0][2]) if void else (0, 0)
+    line = f"titan_ft: SIGTERM: void: {number} from batch {first} of slot 1\n" if void else ""
+    assert capfd.readouterr().err == line
+
+
+def test_a_rank_that_the_timeout_ends_before_it_trains_tells_no_batches() -> None:
+    """It may have no position yet."""
+    told: list[Any] = []
+    this: Any = leaving_trainer(told, RoundWork(1, 0.1), None)
+    this._under_way = None
+    del this._position, this._work
+    this._abandon("too early")
+    assert [(event.step, event.void) for event in told] == [(0, None)]
+
+
 @pytest.mark.parametrize(("healed", "goes_on"), [(5, True), (7, False)])
 def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: int, goes_on: bool) -> None:
     """All that held the final state may have died meanwhile, and the others have begun anew."""

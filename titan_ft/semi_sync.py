@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 from titan_ft.config import TABLE, ConfigError, FaultTolerance
 from titan_ft.replica import fragments
 from titan_ft.replica.decision import Update
-from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE
+from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE, print_line
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.feed import Reading, merge
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr, trained_parameters
@@ -404,11 +404,18 @@ class SemiSyncTrainer(ReplicaTrainer):
             super()._emit_drained()
             return
         reason = f"SIGTERM: {self._broken_off or 'the others were not there in time to exchange the round'}"
-        entries = [reading.entry for reading in readings]
-        void = (f"{entry.num_batches} from batch {entry.first_batch} of slot {entry.slot}" for entry in entries)
-        logger.warning(f"{reason}; void: {', '.join(void)}")
+        logger.warning(f"{reason}; {_name_void(readings)}")
         batches = [reading.describe() for reading in readings]
         self._events.emit(Drained(step=self._num_committed, reason=reason, in_order=False, void=batches))
+
+    def _abandon(self, reason: str, void: list[Batches] | None = None) -> None:
+        # The training thread goes on meanwhile: what may just have come into an update is not told, as by the others.
+        works = [work for work in (self._under_way, self._ahead) if work is not None]
+        left = [work for work in works if self._updates_of(work.first_step) > self._num_committed]
+        readings = merge(reading for work in left for reading in list(work.readings))
+        super()._abandon(reason, [reading.describe() for reading in readings] or void)
+        if readings:
+            print_line(f"SIGTERM: {_name_void(readings)}")
 
     def _void_batches(self) -> list[Batches] | None:
         return [reading.describe() for reading in self._readings_ahead()] or None
@@ -447,6 +454,12 @@ class SemiSyncTrainer(ReplicaTrainer):
             return any(map(should_validate, range(first, step + 1)))
 
         self.validator.should_validate = is_due
+
+
+def _name_void(readings: Sequence[Reading]) -> str:
+    entries = [reading.entry for reading in readings]
+    void = (f"{entry.num_batches} from batch {entry.first_batch} of slot {entry.slot}" for entry in entries)
+    return f"void: {', '.join(void)}"
 
 
 def _warn_of_useless_bits(config: FaultTolerance) -> None:

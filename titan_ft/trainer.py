@@ -137,9 +137,7 @@ class ReplicaTrainer(Trainer):
             rank=self.launch.rank,
             num_ranks=num_ranks,
             timeout_seconds=self.job_config.fault_tolerance.drain_timeout_seconds,
-            on_abandon=lambda reason: self._events.emit(
-                Drained(step=self._num_committed, reason=reason, in_order=False)
-            ),
+            on_abandon=self._abandon,
         )
         self._drain.install()
         return dims
@@ -260,6 +258,14 @@ class ReplicaTrainer(Trainer):
     def _void_batches(self) -> list[Batches] | None:
         """Return what this rank has read behind the step that the group leaves after."""
         return None
+
+    def _abandon(self, reason: str, void: list[Batches] | None = None) -> None:
+        """Tell that this rank ends without having left in order; on another thread, and the training thread may hang.
+
+        Args:
+            void: what it has read of the round under way.
+        """
+        self._events.emit(Drained(step=self._num_committed, reason=reason, in_order=False, void=void))
 
     def should_continue_training(self) -> bool:
         """Say whether a step is left; after the last one stay until every group holds the final state."""

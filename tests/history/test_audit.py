@@ -566,6 +566,17 @@ def test_batches_of_a_round_that_a_group_left_are_void() -> None:
     assert found.to_dict()["unit"] == "round"
 
 
+def test_batches_that_ranks_of_a_group_tell_differently_are_void_once() -> None:
+    """Where the timeout has ended them, one may have read a step further; another attempt has trained others."""
+    job = job_in_rounds()
+    commit_round(job)
+    for attempt, rank, number in ((0, 0, 2), (0, 1, 3), (1, 0, 1)):
+        told = {**reading(1, 2, rank), "num_batches": number}
+        job.say("drained", replica=1, rank=rank, attempt=attempt, step=1, in_order=False, reason="timeout", void=[told])
+    found = audit(job.events)
+    assert [(each.slot, each.first_batch, each.num_batches) for each in found.void] == [(1, 2, 3), (1, 2, 1)]
+
+
 def test_batches_of_a_round_that_died_with_its_group_are_estimated() -> None:
     """No event tells them; how long the group had trained does, and what it makes in that time. Where a commit is one
     step, nothing is said: it is that one batch."""

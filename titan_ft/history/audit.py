@@ -160,13 +160,16 @@ def _differing(record: RunRecord) -> list[Finding]:
 
 def _count_broken_off(record: RunRecord, found: Audit) -> None:
     """Count what groups had trained of rounds that they left in the midst of, and of those that ended with them."""
-    told: dict[Finding, None] = {}
-    for event in record.of(Drained):  # of the ranks of a group each tells the same numbers
+    told: dict[tuple[int, ...], Finding] = {}
+    for event in record.of(Drained):
         for each in event.void or ():
             number = event.step + 1
             detail = f"void: replica {event.replica} left in {record.unit.noun} {number}"
-            told[Finding(each.slot, each.first_batch, each.num_batches, (number,), detail)] = None
-    found.void += told
+            finding = Finding(each.slot, each.first_batch, each.num_batches, (number,), detail)
+            # Each rank of a group tells them; those that drain_timeout_seconds has ended may be a step apart.
+            key = event.replica, event.attempt, each.slot, each.first_batch
+            told[key] = max(told.get(key, finding), finding, key=lambda each: each.num_batches)
+    found.void += told.values()
     cut = [one for one in timeline(record).unfinished if not (one.kept or one.told)] if record.unit.method else []
     found.num_cut_short = sum(one.forward_passes for one in cut)
     if found.num_cut_short:

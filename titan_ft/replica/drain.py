@@ -201,7 +201,7 @@ class Drain:
                 # The mark is older than the end: looked for after it, a rank that left has it.
                 elif dead := [rank for rank in gone if not store.check([self._left_key(rank)])]:
                     line = f"rank {dead[0]} of this group is gone, so that its step cannot be finished: ending at once"
-                    self._end(TERMINATED, partial(_print, line))
+                    self._end(TERMINATED, partial(print_line, line))
                 time.sleep(_POLL_SECONDS)
         except RuntimeError:  # the store is gone; the timeout holds
             return
@@ -210,7 +210,7 @@ class Drain:
         line = f"SIGTERM: ending without having left in order, because {reason}"
         # A rank that has left has said so already, and only hangs in its clean-up.
         last_words = (
-            () if self._left else (partial(_print, line), partial(self._on_abandon, reason), self._tell_abandoned)
+            () if self._left else (partial(print_line, line), partial(self._on_abandon, reason), self._tell_abandoned)
         )
         self._end(0, *last_words)
 
@@ -232,5 +232,6 @@ def _forget_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
-def _print(line: str) -> None:
+def print_line(line: str) -> None:
+    """Print a line to stderr, whatever the other threads are at."""
     os.write(2, f"titan_ft: {line}\n".encode())  # sys.stderr may be locked by a thread that hangs
