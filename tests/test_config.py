@@ -95,8 +95,8 @@ def test_nothing_is_checked_when_disabled() -> None:
             "many groups (fault_tolerance.group_size), or shard: data_parallel_shard_degree >= 2",
         ),
         (
-            {"semi_sync_method": "DiLoCo"},
-            "fault_tolerance.semi_sync_method must be one of local_sgd, diloco, or left out, got 'DiLoCo'; "
+            {"semi_sync_method": "Di-LoCo"},
+            "fault_tolerance.semi_sync_method must be one of local_sgd, diloco, or left out, got 'Di-LoCo'; "
             "did you mean diloco? without it gradients are exchanged at each step",
         ),
     ],
@@ -486,12 +486,16 @@ def test_wrong_type_in_merged_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", [CUSTOM, "titan_ft.config"])
-def test_torchtitan_ft_toml_runs_as_it_is(tmp_path: Path, module: str) -> None:
-    """A TOML that names torchtitan's own FT schema, or ours, as custom config module parses and validates."""
+@pytest.mark.parametrize("method", [None, "diloco", "DiLoCo"])
+def test_torchtitan_ft_toml_runs_as_it_is(tmp_path: Path, module: str, method: str | None) -> None:
+    """A TOML that names torchtitan's own FT schema, or ours, as custom config module parses and validates; a method may
+    be written in upper case too.
+    """
     text = (
         f'[job]\ncustom_config_module = "{module}"\n'
         '[fault_tolerance]\nenable = true\nprocess_group = "gloo"\nprocess_group_timeout_ms = 20000\n'
         "replica_id = 1\ngroup_size = 2\nmin_replica_size = 1\nsync_steps = 20\nnum_fragments = 2\n"
+        + (f'semi_sync_method = "{method}"\n' if method else "")
     )
     flag = write_toml(tmp_path, text)
     check_toml(load_toml(flag.partition("=")[2]))
@@ -504,6 +508,7 @@ def test_torchtitan_ft_toml_runs_as_it_is(tmp_path: Path, module: str) -> None:
         group_size=2,
         sync_steps=20,
         num_fragments=2,
+        semi_sync_method=method and "diloco",
         digest_every=5,
     )
     assert dataclasses.asdict(config.fault_tolerance) == dataclasses.asdict(expected)

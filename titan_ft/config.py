@@ -396,6 +396,8 @@ def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
 def validate(config: Any) -> None:
     """Check a whole job config, as torchtitan's ConfigManager returns it. Nothing is checked unless it is enabled.
 
+    A method in upper case, which torchtitan takes, is written as all others read it.
+
     Raises:
         ConfigError: the first rule that does not hold.
     """
@@ -405,6 +407,8 @@ def validate(config: Any) -> None:
         return
     for f in fields(FaultTolerance):
         _check_type(f"{TABLE}.{f.name}", getattr(ft, f.name), f.type)
+    if ft.semi_sync_method and ft.semi_sync_method.lower() in SEMI_SYNC_METHODS:
+        ft.semi_sync_method = ft.semi_sync_method.lower()
     for rules in (
         _refusals(config),
         _group_rules(ft),
