@@ -329,6 +329,16 @@ def train_on_two_streams(world: _World) -> Any:
     return _together(run)
 
 
+def train_in_8_bits(world: _World) -> Any:
+    """The same, with quantized sums and what they leave behind."""
+    return train(world, quantize=True)
+
+
+def train_in_bfloat16(world: _World) -> Any:
+    """The same, with sums that travel in bfloat16."""
+    return train(world, dtype=torch.bfloat16)
+
+
 def train_over_broken_exchanges(world: _World) -> Any:
     """Each step's exchange breaks, each at another operation, and is repeated with the same gradients.
 
@@ -378,16 +388,6 @@ def train_a_bfloat16_model(world: _World) -> Any:
         return rank.bytes()
 
     return _together(run)
-
-
-def train_in_8_bits(world: _World) -> Any:
-    """The same, with quantized sums and what they leave behind."""
-    return train(world, quantize=True)
-
-
-def train_in_bfloat16(world: _World) -> Any:
-    """The same, with sums that travel in bfloat16."""
-    return train(world, dtype=torch.bfloat16)
 
 
 def copy(world: _World) -> Any:
