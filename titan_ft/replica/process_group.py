@@ -274,7 +274,7 @@ class AbortableNccl(ProcessGroupNCCL):
             elif time.monotonic() > self._due:
                 reason = f"the exchange is not complete after {self._allowed:g} s"
             if reason:
-                logger.warning("%s: it is broken off", reason)
+                logger.warning("the exchange is broken off: %s", reason)
                 self._aborting = self._break_off(pg, reason) or self._aborting
                 return
             time.sleep(_LOOK_SECONDS)
