@@ -289,6 +289,45 @@ def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
         check_gradients(rank, expected)
 
 
+def arm(rank: Rank) -> None:
+    """Let the next backward launch the exchange."""
+    rank.exchange.arm(lambda _: True)
+
+
+def send(rank: Rank) -> None:
+    """Launch a whole exchange."""
+    rank.exchange.send(lambda _: True, lambda quorum: ([float(quorum.rank)], b""))
+
+
+def launch_empty(rank: Rank) -> None:
+    """Launch one to which the rank gives nothing."""
+    rank.exchange.launch_empty()
+
+
+@pytest.mark.parametrize("second", [arm, send, launch_empty])
+@pytest.mark.parametrize("first", [arm, send, launch_empty])
+def test_an_exchange_is_launched_once(
+    ring: Ring, first: Callable[[Rank], None], second: Callable[[Rank], None]
+) -> None:
+    """A second launch before `finish` is our bug: two threads would write the same buckets. The first one goes on."""
+    rank = ring.rank()
+    rank.backward(seed=1)
+    expected = rank.gradients()
+    first(rank)
+    flight = rank.exchange._flight
+    with pytest.raises(AssertionError, match="under way already"):
+        second(rank)
+    assert rank.exchange._flight is flight
+    ring.meet(rank)
+    rank.finish()
+    assert not rank.exchange.sent
+    second(rank)
+    rank.finish()
+    if second is not launch_empty:
+        rank.exchange.write_gradients(None, 1.0)
+        check_gradients(rank, expected)
+
+
 def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
     """While nobody gives gradients no bucket is exchanged: a waiting job must not compete with a transfer."""
     ranks = [ring.rank(), ring.rank()]

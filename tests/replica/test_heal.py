@@ -16,7 +16,7 @@ import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import heal
-from titan_ft.replica.catch_up import CatchUp
+from titan_ft.replica.catch_up import CatchUp, Fetched
 from titan_ft.replica.decision import ALONE_SECONDS, Broken, Round, Update, judge
 from titan_ft.replica.errors import JobLostError, Leaving
 from titan_ft.replica.heal import Heal
@@ -360,6 +360,106 @@ def test_a_donor_that_fails_is_followed_by_the_next(make: Callable[..., World]) 
     assert len(set(donors)) == 2
     assert world.applied == list(range(world.fetches[-1][1] + 1, world.step + 1))
     assert len(world.named("heal_failed")) == 2
+
+
+def test_attempts_are_spaced_further_and_further_apart(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one comes after 1, 2, 4, ... rounds, for each costs a holder a copy; the rest is bounded."""
+    monkeypatch.setattr(heal, "_MAX_REST", 8)
+    world = make()
+    world.fail = {1, 2, 3, 4, 5}
+    ended: list[int] = []  # in which round each attempt failed
+    rests: list[int] = []  # rounds from there to the next one
+
+    def go(number: int) -> None:
+        if len(world.named("heal_failed")) > len(ended):
+            ended.append(number - 1)
+        if len(world.named("heal_started")) > len(rests) + 1:
+            rests.append(number - 1 - ended[-1])
+        # It fails in the round behind the one that it has begun in, not in either as its thread happens to run.
+        if world.heal._attempt is None:
+            world.release.clear()
+        else:
+            world.release.set()
+
+    world.on_round = go
+    world.heal.run()
+    assert healed(world)
+    assert len(world.fetches) == 6
+    assert rests == [1, 2, 4, 8, 8]
+
+
+def test_an_update_that_was_missed_is_not_replayed_over(make: Callable[..., World]) -> None:
+    """What is queued in its place would make bytes that nobody else has: the attempt is given up, and says why.
+
+    An exchange worked for this group and broke for the others, which made the update again without it. The state comes
+    in the very round that shows so.
+    """
+    world = make()
+    world.broken = {2}
+    plain = world.reduced
+    world.reduced = lambda: [torch.tensor(9999)] if world.made == 1 else plain()  # type: ignore[method-assign]
+
+    def on_round(number: int) -> None:
+        if number == 2:
+            world.lineage = world.lineages[world.step] = 99
+        if number == 3:
+            world.release.set()
+
+    world.on_round = on_round
+    world.heal.run()
+    assert healed(world)
+    (failed,) = world.named("heal_failed")
+    assert failed.error == "missed an update before step 7"  # type: ignore[attr-defined]  # a HealFailed
+    assert [step for _, step in world.fetches] == [5, 7]
+    assert world.applied == list(range(8, world.step + 1)), "none of the first attempt"
+
+
+def hear_sibling(world: World, monkeypatch: pytest.MonkeyPatch, say: Callable[[], Fetched]) -> None:
+    """Let another rank of the group say how far its part of the state is, whenever this one asks."""
+    fetched = CatchUp.fetched
+
+    def look(attempt: CatchUp) -> Fetched:
+        world.others_see = [say()]
+        return fetched(attempt)
+
+    monkeypatch.setattr(CatchUp, "fetched", look)
+
+
+def test_a_state_counts_when_all_ranks_of_the_group_have_it(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has its part goes on queueing until its sibling has its own: they load in the same round."""
+    world = make()
+    world.release.set()
+    hear_sibling(world, monkeypatch, lambda: Fetched.DONE if world.made >= 6 else Fetched.PENDING)
+    loads, load = [], world.load
+
+    def note(snapshot: Snapshot) -> None:
+        loads.append(world.made)
+        load(snapshot)
+
+    monkeypatch.setattr(world, "load", note)
+    world.heal.run()
+    assert healed(world)
+    assert loads == [6]
+    assert world.applied == list(range(6, world.step + 1))
+
+
+def test_a_fetch_that_fails_on_one_rank_is_given_up_by_all(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose own part is there asks the next donor with its sibling, and says why."""
+    world = make()
+    world.release.set()
+    hear_sibling(world, monkeypatch, lambda: Fetched.DONE if world.named("heal_failed") else Fetched.FAILED)
+    world.heal.run()
+    assert healed(world)
+    (failed,) = world.named("heal_failed")
+    assert failed.error == "the fetch failed on another rank of this group"  # type: ignore[attr-defined]  # a HealFailed
+    assert len(world.fetches) == 2
+    assert world.applied == list(range(world.fetches[-1][1] + 1, world.step + 1))
 
 
 def test_bytes_that_nobody_agreed_on_are_not_kept(make: Callable[..., World]) -> None:

@@ -96,6 +96,26 @@ def test_waiting_for_a_quorum_needs_a_question(seats: Any) -> None:
         seats.take(0).wait()
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_quorum_is_asked_for_once_in_a_round(
+    seats: Any, start_lighthouse: Callable[..., str], answered: bool
+) -> None:
+    """A second question before the vote is our bug: it would drop what the first one was answered, on one rank only."""
+    seats.lighthouse = start_lighthouse(min_replicas=2)
+    one, two = seats.take(0), seats.take(1)
+    one.begin(0)
+    if answered:
+        two.begin(0)
+        one.wait()
+    with pytest.raises(AssertionError, match="asked for already"):
+        one.begin(0)
+    assert one.answered == answered, "the first one goes on"
+    seats.meet(one, two)
+    one.vote(0, True)
+    one.begin(1)
+    assert one.asked
+
+
 def test_waiting_for_others_is_no_error(
     seats: Any, start_lighthouse: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -365,6 +365,20 @@ def test_the_first_step_waits_for_groups_that_live_outside_of_the_quorum(
     assert len(said) == 2, "and again when it is back"
 
 
+def test_the_ranks_of_a_group_finish_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has heard that everybody holds the final state makes rounds until its sibling has heard so as well."""
+    group = Groups(1, Hub([0])).all[0]
+    group.position.load(10, 5)
+    sibling_has_heard = [0, 0, 1]  # by round
+    monkeypatch.setattr(
+        group.shared["group"],
+        "gather",
+        lambda value: [value, sibling_has_heard[group.seat.number]] if group.seat.number >= 0 else [value],
+    )
+    assert group.dimension.finish() is not None
+    assert group.seat.number == 3, "the one behind it is the last, so that others see it too"
+
+
 def told(committed: Committed) -> tuple[list[int], list[int]]:
     """Return whose gradients a step has and which slots' batches."""
     return committed.participants, committed.update.slots

@@ -187,6 +187,25 @@ MUTATIONS = [
         ("no state given up", "one trajectory", "liveness"),
     ),
     Mutation(
+        "a heal without a replayed update keeps the joiner's old digest",
+        (
+            Change(
+                "position",
+                "self.step, self.lineage, self.digest, self.corrupt = step, lineage, 0, False",
+                "self.step, self.lineage, self.corrupt = step, lineage, False",
+            ),
+            Change(
+                "heal",
+                "        self._rounds.take_digest()\n"
+                "        if attempt.digest is None or self._position.digest == attempt.digest:",
+                "        if True:",
+            ),
+        ),
+        ("kill", "tail", "freeze"),
+        ("no state given up",),
+        first=400,
+    ),
+    Mutation(
         "a group that is behind adds its stale gradient",
         (
             Change("round", "not contribution.empty and not self._is_outdated(quorum)", "not contribution.empty"),

@@ -436,6 +436,7 @@ class GradientExchange:
         gives: bool = True,
         due: bool = True,
     ) -> None:
+        assert self._flight is None, "an exchange is under way already: finish() completes it before the next launch"
         given = frozenset(self._weights) if gives else frozenset()
         self._flight = _Flight(
             self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe, due

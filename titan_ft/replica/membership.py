@@ -165,7 +165,7 @@ class Membership:
 
     def begin(self, step: int) -> None:
         """Ask for the quorum of the next exchange, holding `step` committed updates; returns at once."""
-        assert self._pending is None or self._pending.done(), "the previous quorum is still being asked for"
+        assert self._pending is None, "a quorum is asked for already: vote() uses it up before the next begin()"
         self._pending = self._thread.submit(self._ask, step, self._failures)
 
     @property
