@@ -847,16 +847,16 @@ def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_timeout_bounds_a_slice_and_not_a_bucket(ring: Ring, operation: str) -> None:
-    """On a link that is slow, but works, what takes three times the timeout arrives: Gloo waits for it as a whole."""
-    seconds, timeout, size = 3.0, 1.0, 24 << 20
+    """On a link that is slow, but works, what takes longer than the timeout arrives: Gloo waits for it as a whole."""
+    seconds, timeout, size = 5.0, 2.0, 40 << 20  # Gloo waits for halves of it; for those of a slice, a quarter second
     made, groups = flights(ring, 2, timeout)
     for link in [link for group in groups for link in group._links]:
         with borrowed_socket(*link) as connection:
             assert connection is not None
             pace(connection, int(size / seconds))
+    run, given = OPERATIONS[operation], payload(operation, 0, 2, size)
     began = time.monotonic()
-    run = OPERATIONS[operation]
-    ring.together(*[lambda f=f: run(f, payload(operation, 0, 2, size)) for f in made])
+    ring.together(*[lambda f=f: run(f, given) for f in made])
     assert time.monotonic() - began > 2 * timeout, "the link was no slow one"
 
 
