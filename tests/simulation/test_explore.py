@@ -35,7 +35,7 @@ from tests.simulation.faults import (
 )
 from tests.simulation.schedule import Schedule, _smaller, draw, shrink
 from tests.simulation.world import Options, World
-from titan_ft.replica import membership, pulse
+from titan_ft.replica import member, membership, pulse
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import Rounds
@@ -235,6 +235,40 @@ def test_a_group_that_others_cannot_reach_is_not_waited_for_at_a_new_lighthouse(
     with standins.installed():
         for seed in range(8):
             assert not Schedule(seed, options, faults).run().problems
+
+
+CUT_OFF = Cut(0.6, 0, 1, -1, False, 100.0), Cut(0.6, 0, 2, -1, False, 100.0)
+"""Group 0 of three reaches neither of the others for long."""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_two_groups_that_wait_for_one_they_cannot_reach_are_judged(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """They are enough without it: the judge says so although the one that is cut off comes first."""
+    if waits:
+        monkeypatch.setattr(
+            member,
+            "largest_clique",
+            lambda members, dead: tuple(other for other in members if frozenset((members[0], other)) not in dead),
+        )
+    fault_tolerance = {**QUICK, "group_size": 3, "min_replica_size": 2, "process_group_timeout_ms": 3000}
+    with standins.installed():
+        world = Schedule(1, Options(3, 1, 60, fault_tolerance), CUT_OFF).run()
+    assert [problem.promise for problem in world.problems] == ["liveness"] * waits
+    assert world.kernel.now < 60.0, "long before the links are back"
+
+
+def test_groups_that_wait_for_the_only_one_with_the_state_are_right() -> None:
+    """They are two, were started again and hold nothing: without it they would give the state of the job up."""
+    fault_tolerance = {**QUICK, "group_size": 3, "min_replica_size": 2, "process_group_timeout_ms": 3000}
+    options = Options(3, 1, 60, fault_tolerance, restart_seconds=(0.5, 0.5))
+    with standins.installed():
+        world = Schedule(1, options, (*CUT_OFF, KillGroups(3.6, (1, 2)))).run(traces=True)
+    assert not world.problems
+    commits = [at for at, _, text in world.trace if text.startswith("commits")]
+    assert max(later - at for at, later in itertools.pairwise(commits)) > world.bound
+    assert world.furthest == options.steps
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import networkx  # type: ignore[import-untyped]  # it has no types of its own
 
 from tests.simulation import standins
 from tests.simulation.collectives import GroupCollective, GroupLink, ProcessGroup, Ring
@@ -1143,7 +1146,7 @@ class World(standins.World):
         """Say whether a rank that waits for the first step has met too few groups, and there were no others to meet."""
         least = self.config["min_replica_size"]
         others = [group for group in self.groups.values() if group is not rank.group and self._can_be_met(group)]
-        return len(rank.met) < least and len(self._clique([rank.group, *others])) < least
+        return len(rank.met) < least and self._how_many_go_on([rank.group, *others], rank.group) < least
 
     def _can_be_met(self, group: GroupRun) -> bool:
         """Say whether nothing keeps a group from meeting others, and has not for a while."""
@@ -1154,13 +1157,20 @@ class World(standins.World):
         again = _AGAIN_SECONDS if self.disturbed > group.met_from else 0.0
         return there and self.kernel.now - came > _MEETING_SECONDS + again
 
-    def _clique(self, groups: Iterable[GroupRun]) -> list[GroupRun]:
-        """Return groups that all reach each other, the first one among them."""
-        clique: list[GroupRun] = []
-        for group in groups:
-            if all(self._linked(group, other) for other in clique):
-                clique.append(group)
-        return clique
+    def _how_many_go_on(self, groups: Sequence[GroupRun], own: GroupRun | None = None) -> int:
+        """Return how many of these groups go on if some cannot reach each other; of those parts that `own` is in.
+
+        As the engine has it (docs/design.md): as many holders of the job's state as possible, then as many groups. A
+        larger part without that state could only begin the job anew. A tie decides who goes on, not how many.
+        """
+        claims = {group: min(rank.position.claim for rank in group.ranks) for group in groups}
+        latest = max(claims.values(), default=0)
+        holders = {group for group in groups if claims[group] >= max(latest - 1, min(latest, 1))}
+        reach = networkx.Graph()
+        reach.add_nodes_from(groups)
+        reach.add_edges_from(pair for pair in itertools.combinations(groups, 2) if self._linked(*pair))
+        parts = [part for part in networkx.find_cliques(reach) if own is None or own in part]
+        return max(((len(holders.intersection(part)), len(part)) for part in parts), default=(0, 0))[1]
 
     def _reaches(self, group: GroupRun) -> bool:
         return self.lighthouse.listens and self.network.usable((group.slot, 0), LIGHTHOUSE)
@@ -1305,7 +1315,7 @@ class World(standins.World):
         if any(not group.runs and group.alive for group in self.groups.values()):
             return False
         least = max(self.config["min_replica_size"], self.options.min_replicas)
-        return len(self._clique(running)) >= least
+        return self._how_many_go_on(running) >= least
 
     def _linked(self, a: GroupRun, b: GroupRun) -> bool:
         pairs = [pair for i in range(self.options.ranks) for pair in ((i, i), (i, 0), (0, i))]
