@@ -14,7 +14,7 @@ import contextlib
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,11 +281,8 @@ class GradientExchange:
             ExchangeError: a member died or hung, or the process group could not be built. The process group has been
                 aborted, so that the other members see it at once.
         """
-        if self._flight is None:
-            self._launch(lambda quorum: gives, gives=gives, due=due)
+        flight = self._flight or self._launch(lambda quorum: gives, gives=gives, due=due)
         self._armed = self.spoiled = False
-        flight = self._flight
-        assert flight is not None
         try:
             self._fill_all()
             with self._membership.waiting(), self._bounded():
@@ -304,8 +301,7 @@ class GradientExchange:
             self._flight = None
             self._wire_bytes += flight.wire_bytes
 
-    @contextlib.contextmanager
-    def _bounded(self) -> Iterator[None]:
+    def _bounded(self) -> contextlib.AbstractContextManager[None]:
         """Let an exchange that this thread waits for take no longer than the process group's timeout.
 
         Its quorum may: that waits for groups which compute. The exchange's thread waits for the other members too, for
@@ -313,12 +309,13 @@ class GradientExchange:
         operations have timeouts of their own.
         """
         if self._where.type == "cpu":
-            yield
-            return
+            return contextlib.nullcontext()
         with contextlib.suppress(Exception):  # the exchange's thread gets the same, and this one raises it from there
             self._membership.wait()
-        with self._membership.process_group.deadline(self._membership.timeout):
-            yield
+        deadline: contextlib.AbstractContextManager[None] = self._membership.process_group.deadline(
+            self._membership.timeout
+        )
+        return deadline
 
     def take_wire_bytes(self) -> int:
         """Return the bytes of gradients that this rank has sent since it was asked last, in broken exchanges too."""
@@ -435,10 +432,10 @@ class GradientExchange:
         *,
         gives: bool = True,
         due: bool = True,
-    ) -> None:
+    ) -> _Flight:
         assert self._flight is None, "an exchange is under way already: finish() completes it before the next launch"
         given = frozenset(self._weights) if gives else frozenset()
-        self._flight = _Flight(
+        self._flight = flight = _Flight(
             self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe, due
         )
         for bucket in self._buckets:
@@ -448,8 +445,9 @@ class GradientExchange:
                 bucket.residual.begin()
             if not bucket.missing:
                 bucket.full = self._read
-                self._flight.hand_over(bucket)
-        self._flight.start()  # only now: it asks this object of itself
+                flight.hand_over(bucket)
+        flight.start()  # only now: it asks this object of itself
+        return flight
 
     def _hook(self, bucket: _Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def take_gradient(parameter: torch.Tensor) -> None:
@@ -564,8 +562,8 @@ class _Flight:
         if any(sizes):  # a second collective, for they vary in length
             octets = torch.frombuffer(bytearray(message.ljust(max(sizes), b"\0")), dtype=torch.uint8)
             (padded,) = self._read(self._gather(octets.to(self._where, non_blocking=True)))
-            padded = padded.view(len(sizes), -1)
-            messages = [octets[:size].tobytes() for octets, size in zip(padded.numpy(), sizes, strict=True)]
+            lines = zip(padded.view(len(sizes), -1).numpy(), sizes, strict=True)
+            messages = [line[:size].tobytes() for line, size in lines]
         return Reduced(self._quorum, [row[:-2] for row in rows], messages, [not math.isfinite(row[-1]) for row in rows])
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
@@ -657,8 +655,8 @@ class _Flight:
         given = [self.contributed and fragment in self._given for fragment in range(self._num_fragments)]
         counts = torch.tensor([self._due, self.contributed, *given], dtype=torch.int32)
         gathered = self._gather(counts.to(self._where, non_blocking=True))
-        counted = self._read(gathered)[0].view(gathered.shape).tolist()
-        due, num_givers, *users = map(sum, zip(*counted, strict=True))
+        (counted,) = self._read(gathered)
+        due, num_givers, *users = map(sum, zip(*counted.view(gathered.shape).tolist(), strict=True))
         if not due or any(number not in (0, num_givers) for number in users):
             return frozenset()
         return frozenset(fragment for fragment, number in enumerate(users) if number)
@@ -707,27 +705,24 @@ class _Flight:
 
     def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """Send a row to each member, and return what all send to this one, shaped alike; there for what follows."""
+        return self._in_slices(self._all_to_all_once, rows)
 
-        def send(rows: torch.Tensor) -> torch.Tensor:
-            received = torch.empty_like(rows)
-            self._membership.process_group.alltoall_base(received, rows, [], [], self._row_options).wait()
-            return received
-
-        return self._in_slices(send, rows)
+    def _all_to_all_once(self, rows: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(rows)
+        self._membership.process_group.alltoall_base(received, rows, [], [], self._row_options).wait()
+        return received
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a vector of every member, shape [num_members, own.numel()]; on a GPU it is there for what follows."""
+        return self._in_slices(self._all_gather_once, own)
+
+    def _all_gather_once(self, own: torch.Tensor) -> torch.Tensor:
         assert self._quorum is not None
-        num_members = len(self._quorum.members)
+        gathered = own.new_empty((len(self._quorum.members), own.numel()))
         options = AllgatherOptions()
         options.timeout = self._membership.timeout
-
-        def gather(own: torch.Tensor) -> torch.Tensor:
-            gathered = own.new_empty((num_members, own.numel()))
-            self._membership.process_group.allgather([list(gathered)], [own], options).wait()
-            return gathered
-
-        return self._in_slices(gather, own)
+        self._membership.process_group.allgather([list(gathered)], [own], options).wait()
+        return gathered
 
     def _in_slices(self, operation: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
         """Return what an operation of all members makes of `given`, shape [num_members, given.shape[-1]].
