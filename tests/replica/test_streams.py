@@ -250,8 +250,9 @@ class _Rank:
         return sums
 
     def finish(self, gives: bool) -> None:
-        """Complete the exchange."""
+        """Complete the exchange; all that is given is finite."""
         self.exchange.finish(gives, lambda quorum: ([1.0], b"x" * self.rank))
+        assert not self.exchange.spoiled
 
     @property
     def parameters(self) -> list[nn.Parameter]:
