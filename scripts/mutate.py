@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Break the code in small ways, one at a time, and see whether the tests notice.
 
-    python scripts/mutate.py [--only PATTERN] [--jobs N] [--explore] [--list]
+    python scripts/mutate.py [--only PATTERN] [--sample N [--seed S]] [--jobs N] [--explore] [--list]
 
 Each mutation of `scripts/mutations.toml` is made in a copy of this repository, where the narrow tests that it names
 run; with `--explore` those that they miss are left to the simulation (scripts/explore.sh). Exit status: 0 all were
@@ -16,6 +16,7 @@ import contextlib
 import fnmatch
 import os
 import queue
+import random
 import shlex
 import shutil
 import signal
@@ -212,6 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="PATTERN", default="*", help="of file or name, such as *ledger*")
+    parser.add_argument("--sample", metavar="N", type=int, help="try so many of them, drawn by --seed (all)")
+    parser.add_argument("--seed", type=int, default=0, help="of --sample (0)")
     parser.add_argument("--jobs", type=int, default=1, help="mutations tried at once (1)")
     parser.add_argument("--explore", action="store_true", help="leave what the tests miss to the simulation")
     parser.add_argument("--list", action="store_true", help="name the mutations and end")
@@ -238,6 +241,10 @@ def run(options: argparse.Namespace) -> int:
     wanted = [m for m in read if fnmatch.fnmatch(m.file, pattern) or fnmatch.fnmatch(m.name, pattern)]
     if not wanted:
         raise MutateError(f"--only must match a mutation, got {options.only!r}; --list names them")
+    if options.sample is not None:
+        if options.sample < 1:
+            raise MutateError(f"--sample must be >= 1, got {options.sample}; leave it out for all")
+        wanted = random.Random(options.seed).sample(wanted, min(options.sample, len(wanted)))
     if options.list:
         for mutation in wanted:
             print(f"{mutation.file}:{mutation.place(options.root) or 'stale'}: {mutation.name}")

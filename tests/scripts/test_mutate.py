@@ -143,10 +143,20 @@ def test_tests_that_fail_by_themselves_notice_nothing(root: Path, capsys: pytest
     assert text.startswith("mutate.py: the tests must pass without any mutation, got: FAILED")
 
 
+def test_a_sample_is_that_of_its_seed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same each time, another one for another seed, and never more than there are."""
+    write_list(root, *[(f"number {number}", "a + b", f"a + {number}", "") for number in range(9)])
+    first, again, other = (run(root, capsys, "--list", "--sample", "4", "--seed", seed)[1] for seed in "003")
+    assert first == again != other
+    assert len({*first.splitlines()}) == 4
+    assert len(run(root, capsys, "--list", "--sample", "40")[1].splitlines()) == 9
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--only", "nothing"], "--only must match a mutation, got 'nothing'; --list names them"),
+        (["--sample", "0"], "--sample must be >= 1, got 0; leave it out for all"),
         (["--jobs", "0"], "--jobs must be >= 1, got 0; 1 tries one after the other"),
     ],
 )
