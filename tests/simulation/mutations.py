@@ -361,7 +361,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a count of givers that has broken is believed",
-        _one("exchange", "self._read(gathered)[0].view(", "(self._await_works(), gathered)[1].view("),
+        _one("exchange", "(counted,) = self._read(gathered)", "counted = (self._await_works(), gathered)[1]"),
         ("kill", "freeze", "cut"),
         ("no idle traffic",),
     ),
