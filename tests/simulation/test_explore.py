@@ -302,6 +302,18 @@ def test_a_group_is_waited_for_when_all_of_its_ranks_are_there() -> None:
             assert max(later - at for at, later in itertools.pairwise(commits)) < 2.0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_group_whose_ranks_meet_late_comes_late(seed: int) -> None:
+    """It is refused for its shape by one that came before it: the seat counts, not where its ranks watch each other."""
+    fault_tolerance = {"enable": True, "group_size": 2, "start_timeout_seconds": 1.5, "quorum_timeout_seconds": 20.0}
+    options = Options(2, 2, 40, fault_tolerance, odd=(1,), late={1: 1.1}, compute_seconds=0.2)
+    with standins.installed():
+        world = Schedule(seed, options, (CutInside(0.01, 0, 1, 0, True, 5.0),)).run(traces=True)
+    assert not world.problems
+    ended = {who for _, who, text in world.trace if "ends by ConfigMismatchError" in text}
+    assert ended == {"g0r0", "g0r1"}
+
+
 def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round() -> None:
     """The donor still serves what the former process fetched: nothing that the new one, with a later offer, can use."""
     fault_tolerance = {

@@ -520,7 +520,7 @@ class World(standins.World):
             self.kernel.sleep(min(pause, end - self.kernel.now))
             pause *= _RECONNECT_GROWTH
         group = self.ranks[process].group
-        if group.entered is None:
+        if group.entered is None and lighthouse is self.lighthouse:  # not where the group's ranks watch each other
             group.entered, group.met_from = came, self.kernel.now
             self.entered.append(group)
         address = f"http://{self.host(node)}:{len(self.managers) + 1000}"
