@@ -408,6 +408,27 @@ class Work:
         return self.looks >= self._complete_at
 
 
+def test_an_operation_of_an_aborted_process_group_is_waited_for_no_longer() -> None:
+    """Whatever its connections look like: they are shut down, which Gloo may not have noticed."""
+
+    class Work:
+        looks = 0
+
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self, timeout: timedelta) -> bool:
+            self.looks += 1
+            assert self.looks == 1, "it is waited for again"
+            raise RuntimeError("timed out")
+
+    with socket.socketpair()[0] as connection:
+        aborted, descriptor = threading.Event(), connection.fileno()
+        aborted.set()
+        with pytest.raises(RuntimeError, match="broken off"):
+            _Operation(Work(), aborted, [(descriptor, os.fstat(descriptor).st_ino)]).wait()
+
+
 def test_what_a_member_sent_before_it_closed_its_connections_still_comes() -> None:
     """A group that leaves has done its part, which others pass on, however slowly. What stands still is lost."""
     with (
