@@ -523,6 +523,14 @@ def test_if_nobody_has_finite_gradients_all_force_theirs() -> None:
         assert not group.events.named("gradient_excluded")
 
 
+def test_a_forced_gradient_is_forced_again_when_the_exchange_breaks() -> None:
+    """Nobody has a finite one then either: to leave it out once more would cost another exchange."""
+    groups = Groups(2, Hub([0, 1], broken=(2,)), lambda group, usual: NAN)
+    for committed in groups.run(OneGroup.step):
+        assert told(committed) == ([0, 1], [0, 1])
+        assert committed.exchanges == 4, "with it, without it, forced, and forced again"
+
+
 def test_an_excluded_group_is_present() -> None:
     """It counts toward min_replica_size: nobody waits for one more."""
     groups = Groups(2, Hub([0, 1]), lambda group, usual: NAN if group.slot == 1 else usual, min_replica_size=2)
