@@ -182,6 +182,8 @@ def test_what_is_merged_is_one_reading(build: Build) -> None:
     assert merge([]) == []
     alone = rounds.read(0, 2, 6)
     assert [reading.describe() for reading in merge([alone])] == [alone.describe()]
+    assert alone.batches
+    assert not any(reading.batches for reading in [*merged, *merge([alone])]), "a long round would fill the memory"
 
 
 class Listed:

@@ -218,6 +218,14 @@ def test_bytes_are_shown_with_the_change_that_was_measured_from_them(
     assert world.row.digest == (fold48(str([fold48("bytes")])) if digests else 3)
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_newcomer_is_shown_the_bytes_where_no_update_follows(early: bool) -> None:
+    """Before the end of a round of several steps; at its end, in the round behind it: nobody need replay this one."""
+    world = World(semi_sync_method="diloco", digest_every=0)
+    world.rounds.make(dataclasses.replace(GIVEN, early=early))
+    assert world.digests == early
+
+
 @pytest.mark.parametrize(("method", "unit"), [(None, "step"), ("diloco", "round")])
 def test_lines_of_the_log_name_what_the_groups_count(
     method: str | None, unit: str, caplog: pytest.LogCaptureFixture
