@@ -396,7 +396,7 @@ def resolve_lighthouse(ft: FaultTolerance, fallback: str | None) -> str:
 def validate(config: Any) -> None:
     """Check a whole job config, as torchtitan's ConfigManager returns it. Nothing is checked unless it is enabled.
 
-    A method in upper case, which torchtitan takes, is written as all others read it.
+    torchtitan takes `semi_sync_method` in upper case too: it is changed to lower case here, which all others expect.
 
     Raises:
         ConfigError: the first rule that does not hold.

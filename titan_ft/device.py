@@ -252,9 +252,8 @@ def nccl_environment(environ: Mapping[str, str], timeout_ms: int) -> dict[str, s
             f'{name} must be {rule} with fault_tolerance.process_group = "nccl", got {environ[name]!r}: {why}; unset it'
         )
 
-    by_torchrun = (
-        {ASYNC_ERROR_HANDLING: "1"} if "TORCHELASTIC_RUN_ID" in environ else {}
-    )  # it gives that to all workers
+    # torchrun gives this to all of its workers, and torchtitan overwrites it.
+    by_torchrun = {ASYNC_ERROR_HANDLING: "1"} if "TORCHELASTIC_RUN_ID" in environ else {}
     for name, why in _NCCL_OFF.items():
         for each in (name, name.removeprefix("TORCH_")):  # the older names of some
             if environ.get(each, "0").strip() not in ("0", by_torchrun.get(each)):
