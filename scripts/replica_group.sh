@@ -16,6 +16,7 @@ usage='usage: replica_group.sh --config CONFIG.toml --run-dir DIR [options] [-- 
   --host-deaths N      leave with exit status 4 when groups of the job have died so often on this host (0: never)
   --host-window S      seconds within which they count    (3600)
   --on-host-suspected "COMMAND"  run then, with the host and the reason as further arguments
+  --no-zygote          start workers as new processes, not as forks of one that has imported everything
   --dry-run            print the torchrun command and end
 TITAN_FT_TOKEN, the secret that all groups share, must be set unless every address is on this host.'
 set -euo pipefail
@@ -45,7 +46,7 @@ is_loopback() { # HOST:PORT, with or without http://
     [[ $host =~ ^(127\.[0-9.]+|localhost|\[::1\])(:[0-9]+)?$ ]]
 }
 
-config="" run_dir="" dry_run=""
+config="" run_dir="" dry_run="" no_zygote=""
 replica=${SLURM_ARRAY_TASK_ID:-}
 replicas=${SLURM_ARRAY_TASK_COUNT:-}
 lighthouse=${TORCHFT_LIGHTHOUSE:-}
@@ -56,7 +57,7 @@ max_restarts=100
 metrics_port=""
 host_deaths=0 host_window=3600 on_host_suspected=""
 read_options "config run-dir replica replicas lighthouse ranks-per-node nodes rendezvous max-restarts metrics-port
-    host-deaths host-window on-host-suspected" dry-run "$@"
+    host-deaths host-window on-host-suspected" "dry-run no-zygote" "$@"
 
 [[ -n $config ]] || refuse "--config is missing"
 [[ -f $config ]] || refuse "--config must be a TOML file, got '$config'"
@@ -105,6 +106,7 @@ command=("$python" -m titan_ft.launch.torchrun "--nnodes=$nodes" "--nproc-per-no
 # store of its own: in the agent's it would read the addresses of its dead predecessors (pytorch issue 135712).
 environment=("TORCHFT_LIGHTHOUSE=$lighthouse" "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
     "PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}" "RUST_LOG=${RUST_LOG:-warn}" ${metrics_port:+"TITAN_FT_METRICS_PORT=$metrics_port"})
+[[ -z $no_zygote ]] || environment+=("TITAN_FT_ZYGOTE=0")
 if ((host_deaths > 0)); then
     environment+=("TITAN_FT_HOST_DEATHS=$host_deaths" "TITAN_FT_HOST_WINDOW=$host_window"
         "TITAN_FT_ON_HOST_SUSPECTED=$on_host_suspected")

@@ -10,6 +10,7 @@ usage='usage: submit.sh --config CONFIG.toml --run-dir DIR --groups N --ranks-pe
   --max-restarts N        restarts of a group in 24 hours on its nodes (100)
   --host-deaths N         a group leaves a host on which groups of the run have died so often within an hour (5; 0: never)
   --on-host-suspected "COMMAND"  run then, with the host and the reason as further arguments
+  --no-zygote             start workers as new processes, not as forks of one that has imported everything
   --dry-run               print what would be submitted
 DIR must be on storage that all nodes share. The environment of this shell goes along (TITAN_FT_PYTHON).'
 set -euo pipefail
@@ -17,13 +18,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/common.sh"
 
 config="" run_dir="" groups="" ranks_per_node="" nodes=1 time="" group_options="" lighthouse_options="" token_file=""
-max_restarts=100 host_deaths=5 on_host_suspected="" standby="" dry_run=""
-words=()
-for word in "$@"; do # read_options knows one option without a value
-    if [[ $word == --standby && " ${words[*]} " != *" -- "* ]]; then standby=yes; else words+=("$word"); fi
-done
+max_restarts=100 host_deaths=5 on_host_suspected="" standby="" no_zygote="" dry_run=""
 read_options "config run-dir groups ranks-per-node nodes time group-options lighthouse-options token-file max-restarts \
-    host-deaths on-host-suspected" dry-run ${words[@]+"${words[@]}"}
+    host-deaths on-host-suspected" "dry-run standby no-zygote" "$@"
 [[ -n $config ]] || refuse "--config is missing"
 [[ -f $config ]] || refuse "--config must be a TOML file, got '$config'"
 [[ -n $run_dir ]] || refuse "--run-dir is missing: a folder that all nodes share"
@@ -79,7 +76,7 @@ job=$(submit "--dependency=after:$first" "--array=0-$((groups - 1))" "--nodes=$n
     ${for_groups[@]+"${for_groups[@]}"} "--output=$run_dir/logs/replica-%a.log" \
     "$root/slurm/replicas.sbatch" "$root" "$run_dir" --config "$config" --ranks-per-node "$ranks_per_node" \
     --max-restarts "$max_restarts" --host-deaths "$host_deaths" --on-host-suspected "$on_host_suspected" \
-    ${rest[@]+-- "${rest[@]}"})
+    ${no_zygote:+--no-zygote} ${rest[@]+-- "${rest[@]}"})
 trap - EXIT
 [[ -z $dry_run ]] || exit 0
 echo "$job ${lighthouses[*]}" >"$run_dir/slurm/jobs.part" && mv "$run_dir/slurm/jobs.part" "$run_dir/slurm/jobs"

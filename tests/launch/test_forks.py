@@ -29,8 +29,9 @@ env = {name: value for name, value in os.environ.items() if name != "STALE"} | {
 reads, writes = os.pipe()
 codes, groups = [], []
 for number, what in enumerate(sys.argv[1:]):
-    log = Path(f"log-{number}")
-    child = fork_module("subject", [what, "--flag"], env, log, title="titan-ft 7.0", close=[reads, writes])
+    with open(f"log-{number}", "wb") as log:
+        output = log.fileno(), log.fileno()
+        child = fork_module("subject", [what, "--flag"], env, output, title="titan-ft 7.0", close=[reads, writes])
     groups.append(os.getpgid(child.pid) == child.pid)
     codes.append(child.wait())
 pipe = os.readlink(f"/proc/self/fd/{writes}")

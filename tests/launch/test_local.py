@@ -15,24 +15,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.launch.forked import children, zygote_of
 from titan_ft.launch.lighthouse_keeper import MAX_DEATHS
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE, may_replace
-from titan_ft.run.process import read_command
-
-
-def children(pid: int) -> list[int]:
-    """List the processes that a process started and that still are its children."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def zygote_of(pid: int) -> int | None:
-    """Return the process that a launcher's groups are forked from, if there is one."""
-    return next((child for child in children(pid) if "zygote" in read_command(child)[2] and is_main(child)), None)
-
-
-def is_main(pid: int) -> bool:
-    """Tell a process that was started from those that were forked from it, which have a name of their own."""
-    return not Path(f"/proc/{pid}/comm").read_text().startswith("titan-ft")
 
 
 def supervisors_of(pid: int) -> list[int]:

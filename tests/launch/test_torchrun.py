@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import urllib.request
@@ -11,12 +13,16 @@ from typing import Any
 
 import pytest
 
+from tests.launch.forked import zygote_of
 
-def torchrun(run: Any, crash: str, *options: str, ranks: int = 2) -> subprocess.Popen[str]:
+
+def torchrun(
+    run: Any, crash: str, *options: str, ranks: int = 2, module: str = "crashing_worker"
+) -> subprocess.Popen[str]:
     run.env["CRASH"] = crash
     flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3"]
     command = ["-m", "titan_ft.launch.torchrun", f"--nproc-per-node={ranks}", "--max-restarts=9", *options]
-    return run.start(*command, "-m", "crashing_worker", *flags)
+    return run.start(*command, "-m", module, *flags)
 
 
 def test_a_wrong_config_is_not_started_again(run: Any) -> None:
@@ -55,6 +61,66 @@ def test_a_group_that_is_started_again_counts_on(
     told = {5: "started by hand", 2: "Slurm requeued it", 0: "rank 0 ended with exit status 1"}[attempt]
     assert [event["reason"] for event in run.events("replica_restarted")] == [told]
     assert {event["attempt"] for event in run.events("worker_started")} == set(range(attempt, last["attempt"] + 1))
+
+
+def test_workers_are_forks(run: Any) -> None:
+    """Children of the agent that import nothing, print where torchrun has them print, and outlive what they are of.
+
+    A restart is a fork too, also after that process was killed.
+    """
+    crash = """
+import os, signal, time
+command = open("/proc/self/cmdline").read().split(chr(0))
+print("out", attempt, open("/proc/self/comm").read().strip(), command[2], os.getppid(), flush=True)
+print("err", attempt, file=sys.stderr, flush=True)
+if attempt == 0: os.kill(os.getpid(), signal.SIGKILL)
+while not (paths.root / f"go-{attempt}").exists(): time.sleep(0.02)
+if attempt == 2: raise SystemExit(2)
+raise KeyError("again")
+"""
+    logs = run.paths.root / "torchrun"
+    options = ["--standalone", "--redirects=3", f"--log-dir={logs}"]
+    process = torchrun(run, "import sys" + crash, *options, ranks=1)
+
+    def printed(name: str) -> str:
+        return "".join(path.read_text() for path in sorted(logs.glob(f"*/attempt_*/0/{name}.log")))
+
+    run.wait_until(lambda: "out 1" in printed("stdout"), 60.0, "the group is back")
+    zygote = zygote_of(process.pid)
+    assert zygote is not None
+    os.kill(zygote, signal.SIGKILL)
+    (run.paths.root / "go-1").touch()
+    run.wait_until(lambda: "out 2" in printed("stdout"), 60.0, "the group is back once more")
+    renewed = zygote_of(process.pid)
+    assert renewed is not None
+    assert renewed != zygote
+    (run.paths.root / "go-2").touch()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.count("replica 3: the zygote ended (SIGKILL); another one is started") == 1
+    told = [f"out {attempt} titan-ft 3.0 titan_ft.launch.zygote {process.pid}" for attempt in range(3)]
+    assert printed("stdout").splitlines() == told
+    assert [line for line in printed("stderr").splitlines() if line.startswith("err")] == ["err 0", "err 1", "err 2"]
+    assert [event["standby"] for event in run.events("replica_restarted")] == [True, True]
+    run.wait_until(lambda: not run.is_alive(renewed), 10.0, "it takes the process that it forked from along")
+
+
+@pytest.mark.parametrize("obstacle", ["off", "threads"])
+def test_workers_that_cannot_be_forks_are_new_processes(run: Any, obstacle: str) -> None:
+    """By wish, or where what is imported beforehand starts threads; one line says so, at the first start only."""
+    run.env["TITAN_FT_ZYGOTE"] = "0" if obstacle == "off" else "1"
+    source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    source += "from crashing_worker import train\nif __name__ == '__main__': train.main()\n"
+    (run.orders.parent / "threaded.py").write_text(source)
+    run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
+    crash = "print(open('/proc/self/cmdline').read().split(chr(0))[3], attempt, flush=True)\nraise KeyError('x')"
+    process = torchrun(run, crash, "--standalone", ranks=1, module="threaded")
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 1  # a crash loop
+    assert printed.split() == ["threaded", "0", "threaded", "1", "threaded", "2"]
+    said = errors.count("replica 3: the zygote ended (exit status 1); workers import everything themselves from now on")
+    assert (said, errors.count("threads were started")) == ((0, 0) if obstacle == "off" else (1, 1))
+    assert [event["standby"] for event in run.events("replica_restarted")] == [False, False]
 
 
 @pytest.mark.slow

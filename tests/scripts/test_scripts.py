@@ -86,6 +86,12 @@ def test_a_group_on_one_node_needs_no_rendezvous() -> None:
     ]
 
 
+def test_workers_that_are_no_forks_are_a_wish() -> None:
+    """The agent learns of it by its environment."""
+    assert "TITAN_FT_ZYGOTE=0" in dry_run(*options(), "--no-zygote")
+    assert not [word for word in dry_run(*options()) if "ZYGOTE" in word]
+
+
 def test_the_number_of_groups_may_come_from_the_config() -> None:
     """Without --replicas and without a Slurm array, group_size is left to the TOML."""
     assert not [word for word in dry_run(*options()) if "group_size" in word]

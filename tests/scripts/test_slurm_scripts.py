@@ -55,7 +55,16 @@ def test_scripts_are_valid_bash(script: str) -> None:
 
 def test_one_command_submits_a_run(tmp_path: Path) -> None:
     """A lighthouse and its standby, and groups that begin when the first one has; the token is the user's alone."""
-    options = ["--nodes", "2", "--time", "60", "--standby", "--group-options", "--gpus-per-node=8 --partition=gpu"]
+    options = [
+        "--nodes",
+        "2",
+        "--time",
+        "60",
+        "--standby",
+        "--no-zygote",
+        "--group-options",
+        "--gpus-per-node=8 --partition=gpu",
+    ]
     done = submit(tmp_path, *full(tmp_path), *options, "--", "--training.steps=7")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
@@ -68,7 +77,7 @@ def test_one_command_submits_a_run(tmp_path: Path) -> None:
     assert groups[groups.index(str(ROOT / "slurm" / "replicas.sbatch")) + 1 :][:6] == [
         *(str(ROOT), str(run), "--config", str(CONFIG), "--ranks-per-node", "8")
     ]
-    assert groups[-2:] == ["--", "--training.steps=7"]
+    assert groups[-3:] == ["--no-zygote", "--", "--training.steps=7"]
     assert (run / "slurm" / "jobs").read_text() == "103 101 102\n"
     token = run / "token"
     assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)

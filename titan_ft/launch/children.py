@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from titan_ft.launch.forks import ForkedProcess
 from titan_ft.run.orphan import PARENT_PID_ENV
@@ -19,12 +20,15 @@ LAST_SECONDS = 2.0
 """Time for an end at once, before SIGKILL."""
 
 
+Process: TypeAlias = subprocess.Popen[bytes] | ForkedProcess
+
+
 @dataclass(frozen=True)
 class Child:
     """A process started here."""
 
     name: str
-    process: subprocess.Popen[bytes] | ForkedProcess
+    process: Process
     log: Path
     needed_by_others: bool = False
     """Ends after all others."""

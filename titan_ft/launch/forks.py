@@ -15,6 +15,7 @@ import importlib
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -45,8 +46,16 @@ class ForkedProcess:
             self.returncode = os.waitstatus_to_exitcode(status) if found else None
         return self.returncode
 
-    def wait(self) -> int:
+    def wait(self, timeout: float = float("inf")) -> int:
+        """Return how it ended, when it has.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, after so many seconds.
+        """
+        deadline = time.monotonic() + timeout
         while self.poll() is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("a fork", timeout)
             time.sleep(0.005)
         assert self.returncode is not None
         return self.returncode
@@ -112,9 +121,8 @@ def fork_module(
     module: str,
     args: Sequence[str],
     env: Mapping[str, str],
-    log: Path | None,
+    output: tuple[int, int] | None,
     *,
-    append: bool = False,
     title: str = "",
     close: Collection[int] = (),
     after_parent: bool = False,
@@ -123,15 +131,13 @@ def fork_module(
 
     Args:
         env: its whole environment.
-        log: gets its output, and is emptied first unless this is to `append`; None leaves it where this process's goes.
+        output: descriptors above 2 of files for what it prints, and for its errors; None: where this process's go.
         title: its name in `ps` and `top`, of which Linux keeps 15 bytes.
         close: descriptors of this process that are not for it.
         after_parent: let it begin when this process, its parent, has ended.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if log is not None:
-        log.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
     leads, tells = os.pipe()
     # A signal that comes before the fork has its own handlers would be taken by this process's, and be lost.
@@ -139,12 +145,11 @@ def fork_module(
     try:
         pid = os.fork()
         if pid == 0:
-            flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
             _become(
                 module,
                 args,
                 env,
-                output=None if log is None else (log, flags),
+                output=output,
                 title=title,
                 close=(leads, *close),
                 tells=tells,
@@ -164,7 +169,7 @@ def _become(
     args: Sequence[str],
     env: Mapping[str, str],
     *,
-    output: tuple[Path, int] | None,
+    output: tuple[int, int] | None,
     title: str,
     close: Collection[int],
     tells: int,
@@ -206,17 +211,16 @@ def _reset_signals(mask: Collection[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _redirect(output: tuple[Path, int] | None) -> None:
-    """Read from nothing, and write to a file, which is opened with these flags."""
+def _redirect(output: tuple[int, int] | None) -> None:
+    """Read from nothing, and print to these files."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     if output is not None:
-        path, flags = output
-        file = os.open(path, flags, 0o644)
-        for descriptor in (1, 2):
+        for descriptor, file in enumerate(output, start=1):
             os.dup2(file, descriptor)
-        os.close(file)
+        for file in set(output):
+            os.close(file)
 
 
 def _draw_anew() -> None:

@@ -11,12 +11,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from titan_ft.launch.children import Child, Children
+from titan_ft.launch.children import Child, Children, Process
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, may_replace
-from titan_ft.launch.supervisor import GRACE_SECONDS
-from titan_ft.launch.zygote import SUPERVISOR, Zygote, is_possible
+from titan_ft.launch.supervisor import GRACE_SECONDS, SUPERVISOR
+from titan_ft.launch.worker_group import open_log, usual_env
+from titan_ft.launch.zygote import Zygote, is_possible
 from titan_ft.live import status
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
@@ -163,8 +164,13 @@ class LocalRun:
     def _start_zygote(self) -> None:
         """Let the groups' imports begin, beside the start of the lighthouse."""
         if is_possible():
-            flags = self.plan.worker_flags([])
-            self._zygote = Zygote(self._children, self.plan.module, flags, self.plan.paths.zygote_log)
+            log = self.plan.paths.zygote_log
+
+            def start(command: list[str], descriptor: int) -> Process:
+                child = self._children.start("the zygote", command, log, env=usual_env(), pass_fds=[descriptor])
+                return child.process
+
+            self._zygote = Zygote(start, self.plan.module, self.plan.worker_flags([]))
         else:
             self.view.line("this system hands no forks over: each group imports everything itself")
 
@@ -185,7 +191,9 @@ class LocalRun:
         name, log = f"supervisor of replica {replica}", self.plan.paths.supervisor_log(replica)
         args = self.plan.supervisor_args(replica, self._lighthouse.address, takeover)
         if self._zygote is not None:
-            forked = self._zygote.fork(f"titan-ft {replica}", args, log)
+            with open_log(log, "ab") as output:
+                files = (output.fileno(), output.fileno())
+                forked = self._zygote.fork(SUPERVISOR, args, self._children.env, files, f"titan-ft {replica}")
             if forked is not None:
                 return self._children.add(Child(name, forked, log))
             self._watch_zygote()

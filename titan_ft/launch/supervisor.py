@@ -46,6 +46,8 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
 CAUSE_SECONDS = 1.0
 """What a rank that has told of an exception gets to end by itself."""
+SUPERVISOR = "titan_ft.launch.supervisor"
+"""This module."""
 DEFAULT_MODULE = "titan_ft.train"
 OVER_SECONDS = 10.0
 """What a group that is back may take to finish together with the others."""

@@ -6,15 +6,21 @@ torchrun restarts workers whatever ended them. Here its agent restarts them by t
 supervisor of `titan-ft launch` does: not where the config is wrong or the group must not come back, not in a crash
 loop, and --max-restarts counts the last 24 hours only. Ends and restarts are in the run's events.
 
+Workers are forks of a process of the node that has imported everything (`zygote`), so that a restart takes no imports;
+with TITAN_FT_ZYGOTE=0, and where no fork can be made, they are new processes as torchrun starts them.
+
 The agent of each node judges the workers of its node. One that gives up closes the group's rendezvous, so that the
 agents of its other nodes end as well, when they want to restart.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # exported at
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher import api
 
@@ -37,18 +45,22 @@ from titan_ft.launch.restart_policy import (
 )
 from titan_ft.launch.supervisor import root_failure
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
-from titan_ft.launch.worker_group import WorkerExit
+from titan_ft.launch.worker_group import WorkerExit, usual_env
+from titan_ft.launch.zygote import Zygote, is_possible
 from titan_ft.live.group_metrics import PORT_ENV, GroupMetrics
 from titan_ft.live.metrics import split_address
 from titan_ft.run.error_file import read_error
 from titan_ft.run.events import HostLeft, ReplicaGaveUp, ReplicaRestarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.process import node_name
 
 UNLIMITED = 1_000_000
 """Restarts that torchrun itself may make: the policy counts them."""
 NO_LOG = "the output of torchrun"
+ZYGOTE_ENV = "TITAN_FT_ZYGOTE"
+"""0: every worker is a new process, which imports everything itself."""
 _ATTEMPT_KEY = "titan_ft/attempt"  # in the store of a rendezvous
 
 
@@ -65,6 +77,12 @@ class GroupAgent(LocalElasticAgent):
         self._paths, self._replica = _run_of([str(arg) for arg in spec.args])
         file = None if self._paths is None else self._paths.supervisor_events(self._replica, os.getpid())
         self._events = EventLog(file, replica=self._replica)
+        self._preloaded = _module_of([str(word) for word in (spec.entrypoint, *spec.args)])
+        """What the zygote imports, and its command line; None: none is to be started (any more)."""
+        if os.environ.get(ZYGOTE_ENV) == "0" or spec.numa_options is not None or not is_possible():
+            self._preloaded = None
+        self._zygote: Zygote | None = None
+        self._renew_zygote()  # it imports while the nodes meet
         self._metrics: GroupMetrics | None = None
         self._suspects, self._host = SuspectPolicy.of(os.environ), node_name()
         self._deaths = None
@@ -101,6 +119,9 @@ class GroupAgent(LocalElasticAgent):
         store: Any = worker_group.store  # set by the rendezvous, which has just been
         self._attempt = self._count_attempt(node, store)
         os.environ["TITAN_FT_ATTEMPT"] = str(self._attempt)
+        self._renew_zygote()
+        forks = self._zygote is not None and self._zygote.wait()
+        self._renew_zygote()
         if node == 0:  # of all nodes of the group one tells
             self._serve_metrics()
         if self._attempt > 0 and node == 0:
@@ -109,9 +130,29 @@ class GroupAgent(LocalElasticAgent):
                 reason = "its nodes have changed, or workers failed on another one"
             elif not reason:
                 reason = "Slurm requeued it" if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else "started by hand"
-            self._events.emit(ReplicaRestarted(attempt=self._attempt, reason=reason, standby=False))
+            self._events.emit(ReplicaRestarted(attempt=self._attempt, reason=reason, standby=forks))
         self._started, self._restarted_because = time.monotonic(), ""
+        handler = functools.partial(_Worker, self._zygote, f"titan-ft {self._replica}")
+        elastic_processes.get_subprocess_handler = handler  # type: ignore[attr-defined] # is called for each worker
         return dict(super()._start_workers(worker_group))
+
+    def _renew_zygote(self) -> None:
+        """Start one, if there is to be one: again if it was killed, not where a fork turned out to be impossible."""
+        if self._zygote is not None:
+            self._zygote.poll()
+            if not self._zygote.lost:
+                return
+            if self._zygote.killed:
+                self._say(f"{self._zygote.lost}; another one is started")
+            else:
+                self._preloaded = None
+                self._say(f"{self._zygote.lost}; workers import everything themselves from now on")
+            self._zygote = None
+        if self._preloaded is not None:
+            self._zygote = Zygote(_start_zygote, *self._preloaded)
+
+    def _say(self, text: str) -> None:
+        print(f"titan_ft: replica {self._replica}: {text}", file=sys.stderr, flush=True)
 
     def _serve_metrics(self) -> None:
         """Serve the group's figures from now on, if that is asked for; training goes on without where it fails."""
@@ -120,7 +161,7 @@ class GroupAgent(LocalElasticAgent):
             return
         try:
             self._metrics = GroupMetrics(place, self._paths, self._replica)
-            print(f"titan_ft: replica {self._replica}: metrics at {self._metrics.url}", file=sys.stderr, flush=True)
+            self._say(f"metrics at {self._metrics.url}")
         except ConfigError as error:
             print(f"titan_ft: replica {self._replica} serves no metrics: {error}", file=sys.stderr, flush=True)
 
@@ -164,7 +205,7 @@ class GroupAgent(LocalElasticAgent):
         text = "see its output" if first.error is None else first.error.text
         reason = f"{first.describe()}; {delay}"
         self._events.emit(ReplicaGaveUp(attempt=attempt, rank=first.rank, reason=reason, log=NO_LOG, error=text))
-        print(f"titan_ft: replica {self._replica}: {reason}; {text}", file=sys.stderr, flush=True)
+        self._say(f"{reason}; {text}")
 
     def _suspect(self) -> str:
         """Return why this host is suspected, after whoever is to know was told; nothing if it is not."""
@@ -186,6 +227,41 @@ class GroupAgent(LocalElasticAgent):
         told = AttemptEvents(self._paths.events, self._paths.workers_pattern(self._replica, self._attempt, rank))
         told.poll()
         return told
+
+
+class _Worker(SubprocessHandler):
+    """A worker as torchrun keeps it; its process is a fork of the zygote, if there is one.
+
+    Args:
+        title: what its process is called in `ps`, before its rank.
+    """
+
+    def __init__(self, zygote: Zygote | None, title: str, **settings: Any) -> None:
+        self._zygote, self._title = zygote, title
+        super().__init__(**settings)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        preloaded, process = _module_of(args), None
+        if self._zygote is not None and preloaded is not None:
+            module, rest = preloaded
+            files = (self._stdout or sys.stdout).fileno(), (self._stderr or sys.stderr).fileno()
+            own = {**env, PARENT_PID_ENV: str(os.getpid())}
+            process = self._zygote.fork(module, rest, own, files, f"{self._title}.{env['RANK']}")
+        return process or super()._popen(args, env)
+
+
+def _start_zygote(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
+    env = {**os.environ, **usual_env(), PARENT_PID_ENV: str(os.getpid())}
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(command, env=env, stdin=nothing, pass_fds=[descriptor], start_new_session=True)
+
+
+def _module_of(command: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Return the module that a worker's command runs, and its command line; None where it runs something else."""
+    match list(command):
+        case [sys.executable, "-u", "-m", module, *args]:
+            return module, args
+    return None
 
 
 def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:

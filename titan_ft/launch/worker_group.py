@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from titan_ft.launch import store_server
 from titan_ft.launch.forks import ForkedProcess, fork_module
@@ -112,7 +112,7 @@ class PlainStarter:
     def start(
         self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
     ) -> subprocess.Popen[bytes]:
-        with _open_log(log) as output:
+        with contextlib.nullcontext() if log is None else open_log(log) as output:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *args],
                 env=dict(env),
@@ -142,7 +142,10 @@ class ForkStarter:
     def start(
         self, module: str, args: list[str], env: Mapping[str, str], log: Path | None, title: str
     ) -> ForkedProcess:
-        return fork_module(module, args, env, log, title=title)
+        if log is None:
+            return fork_module(module, args, env, None, title=title)
+        with open_log(log) as output:
+            return fork_module(module, args, env, (output.fileno(), output.fileno()), title=title)
 
     def serve_store(self, listener: socket.socket) -> Store:
         with listener:
@@ -316,11 +319,10 @@ def usual_env() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in usual}
 
 
-def _open_log(path: Path | None) -> contextlib.AbstractContextManager[BinaryIO | None]:
-    if path is None:
-        return contextlib.nullcontext()
+def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
+    """Open a log, in whose folder others may be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("wb")
+    return path.open(mode)
 
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:

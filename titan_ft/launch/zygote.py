@@ -1,12 +1,15 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process of a launch that imports, once, what all groups of the host need: their supervisors are its forks.
+"""The process of a host that imports, once, what all workers need: they are forks of it, or of its forks.
 
-Supervisors fork their workers themselves, so that nothing but the start of further groups depends on the zygote. Each
-fork is handed to the launcher: it becomes the launcher's own child, whose end is waited for like any other's, and which
+A launcher has one for its groups, whose supervisors are forked from it and fork their workers themselves, so that
+nothing but the start of further groups depends on the zygote. On a cluster the agent of each node has one for its
+workers: the agent itself has threads, which keep it from forking.
+
+Each fork is handed over: it becomes the asking process's own child, whose end is waited for like any other's, and which
 outlives the zygote.
 
-Over a socket the launcher sends a line of JSON for each fork, and gets one back, the pid.
+A request is a line of JSON over a socket, with two descriptors for the fork's output; the answer is a line, the pid.
 """
 
 from __future__ import annotations
@@ -14,71 +17,89 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from titan_ft.launch.children import Children
 from titan_ft.launch.forks import ForkedProcess, fork_module, preload
-from titan_ft.launch.worker_group import usual_env
 from titan_ft.run.orphan import end_with_parent
 
-SUPERVISOR = "titan_ft.launch.supervisor"
 FORK_SECONDS = 30.0
 """Without an answer for so long the zygote counts as lost; a fork takes milliseconds."""
 
 
+class Started(Protocol):
+    """The process of a zygote, as whoever asks for forks knows it."""
+
+    def poll(self) -> int | None:
+        """Return its exit status (negative: the signal), None while it runs."""
+
+
 class Zygote:
-    """The launcher's end.
+    """The end of whoever asks for forks.
 
     Args:
-        children: where the process is started.
-        module: Python module that the workers run.
-        worker_args: their command line, as far as it is the same for all groups.
-        log: gets the zygote's output.
+        start: starts the process: its command line, and a descriptor of this process that it gets as well.
+        module: Python module that is imported beforehand.
+        args: its command line, as far as it is the same for all workers.
     """
 
-    def __init__(self, children: Children, module: str, worker_args: list[str], log: Path) -> None:
+    def __init__(self, start: Callable[[list[str], int], Started], module: str, args: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
-        self._children = children
-        command = [sys.executable, "-m", "titan_ft.launch.zygote", str(theirs.fileno()), module, *worker_args]
         with theirs:
-            self._child = children.start("the zygote", command, log, env=usual_env(), pass_fds=[theirs.fileno()])
+            command = [sys.executable, "-m", "titan_ft.launch.zygote", str(theirs.fileno()), module, *args]
+            self._process = start(command, theirs.fileno())
         self._received = b""
         self.ready = False
         """Whether it has imported everything."""
         self.lost = ""
         """Why there is none any more; empty as long as there is."""
+        self.killed = False
+        """Whether it was lost by no fault of what it imports, so that another one may fare better."""
 
     def poll(self) -> None:
         """Notice that it is ready, or that it has ended; to be called every few moments."""
         if self.lost:
             return
-        ended = self._child.code is not None
+        code = self._process.poll()
         if not self.ready:
             self._socket.setblocking(False)
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 self.ready = self._read_line() == b"ready"
-        if ended:
-            self._lose(self._child.describe_end())
+        if code is not None:
+            how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+            self._lose(f"the zygote ended ({how})", killed=code < 0)
 
-    def fork(self, name: str, args: list[str], log: Path) -> ForkedProcess | None:
-        """Fork a supervisor with this command line; None if there is no zygote any more, or it could not."""
+    def wait(self) -> bool:
+        """Return, once it has imported everything or is lost, whether it can fork."""
+        self.poll()
+        while not (self.ready or self.lost):
+            time.sleep(0.02)
+            self.poll()
+        return not self.lost
+
+    def fork(
+        self, module: str, args: Sequence[str], env: Mapping[str, str], output: tuple[int, int], title: str
+    ) -> ForkedProcess | None:
+        """Run a module as `fork_module` does, in a child of this process; None if that is not possible (any more)."""
         self.poll()
         if self.lost or not self.ready:
             return None
-        request = {"args": args, "env": dict(self._children.env), "log": str(log), "title": name}
+        request = {"module": module, "args": args, "env": dict(env), "title": title}
         try:
             with adopting():
                 self._socket.settimeout(FORK_SECONDS)
-                self._socket.sendall(json.dumps(request).encode() + b"\n")
+                line = json.dumps(request).encode() + b"\n"
+                sent = socket.send_fds(self._socket, [line], output)
+                self._socket.sendall(line[sent:])
                 pid = int(self._read_line())
                 return ForkedProcess(pid) if pid else None
         except (OSError, ValueError) as error:
-            self._lose(f"the zygote did not answer ({type(error).__name__})")
+            self._lose(f"the zygote did not answer ({type(error).__name__})", killed=True)
             return None
 
     def _read_line(self) -> bytes:
@@ -90,8 +111,8 @@ class Zygote:
         line, _, self._received = self._received.partition(b"\n")
         return line
 
-    def _lose(self, why: str) -> None:
-        self.lost = why
+    def _lose(self, why: str, *, killed: bool) -> None:
+        self.lost, self.killed = why, killed
         self._socket.close()
 
 
@@ -129,16 +150,24 @@ def _set_subreaper(value: bool) -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Fork as often as the launcher asks, until it is gone."""
+    """Fork as often as the other end asks, until it is gone."""
     connection.sendall(b"ready\n")
-    with connection.makefile("rb") as lines:
-        for line in lines:
-            request = json.loads(line)
-            connection.sendall(b"%d\n" % _fork_away(request, connection))
+    while True:
+        line, output = b"", []
+        while not line.endswith(b"\n"):
+            block, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 2)
+            if not block:
+                return
+            line += block
+            output += descriptors
+        pid = _fork_away(json.loads(line), (output[0], output[1]), connection)
+        for descriptor in output:
+            os.close(descriptor)
+        connection.sendall(b"%d\n" % pid)
 
 
-def _fork_away(request: dict[str, Any], connection: socket.socket) -> int:
-    """Fork a supervisor by way of a process that ends at once, so that it is not this one's child.
+def _fork_away(request: dict[str, Any], output: tuple[int, int], connection: socket.socket) -> int:
+    """Fork by way of a process that ends at once, so that the fork is not this one's child.
 
     Returns its pid, 0 if there are too many processes or too little memory.
     """
@@ -154,17 +183,16 @@ def _fork_away(request: dict[str, Any], connection: socket.socket) -> int:
         try:
             os.close(reads)
             child = fork_module(
-                SUPERVISOR,
+                request["module"],
                 request["args"],
                 request["env"],
-                Path(request["log"]),
-                append=True,
+                output,
                 title=request["title"],
                 close=[connection.fileno(), writes],
                 after_parent=True,
             )
             os.write(writes, b"%d" % child.pid)
-        except BaseException:  # noqa: BLE001  # process edge: the launcher gets no pid, and the log says why
+        except BaseException:  # noqa: BLE001  # process edge: the other end gets no pid, and what is printed says why
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -172,7 +200,7 @@ def _fork_away(request: dict[str, Any], connection: socket.socket) -> int:
     os.close(writes)
     with open(reads, "rb", buffering=0) as pipe:
         pid = int(pipe.read() or 0)
-    os.waitpid(between, 0)  # only then the fork is the launcher's
+    os.waitpid(between, 0)  # only then the fork is a child of whoever asked
     return pid
 
 

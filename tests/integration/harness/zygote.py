@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ft.launch.forks import fork_module, preload
+from titan_ft.launch.worker_group import open_log
 
 CONFIG = Path(__file__).parents[3] / "configs" / "llama3_debug.toml"
 
@@ -65,14 +66,14 @@ class Zygote:
                 if number == request["id"]:
                     os.kill(pid, request["signal"])
             return
-        child = fork_module(
-            "harness.call",
-            [request["call"], *request["argv"]],
-            {**os.environ, **request["env"]},
-            Path(request["log"]),
-            append=True,
-            close=[self._answers, self._wakeup, self._wakes],
-        )
+        with open_log(Path(request["log"]), "ab") as log:
+            child = fork_module(
+                "harness.call",
+                [request["call"], *request["argv"]],
+                {**os.environ, **request["env"]},
+                (log.fileno(), log.fileno()),
+                close=[self._answers, self._wakeup, self._wakes],
+            )
         self._running[child.pid] = request["id"]
         self._answer({"id": request["id"], "pid": child.pid})
 
