@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -111,9 +112,9 @@ def test_a_group_s_contribution_is_the_sum_over_its_ranks(cp: int) -> None:
         parallel_dims=SimpleNamespace(cp=cp),
         _tells_loss=lambda: True,
     )
-    entries = (Entry(0, 0, 1, b""),)
-    made = ReplicaTrainer._gather_contribution(this, 8, 10, 0.25, 0.5, entries)
-    assert made == Contribution(16 // cp, 20 // cp, 0.75, 3.0, 0.5, entries)
+    reading = Reading(Entry(0, 0, 1, b""), [], "0")
+    made = ReplicaTrainer._gather_contribution(this, 8, 10, 0.25, 0.5, [reading])
+    assert made == Contribution(16 // cp, 20 // cp, 0.75, 3.0, 0.5, (reading.entry,))
     assert told == [[8, 10, 0.25, 0.25 * 100 / 8, 0.5]]
 
 
@@ -200,15 +201,19 @@ def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:
     assert [type(parameter) for parameter in model.parameters()] == before
 
 
-def test_the_exchange_is_armed_before_the_last_backward() -> None:
-    """Not before an earlier one, whose gradients are not final; and what is read counts when it is committed."""
+def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before an earlier one, whose gradients are not final.
+
+    The next batch is read while the device is at the last backward: before the host waits for the loss.
+    """
     order: list[str] = []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: order.append("wait") or item(tensor))
     readings = {
         slot: SimpleNamespace(batches=[({}, LABELS), ({}, LABELS)], entry=Entry(slot, 0, 2, b"")) for slot in (0, 2)
     }
 
     def read(slot: int, count: int, behind: int) -> Any:
-        this.ntokens_seen += 999  # as torchtitan's batch_generator does
         assert (count, behind) == (2, 0)
         return readings[slot]
 
@@ -216,24 +221,41 @@ def test_the_exchange_is_armed_before_the_last_backward() -> None:
         order.append("backward")
         return torch.tensor(0.5)
 
+    def read_ahead(last: Any) -> None:
+        assert last == [readings[0], readings[2]]
+        order.append("read ahead")
+
     given: list[tuple[Any, ...]] = []
     this = trainer(
         ntokens_seen=70,
+        metrics_processor=SimpleNamespace(ntokens_since_last_log=7),
         gradient_accumulation_steps=2,
-        _feed=SimpleNamespace(read=read),
+        _feed=SimpleNamespace(read=read, read_ahead=read_ahead),
         _watchdog=SimpleNamespace(beat=lambda: None),
         _forward_backward=backward,
         _work=Work(1, lr=0.1),
         _gather_contribution=lambda *facts: given.append(facts) or NOTHING,
     )
     ReplicaTrainer._train(this, [0, 2], lambda: order.append("arm"))
-    assert order == ["backward"] * 3 + ["arm", "backward"]
-    assert this.ntokens_seen == 70
-    ((valid, tokens, loss, _, entries),) = given
+    assert order == ["backward"] * 3 + ["arm", "backward", "read ahead", "wait"]
+    assert (this.ntokens_seen, this.metrics_processor.ntokens_since_last_log) == (70, 7 + 4 * 6)
+    ((valid, tokens, loss, _, trained),) = given
     assert (valid, tokens, loss) == (4 * 5, 4 * 6, 4 * 0.5)
-    assert entries == (readings[0].entry, readings[2].entry)
+    assert trained == [readings[0], readings[2]]
     assert this._work.readings == [readings[0], readings[2]]
     assert ReplicaTrainer._train(this, []) is NOTHING
+
+
+def test_tokens_count_when_they_are_trained() -> None:
+    """Not when torchtitan's generator reads them, which is a step earlier, or for nothing."""
+    counts = SimpleNamespace(ntokens_since_last_log=7, data_loading_times=[])
+    this = trainer(ntokens_seen=70, metrics_processor=counts)
+    this.batch_generator = lambda loader: Trainer.batch_generator(this, loader)
+    read = ReplicaTrainer._iterate(this, [({}, LABELS)] * 2)
+    assert [labels is LABELS for _, labels in itertools.islice(read, 2)] == [True, True]
+    assert (this.ntokens_seen, counts.ntokens_since_last_log) == (70, 7)
+    with pytest.raises(DataloaderExhaustedError):
+        next(read)
 
 
 def test_without_data_no_step_is_made() -> None:
@@ -242,9 +264,7 @@ def test_without_data_no_step_is_made() -> None:
     def read(slot: int, count: int, behind: int) -> Any:
         raise DataloaderExhaustedError
 
-    this = trainer(
-        ntokens_seen=70, gradient_accumulation_steps=2, _feed=SimpleNamespace(read=read), _work=Work(1, lr=0.1)
-    )
+    this = trainer(gradient_accumulation_steps=2, _feed=SimpleNamespace(read=read), _work=Work(1, lr=0.1))
     with pytest.raises(DataloaderExhaustedError):
         ReplicaTrainer._train(this, [0])
     assert this._work.inner_steps == 0

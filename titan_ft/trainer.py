@@ -31,10 +31,10 @@ from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import JobFinished, Leaving
-from titan_ft.replica.feed import Feed
+from titan_ft.replica.feed import Batch, Feed, Reading
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.lr_policy import lr_factor, scaled_lr
 from titan_ft.replica.outer import OuterModel
 from titan_ft.replica.position import Position
@@ -96,7 +96,7 @@ class ReplicaTrainer(Trainer):
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
         self._group = Group(self.device, self._find_loss_group())
         self._state = self._build_state(_Counters(self, self._ledger))
-        self._feed = Feed(self._ledger, loaders.open, self.batch_generator)
+        self._feed = Feed(self._ledger, loaders.open, self._iterate)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
         self._watchdog = Watchdog(
@@ -407,10 +407,9 @@ class ReplicaTrainer(Trainer):
         """Add the gradients of a step's share of each slot to the local ones; calls `arm` before the last backward."""
         if not slots:
             return NOTHING
-        started, seen = time.monotonic(), self.ntokens_seen
+        started = time.monotonic()
         readings = [self._feed.read(slot, self.gradient_accumulation_steps, self._work.read(slot)) for slot in slots]
         self._work.inner_steps = 1  # only now: without data it is none
-        self.ntokens_seen = seen  # torchtitan counts what was read; here a commit counts, see _apply
         microbatches = [batch for reading in readings for batch in reading.batches]
         valid_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
         tokens = sum(labels.numel() for _, labels in microbatches)
@@ -421,11 +420,19 @@ class ReplicaTrainer(Trainer):
                 arm()
             losses.append(self._forward_backward(inputs, labels).detach())
         self._work.readings += readings
+        self.metrics_processor.ntokens_since_last_log += tokens
+        self._feed.read_ahead(readings)  # before the host waits for the device, and while the exchange is under way
         loss_sum = torch.sum(torch.stack(losses)).item()
-        entries = tuple(reading.entry for reading in readings)
-        contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, entries)
+        contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, readings)
         self._work.compute_seconds += time.monotonic() - started
         return contribution
+
+    def _iterate(self, loader: Iterable[Any]) -> Iterator[Batch]:
+        """Yield a loader's batches as torchtitan does, which counts tokens as read; here they count once trained."""
+        for inputs, labels in self.batch_generator(loader):
+            self.ntokens_seen -= labels.numel()
+            self.metrics_processor.ntokens_since_last_log -= labels.numel()
+            yield inputs, labels
 
     def _discard(self) -> None:
         """Drop the gradients of the step under way; the batches stay in the feed."""
@@ -507,7 +514,7 @@ class ReplicaTrainer(Trainer):
         self.metrics_processor.log_validation = log_everywhere
 
     def _gather_contribution(
-        self, valid_tokens: int, tokens: int, loss: float, seconds: float, entries: tuple[Entry, ...]
+        self, valid_tokens: int, tokens: int, loss: float, seconds: float, readings: Sequence[Reading]
     ) -> Contribution:
         """Add up this group's facts, as torchtitan does for its logs, in one collective."""
         local_mean = loss * self._nominal_tokens / max(valid_tokens, 1)
@@ -520,7 +527,7 @@ class ReplicaTrainer(Trainer):
             loss=float(facts[:, 2].sum()),
             max_loss=float(facts[:, 3].max()),
             seconds=float(facts[:, 4].max()),
-            entries=entries,
+            entries=tuple(reading.entry for reading in readings),
         )
 
     def _apply(self, update: Update) -> float:

@@ -109,6 +109,51 @@ def test_the_steps_of_a_round_are_read_one_behind_the_other(build: Build) -> Non
     assert [each.read(0, 2).checksum for each in (feed, Feed(ledger, build, iter))] == straight(build, 0, 4)[3:] * 2
 
 
+def test_reading_ahead_changes_nothing(build: Build) -> None:
+    """It is the next step's, in a round too; another group goes on behind what is committed; void if others moved."""
+    sums = straight(build, 0, 6)
+    ledger = Ledger(NUM_SLOTS)
+    feed = Feed(ledger, build, iter)
+    for steps in (1, 2):
+        readings = []
+        for behind in range(0, 2 * steps, 2):
+            readings.append(feed.read(0, 2, behind))
+            feed.read_ahead([readings[-1]])
+            feed.read_ahead([readings[-1]])  # that much and no more
+            assert feed.read(0, 2, behind) is readings[-1]
+        assert [reading.checksum for reading in readings] == sums[steps - 1 :][:steps]
+        (whole,) = merge(readings)
+        commit(ledger, whole)
+    other = Feed(ledger, build, iter)
+    assert commit(ledger, other.read(0, 2)) == sums[3]
+    assert commit(ledger, other.read(0, 2)) == sums[4]
+    assert feed.read(0, 2).checksum == sums[5]
+
+
+def test_the_end_of_the_data_is_told_when_it_is_asked_for() -> None:
+    """Not to a step that has its data; and to every one that asks. What is read ahead is read once."""
+    batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(5)]
+    pulled: list[int] = []
+
+    def iterate(loader: Any) -> Iterator[Any]:
+        for inputs, labels in loader:
+            pulled.append(int(labels))
+            yield inputs, labels
+        raise EOFError
+
+    ledger = Ledger(1)
+    feed = Feed(ledger, lambda slot: Listed(batches), iterate)
+    for last in (3, 4):
+        reading = feed.read(0, 2)
+        feed.read_ahead([reading])
+        assert pulled == list(range(last + 1))
+        commit(ledger, reading)
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            feed.read(0, 2)
+    assert pulled == list(range(5))
+
+
 def test_it_follows_a_ledger_that_others_moved(build: Build) -> None:
     """What this group read while another one trained its slot is void; so is a ledger that went back."""
     ledger, others = Ledger(NUM_SLOTS), Ledger(NUM_SLOTS)

@@ -90,6 +90,14 @@ class Feed:
             reader = self._readers[slot] = _Reader(slot, end, loader, self._iterate(loader))
         return reader.read(end, num_batches)
 
+    def read_ahead(self, readings: Iterable[Reading]) -> None:
+        """Read what follows on these, the last of their slots, before it is asked for: while the device is at them.
+
+        An error, also that the data is at its end, is raised by the `read` that asks for it.
+        """
+        for reading in readings:
+            self._readers[reading.entry.slot].read_ahead(reading.entry.num_batches)
+
     def drop(self, slots: Collection[int]) -> None:
         """Close the loaders of all slots but `slots`."""
         for slot in [slot for slot in self._readers if slot not in slots]:
@@ -110,18 +118,34 @@ class _Reader:
     def __init__(self, slot: int, next_batch: int, loader: Any, batches: Iterator[Batch]) -> None:
         self.loader = loader
         self._slot, self._next_batch, self._batches = slot, next_batch, batches
-        self._last: Reading | None = None
+        self._readings: list[Reading] = []
+        """The last one that was asked for, and what was read ahead of it."""
+        self._error: Exception | None = None
 
     def can_go_on_at(self, end: int) -> bool:
-        return end == self._next_batch or (self._last is not None and self._last.entry.first_batch == end)
+        return end == self._next_batch or any(reading.entry.first_batch == end for reading in self._readings)
 
     def read(self, end: int, num_batches: int) -> Reading:
-        if self._last is None or self._last.entry.first_batch != end:
-            batches = [next(self._batches) for _ in range(num_batches)]
-            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))
-            self._next_batch = entry.end
-            self._last = Reading(entry, batches, _checksum(batches))
-        return self._last
+        while self._readings and self._readings[0].entry.first_batch != end:
+            del self._readings[0]
+        if not self._readings:
+            self._read_on(num_batches)
+        return self._readings[0]
+
+    def read_ahead(self, num_batches: int) -> None:
+        if len(self._readings) == 1 and self._error is None:
+            try:
+                self._read_on(num_batches)
+            except Exception as error:  # noqa: BLE001  # whatever a dataset raises
+                self._error = error
+
+    def _read_on(self, num_batches: int) -> None:
+        if self._error is not None:
+            raise self._error
+        batches = [next(self._batches) for _ in range(num_batches)]
+        entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))
+        self._next_batch = entry.end
+        self._readings.append(Reading(entry, batches, _checksum(batches)))
 
 
 def save_loader(loader: Any) -> bytes:
