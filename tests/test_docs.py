@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from titan_ft.chaos.faults import FAULTS
+from titan_ft.cli import _parse
+from titan_ft.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -24,6 +28,8 @@ PAGES = (
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 )
 PRINTED = (("docs/settings.py", "docs/settings.md"), ("docs/images/overview.py", "docs/images/overview.svg"))
+_REQUIRED = ("--replicas", "2", "--ranks-per-replica", "1", "--run-dir", "DIR")
+_PARSERS = {"scripts/explore.sh": "tests/simulation/explore.py", "scripts/bench.py": "benchmarks/command.py"}
 _SOURCES = ("titan_ft", "tests", "scripts", "benchmarks", "kubernetes")
 _WORD = r"[A-Za-z_]\w*"
 
@@ -89,6 +95,57 @@ def test_a_name_that_is_gone_is_noticed() -> None:
     assert _stands("Rounds.make")
     assert not _stands("Rounds.fabricate_nothing")
     assert not _stands("replica/never_there.py")
+
+
+def _commands(page: str) -> Iterator[list[str]]:
+    """Yield the words of each command that a page's blocks of bash hold."""
+    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = re.sub(r"\[[^]:]*\]|^\w+=\S* ", "", line)  # what may be left out, and the environment
+            line = line.replace("CONFIG.toml", "llama3_debug").replace(" ... ", f" {' '.join(_REQUIRED)} ")
+            yield list(itertools.takewhile(lambda word: word not in ("&&", "|"), shlex.split(line, comments=True)))
+
+
+def _complaint(words: list[str]) -> str:
+    """Return what is wrong with a command of this project, by the parser that it meets; nothing of other commands."""
+    end = words.index("--") if "--" in words else len(words)
+    flags = [word.partition("=")[0] for word in words[end + 1 :] if word.startswith("--")]
+    if unknown := [flag for flag in flags if not re.fullmatch(r"--\w+\.\w+", flag)]:
+        return f"no flags of torchtitan: {unknown}"
+    match words[:end]:
+        case ["titan-ft", *own]:
+            try:
+                _parse(own)
+            except ConfigError as error:
+                return str(error)
+        case ["bash", "scripts/lighthouse.sh", *options]:
+            return _complaint(["titan-ft", "lighthouse", *options])
+        case ["bash" | "python", script, *options]:
+            known = {"--help", *re.findall(r"--[\w-]+", (ROOT / _PARSERS.get(script, script)).read_text())}
+            unknown = [word for word in options if re.fullmatch(r"--[\w-]+", word) and word not in known]
+            return f"no options of {script}: {unknown}" if unknown else ""
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_accepted(page: str) -> None:
+    """Each command that a page shows has the options, and for `titan-ft` the values, that there are."""
+    assert not [complaint for words in _commands(page) if (complaint := _complaint(words))]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "titan-ft launch CONFIG.toml --replica 2",
+        "titan-ft launch CONFIG.toml --replicas two",
+        "titan-ft topp DIR",
+        "bash scripts/campaign.sh --minute 3",
+        "titan-ft launch CONFIG.toml -- --steps=3",
+    ],
+)
+def test_a_command_that_is_wrong_is_noticed(command: str) -> None:
+    """An option, a value, a command, a flag."""
+    assert _complaint(command.split())
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +80,7 @@ while not (paths.root / f"go-{attempt}").exists(): time.sleep(0.02)
 if attempt == 2: raise SystemExit(2)
 raise KeyError("again")
 """
+    run.env["TITAN_FT_ZYGOTE"] = "1"  # the module is not ours
     logs = run.paths.root / "torchrun"
     options = ["--standalone", "--redirects=3", f"--log-dir={logs}"]
     process = torchrun(run, "import sys" + crash, *options, ranks=1)
@@ -105,10 +108,10 @@ raise KeyError("again")
     run.wait_until(lambda: not run.is_alive(renewed), 10.0, "it takes the process that it forked from along")
 
 
-@pytest.mark.parametrize("obstacle", ["off", "threads"])
+@pytest.mark.parametrize("obstacle", ["off", "foreign", "threads"])
 def test_workers_that_cannot_be_forks_are_new_processes(run: Any, obstacle: str) -> None:
-    """By wish, or where what is imported beforehand starts threads; one line says so, at the first start only."""
-    run.env["TITAN_FT_ZYGOTE"] = "0" if obstacle == "off" else "1"
+    """By wish, where a module is not ours, or starts threads when it is imported: one line says so, once."""
+    run.env["TITAN_FT_ZYGOTE"] = {"off": "0", "foreign": "", "threads": "1"}[obstacle]
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     source += "from crashing_worker import train\nif __name__ == '__main__': train.main()\n"
     (run.orders.parent / "threaded.py").write_text(source)
@@ -119,8 +122,32 @@ def test_workers_that_cannot_be_forks_are_new_processes(run: Any, obstacle: str)
     assert process.returncode == 1  # a crash loop
     assert printed.split() == ["threaded", "0", "threaded", "1", "threaded", "2"]
     said = errors.count("replica 3: the zygote ended (exit status 1); workers import everything themselves from now on")
-    assert (said, errors.count("threads were started")) == ((0, 0) if obstacle == "off" else (1, 1))
+    assert (said, errors.count("threads were started")) == ((1, 1) if obstacle == "threads" else (0, 0))
     assert [event["standby"] for event in run.events("replica_restarted")] == [False, False]
+
+
+def test_a_group_that_is_sent_away_while_it_imports(run: Any) -> None:
+    """The agent ends as torchrun's does when its workers are told, and takes the zygote along."""
+    run.env["TITAN_FT_ZYGOTE"] = "1"
+    mark = run.orders.parent / "imports"
+    source = f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(600)\n"
+    (run.orders.parent / "slow_module.py").write_text(source)
+    run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
+    process = torchrun(run, "", "--standalone", ranks=1, module="slow_module")
+    run.wait_until(mark.exists, 60.0, "the zygote imports")
+    zygote = zygote_of(process.pid)
+    assert zygote is not None
+    run.wait_until(lambda: handles_sigterm(process.pid), 60.0, "the agent is ready")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    run.wait_until(lambda: not run.is_alive(zygote), 10.0, "the zygote is gone")
+
+
+def handles_sigterm(pid: int) -> bool:
+    """Say whether a process has a handler for SIGTERM."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def fork_module(
     *,
     title: str = "",
     close: Collection[int] = (),
-    after_parent: bool = False,
+    begins: int | None = None,
 ) -> ForkedProcess:
     """Run a module in a fork, which leads a session of its own, and return when it does.
 
@@ -134,11 +134,10 @@ def fork_module(
         output: descriptors above 2 of files for what it prints, and for its errors; None: where this process's go.
         title: its name in `ps` and `top`, of which Linux keeps 15 bytes.
         close: descriptors of this process that are not for it.
-        after_parent: let it begin when this process, its parent, has ended.
+        begins: a descriptor above 2, from which it reads a byte before it begins; at its end it ends without.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    parent = os.getpid()
     leads, tells = os.pipe()
     # A signal that comes before the fork has its own handlers would be taken by this process's, and be lost.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -154,7 +153,7 @@ def fork_module(
                 close=(leads, *close),
                 tells=tells,
                 signal_mask=before,
-                until_gone=parent if after_parent else None,
+                begins=begins,
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -174,7 +173,7 @@ def _become(
     close: Collection[int],
     tells: int,
     signal_mask: Collection[int],
-    until_gone: int | None,
+    begins: int | None,
 ) -> None:
     """Turn the fork into a process as `python -m` makes one; never returns.
 
@@ -193,8 +192,11 @@ def _become(
         _draw_anew()
         if title and sys.platform == "linux":
             Path("/proc/self/comm").write_bytes(title.encode()[:15])
-        while until_gone is not None and os.getppid() == until_gone:
-            time.sleep(0.0005)
+        if begins is not None:
+            may_begin = os.read(begins, 1)
+            os.close(begins)
+            if not may_begin:
+                os._exit(1)
         code = _run(module, args)
     except BaseException:  # noqa: BLE001  # process edge
         traceback.print_exc()

@@ -6,8 +6,9 @@ torchrun restarts workers whatever ended them. Here its agent restarts them by t
 supervisor of `titan-ft launch` does: not where the config is wrong or the group must not come back, not in a crash
 loop, and --max-restarts counts the last 24 hours only. Ends and restarts are in the run's events.
 
-Workers are forks of a process of the node that has imported everything (`zygote`), so that a restart takes no imports;
-with TITAN_FT_ZYGOTE=0, and where no fork can be made, they are new processes as torchrun starts them.
+Workers that run `titan_ft.train` are forks of a process of the node that has imported everything (`zygote`), so that a
+restart takes no imports. With TITAN_FT_ZYGOTE=0, and where no fork can be made, they are new processes, as torchrun
+starts them; with TITAN_FT_ZYGOTE=1 those of other modules are forks, too.
 
 The agent of each node judges the workers of its node. One that gives up closes the group's rendezvous, so that the
 agents of its other nodes end as well, when they want to restart.
@@ -17,16 +18,23 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed import run as torch_run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -43,9 +51,9 @@ from titan_ft.launch.restart_policy import (
     RestartPolicy,
     exit_status,
 )
-from titan_ft.launch.supervisor import root_failure
+from titan_ft.launch.supervisor import DEFAULT_MODULE, root_failure
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
-from titan_ft.launch.worker_group import WorkerExit, usual_env
+from titan_ft.launch.worker_group import WorkerExit
 from titan_ft.launch.zygote import Zygote, is_possible
 from titan_ft.live.group_metrics import PORT_ENV, GroupMetrics
 from titan_ft.live.metrics import split_address
@@ -60,7 +68,11 @@ UNLIMITED = 1_000_000
 """Restarts that torchrun itself may make: the policy counts them."""
 NO_LOG = "the output of torchrun"
 ZYGOTE_ENV = "TITAN_FT_ZYGOTE"
-"""0: every worker is a new process, which imports everything itself."""
+"""0: every worker is a new process, which imports everything itself; 1: of a module other than ours is a fork, too.
+
+Such a module must bear to be imported before it is run, once, for all ranks.
+"""
+_PLAIN = "workers import everything themselves from now on"
 _ATTEMPT_KEY = "titan_ft/attempt"  # in the store of a rendezvous
 
 
@@ -77,12 +89,7 @@ class GroupAgent(LocalElasticAgent):
         self._paths, self._replica = _run_of([str(arg) for arg in spec.args])
         file = None if self._paths is None else self._paths.supervisor_events(self._replica, os.getpid())
         self._events = EventLog(file, replica=self._replica)
-        self._preloaded = _module_of([str(word) for word in (spec.entrypoint, *spec.args)])
-        """What the zygote imports, and its command line; None: none is to be started (any more)."""
-        if os.environ.get(ZYGOTE_ENV) == "0" or spec.numa_options is not None or not is_possible():
-            self._preloaded = None
-        self._zygote: Zygote | None = None
-        self._renew_zygote()  # it imports while the nodes meet
+        self._zygotes = _Zygotes([str(word) for word in (spec.entrypoint, *spec.args)], self._say)
         self._metrics: GroupMetrics | None = None
         self._suspects, self._host = SuspectPolicy.of(os.environ), node_name()
         self._deaths = None
@@ -94,6 +101,16 @@ class GroupAgent(LocalElasticAgent):
         """How often the group was started before, as node 0 counts; what torchrun counts begins anew with its agent."""
         self._restarted_because = ""
         """Why the workers are started again; empty at their first start, and where nodes come or go."""
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the group to its end, as torchrun's agent does."""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            # As torchrun does when it starts workers; here that is after the imports.
+            signal.signal(signum, elastic_processes._terminate_process_handler)
+        try:
+            return super().run(role)
+        finally:
+            self._zygotes.close()
 
     def _count_attempt(self, node: int, store: Store) -> int:
         """Return how often the group was started before, the same on all of its nodes.
@@ -119,9 +136,7 @@ class GroupAgent(LocalElasticAgent):
         store: Any = worker_group.store  # set by the rendezvous, which has just been
         self._attempt = self._count_attempt(node, store)
         os.environ["TITAN_FT_ATTEMPT"] = str(self._attempt)
-        self._renew_zygote()
-        forks = self._zygote is not None and self._zygote.wait()
-        self._renew_zygote()
+        forks = self._zygotes.wait()
         if node == 0:  # of all nodes of the group one tells
             self._serve_metrics()
         if self._attempt > 0 and node == 0:
@@ -132,24 +147,9 @@ class GroupAgent(LocalElasticAgent):
                 reason = "Slurm requeued it" if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else "started by hand"
             self._events.emit(ReplicaRestarted(attempt=self._attempt, reason=reason, standby=forks))
         self._started, self._restarted_because = time.monotonic(), ""
-        handler = functools.partial(_Worker, self._zygote, f"titan-ft {self._replica}")
+        handler = functools.partial(_Worker, self._zygotes, f"titan-ft {self._replica}")
         elastic_processes.get_subprocess_handler = handler  # type: ignore[attr-defined] # is called for each worker
         return dict(super()._start_workers(worker_group))
-
-    def _renew_zygote(self) -> None:
-        """Start one, if there is to be one: again if it was killed, not where a fork turned out to be impossible."""
-        if self._zygote is not None:
-            self._zygote.poll()
-            if not self._zygote.lost:
-                return
-            if self._zygote.killed:
-                self._say(f"{self._zygote.lost}; another one is started")
-            else:
-                self._preloaded = None
-                self._say(f"{self._zygote.lost}; workers import everything themselves from now on")
-            self._zygote = None
-        if self._preloaded is not None:
-            self._zygote = Zygote(_start_zygote, *self._preloaded)
 
     def _say(self, text: str) -> None:
         print(f"titan_ft: replica {self._replica}: {text}", file=sys.stderr, flush=True)
@@ -229,6 +229,62 @@ class GroupAgent(LocalElasticAgent):
         return told
 
 
+class _Zygotes:
+    """The zygote of this node, and after its death another one; none where no fork can be made.
+
+    Args:
+        command: that of a worker.
+        say: prints a line.
+    """
+
+    def __init__(self, command: Sequence[str], say: Callable[[str], None]) -> None:
+        self._say = say
+        wish, preloaded = os.environ.get(ZYGOTE_ENV, ""), _module_of(command)
+        bears_it = preloaded is not None and (preloaded[0] == DEFAULT_MODULE or wish == "1")
+        self._preloaded = preloaded if bears_it and wish != "0" and is_possible() else None
+        """What is imported beforehand, and its command line; None: there is to be no zygote (any more)."""
+        self._zygote: Zygote | None = None
+        self._start()  # it imports while the nodes meet
+
+    def wait(self) -> bool:
+        """Say, when all is imported, whether workers can be forked; where there is no zygote any more, of a new one."""
+        self._judge()
+        self._start()
+        able = self._zygote is not None and self._zygote.wait()
+        self._judge()
+        return able
+
+    def fork(self, args: Sequence[str], env: Mapping[str, str], output: tuple[int, int], title: str) -> Any:
+        """Fork a worker; None if that is not possible."""
+        preloaded = _module_of(args)
+        if self._zygote is None or preloaded is None:
+            return None
+        return self._zygote.fork(*preloaded, env, output, title)
+
+    def close(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+
+    def _start(self) -> None:
+        if self._preloaded is not None and self._zygote is None:
+            try:
+                self._zygote = Zygote(_start_zygote, *self._preloaded)
+            except OSError as error:
+                self._say(f"no zygote can be started ({error.strerror}); workers import everything themselves")
+
+    def _judge(self) -> None:
+        """Let go of one that is lost; one that was lost before it could fork is the last."""
+        if self._zygote is None:
+            return
+        self._zygote.poll()
+        if self._zygote.lost:
+            again = self._zygote.ready
+            self._say(f"{self._zygote.lost}; {'another one is started' if again else _PLAIN}")
+            self._zygote = None
+            if not again:
+                self._preloaded = None
+
+
 class _Worker(SubprocessHandler):
     """A worker as torchrun keeps it; its process is a fork of the zygote, if there is one.
 
@@ -236,22 +292,21 @@ class _Worker(SubprocessHandler):
         title: what its process is called in `ps`, before its rank.
     """
 
-    def __init__(self, zygote: Zygote | None, title: str, **settings: Any) -> None:
-        self._zygote, self._title = zygote, title
+    def __init__(self, zygotes: _Zygotes, title: str, **settings: Any) -> None:
+        self._zygotes, self._title = zygotes, title
         super().__init__(**settings)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        preloaded, process = _module_of(args), None
-        if self._zygote is not None and preloaded is not None:
-            module, rest = preloaded
-            files = (self._stdout or sys.stdout).fileno(), (self._stderr or sys.stderr).fileno()
-            own = {**env, PARENT_PID_ENV: str(os.getpid())}
-            process = self._zygote.fork(module, rest, own, files, f"{self._title}.{env['RANK']}")
-        return process or super()._popen(args, env)
+        env.pop(PARENT_PID_ENV, None)
+        if _module_of(args) is not None:  # else a worker may be the child of a script
+            env[PARENT_PID_ENV] = str(os.getpid())
+        files = (self._stdout or sys.stdout).fileno(), (self._stderr or sys.stderr).fileno()
+        forked = self._zygotes.fork(args, env, files, f"{self._title}.{env['RANK']}")
+        return forked or super()._popen(args, env)
 
 
 def _start_zygote(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
-    env = {**os.environ, **usual_env(), PARENT_PID_ENV: str(os.getpid())}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT_PID_ENV: str(os.getpid())}  # the first as by torchrun's -u
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, env=env, stdin=nothing, pass_fds=[descriptor], start_new_session=True)
 
@@ -277,6 +332,7 @@ def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:
 
 def main() -> int:
     """Return 0 when the workers finished, 2 or 3 as a worker did, 4 on a suspected host (`restart_policy`), else 1."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who started this may leave it, no worker's end is seen
     try:
         split_address(os.environ.get(PORT_ENV, "0") or "0")
         SuspectPolicy.of(os.environ)

@@ -320,9 +320,13 @@ def usual_env() -> dict[str, str]:
 
 
 def open_log(path: Path, mode: Literal["wb", "ab"] = "wb") -> BinaryIO:
-    """Open a log, in whose folder others may be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open(mode)
+    """Open a log, in whose folder others may be; where that fails, its lines go where this process's errors go."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open(mode)
+    except OSError as error:
+        print(f"{path} cannot be written ({error.strerror}): its lines come here", file=sys.stderr, flush=True)
+        return open(os.dup(2), mode)
 
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:

@@ -9,7 +9,9 @@ workers: the agent itself has threads, which keep it from forking.
 Each fork is handed over: it becomes the asking process's own child, whose end is waited for like any other's, and which
 outlives the zygote.
 
-A request is a line of JSON over a socket, with two descriptors for the fork's output; the answer is a line, the pid.
+A request is a line of JSON over a socket, with descriptors: two for the fork's output, and a pipe. The answer is a
+line, the pid. The fork begins at a byte in the pipe, so that none runs whose pid never came: another process is started
+then.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from titan_ft.run.orphan import end_with_parent
 
 FORK_SECONDS = 30.0
 """Without an answer for so long the zygote counts as lost; a fork takes milliseconds."""
+IMPORT_SECONDS = 600.0
+"""For its imports, of a cold network file system at worst."""
 
 
 class Started(Protocol):
@@ -37,6 +41,9 @@ class Started(Protocol):
 
     def poll(self) -> int | None:
         """Return its exit status (negative: the signal), None while it runs."""
+
+    def kill(self) -> None:
+        """End it by SIGKILL, if it runs."""
 
 
 class Zygote:
@@ -46,20 +53,23 @@ class Zygote:
         start: starts the process: its command line, and a descriptor of this process that it gets as well.
         module: Python module that is imported beforehand.
         args: its command line, as far as it is the same for all workers.
+
+    Raises:
+        OSError: there are too many processes or files, or too little memory.
     """
 
     def __init__(self, start: Callable[[list[str], int], Started], module: str, args: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._socket.close)
             command = [sys.executable, "-m", "titan_ft.launch.zygote", str(theirs.fileno()), module, *args]
             self._process = start(command, theirs.fileno())
+            on_failure.pop_all()
         self._received = b""
         self.ready = False
         """Whether it has imported everything."""
         self.lost = ""
         """Why there is none any more; empty as long as there is."""
-        self.killed = False
-        """Whether it was lost by no fault of what it imports, so that another one may fare better."""
 
     def poll(self) -> None:
         """Notice that it is ready, or that it has ended; to be called every few moments."""
@@ -72,15 +82,23 @@ class Zygote:
                 self.ready = self._read_line() == b"ready"
         if code is not None:
             how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-            self._lose(f"the zygote ended ({how})", killed=code < 0)
+            self._lose(f"the zygote ended ({how})")
 
-    def wait(self) -> bool:
-        """Return, once it has imported everything or is lost, whether it can fork."""
+    def wait(self, seconds: float = IMPORT_SECONDS) -> bool:
+        """Return, once it has imported everything or is lost, as after so many seconds, whether it can fork."""
+        deadline = time.monotonic() + seconds
         self.poll()
         while not (self.ready or self.lost):
+            if time.monotonic() >= deadline:
+                self._lose(f"the zygote had not imported everything after {seconds:g} s")
             time.sleep(0.02)
             self.poll()
         return not self.lost
+
+    def close(self) -> None:
+        """End it; what it has forked lives on."""
+        if not self.lost:
+            self._lose("closed")
 
     def fork(
         self, module: str, args: Sequence[str], env: Mapping[str, str], output: tuple[int, int], title: str
@@ -89,18 +107,21 @@ class Zygote:
         self.poll()
         if self.lost or not self.ready:
             return None
-        request = {"module": module, "args": args, "env": dict(env), "title": title}
-        try:
-            with adopting():
-                self._socket.settimeout(FORK_SECONDS)
-                line = json.dumps(request).encode() + b"\n"
-                sent = socket.send_fds(self._socket, [line], output)
-                self._socket.sendall(line[sent:])
-                pid = int(self._read_line())
-                return ForkedProcess(pid) if pid else None
-        except (OSError, ValueError) as error:
-            self._lose(f"the zygote did not answer ({type(error).__name__})", killed=True)
-            return None
+        request = json.dumps({"module": module, "args": args, "env": dict(env), "title": title}).encode() + b"\n"
+        reads, writes = os.pipe()
+        with open(reads, "rb", buffering=0), open(writes, "wb", buffering=0) as begin:
+            try:
+                with adopting():
+                    self._socket.settimeout(FORK_SECONDS)
+                    sent = socket.send_fds(self._socket, [request], [*output, reads])
+                    self._socket.sendall(request[sent:])
+                    pid = int(self._read_line())
+            except (OSError, ValueError) as error:
+                self._lose(f"the zygote did not answer ({type(error).__name__})")
+                return None
+            if pid:
+                begin.write(b"1")
+        return ForkedProcess(pid) if pid else None
 
     def _read_line(self) -> bytes:
         while b"\n" not in self._received:
@@ -111,9 +132,11 @@ class Zygote:
         line, _, self._received = self._received.partition(b"\n")
         return line
 
-    def _lose(self, why: str, *, killed: bool) -> None:
-        self.lost, self.killed = why, killed
+    def _lose(self, why: str) -> None:
+        self.lost = why
         self._socket.close()
+        self._process.kill()  # one that is frozen would stay
+        self._process.poll()
 
 
 def is_possible() -> bool:
@@ -153,25 +176,26 @@ def serve(connection: socket.socket) -> None:
     """Fork as often as the other end asks, until it is gone."""
     connection.sendall(b"ready\n")
     while True:
-        line, output = b"", []
+        line, given = b"", []
         while not line.endswith(b"\n"):
-            block, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 2)
+            block, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 3)
             if not block:
                 return
             line += block
-            output += descriptors
-        pid = _fork_away(json.loads(line), (output[0], output[1]), connection)
-        for descriptor in output:
+            given += descriptors
+        pid = _fork_away(json.loads(line), given, connection)
+        for descriptor in given:
             os.close(descriptor)
         connection.sendall(b"%d\n" % pid)
 
 
-def _fork_away(request: dict[str, Any], output: tuple[int, int], connection: socket.socket) -> int:
+def _fork_away(request: dict[str, Any], given: Sequence[int], connection: socket.socket) -> int:
     """Fork by way of a process that ends at once, so that the fork is not this one's child.
 
     Returns its pid, 0 if there are too many processes or too little memory.
     """
     reads, writes = os.pipe()
+    out, errors, begins = given
     try:
         between = os.fork()
     except OSError:
@@ -186,10 +210,10 @@ def _fork_away(request: dict[str, Any], output: tuple[int, int], connection: soc
                 request["module"],
                 request["args"],
                 request["env"],
-                output,
+                (out, errors),
                 title=request["title"],
                 close=[connection.fileno(), writes],
-                after_parent=True,
+                begins=begins,
             )
             os.write(writes, b"%d" % child.pid)
         except BaseException:  # noqa: BLE001  # process edge: the other end gets no pid, and what is printed says why
@@ -206,6 +230,7 @@ def _fork_away(request: dict[str, Any], output: tuple[int, int], connection: soc
 
 def main() -> int:
     end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who started this may leave it, no fork is waited for
     descriptor, module, *worker_args = sys.argv[1:]
     obstacle = preload(module, worker_args)
     if obstacle:

@@ -1,0 +1,126 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whoever asks a zygote for a fork gets a child of its own that runs, or none that ever runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_ft.launch import zygote as zygote_module
+from titan_ft.launch.forks import ForkedProcess
+from titan_ft.launch.zygote import Zygote
+
+ROOT = Path(__file__).parents[2]
+SUBJECT = """
+import os, sys, time
+if "slow" in sys.argv: time.sleep(60)
+if __name__ == "__main__":
+    print(os.getpid(), os.getppid(), flush=True)
+    print("an error", file=sys.stderr, flush=True)
+"""
+
+
+class Asker:
+    """Asks a zygote of its own for forks of `SUBJECT`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "subject.py").write_text(SUBJECT)
+        self.env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, *args: str) -> Zygote:
+        """Start the zygote."""
+
+        def start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
+            self.processes.append(subprocess.Popen(command, env=self.env, pass_fds=[descriptor]))
+            return self.processes[-1]
+
+        return Zygote(start, "subject", args)
+
+    def fork(self, zygote: Zygote) -> ForkedProcess | None:
+        with open(self.folder / "out", "ab") as out, open(self.folder / "errors", "ab") as errors:
+            return zygote.fork("subject", [], self.env, (out.fileno(), errors.fileno()), "titan-ft 7.0")
+
+    def printed(self) -> str:
+        return (self.folder / "out").read_text()
+
+
+@pytest.fixture
+def asker(tmp_path: Path) -> Iterator[Asker]:
+    made = Asker(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_fork_is_the_asker_s_child(asker: Asker) -> None:
+    """With output where it was asked for; it outlives the zygote, and its end is waited for as any child's."""
+    zygote = asker.begin()
+    assert zygote.wait()
+    forks = [asker.fork(zygote) for _ in range(2)]
+    zygote.close()
+    assert [fork is not None and fork.wait(30.0) for fork in forks] == [0, 0]
+    told = [line.split() for line in asker.printed().splitlines()]
+    assert sorted(told) == sorted([str(fork.pid), str(os.getpid())] for fork in forks if fork is not None)
+    assert (asker.folder / "errors").read_text() == "an error\n" * 2
+    assert asker.processes[0].wait(10.0) == -signal.SIGKILL
+    assert asker.fork(zygote) is None
+
+
+def frozen(zygote: Zygote, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zygote_module, "FORK_SECONDS", 0.3)
+    os.kill(asker.processes[0].pid, signal.SIGSTOP)
+
+
+def answer_lost(zygote: Zygote, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = zygote._read_line
+
+    def read_and_lose() -> bytes:
+        read()  # the fork is there, and nobody knows its pid
+        raise ConnectionError("lost")
+
+    monkeypatch.setattr(zygote, "_read_line", read_and_lose)
+
+
+@pytest.mark.parametrize("lose", [frozen, answer_lost])
+def test_a_fork_that_nobody_knows_of_never_runs(
+    asker: Asker, monkeypatch: pytest.MonkeyPatch, lose: Callable[..., None]
+) -> None:
+    """Another process is started in its place: there must not be two of one rank."""
+    zygote = asker.begin()
+    assert zygote.wait()
+    lose(zygote, asker, monkeypatch)
+    assert asker.fork(zygote) is None
+    assert zygote.lost.startswith("the zygote did not answer")
+    assert asker.processes[0].wait(10.0) == -signal.SIGKILL, "a frozen one would go on some day"
+    time.sleep(0.5)
+    assert asker.printed() == ""
+
+
+def test_imports_may_not_take_for_ever(asker: Asker) -> None:
+    """A file system that hangs: the zygote is given up, and ended."""
+    zygote = asker.begin("slow")
+    assert not zygote.wait(1.0)
+    assert zygote.lost == "the zygote had not imported everything after 1 s"
+    assert asker.processes[0].wait(10.0) == -signal.SIGKILL
+
+
+def test_what_cannot_be_started_leaves_nothing_open(tmp_path: Path) -> None:
+    """The error is the caller's."""
+
+    def start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
+        raise BlockingIOError("too many processes")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        Zygote(start, "subject", [])
+    assert len(os.listdir("/proc/self/fd")) == before
