@@ -31,6 +31,7 @@ from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import NOTHING, Contribution  # noqa: E402
 from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402
+from titan_ft.training.slot_loaders import iterate  # noqa: E402
 from titan_ft.training.step_log import Work  # noqa: E402
 
 LABELS = torch.tensor([[1, 2, IGNORE_INDEX], [3, 4, 5]])
@@ -251,7 +252,7 @@ def test_tokens_count_when_they_are_trained() -> None:
     counts = SimpleNamespace(ntokens_since_last_log=7, data_loading_times=[])
     this = trainer(ntokens_seen=70, metrics_processor=counts)
     this.batch_generator = lambda loader: Trainer.batch_generator(this, loader)
-    read = ReplicaTrainer._iterate(this, [({}, LABELS)] * 2)
+    read = iterate(this, [({}, LABELS)] * 2)
     assert [labels is LABELS for _, labels in itertools.islice(read, 2)] == [True, True]
     assert (this.ntokens_seen, counts.ntokens_since_last_log) == (70, 7)
     with pytest.raises(DataloaderExhaustedError):

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import JobFinished, Leaving
-from titan_ft.replica.feed import Batch, Feed, Reading
+from titan_ft.replica.feed import Feed, Reading
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.ledger import Ledger
@@ -51,6 +52,7 @@ from titan_ft.training.checkpoint_host import CheckpointHost
 from titan_ft.training.curves import keep_curves, keep_traces
 from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.links import Links
+from titan_ft.training.slot_loaders import iterate
 from titan_ft.training.step_log import StepLog, Work
 from titan_ft.training.worker import Launch, begin_events
 
@@ -96,7 +98,7 @@ class ReplicaTrainer(Trainer):
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
         self._group = Group(self.device, self._find_loss_group())
         self._state = self._build_state(_Counters(self, self._ledger))
-        self._feed = Feed(self._ledger, loaders.open, self._iterate)
+        self._feed = Feed(self._ledger, loaders.open, partial(iterate, self))
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
         self._watchdog = Watchdog(
@@ -426,13 +428,6 @@ class ReplicaTrainer(Trainer):
         contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, readings)
         self._work.compute_seconds += time.monotonic() - started
         return contribution
-
-    def _iterate(self, loader: Iterable[Any]) -> Iterator[Batch]:
-        """Yield a loader's batches as torchtitan does, which counts tokens as read; here they count once trained."""
-        for inputs, labels in self.batch_generator(loader):
-            self.ntokens_seen -= labels.numel()
-            self.metrics_processor.ntokens_since_last_log -= labels.numel()
-            yield inputs, labels
 
     def _discard(self) -> None:
         """Drop the gradients of the step under way; the batches stay in the feed."""

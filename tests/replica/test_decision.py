@@ -475,17 +475,25 @@ def test_all_groups_decide_alike(data: st.DataObject, rows: list[Row]) -> None:
         assert isinstance(acts[rank], GiveUp) == made.verdict.tie
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.data(), rows_of_a_job())
-def test_what_is_missing_is_taken_over_once(data: st.DataObject, rows: list[Row]) -> None:
+def test_what_is_missing_is_taken_over_once() -> None:
     """The shares of all groups together are the missing slots, none of them twice."""
-    shared = {**data.draw(configs(len(rows) + data.draw(st.integers(0, 2)))), "batch_policy": "constant"}
-    acts = [decide(position_of(row), made_of(rows, rank), config(row.slot, **shared)) for rank, row in enumerate(rows)]
-    shares = [slot for act in acts if isinstance(act, TakeOver) for slot in act.slots]
-    if any(isinstance(act, TakeOver) for act in acts):
-        assert sorted(shares) == uncovered(made_of(rows), config(0, **shared))
+    takes = []
+
+    @settings(max_examples=400, deadline=None)
+    @given(st.data(), rows_of_a_job())
+    def all_is_dealt(data: st.DataObject, rows: list[Row]) -> None:
+        shared = {**data.draw(configs(len(rows) + data.draw(st.integers(0, 2)))), "batch_policy": "constant"}
+        acts = [
+            decide(position_of(row), made_of(rows, rank), config(row.slot, **shared)) for rank, row in enumerate(rows)
+        ]
         ranks = {rank for rank, act in enumerate(acts) if isinstance(act, TakeOver)}
-        assert ranks == set(made_of(rows).verdict.ready)
+        takes.append(bool(ranks))
+        shares = [slot for act in acts if isinstance(act, TakeOver) for slot in act.slots]
+        assert sorted(shares) == (uncovered(made_of(rows), config(0, **shared)) if ranks else [])
+        assert ranks in (set(), set(made_of(rows).verdict.ready))
+
+    all_is_dealt()
+    assert any(takes), "none of these rounds lacks a slot"
 
 
 # How it is kept so
@@ -521,6 +529,27 @@ def test_the_policy_reads_no_clock_of_its_own(name: str) -> None:
         if ast.unparse(call.func) in clocks:
             line = lines[call.lineno - 1]
             assert any(text in line for text in allowed), f"{name}:{call.lineno}: {line.strip()}"
+
+
+def test_a_clock_that_decides_is_gathered() -> None:
+    """In a heal a rank compares its clock with something only inside of `Group.gather`: its siblings hear of it."""
+    tree = ast.parse((REPLICA / "heal.py").read_text())
+    gathered = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".gather")
+    ]
+    inside = {child for call in gathered for child in ast.walk(call)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_note_lateness"]
+    inside |= {child for function in functions for child in ast.walk(function)}
+    compared = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Compare) and "time.monotonic" in ast.unparse(node)
+    ]
+    asked = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and "_note_lateness" in ast.unparse(node.func)
+    ]
+    assert len(compared) == 2
+    assert len(asked) == 1
+    for node in [*compared, *asked]:
+        assert node in inside, f"heal.py:{node.lineno}: {ast.unparse(node)}"
 
 
 def test_updates_of_other_gradients_are_other_states() -> None:

@@ -220,7 +220,7 @@ class ReplicaDimension:
                     return self._commit(outcome, exchanges)
                 case decisions.Repeat():
                     use = given
-                    if isinstance(outcome, Broken) and (slots := self._find_lacking(shares)):
+                    if isinstance(outcome, Broken) and (slots := self._meet_and_deal(shares)):
                         contribution = contribution.plus(train(slots))
                 case decisions.LeaveOut():
                     use = given = GradientUse.LEAVE_OUT
@@ -245,10 +245,10 @@ class ReplicaDimension:
                 case other:
                     _end_if_decided(other)
 
-    def _find_lacking(self, shares: dict[Process, list[int]]) -> list[int]:
-        """Return the slots that this group takes over when a round has broken, because their readers are gone.
+    def _meet_and_deal(self, shares: dict[Process, list[int]]) -> list[int]:
+        """Meet the others again when a round has broken; returns the slots that this group takes over from who is gone.
 
-        The next quorum says who they are. Without this a whole round would be made to find in its rows what it lacks;
+        The next quorum says who that is. Without this a whole round would be made to find in its rows what it lacks;
         the rows still have the last word (`decisions.TakeOver`), for a group may look gone that is only late.
 
         Args:

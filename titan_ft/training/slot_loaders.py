@@ -8,14 +8,19 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError, FaultTolerance
 from titan_ft.run.process import borrowed_socket, own_sockets
+
+if TYPE_CHECKING:
+    from torchtitan.train import Trainer
+
+    from titan_ft.replica.feed import Batch
 
 
 class SlotLoaders:
@@ -53,6 +58,14 @@ class SlotLoaders:
         if getattr(loader, "num_workers", 0) and loader.worker_init_fn is None:
             loader.worker_init_fn = _detach_from_rank
         return loader
+
+
+def iterate(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Batch]:
+    """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
+    for inputs, labels in trainer.batch_generator(loader):
+        trainer.ntokens_seen -= labels.numel()
+        trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
+        yield inputs, labels
 
 
 def _check_workers(loader: Any) -> None:
