@@ -46,11 +46,11 @@ class Folder:
         self._views: list[tuple[float, dict[int, _Kept]]] = [(0.0, {})]  # by step, and since when
         self._late: dict[Node, float] = {}
         self._partials: dict[tuple[int, int, int], Partial] = {}  # by slot, attempt and step
-        self._taken = -math.inf  # when a checkpoint that was there was taken away last
+        self._taken = -math.inf  # when a checkpoint that was there was taken away last, or another took its place
 
     @property
     def missed(self) -> float:
-        """Return when the last host came to see that a checkpoint was taken away."""
+        """Return when the last host came to see that a checkpoint was taken away, or that another had its place."""
         return self._taken + self._sight
 
     @property
@@ -98,6 +98,9 @@ class Folder:
         """Publish what the group `slot` has saved, in place of another checkpoint of its step."""
         whole = {rank: part for rank, part in parts.items() if part is not None}
         kept = _Kept(whole[0].step, whole[0].lineage, whole, slot)
+        before = self._published.get(kept.step, kept)
+        if before.lineage != kept.lineage:
+            self._taken = self._kernel.now
         self._show({**self._published, kept.step: kept})
 
     def remove(self, step: int) -> None:

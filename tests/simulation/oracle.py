@@ -139,7 +139,8 @@ class Oracle:
         if not np.isfinite(base).all():
             return  # the model has diverged, with everybody's consent
         expected = list(self._expect(known, base, rank))
-        spoiled = {of for of, first, count in known.batches for n in range(count) if (of, first + n) in self.spoiled}
+        trained = [batches for update in self._trained_for(lineage) for batches in update.batches]
+        spoiled = {of for of, first, count in trained for n in range(count) if (of, first + n) in self.spoiled}
         if not np.isfinite(state.array).all() and len(spoiled) >= len(known.participants or [0]):
             return  # no participant had a finite gradient: it is what stock torchtitan makes of it
         if expected and not any(_is_near(state.array, one, slack) for one, slack in expected):
@@ -162,6 +163,10 @@ class Oracle:
             found.append(self.chain[lineage])
             lineage = self.chain[lineage].parent
         return found[::-1]
+
+    def _trained_for(self, lineage: int) -> list[Committed]:
+        """Return the updates whose batches are in what this one has changed."""
+        return [self.chain[lineage]]
 
     def _state_of(self, lineage: int, rank: int) -> np.ndarray | None:
         return training.initial(rank) if lineage == 0 else self.chain[lineage].states.get(rank)

@@ -435,6 +435,7 @@ class RoundOracle(Oracle):
         super().__init__(rules, report)
         self._outer, self._length, self._steps_of = outer_optimizer(config), steps_per_round(config), steps_of
         self._compares = config.digest_every > 0
+        self._rounds_of_a_change = max(config.num_fragments, 1) + bool(config.fragment_sync_delay)
         self._parts: dict[tuple[int, int], dict[int, list[_Part]]] = {}  # by lineage and rank; of each slot
         self._fragments: list[int] = []
         self._quantizes = quantizes(config)
@@ -451,6 +452,9 @@ class RoundOracle(Oracle):
         if self._quantizes:
             largest = np.abs(state.array[0] - state.weights).max() * max(state.sent.values())
             self._coarsest[rank] = np.fmax(self._coarsest.get(rank, 0.0), 1.01 * largest / _MULTIPLES)
+
+    def _trained_for(self, lineage: int) -> list[Committed]:
+        return self.path(lineage)[-self._rounds_of_a_change :]  # a fragment's change is of all since its last exchange
 
     def _expect(self, update: Committed, base: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the states that the update may make of `base`: a group may have given more than once."""

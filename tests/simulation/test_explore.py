@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from tests.simulation import standins
 from tests.simulation.faults import (
@@ -33,12 +37,16 @@ from tests.simulation.faults import (
     Reset,
     Slow,
 )
+from tests.simulation.folder import Folder
+from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import Schedule, _smaller, draw, shrink
+from tests.simulation.semi_sync import RoundOracle
 from tests.simulation.world import Options, World
 from titan_ft.replica import member, membership, pulse
 from titan_ft.replica.heal import Heal
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import Rounds
+from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import ReplicaDimension
 
 SCHEDULES = 2000
@@ -312,6 +320,33 @@ def test_a_group_whose_ranks_meet_late_comes_late(seed: int) -> None:
     assert not world.problems
     ended = {who for _, who, text in world.trace if "ends by ConfigMismatchError" in text}
     assert ended == {"g0r0", "g0r1"}
+
+
+def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is alone diverges with it, as in stock torchtitan: the batch that brought it is one of an earlier round."""
+    fault_tolerance = {**QUICK, "group_size": 2, "join_timeout_ms": 60_000, "batch_policy": "shrink"}
+    fault_tolerance |= {"semi_sync_method": "diloco", "sync_steps": 2, "num_fragments": 2, "should_quantize": True}
+    options = Options(2, 1, 3, fault_tolerance, compute_seconds=0.5, jitter=0.02, transfer_seconds=(0.0, 2.0), lag=0.005)
+
+    def explore() -> list[bool]:
+        faults = Kill(0.163, 1, 0), NotFinite(0.8905, 0, 0, 1), Hang(1.4573, 1, 0)
+        with standins.installed():
+            return [bool(Schedule(seed, options, faults).run().problems) for seed in range(12)]
+
+    assert not any(explore())
+    monkeypatch.setattr(RoundOracle, "_trained_for", Oracle._trained_for)
+    assert any(explore())
+
+
+def test_a_checkpoint_that_another_one_replaces_may_be_missed() -> None:
+    """A group that did not see it in time has begun anew, and saves another state of its step: who loads it may end."""
+    kernel = SimpleNamespace(now=10.0)
+    folder = Folder(cast(Any, kernel), 1, 0.5, lambda: None)
+    parts = [{0: Snapshot(4, lineage, b"", torch.empty(0))} for lineage in (7, 7, 8)]
+    for now, own, missed in zip((10.0, 20.0, 30.0), parts, (-math.inf, -math.inf, 30.5), strict=True):
+        kernel.now = now
+        folder.publish_saved(0, own)
+        assert folder.missed == missed
 
 
 def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round() -> None:
