@@ -102,6 +102,7 @@ class Rank:
         self.ledger = Ledger(options.groups, number, options.ranks)
         self.shapes = training.OTHER_SHAPES if group.slot in options.odd else training.SHAPES
         self.state = self._make_state()
+        self.state.buffers = world.options.buffers
         self.ended: Ended | None = None
         self.ready = False  # holds a committed state, as far as the world knows
         self.spoiled = 0  # backwards to come whose gradients are not finite

@@ -251,6 +251,8 @@ class _Draw:
         self.faults.append(Reset(at, 1, 0, "vote"))
         self.faults += [Freeze(at, slot, 0, 3.0, "broke") for slot in (0, 2)]
         self.faults.append(Freeze(at, 3, 0, round(1.4 + 1.4 * self.rng.random(), 3), "fetched"))
+        # What was offered to a newcomer is held against the rows before the queue matters.
+        self.changes["buffers"] = self.rng.choice([True, True, False])
 
     def last(self) -> None:
         """A group comes back, queues many updates, and all others die while it replays them."""

@@ -326,7 +326,9 @@ def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(monkeypatch: 
     """Who is alone diverges with it, as in stock torchtitan: the batch that brought it is one of an earlier round."""
     fault_tolerance = {**QUICK, "group_size": 2, "join_timeout_ms": 60_000, "batch_policy": "shrink"}
     fault_tolerance |= {"semi_sync_method": "diloco", "sync_steps": 2, "num_fragments": 2, "should_quantize": True}
-    options = Options(2, 1, 3, fault_tolerance, compute_seconds=0.5, jitter=0.02, transfer_seconds=(0.0, 2.0), lag=0.005)
+    options = Options(
+        2, 1, 3, fault_tolerance, compute_seconds=0.5, jitter=0.02, transfer_seconds=(0.0, 2.0), lag=0.005
+    )
 
     def explore() -> list[bool]:
         faults = Kill(0.163, 1, 0), NotFinite(0.8905, 0, 0, 1), Hang(1.4573, 1, 0)

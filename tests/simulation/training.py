@@ -70,6 +70,7 @@ class State:
     """Weights, momentum and counters of one rank, with the interface of titan_ft.replica.snapshot.TrainState."""
 
     fragments: Sequence[int] = ()  # of the parameters
+    buffers = False  # whether a forward may write some of it
 
     def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...] = SHAPES) -> None:
         self.rank, self.ledger, self._shapes = rank, ledger, shapes
@@ -101,7 +102,9 @@ class State:
         return Snapshot(step, lineage, json.dumps(header, sort_keys=True).encode(), target)
 
     def share(self, step: int, lineage: int) -> bool:
-        """Let other threads copy it until the next update."""
+        """Let other threads copy it until the next update; False if it may change before."""
+        if self.buffers:
+            return False
         self._shared = (step, lineage)
         return True
 

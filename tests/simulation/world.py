@@ -84,6 +84,7 @@ class Options:
         switch: chance that a pause point lets another task run.
         speeds: for each slot what a batch takes longer than `compute_seconds`, as a factor; empty = all alike.
         last_steps: of the last round of a semi-synchronous method; 0 = as many as the others have.
+        buffers: whether a forward may write a part of the state, so that no group offers it between rounds.
         room: updates for which that rank of a group has memory which has least; 0 = for as many as there are.
     """
 
@@ -117,6 +118,7 @@ class Options:
     switch: float = 0.3
     speeds: tuple[float, ...] = ()
     last_steps: int = 0
+    buffers: bool = False
     room: int = 0
 
     @property
