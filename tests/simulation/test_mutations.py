@@ -24,7 +24,7 @@ def test_it_is_one_of_the_engine_as_it_is(mutation: Mutation) -> None:
         compile(changed(Path(spec.origin).read_text(), changes), spec.origin, "exec")
 
 
-@pytest.mark.slow  # half an hour altogether
+@pytest.mark.slow  # ten minutes altogether
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "_"))
 def test_exploration_finds_it(mutation: Mutation) -> None:
     """It breaks one of the promises that it is said to break, within 2,000 schedules."""
