@@ -223,12 +223,13 @@ def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.Monk
         return torch.tensor(0.5)
 
     def read_ahead(last: Any) -> None:
-        assert last == [readings[0], readings[2]]
-        order.append("read ahead")
+        order.append(f"read ahead of {len(last)}")
 
     given: list[tuple[Any, ...]] = []
     this = trainer(
         ntokens_seen=70,
+        step=3,
+        job_config=SimpleNamespace(training=SimpleNamespace(steps=4)),
         metrics_processor=SimpleNamespace(ntokens_since_last_log=7),
         gradient_accumulation_steps=2,
         _feed=SimpleNamespace(read=read, read_ahead=read_ahead),
@@ -238,13 +239,16 @@ def test_the_exchange_is_armed_before_the_last_backward(monkeypatch: pytest.Monk
         _gather_contribution=lambda *facts: given.append(facts) or NOTHING,
     )
     ReplicaTrainer._train(this, [0, 2], lambda: order.append("arm"))
-    assert order == ["backward"] * 3 + ["arm", "backward", "read ahead", "wait"]
+    assert order == ["backward"] * 3 + ["arm", "backward", "read ahead of 2", "wait"]
     assert (this.ntokens_seen, this.metrics_processor.ntokens_since_last_log) == (70, 7 + 4 * 6)
     ((valid, tokens, loss, _, trained),) = given
     assert (valid, tokens, loss) == (4 * 5, 4 * 6, 4 * 0.5)
     assert trained == [readings[0], readings[2]]
     assert this._work.readings == [readings[0], readings[2]]
     assert ReplicaTrainer._train(this, []) is NOTHING
+    this.step, this._work = 4, Work(4, lr=0.1)
+    ReplicaTrainer._train(this, [0])
+    assert order[-2:] == ["read ahead of 0", "wait"], "nothing follows on the last step"
 
 
 def test_tokens_count_when_they_are_trained() -> None:

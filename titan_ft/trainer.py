@@ -423,7 +423,8 @@ class ReplicaTrainer(Trainer):
             losses.append(self._forward_backward(inputs, labels).detach())
         self._work.readings += readings
         self.metrics_processor.ntokens_since_last_log += tokens
-        self._feed.read_ahead(readings)  # before the host waits for the device, and while the exchange is under way
+        # Before the host waits for the device, and while the exchange is under way.
+        self._feed.read_ahead(readings if self.step < self.job_config.training.steps else [])
         loss_sum = torch.sum(torch.stack(losses)).item()
         contribution = self._gather_contribution(valid_tokens, tokens, loss_sum, time.monotonic() - started, readings)
         self._work.compute_seconds += time.monotonic() - started

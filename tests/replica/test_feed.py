@@ -130,7 +130,8 @@ def test_reading_ahead_changes_nothing(build: Build) -> None:
     assert feed.read(0, 2).checksum == sums[5]
 
 
-def test_the_end_of_the_data_is_told_when_it_is_asked_for() -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_end_of_the_data_is_told_when_it_is_asked_for(ahead: bool) -> None:
     """Not to a step that has its data; and to every one that asks. What is read ahead is read once."""
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(5)]
     pulled: list[int] = []
@@ -143,9 +144,10 @@ def test_the_end_of_the_data_is_told_when_it_is_asked_for() -> None:
 
     ledger = Ledger(1)
     feed = Feed(ledger, lambda slot: Listed(batches), iterate)
-    for last in (3, 4):
+    for last in (3, 4) if ahead else (1, 3):
         reading = feed.read(0, 2)
-        feed.read_ahead([reading])
+        if ahead:
+            feed.read_ahead([reading])
         assert pulled == list(range(last + 1))
         commit(ledger, reading)
     for _ in range(2):

@@ -483,7 +483,7 @@ class Publish(Fault):
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
         """Groups that did not see it in time may begin anew, and save another state of this step in its place."""
-        return _was_taken(error, rank, world)
+        return error == "LoadError" and world.folder is not None and world.folder.replaced >= rank.group.began
 
     def shorter(self) -> list[Fault]:
         return [Publish(self.at)] if self.moment else []
@@ -515,15 +515,10 @@ class TakeAway(Fault):
 
     def excuses(self, error: str, rank: Rank, world: World) -> bool:
         """Who was about to load it ends, and chooses anew when it is started again."""
-        return _was_taken(error, rank, world)
+        return error == "LoadError" and world.folder is not None and world.folder.missed >= rank.group.began
 
     def shorter(self) -> list[Fault]:
         return [replace(self, seconds=0.0)] if self.seconds else []
-
-
-def _was_taken(error: str, rank: Rank, world: World) -> bool:
-    """Say whether a rank has ended for a checkpoint that is gone since its group began, or has become another one."""
-    return error == "LoadError" and world.folder is not None and world.folder.missed >= rank.group.began
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,18 @@ class Folder:
         self._views: list[tuple[float, dict[int, _Kept]]] = [(0.0, {})]  # by step, and since when
         self._late: dict[Node, float] = {}
         self._partials: dict[tuple[int, int, int], Partial] = {}  # by slot, attempt and step
-        self._taken = -math.inf  # when a checkpoint that was there was taken away last, or another took its place
+        self._taken = -math.inf  # when a checkpoint that was there was taken away last
+        self._replaced = -math.inf  # when one of another state took the place of one
 
     @property
     def missed(self) -> float:
-        """Return when the last host came to see that a checkpoint was taken away, or that another had its place."""
+        """Return when the last host came to see that a checkpoint was taken away."""
         return self._taken + self._sight
+
+    @property
+    def replaced(self) -> float:
+        """Return when the last host came to see that another state had the place of a checkpoint."""
+        return self._replaced + self._sight
 
     @property
     def settled(self) -> float:
@@ -100,7 +106,7 @@ class Folder:
         kept = _Kept(whole[0].step, whole[0].lineage, whole, slot)
         before = self._published.get(kept.step, kept)
         if before.lineage != kept.lineage:
-            self._taken = self._kernel.now
+            self._replaced = self._kernel.now
         self._show({**self._published, kept.step: kept})
 
     def remove(self, step: int) -> None:

@@ -345,10 +345,10 @@ def test_a_checkpoint_that_another_one_replaces_may_be_missed() -> None:
     kernel = SimpleNamespace(now=10.0)
     folder = Folder(cast(Any, kernel), 1, 0.5, lambda: None)
     parts = [{0: Snapshot(4, lineage, b"", torch.empty(0))} for lineage in (7, 7, 8)]
-    for now, own, missed in zip((10.0, 20.0, 30.0), parts, (-math.inf, -math.inf, 30.5), strict=True):
+    for now, own, replaced in zip((10.0, 20.0, 30.0), parts, (-math.inf, -math.inf, 30.5), strict=True):
         kernel.now = now
         folder.publish_saved(0, own)
-        assert folder.missed == missed
+        assert folder.replaced == replaced
 
 
 def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round() -> None:

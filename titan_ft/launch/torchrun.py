@@ -104,9 +104,11 @@ class GroupAgent(LocalElasticAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the group to its end, as torchrun's agent does."""
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            # As torchrun does when it starts workers; here that is after the imports.
-            signal.signal(signum, elastic_processes._terminate_process_handler)
+        # As torchrun does when it starts workers; here that is after the imports.
+        for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
+            signum = getattr(signal, name.strip(), None)
+            if signum is not None and signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, elastic_processes._terminate_process_handler)
         try:
             return super().run(role)
         finally:
@@ -298,7 +300,7 @@ class _Worker(SubprocessHandler):
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         env.pop(PARENT_PID_ENV, None)
-        if _module_of(args) is not None:  # else a worker may be the child of a script
+        if (_module_of(args) or ("",))[0] == DEFAULT_MODULE:  # else a worker of ours may be a child of this process
             env[PARENT_PID_ENV] = str(os.getpid())
         files = (self._stdout or sys.stdout).fileno(), (self._stderr or sys.stderr).fileno()
         forked = self._zygotes.fork(args, env, files, f"{self._title}.{env['RANK']}")

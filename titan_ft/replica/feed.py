@@ -9,6 +9,7 @@ by `torch.load(weights_only=True)`, because it comes from other groups: plain va
 
 from __future__ import annotations
 
+import contextlib
 import io
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -133,16 +134,18 @@ class _Reader:
         return self._readings[0]
 
     def read_ahead(self, num_batches: int) -> None:
-        if len(self._readings) == 1 and self._error is None:
-            try:
+        if len(self._readings) == 1:
+            with contextlib.suppress(Exception):  # told to whoever asks
                 self._read_on(num_batches)
-            except Exception as error:  # noqa: BLE001  # whatever a dataset raises
-                self._error = error
 
     def _read_on(self, num_batches: int) -> None:
         if self._error is not None:
             raise self._error
-        batches = [next(self._batches) for _ in range(num_batches)]
+        try:
+            batches = [next(self._batches) for _ in range(num_batches)]
+        except Exception as error:
+            self._error = error  # a generator that has raised ends
+            raise
         entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))
         self._next_batch = entry.end
         self._readings.append(Reading(entry, batches, _checksum(batches)))
