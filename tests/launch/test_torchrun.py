@@ -116,11 +116,16 @@ def test_workers_that_cannot_be_forks_are_new_processes(run: Any, obstacle: str)
     source += "from crashing_worker import train\nif __name__ == '__main__': train.main()\n"
     (run.orders.parent / "threaded.py").write_text(source)
     run.env["PYTHONPATH"] += os.pathsep + str(run.orders.parent)
-    crash = "print(open('/proc/self/cmdline').read().split(chr(0))[3], attempt, flush=True)\nraise KeyError('x')"
+    run.env["TITAN_FT_PARENT_PID"] = "1"  # inherited; a foreign worker may start one of ours, whose parent it is then
+    crash = """
+import os
+print(open("/proc/self/cmdline").read().split(chr(0))[3], attempt, os.environ.get("TITAN_FT_PARENT_PID"), flush=True)
+raise KeyError("x")
+"""
     process = torchrun(run, crash, "--standalone", ranks=1, module="threaded")
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 1  # a crash loop
-    assert printed.split() == ["threaded", "0", "threaded", "1", "threaded", "2"]
+    assert printed.split() == ["threaded", "0", "None", "threaded", "1", "None", "threaded", "2", "None"]
     said = errors.count("replica 3: the zygote ended (exit status 1); workers import everything themselves from now on")
     assert (said, errors.count("threads were started")) == ((1, 1) if obstacle == "threads" else (0, 0))
     assert [event["standby"] for event in run.events("replica_restarted")] == [False, False]
