@@ -139,10 +139,7 @@ class Oracle:
         if not np.isfinite(base).all():
             return  # the model has diverged, with everybody's consent
         expected = list(self._expect(known, base, rank))
-        trained = [batches for update in self._trained_for(lineage) for batches in update.batches]
-        spoiled = {of for of, first, count in trained for n in range(count) if (of, first + n) in self.spoiled}
-        gave = spoiled if known.participants is None else spoiled.intersection(known.participants)
-        if not np.isfinite(state.array).all() and len(gave) >= len(known.participants or [0]):
+        if not np.isfinite(state.array).all() and len(self._spoiled_in(lineage)) >= len(known.participants or [0]):
             return  # no participant had a finite gradient: it is what stock torchtitan makes of it
         if expected and not any(_is_near(state.array, one, slack) for one, slack in expected):
             self._report(
@@ -165,9 +162,10 @@ class Oracle:
             lineage = self.chain[lineage].parent
         return found[::-1]
 
-    def _trained_for(self, lineage: int) -> list[Committed]:
-        """Return the updates whose batches are in what this one has changed."""
-        return [self.chain[lineage]]
+    def _spoiled_in(self, lineage: int, updates: int = 1) -> set[int]:
+        """Return the slots that had a gradient that is not finite in an update, or in as many up to it."""
+        trained = [batches for update in self.path(lineage)[-updates:] for batches in update.batches]
+        return {slot for slot, first, count in trained for n in range(count) if (slot, first + n) in self.spoiled}
 
     def _state_of(self, lineage: int, rank: int) -> np.ndarray | None:
         return training.initial(rank) if lineage == 0 else self.chain[lineage].states.get(rank)

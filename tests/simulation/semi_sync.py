@@ -453,8 +453,10 @@ class RoundOracle(Oracle):
             largest = np.abs(state.array[0] - state.weights).max() * max(state.sent.values())
             self._coarsest[rank] = np.fmax(self._coarsest.get(rank, 0.0), 1.01 * largest / _MULTIPLES)
 
-    def _trained_for(self, lineage: int) -> list[Committed]:
-        return self.path(lineage)[-self._rounds_of_a_change :]  # a fragment's change is of all since its last exchange
+    def _spoiled_in(self, lineage: int, updates: int = 0) -> set[int]:
+        # A fragment's change is of all since its last exchange, and of the participants: nobody trains another's slot.
+        spoiled = super()._spoiled_in(lineage, updates or self._rounds_of_a_change)
+        return spoiled.intersection(self.chain[lineage].participants or spoiled)
 
     def _expect(self, update: Committed, base: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the states that the update may make of `base`: a group may have given more than once."""

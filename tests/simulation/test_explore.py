@@ -336,7 +336,7 @@ def test_a_nan_in_a_fragment_that_is_not_due_is_in_its_next_change(monkeypatch: 
             return [bool(Schedule(seed, options, faults).run().problems) for seed in range(12)]
 
     assert not any(explore())
-    monkeypatch.setattr(RoundOracle, "_trained_for", Oracle._trained_for)
+    monkeypatch.setattr(RoundOracle, "_spoiled_in", Oracle._spoiled_in)
     assert any(explore())
 
 
