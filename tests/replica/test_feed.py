@@ -156,6 +156,26 @@ def test_the_end_of_the_data_is_told_when_it_is_asked_for(ahead: bool) -> None:
     assert pulled == list(range(5))
 
 
+def test_batches_whose_loader_cannot_tell_its_state_are_not_skipped() -> None:
+    """They were read ahead and are gone: what follows on them is not taken for them."""
+    batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(6)]
+
+    class Forgetful(Listed):
+        def state_dict(self) -> dict[str, Any]:
+            if self._read > 2:
+                raise OSError("no state")
+            return super().state_dict()
+
+    ledger = Ledger(1)
+    feed = Feed(ledger, lambda slot: Forgetful(batches), iter)
+    reading = feed.read(0, 2)
+    feed.read_ahead([reading])
+    commit(ledger, reading)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no state"):
+            feed.read(0, 2)
+
+
 def test_it_follows_a_ledger_that_others_moved(build: Build) -> None:
     """What this group read while another one trained its slot is void; so is a ledger that went back."""
     ledger, others = Ledger(NUM_SLOTS), Ledger(NUM_SLOTS)

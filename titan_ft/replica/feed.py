@@ -143,10 +143,10 @@ class _Reader:
             raise self._error
         try:
             batches = [next(self._batches) for _ in range(num_batches)]
+            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))
         except Exception as error:
-            self._error = error  # a generator that has raised ends
+            self._error = error  # batches are gone, and a generator that has raised ends
             raise
-        entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))
         self._next_batch = entry.end
         self._readings.append(Reading(entry, batches, _checksum(batches)))
 
