@@ -635,3 +635,84 @@ def test_return_to_a_checkpoint_is_explained_by_its_state() -> None:
     found = audit(job.events)
     assert brief(found) == ("holds", 16, 0, 0, 8)
     assert not found.notes
+
+
+# Fragments of a model that are exchanged in turn
+
+
+def job_in_fragments(number: int, **config: Any) -> Job:
+    """Return a job of two groups whose model has so many fragments; a round has five steps, the job 20 rounds."""
+    job = Job()
+    rounds = {"semi_sync_method": "diloco", "sync_steps": 5 * number, "round_steps": 5, "steps": 100, "group_size": 2}
+    for replica in (0, 1):
+        job.say("worker_started", replica=replica, config={**rounds, **config})
+    return job
+
+
+def partial(job: Job) -> list[str]:
+    found = audit(job.events)
+    assert found.verdict == "holds"
+    assert found.num_partial == sum(each.num_batches for each in found.partial)
+    return [str(each) for each in found.partial]
+
+
+def test_batches_of_a_group_that_died_are_in_some_fragments_only() -> None:
+    """Those of its last rounds, but for the fragments that were exchanged since; a group that lives has lost none."""
+    job = job_in_fragments(3)
+    for _ in range(4):
+        commit_round(job)
+    assert partial(job) == []  # it goes on, for all that is known
+    job.say("worker_exited", replica=1, attempt=0, signal="SIGKILL", stopped=False)
+    commit_round(job, [0])
+    commit_round(job)
+    assert partial(job) == [
+        "slot 1, batches 4-5: partial: trained at round 3 by replica 1, in 2 of 3 fragments",
+        "slot 1, batches 6-7: partial: trained at round 4 by replica 1, in 1 of 3 fragments",
+    ]
+    found = audit(job.events)
+    assert found.counts() == "22 trained once (4 of them partial), 0 lost, 0 repeated, 0 void"
+    assert found.to_dict()["num_partial"] == 4
+    assert "partial: trained at round 4" in format_audit(found)
+
+
+def test_batches_of_a_group_that_healed_are_partial() -> None:
+    """It takes the anchors for its own weights, whatever made it do so; also where it goes back."""
+    for event, fields in (
+        ("heal_finished", {"donor": 0, "from_step": 1, "bytes": 1, "seconds": 1.0, "replayed": 0}),
+        ("rolled_back", {}),
+    ):
+        job = job_in_fragments(2)
+        commit_round(job)
+        for rank in (0, 1):
+            job.say(event, replica=1, rank=rank, attempt=0, step=1, **fields)
+        commit_round(job)
+        expected = ["slot 1, batches 0-1: partial: trained at round 1 by replica 1, in 1 of 2 fragments"]
+        assert partial(job) == expected
+
+
+def test_batches_of_a_group_that_died_behind_the_exchange_are_partial() -> None:
+    """No event of its own tells of its last round."""
+    job = job_in_fragments(2)
+    commit_round(job)
+    commit_round(job, by=[0])
+    commit_round(job, [0])
+    assert partial(job) == ["slot 1, batches 2-3: partial: trained at round 2 by replica 1, in 1 of 2 fragments"]
+
+
+def test_the_last_round_leaves_nothing_partial() -> None:
+    """It exchanges all fragments; where finite data ends the run before it, that of all groups is missing."""
+    for steps, number in ((10, 0), (100, 2)):
+        job = job_in_fragments(2, steps=steps)
+        commit_round(job)
+        commit_round(job)
+        for replica in (0, 1):
+            job.say("training_finished", replica=replica, rank=0, attempt=0, step=2, tokens=9, lineage=job.state)
+        assert len(partial(job)) == number
+
+
+def test_whole_models_leave_nothing_partial() -> None:
+    """With a single fragment each exchange has all that a group has made."""
+    job = job_in_fragments(1)
+    commit_round(job)
+    commit_round(job, [0])
+    assert partial(job) == []

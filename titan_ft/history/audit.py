@@ -6,19 +6,22 @@ Every commit names the state that it made (`lineage`), the one that it changed (
 groups trained for it. The job's trajectory is the chain of parents backwards from its final state. Commits off the
 chain are void: their updates were thrown away and their batches are due again, so that they are no repeats. With a
 semi-synchronous method a commit is a round of several steps, and a group may leave or die in the midst of one: what it
-had trained of that is void too. A group that leaves tells its batches; of one that dies only the time is known.
+had trained of that is void too. A group that leaves tells its batches; of one that dies only the time is known. Where
+each round exchanges a fragment of the model, a group that begins anew has batches that are partial: in the updates of
+the fragments that were exchanged since they were trained, and in no other; in none of them twice.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan_ft.history.record import RunRecord, view
+from titan_ft.history.rounds import find_partial
 from titan_ft.history.terminal import grid
 from titan_ft.history.timeline import timeline
 from titan_ft.history.trajectory import ROOT, State, chain_to
@@ -69,6 +72,9 @@ class Audit:
     """Events that contradict each other or the ledger."""
     void: list[Finding] = field(default_factory=list)
     """Batches whose step was thrown away, or whose round a group broke off and told so."""
+    partial: list[Finding] = field(default_factory=list)
+    """Batches that are in the updates of some fragments of the model only, because their group began anew before the
+    turn of the others; they are counted as trained."""
     num_cut_short: int = 0
     """Batches of rounds that ended with their groups, untold: about so many, by the time that there was and the groups'
     pace. They are void as well, and trained again."""
@@ -89,14 +95,19 @@ class Audit:
     def num_void(self) -> int:
         return sum(finding.num_batches for finding in self.void)
 
+    @property
+    def num_partial(self) -> int:
+        return sum(finding.num_batches for finding in self.partial)
+
     def counts(self) -> str:
         """Return the counts in words."""
         once = max(0, self.num_batches - self.num_repeated)
-        return f"{once} trained once, {self.num_lost} lost, {self.num_repeated} repeated, {self.num_void} void"
+        partial = f" ({self.num_partial} of them partial)" if self.partial else ""
+        return f"{once} trained once{partial}, {self.num_lost} lost, {self.num_repeated} repeated, {self.num_void} void"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as plain dictionaries, lists and numbers, for JSON."""
-        counts = {"num_lost": self.num_lost, "num_repeated": self.num_repeated, "num_void": self.num_void}
+        counts = {name: getattr(self, name) for name in ("num_lost", "num_repeated", "num_void", "num_partial")}
         return asdict(self) | counts | {"unit": self.unit.noun}
 
 
@@ -193,6 +204,12 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
         if state.lineage not in on_chain and state.step >= chain[0].step  # below a cut of the history it is unknown
         for slot, (first, count) in state.batches.items()
     ]
+    for part in find_partial(record, chain):
+        state, of = part.state, record.unit.fragments
+        # A group that died behind its exchange tells no more what it had read: its own slot's, then.
+        read = state.read.get(part.group) or _batches_of({part.group: state.batches.get(part.group, (0, 0))})
+        detail = f"partial: trained at {noun} {state.step} by replica {part.group}, in {part.has} of {of} fragments"
+        found.partial += [Finding(*batches, (state.step,), detail) for batches in _ranges(read)]
     if not whole:
         step, parent = chain[0].step, chain[0].parent
         text = f"the history is cut: no event tells how the state before {noun} {step} ({parent}) was made"
@@ -231,7 +248,7 @@ def _count_uses(slot: int, uses: Sequence[tuple[int, int, int]], start: int, fou
 
 def _compare_readings(state: State, found: Audit) -> None:
     """Compare the batches that a step counts with those that its groups read for it, as far as known."""
-    counted = {(slot, batch) for slot, (first, count) in state.batches.items() for batch in range(first, first + count)}
+    counted = _batches_of(state.batches)
     for replica, read in sorted(state.read.items()):
         for slot, first, count in _ranges(read - counted):
             wrong = Finding(slot, first, count, (state.step,), f"trained by replica {replica}, not counted")
@@ -245,6 +262,11 @@ def _compare_readings(state: State, found: Audit) -> None:
             detail = f"counted at {found.unit.noun} {state.step}, but read by no group"
             found.lost.append(Finding(slot, first, count, (state.step,), detail))
             found.num_batches -= count
+
+
+def _batches_of(batches: Mapping[int, tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return each (slot, batch) of first batches and numbers of batches by slot."""
+    return {(slot, batch) for slot, (first, count) in batches.items() for batch in range(first, first + count)}
 
 
 def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -273,6 +295,7 @@ def audit_table(audit: Audit) -> Table:
         ("unknown", audit.unknown),
         ("note", audit.notes),
         ("void", audit.void),
+        ("partial", audit.partial),
     ]
     for label, findings in groups:
         rows += [(label, str(finding)) for finding in findings[:MAX_FINDINGS_SHOWN]]

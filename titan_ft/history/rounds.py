@@ -1,15 +1,18 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rounds of a run with a semi-synchronous method: how many steps each group made for them, and who made fewer."""
+"""The rounds of a run with a semi-synchronous method: the steps that each group made for them, what came of those."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_ft.history.checks.judgement import count
-from titan_ft.history.record import RunRecord, view
+from titan_ft.history.record import Healed, RunRecord, view
+from titan_ft.history.trajectory import State
 from titan_ft.history.unit import STEP, Unit
+from titan_ft.run.events import StepCommitted
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,60 @@ def find_rounds(record: RunRecord) -> Rounds | None:
         if fewer:
             short.append(ShortRound(state.step, unit.step_after(state.step), state.time, length, fewer))
     return Rounds(unit, len(record.chain), tuple(sorted(made.items())), tuple(short))
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What a group made for a round that is in the updates of some fragments only: it began anew before the others'."""
+
+    group: int
+    state: State
+    """The round's."""
+    has: int
+    """Fragments whose updates have it."""
+
+
+def find_partial(record: RunRecord, chain: Sequence[State]) -> list[Partial]:
+    """Return what groups trained and lost again for some fragments of the model, by the trajectory `chain`.
+
+    Between two exchanges of a fragment its change is a group's own. It is lost where the group dies, leaves, heals or
+    goes on from a checkpoint, and where finite data ends the run before the fragment's turn.
+    """
+    number, last = record.unit.fragments, record.unit.last
+    if number == 1:
+        return []
+    partial = []
+    for group in record.groups:
+        for life, is_over in _lives(record, group, chain):
+            end = life[-1].step
+            if is_over and not (last and record.unit.step_after(end) == last):  # the last round exchanges all
+                late = [state for state in life if state.step + number - 1 > end]
+                partial += [Partial(group, state, end - state.step + 1) for state in late]
+    return partial
+
+
+def _lives(record: RunRecord, group: int, chain: Sequence[State]) -> Iterator[tuple[list[State], bool]]:
+    """Yield the rounds in a row that a group contributed to with the same weights, and whether it has lost those."""
+    life_of: dict[str, int] = {}  # by the lineage of a round that it tells of
+    number, ended = 0, False
+    for process in (one for one in record.processes if (one.replica, one.rank) == (group, 0)):
+        number, ended = number + 1, process.exit is not None or process.ended_in_order
+        for event in process.events:
+            if isinstance(event, Healed):
+                number += 1
+            elif isinstance(event, StepCommitted) and event.contributed:
+                life_of[event.lineage] = number
+    rounds: list[State] = []
+    for state, following in zip(chain, [*chain[1:], None], strict=True):
+        if group not in state.participants:
+            continue
+        rounds.append(state)
+        life = life_of.get(state.lineage)  # none if it died behind the exchange
+        if following is None:
+            is_over = life != number or ended
+        else:
+            is_over = life is None or group not in following.participants
+            is_over = is_over or life_of.get(following.lineage, life) != life
+        if is_over or following is None:
+            yield rounds, is_over
+            rounds = []

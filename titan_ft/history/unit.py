@@ -18,18 +18,22 @@ class Unit:
         method: the semi-synchronous method; empty where the groups meet at each step.
         steps: torchtitan's steps of one.
         last: torchtitan's last step; 0 if unknown.
+        fragments: parts of the model of which each commit exchanges one, in turn, and the last one all.
     """
 
     method: str = ""
     steps: int = 1
     last: int = 0
+    fragments: int = 1
 
     @classmethod
     def of(cls, config: WorkerConfig | None) -> Unit:
         """Return that of a worker's config; of an older history, which does not tell, it is the step."""
         if config is None:
             return cls()
-        return cls(config.semi_sync_method or "", config.round_steps or config.sync_steps or 1, config.steps)
+        between = config.sync_steps or 1
+        length = config.round_steps or between
+        return cls(config.semi_sync_method or "", length, config.steps, fragments=between // length)
 
     @property
     def noun(self) -> str:
