@@ -17,9 +17,10 @@ Semi-synchronous training, only if it is asked for (with --only rounds, all thre
   rounds-diloco  torchtitan's own DiLoCo beside ours, without failures and under the same SIGKILLs
   rounds-links   tokens per second with the links between two groups throttled to 1000, 100 and 10 Mbit/s
 
-Only if it is asked for, too (a minute):
+Only if it is asked for, too (a few minutes each):
 
   transfer  how fast a joiner gets a state from 1, 2, 4 and 8 donors with throttled links, also if one of them is killed
+  exchange  how fast 2 and 4 members sum gradients over Gloo, with throttled links too, beside bare Gloo
 
 With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random group each 15 s, to be
 set beside a run of scripts/campaign.sh (--against).
@@ -45,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rounds
+from benchmarks.bandwidth import measure_bandwidth
 from benchmarks.campaign import format_campaign, run_campaign
 from benchmarks.diloco import measure_diloco
 from benchmarks.kills import measure_kills
@@ -60,7 +62,7 @@ from titan_ft.config import ConfigError, load_toml
 PARTS = ("steady", "failure", "rejoin", "recovery")
 ROUNDS = ("rounds-loss", "rounds-diloco", "rounds-links")
 """Not among what is run unless it is asked for: the work of half an hour."""
-TRANSFER = "transfer"
+TRANSFER, EXCHANGE = "transfer", "exchange"
 """Not either."""
 PACKAGES = ("torch", "torchtitan", "torchft", "torchdata")
 
@@ -100,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return")
     parser.add_argument("--recoveries", type=_at_least(1), default=3, help="of each kind of recovery")
-    choices = (*PARTS, TRANSFER, "rounds", *ROUNDS)
+    choices = (*PARTS, TRANSFER, EXCHANGE, "rounds", *ROUNDS)
     parser.add_argument("--only", choices=choices, help="one part; failure and rejoin come from the same kills")
     parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
     peer = parser.add_argument_group("campaign of torchtitan.experiments.ft")
@@ -160,10 +162,11 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
         for name, figures in measure_recovery(options.recoveries, base, work_dir):
             report["recovery"][name] = figures
             _save(report, options.json)
-    if TRANSFER in parts:
-        report["transfer"] = {}
-        for name, figures in measure_transfers(work_dir):
-            report["transfer"][name] = figures
+    alone = {TRANSFER: lambda: measure_transfers(work_dir), EXCHANGE: measure_bandwidth}
+    for part in [part for part in alone if part in parts]:
+        report[part] = {}
+        for name, figures in alone[part]():
+            report[part][name] = figures
             _save(report, options.json)
     measure_rounds(options, parts, base, work_dir, report)
 

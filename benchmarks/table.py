@@ -38,6 +38,8 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_ROUNDS_TABLES[name](report["rounds"][name])]
     if report.get("transfer"):
         lines += ["", *_transfer_table(report["transfer"])]
+    if report.get("exchange"):
+        lines += ["", *_bandwidth_table(report["exchange"])]
     if "campaign_table" in report:
         lines += ["", *report["campaign_table"]]
     return "\n".join(lines)
@@ -61,6 +63,15 @@ def _transfer_table(transfers: Mapping[str, Any]) -> list[str]:
         cpu = f"{figures['cpu_seconds_per_gb']:.2f}"
         rows.append([title, f"{figures['mbps']:.0f}", f"{figures['share']:.0%}", cpu, "-"])
     return markdown([head, *rows])
+
+
+def _bandwidth_table(exchanges: Mapping[str, Any]) -> list[str]:
+    rows = [["gradients summed over Gloo, MB/s", "bare, 4 in flight", "an exchange", "bare's time / ours"]]
+    for figures in exchanges.values():
+        link = f"{figures['mbps']:g} Mbit/s" if figures["mbps"] else "not throttled"
+        speeds = [f"{figures[name]:.4g}" for name in ("bare", "ours")]
+        rows.append([f"{figures['members']} members, {link}", *speeds, _spread(figures["ratio"])])
+    return markdown(rows)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -499,12 +499,13 @@ def test_a_transfer_that_takes_longer_than_a_round(make_job: Callable[..., Job],
 def test_kill_joiner_in_the_midst_of_a_round(make_job: Callable[..., Job], point: str) -> None:
     """It dies in its transfer, or in its first steps behind it, and comes back once more."""
     faults = [kill(1, "forward", step=6), kill(1, point, attempt=1, step=2 if point == "forward" else 0)]
-    job = make_job(groups=2, steps=SHORT + LENGTH, flags=round_flags(), hooks={"faults": faults, "hold": 2})
+    rounds = ROUNDS + 4  # a heal may take as long as a round of four steps
+    job = make_job(groups=2, steps=LENGTH * rounds, flags=round_flags(), hooks={"faults": faults, "hold": 2})
     job.run()
-    events = check(job, survivors=[0], steps=ROUNDS + 1)
+    events = check(job, survivors=[0], steps=rounds)
     check_killed(job, events, [(1, 0, "sigkill:forward"), (1, 1, f"sigkill:{point}")])
     check_data(events)
-    assert rounds_of(events, 0)[ROUNDS + 1]["participants"] == [0, 1]
+    assert rounds_of(events, 0)[rounds]["participants"] == [0, 1]
 
 
 @pytest.mark.slow

@@ -352,6 +352,80 @@ def test_without_a_giver_only_rows_travel(ring: Ring) -> None:
     assert max(sizes) <= 8, "the number of givers, the rows, the messages"
 
 
+class _Noted:
+    """An operation, which notes when it is waited for."""
+
+    def __init__(self, work: Any, name: str, notes: list[str]) -> None:
+        self._work, self._name, self._notes = work, name, notes
+
+    def wait(self) -> bool:
+        """Wait for the operation."""
+        self._notes.append(f"wait for {self._name}")
+        return bool(self._work.wait())
+
+
+def note_operations(rank: Rank) -> list[str]:
+    """Note the sums that a rank begins and waits for, and when it sends facts to all."""
+    notes: list[str] = []
+    group = rank.seat.process_group
+    reduce, send = group.allreduce, group.alltoall_base
+
+    def allreduce(tensors: list[torch.Tensor], options: Any) -> Any:
+        name = f"sum {sum(note.startswith('sum') for note in notes)}"
+        notes.append(name)
+        return _Noted(reduce(tensors, options), name, notes)
+
+    def alltoall_base(*arguments: Any) -> Any:
+        notes.append("facts")
+        return send(*arguments)
+
+    group.allreduce, group.alltoall_base = allreduce, alltoall_base
+    return notes
+
+
+def test_two_sums_are_in_flight(ring: Ring) -> None:
+    """The next one begins before the last is waited for, so that the wire is busy; rows are sent behind all of them."""
+    ranks = [ring.rank(bucket_bytes=48), ring.rank(bucket_bytes=48)]
+    ring.meet(*ranks)
+    for number, rank in enumerate(ranks):
+        rank.backward(seed=number)
+    (first, second) = map(note_operations, ranks)
+    ring.together(*[rank.finish for rank in ranks])
+    number = len(ranks[0].exchange._buckets)
+    assert number >= 4
+    between = [note for n in range(1, number) for note in (f"sum {n}", f"wait for sum {n - 1}")]
+    assert first == second == ["facts", "sum 0", *between, f"wait for sum {number - 1}", "facts", "facts"]
+
+
+def test_who_lacks_a_sum_sends_no_row(ring: Ring) -> None:
+    """Its last one breaks: the other members, whose sums are complete, must not commit without it."""
+    ranks = [ring.rank(timeout_seconds=1.0), ring.rank(timeout_seconds=1.0)]
+    ring.meet(*ranks)
+    for number, rank in enumerate(ranks):
+        rank.backward(seed=number)
+    group, num_sums = ranks[1].seat.process_group, len(ranks[1].exchange._buckets)
+    reduce = group.allreduce
+    works: list[Any] = []
+
+    class Broken:
+        def wait(self) -> bool:
+            raise RuntimeError("a connection is closed")
+
+    def allreduce(tensors: list[torch.Tensor], options: Any) -> Any:
+        works.append(reduce(tensors, options))
+        return Broken() if len(works) == num_sums else works[-1]
+
+    group.allreduce = allreduce
+
+    def tell(quorum: Quorum) -> tuple[list[float], bytes]:
+        return [0.0], b""  # a message would be a second chance to notice
+
+    outcomes = [ring.start(lambda rank=rank: rank.exchange.finish(True, tell)) for rank in ranks]
+    for outcome in outcomes:
+        with pytest.raises(ExchangeError):
+            outcome.result(DEADLINE)
+
+
 @pytest.mark.parametrize("due", [False, True])
 def test_what_is_no_update_for_anybody_does_not_travel(ring: Ring, due: bool) -> None:
     """Groups with steps of their round left meet for one that heals: nobody would use what they have so far."""

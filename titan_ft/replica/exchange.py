@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # exported at run time
     AllgatherOptions,
     AllreduceOptions,
@@ -45,6 +44,7 @@ OwnFacts = tuple[Sequence[float], bytes]  # a member's row and message
 # all-reduce waits for a MiB at a time: so `process_group_timeout_ms` bounds a slice, and no bucket is too large for a
 # slow link. Not smaller, because each operation costs a round trip.
 _SLICE_BYTES = 4 << 20
+_IN_FLIGHT = 2  # sums of buckets, over Gloo, whose process groups have two threads
 
 
 @dataclass(frozen=True)
@@ -508,8 +508,7 @@ class _Flight:
         self._contributes, self._describe = contributes, describe
         self._given, self._num_fragments, self._due = given, num_fragments, due
         self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
-        self._options = AllreduceOptions()
-        self._options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]  # the stub knows only the enum's inner type
+        self._options = AllreduceOptions()  # of a sum
         self._row_options = AllToAllOptions()
         self._options.timeout = self._row_options.timeout = membership.timeout
         self._works: list[Any] = []
@@ -577,6 +576,7 @@ class _Flight:
         assert self._quorum is not None
         num_members = len(self._quorum.members)
         if self._where.type == "cpu":
+            self._await_works()  # who lacks a sum sends no row: the others would commit without it
             return self._all_to_all(torch.stack([own] * num_members)) if num_members > 1 else own[None]
         gathered = own.new_zeros((num_members, own.numel()))
         gathered[self._quorum.rank] = own
@@ -687,21 +687,16 @@ class _Flight:
         if (error := self._membership.process_group.errored()) is not None:
             raise error
 
-    def _await_works(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+    def _await_works(self, but: int = 0) -> None:
+        while len(self._works) > but:
+            self._works.pop(0).wait()
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         assert self._quorum is not None
         if len(self._quorum.members) > 1:
-            work = self._membership.process_group.allreduce([tensor], self._options)
-            if self._where.type == "cpu":
-                # One at a time: when a peer dies, Gloo cannot break off others that wait for peers which live, and
-                # closes no connection before they have timed out.
-                work.wait()
-            else:
-                self._works.append(work)
+            self._works.append(self._membership.process_group.allreduce([tensor], self._options))
+            if self._where.type == "cpu":  # the wire is never idle; NCCL's queue up on the GPU
+                self._await_works(but=_IN_FLIGHT - 1)
 
     def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """Send a row to each member, and return what all send to this one, shaped alike; there for what follows."""
