@@ -44,7 +44,8 @@ OwnFacts = tuple[Sequence[float], bytes]  # a member's row and message
 # all-reduce waits for a MiB at a time: so `process_group_timeout_ms` bounds a slice, and no bucket is too large for a
 # slow link. Not smaller, because each operation costs a round trip.
 _SLICE_BYTES = 4 << 20
-_IN_FLIGHT = 2  # sums of buckets, over Gloo, whose process groups have two threads
+# Sums of buckets over Gloo: its process group has two threads, and the third one waits for the next that is free.
+_IN_FLIGHT = 3
 
 
 @dataclass(frozen=True)
