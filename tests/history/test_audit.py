@@ -710,6 +710,20 @@ def test_the_last_round_leaves_nothing_partial() -> None:
         assert len(partial(job)) == number
 
 
+def test_a_job_that_goes_on_with_other_fragments() -> None:
+    """What is partial follows from the fragments that a group had then, not from those that the job has now."""
+    job = job_in_fragments(1)
+    commit_round(job)
+    config = {"semi_sync_method": "diloco", "sync_steps": 10, "round_steps": 5, "steps": 100, "group_size": 2}
+    for replica in (0, 1):
+        job.say("worker_started", replica=replica, rank=0, attempt=0, pid=9, config=config)
+    commit_round(job, pid=9)
+    commit_round(job, pid=9)
+    job.say("worker_exited", replica=1, rank=0, attempt=0, worker_pid=9, signal="SIGKILL", stopped=False)
+    commit_round(job, [0], pid=9)
+    assert partial(job) == ["slot 1, batches 4-5: partial: trained at round 3 by replica 1, in 1 of 2 fragments"]
+
+
 def test_whole_models_leave_nothing_partial() -> None:
     """With a single fragment each exchange has all that a group has made."""
     job = job_in_fragments(1)

@@ -205,10 +205,12 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
         for slot, (first, count) in state.batches.items()
     ]
     for part in find_partial(record, chain):
-        state, of = part.state, record.unit.fragments
+        state = part.state
         # A group that died behind its exchange tells no more what it had read: its own slot's, then.
         read = state.read.get(part.group) or _batches_of({part.group: state.batches.get(part.group, (0, 0))})
-        detail = f"partial: trained at {noun} {state.step} by replica {part.group}, in {part.has} of {of} fragments"
+        detail = (
+            f"partial: trained at {noun} {state.step} by replica {part.group}, in {part.has} of {part.of} fragments"
+        )
         found.partial += [Finding(*batches, (state.step,), detail) for batches in _ranges(read)]
     if not whole:
         step, parent = chain[0].step, chain[0].parent

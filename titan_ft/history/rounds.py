@@ -86,6 +86,8 @@ class Partial:
     """The round's."""
     has: int
     """Fragments whose updates have it."""
+    of: int
+    """Fragments that the group's model had."""
 
 
 def find_partial(record: RunRecord, chain: Sequence[State]) -> list[Partial]:
@@ -94,41 +96,53 @@ def find_partial(record: RunRecord, chain: Sequence[State]) -> list[Partial]:
     Between two exchanges of a fragment its change is a group's own. It is lost where the group dies, leaves, heals or
     goes on from a checkpoint, and where finite data ends the run before the fragment's turn.
     """
-    number, last = record.unit.fragments, record.unit.last
-    if number == 1:
+    if not record.unit.method:
         return []
-    partial = []
+    last, partial = record.unit.last, []
     for group in record.groups:
-        for life, is_over in _lives(record, group, chain):
-            end = life[-1].step
-            if is_over and not (last and record.unit.step_after(end) == last):  # the last round exchanges all
-                late = [state for state in life if state.step + number - 1 > end]
-                partial += [Partial(group, state, end - state.step + 1) for state in late]
+        for life in _lives(record, group, chain):
+            end = life.rounds[-1].step
+            if life.is_over and not (last and record.unit.step_after(end) == last):  # the last round exchanges all
+                late = [state for state in life.rounds if state.step + life.fragments - 1 > end]
+                partial += [Partial(group, state, end - state.step + 1, life.fragments) for state in late]
     return partial
 
 
-def _lives(record: RunRecord, group: int, chain: Sequence[State]) -> Iterator[tuple[list[State], bool]]:
-    """Yield the rounds in a row that a group contributed to with the same weights, and whether it has lost those."""
+@dataclass(frozen=True)
+class _Life:
+    """The rounds in a row that a group contributed to with the same weights, and whether it has lost those."""
+
+    rounds: Sequence[State]
+    fragments: int
+    is_over: bool
+
+
+def _lives(record: RunRecord, group: int, chain: Sequence[State]) -> Iterator[_Life]:
+    """Yield those of a group along a trajectory."""
     life_of: dict[str, int] = {}  # by the lineage of a round that it tells of
-    number, ended = 0, False
+    fragments = [1]  # of each
+    ended = False
     for process in (one for one in record.processes if (one.replica, one.rank) == (group, 0)):
-        number, ended = number + 1, process.exit is not None or process.ended_in_order
+        ended = process.exit is not None or process.ended_in_order
+        fragments.append(Unit.of(process.config).fragments)
         for event in process.events:
             if isinstance(event, Healed):
-                number += 1
+                fragments.append(fragments[-1])
             elif isinstance(event, StepCommitted) and event.contributed:
-                life_of[event.lineage] = number
+                life_of[event.lineage] = len(fragments) - 1
     rounds: list[State] = []
+    known = 0  # the life of the last round that the group tells of
     for state, following in zip(chain, [*chain[1:], None], strict=True):
         if group not in state.participants:
             continue
         rounds.append(state)
         life = life_of.get(state.lineage)  # none if it died behind the exchange
+        known = known if life is None else life
         if following is None:
-            is_over = life != number or ended
+            is_over = life != len(fragments) - 1 or ended
         else:
             is_over = life is None or group not in following.participants
             is_over = is_over or life_of.get(following.lineage, life) != life
         if is_over or following is None:
-            yield rounds, is_over
+            yield _Life(rounds, fragments[known], is_over)
             rounds = []
