@@ -154,6 +154,14 @@ def test_a_group_that_came_late_gives_what_it_has_of_former_rounds(monkeypatch: 
     assert this.changes == this.given == [{0: 0.3}]
 
 
+def test_a_group_that_is_awaited_at_once_gives_what_it_has_of_former_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has asked before its first step, and the others are there already: what it does not give is overwritten."""
+    this = Round(monkeypatch, early=True, awaited=0, sync_steps=8, num_fragments=2)
+    this.trainer._trained = [30, 20]
+    assert this.train() == Contribution(early=True, changed=True)
+    assert (this.steps, this.changes, this.given) == ([], [{0: 0.3}], [{0: 0.3}])
+
+
 def test_a_group_that_came_late_gives_the_batches_of_what_it_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tokens weigh in its change: in no update, they would be trained a second time."""
     this = Round(monkeypatch, fragment_sync_delay=2)

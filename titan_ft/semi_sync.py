@@ -240,7 +240,8 @@ class SemiSyncTrainer(ReplicaTrainer):
                 break
         self._take_changes(update)
         is_whole = ended or work.overdue or work.first_step + work.inner_steps > last
-        made = replace(self._describe_work(), early=not is_whole)
+        changed = not work.inner_steps and any(self._trained)  # of former rounds
+        made = replace(self._describe_work(), early=not is_whole, changed=changed)
         if is_whole and not ended:
             self._make_steps_ahead(update, made, slots)
         return made

@@ -640,6 +640,9 @@ def test_return_to_a_checkpoint_is_explained_by_its_state() -> None:
 # Fragments of a model that are exchanged in turn
 
 
+HEAL = {"donor": 0, "from_step": 1, "bytes": 1, "seconds": 1.0, "replayed": 0}
+
+
 def job_in_fragments(number: int, **config: Any) -> Job:
     """Return a job of two groups whose model has so many fragments; a round has five steps, the job 20 rounds."""
     job = Job()
@@ -664,6 +667,7 @@ def test_batches_of_a_group_that_died_are_in_some_fragments_only() -> None:
     assert partial(job) == []  # it goes on, for all that is known
     job.say("worker_exited", replica=1, attempt=0, signal="SIGKILL", stopped=False)
     commit_round(job, [0])
+    job.say("heal_finished", replica=1, rank=0, attempt=0, step=5, **HEAL)
     commit_round(job)
     assert partial(job) == [
         "slot 1, batches 4-5: partial: trained at round 3 by replica 1, in 2 of 3 fragments",
@@ -675,19 +679,61 @@ def test_batches_of_a_group_that_died_are_in_some_fragments_only() -> None:
     assert "partial: trained at round 4" in format_audit(found)
 
 
-def test_batches_of_a_group_that_healed_are_partial() -> None:
-    """It takes the anchors for its own weights, whatever made it do so; also where it goes back."""
-    for event, fields in (
-        ("heal_finished", {"donor": 0, "from_step": 1, "bytes": 1, "seconds": 1.0, "replayed": 0}),
-        ("rolled_back", {}),
-    ):
+FIRST = "slot 1, batches 0-1: partial: trained at round 1 by replica 1, in 1 of 2 fragments"
+SECOND = "slot 1, batches 2-3: partial: trained at round 2 by replica 1, in 1 of 2 fragments"
+
+
+@pytest.mark.parametrize(("event", "fields"), [("heal_finished", HEAL), ("rolled_back", {})])
+def test_batches_of_a_group_that_healed_are_partial(event: str, fields: dict[str, Any]) -> None:
+    """It takes the anchors for its own weights; who goes back to its own state keeps those."""
+    job = job_in_fragments(2)
+    commit_round(job)
+    for rank in (0, 1):
+        job.say(event, replica=1, rank=rank, attempt=0, step=1, **fields)
+    commit_round(job)
+    assert partial(job) == ([FIRST] if event == "heal_finished" else [])
+
+
+def test_a_group_without_tokens_in_a_round_has_lost_nothing() -> None:
+    """It gives what it has of former rounds; one whose change was not finite gives nothing, and heals."""
+    for excluded in (False, True):
         job = job_in_fragments(2)
         commit_round(job)
-        for rank in (0, 1):
-            job.say(event, replica=1, rank=rank, attempt=0, step=1, **fields)
+        commit_round(job, [0], by=[0, 1])
+        if excluded:
+            job.say("gradient_excluded", replica=0, rank=0, attempt=0, step=2, slots=[1])
+            job.say("heal_finished", replica=1, rank=0, attempt=0, step=2, **HEAL)
         commit_round(job)
-        expected = ["slot 1, batches 0-1: partial: trained at round 1 by replica 1, in 1 of 2 fragments"]
-        assert partial(job) == expected
+        commit_round(job)
+        assert partial(job) == ([FIRST] if excluded else [])
+
+
+def test_a_run_that_is_made_longer_exchanged_all_at_its_end() -> None:
+    """The config that counts is that of the processes that made the last round."""
+    job = job_in_fragments(2, steps=10)
+    commit_round(job)
+    commit_round(job)
+    config = {"semi_sync_method": "diloco", "sync_steps": 10, "round_steps": 5, "steps": 100, "group_size": 2}
+    for replica in (0, 1):
+        job.say("worker_exited", replica=replica, rank=0, attempt=0, worker_pid=1, code=0, stopped=False)
+        job.say("worker_started", replica=replica, rank=0, attempt=0, pid=9, config=config)
+        job.say("heal_finished", replica=replica, rank=0, attempt=0, pid=9, step=2, **HEAL)
+    commit_round(job, pid=9)
+    assert partial(job) == []
+
+
+def test_a_joiner_that_dies_behind_its_first_exchange() -> None:
+    """Neither its round is told nor that of the attempt before is taken for the same life."""
+    job = job_in_fragments(2)
+    commit_round(job)
+    job.say("worker_exited", replica=1, rank=0, attempt=0, worker_pid=1, signal="SIGKILL", stopped=False)
+    config = {"semi_sync_method": "diloco", "sync_steps": 10, "round_steps": 5, "steps": 100, "group_size": 2}
+    job.say("worker_started", replica=1, rank=0, attempt=1, pid=2, config=config)
+    job.say("heal_finished", replica=1, rank=0, attempt=1, pid=2, step=1, **HEAL)
+    commit_round(job, by=[0])
+    commit_round(job, [0])
+    job.say("worker_exited", replica=1, rank=0, attempt=1, worker_pid=2, signal="SIGKILL", stopped=False)
+    assert partial(job) == [FIRST, SECOND]
 
 
 def test_batches_of_a_group_that_died_behind_the_exchange_are_partial() -> None:
@@ -695,8 +741,10 @@ def test_batches_of_a_group_that_died_behind_the_exchange_are_partial() -> None:
     job = job_in_fragments(2)
     commit_round(job)
     commit_round(job, by=[0])
+    assert partial(job) == []  # it may be about to tell
+    job.say("worker_exited", replica=1, rank=0, attempt=0, worker_pid=1, signal="SIGKILL", stopped=False)
     commit_round(job, [0])
-    assert partial(job) == ["slot 1, batches 2-3: partial: trained at round 2 by replica 1, in 1 of 2 fragments"]
+    assert partial(job) == [SECOND]
 
 
 def test_the_last_round_leaves_nothing_partial() -> None:

@@ -246,8 +246,10 @@ class RoundRank(Rank):
             if step == last and not early:
                 dimension.ask()
             self._make_step(slots[0], work)
-        self._take_changes(update)
-        made = replace(self._describe_work(work), early=not (work.overdue or first + work.steps > last))
+        self._take_changes(update, late=not work.steps)
+        is_whole = work.overdue or first + work.steps > last
+        changed = not work.steps and any(self.state.trained)
+        made = replace(self._describe_work(work), early=not is_whole, changed=changed)
         if not made.early:
             self._make_steps_ahead(update, made, slots)
         return made

@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from titan_ft.history.checks.judgement import count
-from titan_ft.history.record import Healed, RunRecord, view
+from titan_ft.history.record import RunRecord, view
 from titan_ft.history.trajectory import State
 from titan_ft.history.unit import STEP, Unit
-from titan_ft.run.events import StepCommitted
+from titan_ft.run.events import CheckpointLoaded, GradientExcluded, HealFinished, StartedAnew, StepCommitted
 
 
 @dataclass(frozen=True)
@@ -98,51 +98,61 @@ def find_partial(record: RunRecord, chain: Sequence[State]) -> list[Partial]:
     """
     if not record.unit.method:
         return []
-    last, partial = record.unit.last, []
+    partial = []
     for group in record.groups:
         for life in _lives(record, group, chain):
-            end = life.rounds[-1].step
-            if life.is_over and not (last and record.unit.step_after(end) == last):  # the last round exchanges all
-                late = [state for state in life.rounds if state.step + life.fragments - 1 > end]
-                partial += [Partial(group, state, end - state.step + 1, life.fragments) for state in late]
+            unit, end = life.unit, life.end
+            if life.is_over and not (unit.last and unit.step_after(end) == unit.last):  # the last round exchanges all
+                late = [state for state in life.rounds if state.step + unit.fragments - 1 > end]
+                partial += [Partial(group, state, end - state.step + 1, unit.fragments) for state in late]
     return partial
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Life:
-    """The rounds in a row that a group contributed to with the same weights, and whether it has lost those."""
+    """What a group made of the same weights.
 
-    rounds: Sequence[State]
-    fragments: int
-    is_over: bool
+    Attributes:
+        unit: as its config had it.
+        begun: Unix seconds.
+        rounds: those that it contributed to.
+        end: the last one that has its change; it may have had none but of former rounds.
+        is_over: whether it has lost the weights.
+    """
+
+    unit: Unit
+    begun: float
+    rounds: list[State] = field(default_factory=list)
+    end: int = 0
+    is_over: bool = True
 
 
-def _lives(record: RunRecord, group: int, chain: Sequence[State]) -> Iterator[_Life]:
-    """Yield those of a group along a trajectory."""
-    life_of: dict[str, int] = {}  # by the lineage of a round that it tells of
-    fragments = [1]  # of each
-    ended = False
+def _lives(record: RunRecord, group: int, chain: Sequence[State]) -> list[_Life]:
+    """Return those of a group along a trajectory."""
+    lives: list[_Life] = []
+    able: list[_Life] = []  # to contribute: a process that is started again heals first
+    life_of: dict[str, _Life] = {}  # by the lineage of a round that it tells of
+    ended = True
     for process in (one for one in record.processes if (one.replica, one.rank) == (group, 0)):
         ended = process.exit is not None or process.ended_in_order
-        fragments.append(Unit.of(process.config).fragments)
+        lives.append(_Life(Unit.of(process.config), process.events[0].time))
+        able += lives[-1:] if len(lives) == 1 else []
         for event in process.events:
-            if isinstance(event, Healed):
-                fragments.append(fragments[-1])
-            elif isinstance(event, StepCommitted) and event.contributed:
-                life_of[event.lineage] = len(fragments) - 1
-    rounds: list[State] = []
-    known = 0  # the life of the last round that the group tells of
-    for state, following in zip(chain, [*chain[1:], None], strict=True):
-        if group not in state.participants:
-            continue
-        rounds.append(state)
-        life = life_of.get(state.lineage)  # none if it died behind the exchange
-        known = known if life is None else life
-        if following is None:
-            is_over = life != len(fragments) - 1 or ended
-        else:
-            is_over = life is None or group not in following.participants
-            is_over = is_over or life_of.get(following.lineage, life) != life
-        if is_over or following is None:
-            yield _Life(rounds, fragments[known], is_over)
-            rounds = []
+            if isinstance(event, HealFinished | CheckpointLoaded | StartedAnew):  # who rolls back keeps its weights
+                lives.append(_Life(lives[-1].unit, event.time))
+                able.append(lives[-1])
+            elif isinstance(event, StepCommitted):
+                life_of[event.lineage] = lives[-1]
+    if lives:
+        lives[-1].is_over = ended
+    excluded = {(event.step, slot) for event in record.of(GradientExcluded) for slot in event.slots}
+    for state in chain:
+        life = life_of.get(state.lineage)
+        if group in state.participants:
+            if life is None:  # it died behind the exchange, or has yet to tell
+                life = next((life for life in reversed(able) if life.begun <= state.time), None)
+            if life is not None:
+                life.rounds.append(state)
+        if life is not None and (state.step, group) not in excluded:
+            life.end = state.step
+    return lives
