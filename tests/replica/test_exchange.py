@@ -289,6 +289,22 @@ def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
         check_gradients(rank, expected)
 
 
+def test_an_exchange_is_under_way_until_the_others_give(ring: Ring) -> None:
+    """Also where all sums are in flight at once: a rank that heals loads its state meanwhile."""
+    giver, taker = ring.rank(bucket_bytes=10_000), ring.rank(bucket_bytes=10_000)
+    ring.meet(giver, taker)
+    assert len(taker.exchange._buckets) == 1
+    giver.backward(seed=1)
+    giver.exchange.arm(lambda quorum: True)
+    taker.exchange.launch_empty()
+    time.sleep(0.2)
+    assert taker.exchange.under_way
+    told = ring.start(giver.finish)
+    ring.together(lambda: taker.finish(gives=False))
+    told.result(DEADLINE)
+    assert not taker.exchange.under_way
+
+
 def arm(rank: Rank) -> None:
     """Let the next backward launch the exchange."""
     rank.exchange.arm(lambda _: True)

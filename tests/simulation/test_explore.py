@@ -152,7 +152,7 @@ def test_no_job_is_begun_anew_beside_a_group_in_a_long_step(
     }
     options = Options(3, ranks, 14, fault_tolerance, restart_seconds=(0.5, 0.5))
     with standins.installed():
-        world = Schedule(2, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.6, (0, 1)))).run()
+        world = Schedule(2, options, (Slow(1.2, 2, 0, 10.0, 0.5), KillGroups(1.65, (0, 1)))).run()
     if waits:
         assert not world.problems
     else:
@@ -444,7 +444,7 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
     }
 
 
-@pytest.mark.parametrize("at", [0.63, 0.65])
+@pytest.mark.parametrize("at", [0.67, 0.68])
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(at: float) -> None:
     """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
     fault_tolerance = {

@@ -577,7 +577,6 @@ class _Flight:
         assert self._quorum is not None
         num_members = len(self._quorum.members)
         if self._where.type == "cpu":
-            self._await_works()  # who lacks a sum sends no row: the others would commit without it
             return self._all_to_all(torch.stack([own] * num_members)) if num_members > 1 else own[None]
         gathered = own.new_zeros((num_members, own.numel()))
         gathered[self._quorum.rank] = own
@@ -644,6 +643,9 @@ class _Flight:
             else:
                 bucket.flat.zero_()
             self._sum(bucket)
+        # Over Gloo all of them, here. Who lacks a sum must send no row: the others would commit without it. And this
+        # thread is at it until the other members have given theirs (`under_way`).
+        self._await_works(but=0 if self._where.type == "cpu" else len(self._works))
         if self._describe is not None:
             self._rows = self._gather_rows(self._describe)
 
