@@ -136,7 +136,8 @@ def _lives(record: RunRecord, group: int, chain: Sequence[State]) -> list[_Life]
     for process in (one for one in record.processes if (one.replica, one.rank) == (group, 0)):
         ended = process.exit is not None or process.ended_in_order
         lives.append(_Life(Unit.of(process.config), process.events[0].time))
-        able += lives[-1:] if len(lives) == 1 else []
+        if len(lives) == 1:
+            able.append(lives[-1])
         for event in process.events:
             if isinstance(event, HealFinished | CheckpointLoaded | StartedAnew):  # who rolls back keeps its weights
                 lives.append(_Life(lives[-1].unit, event.time))
