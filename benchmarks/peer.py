@@ -3,7 +3,8 @@
 """Run torchtitan's own fault-tolerant trainer, `torchtitan.experiments.ft.train`, as the benchmark's peer.
 
 The trainer is torchtitan's, unmodified. It gets from this project only what it cannot do without: the CPU seam (where
-there is no accelerator) and the packaged text. Takes torchtitan's TOML and flags; run it under torchrun, as a module.
+there is no accelerator), the packaged text, and the models that ours train. Takes torchtitan's TOML and flags; run it
+under torchrun, as a module.
 
 `--observe-every=N`, before all other flags, leaves an event after each step that was tried, with a digest of the
 weights at each N-th; it changes nothing in the training. With DiLoCo that is each round, and there are events of the
@@ -40,10 +41,11 @@ def main() -> None:
     from torchtitan.config import ConfigManager
 
     from titan_ft.data.datasets import register_datasets
-    from titan_ft.training import spec
+    from titan_ft.training import flavors, spec
 
     register_datasets()
     job_config = ConfigManager().parse_args(sys.argv[1:])
+    flavors.register_flavors(job_config.model.name)
     # `enable=False` wraps nothing but the CPU seam: torchtitan's own FT config has what the peer itself needs.
     spec.register(job_config.model.name, SimpleNamespace(enable=False))  # type: ignore[arg-type]
     events = _announce(Path(job_config.job.dump_folder), job_config.fault_tolerance.replica_id)

@@ -42,7 +42,7 @@ LOG_FREQ = 10
 USUAL_STEPS = 20
 """Steps of all groups before what is measured, so that a usual step is known."""
 MIN_STEPS = 5
-"""Fewest whole steps within a transfer of which a median says something."""
+"""Fewest whole steps within a transfer, and replayed updates, of which a figure says something."""
 TRANSFER_STEPS = 20
 """Usual steps that the throttled transfer takes."""
 
@@ -162,7 +162,8 @@ def rejoin_after(record: RunRecord, kill: Incident) -> Figures:
     `transfer_seconds` (`transfer_steps` in usual steps) are from the begin of the heal until the joiner has the state,
     with the replay; `steps_made` are the survivor's meanwhile, `step_ratio` their median to a usual step (None with too
     few whole ones); `stall` is from the begin of the heal until the joiner contributes, `return_stall` what is left of
-    it around the moment at which the joiner has the state; `replayed` counts updates.
+    it around the moment at which the joiner has the state; `replayed` counts updates, `replay_rate` how many of them in
+    a usual step from the end of the fetch on (None with too few).
 
     Raises:
         BenchError: it did not return.
@@ -171,6 +172,7 @@ def rejoin_after(record: RunRecord, kill: Incident) -> Figures:
         raise BenchError("the group that was killed did not contribute again")
     back, end, usual = kill.time + kill.rejoin_seconds, kill.heal.time, usual_step(record)
     begin = end - kill.heal.seconds
+    replaying = kill.heal.seconds - kill.heal.fetch_seconds
     around = survivor_gaps(record, begin, back)
     whole = [after - before for before, after in around if before >= begin and after <= end]
     later = [gap for gap in around if gap[1] > end and not _waited_through(gap, begin, end)]
@@ -182,6 +184,7 @@ def rejoin_after(record: RunRecord, kill: Incident) -> Figures:
         "stall": _pause(longest_delay(around, usual), usual),
         "return_stall": _pause(longest_delay(later, usual), usual),
         "replayed": kill.heal.replayed,
+        "replay_rate": kill.heal.replayed / replaying * usual if kill.heal.replayed >= MIN_STEPS else None,
     }
 
 

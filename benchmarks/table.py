@@ -53,16 +53,25 @@ def _steady_rows(steady: Mapping[str, Any]) -> list[str]:
 
 
 def _transfer_table(transfers: Mapping[str, Any]) -> list[str]:
-    head = ["donors of a state", "Mbit/s", "of all links", "CPU s for each GB that one gives", "one killed: Mbit/s"]
+    head = ["donors of a state", "Mbit/s", "of all links", "CPU s for each GB that one gives", "its steps / before"]
     rows: list[list[str]] = []
-    for figures in transfers.values():
+    for name, figures in transfers.items():
+        if name == "copies":
+            continue
         if figures["cpu_seconds_per_gb"] is None:
             rows[-1][-1] = f"{figures['mbps']:.0f}"
             continue
         title = f"{figures['donors']}, {figures['link_mbps']:g} Mbit/s each"
-        cpu = f"{figures['cpu_seconds_per_gb']:.2f}"
-        rows.append([title, f"{figures['mbps']:.0f}", f"{figures['share']:.0%}", cpu, "-"])
-    return markdown([head, *rows])
+        costs = [f"{figures['cpu_seconds_per_gb']:.2f}", f"{figures['step_ratio']:.3f}"]
+        rows.append([title, f"{figures['mbps']:.0f}", f"{figures['share']:.0%}", *costs, "-"])
+    lines = markdown([[*head, "one killed: Mbit/s"], *rows])
+    if copies := transfers.get("copies"):
+        first, later = copies["first_seconds"], copies["later_seconds"]
+        lines += [
+            "",
+            f"a donor's copy of {copies['bytes'] / 2**20:.0f} MiB: {first:.3f} s, each later one {later:.3f} s",
+        ]
+    return lines
 
 
 def _bandwidth_table(exchanges: Mapping[str, Any]) -> list[str]:
@@ -136,6 +145,7 @@ def _rejoin_table(rejoins: Mapping[str, Any]) -> list[str]:
         "longest gap beyond a step (s)": "stall.seconds",
         "in steps": "stall.steps",
         "when it is back (s)": "return_stall.seconds",
+        "updates replayed in a step": "replay_rate",
     }
     rows = {f"{how}, {len(rejoins[how])} times": rejoins[how] for how in ("replay", "wait") if rejoins.get(how)}
     return _table(f"return at {rejoins['transfer_max_mbps']:.1f} Mbit/s", columns, rows)

@@ -3,30 +3,36 @@
 """Measure how fast a joiner gets a state from several donors, whose links are slower than its own.
 
 Each donor is a process of its own, with the state server of a worker; `transfer_max_mbps` is its link, and all of
-theirs together are the joiner's. What a donor's training loses is told by the processor's time that serving takes.
+theirs together are the joiner's. It also makes steps as a rank does that drives a GPU: the host runs Python for a tenth
+of each, and waits for the rest. What serving does to those, and the processor's time that it takes, is what a donor
+loses.
 
     python -m benchmarks.transfers FILE MBPS    is a donor of the bytes of FILE, for the token on its standard input; it
-                                                tells its port, and for each further line its processor's seconds
+                                                tells its port, and for each further line, in JSON, the processor's
+                                                seconds that it has used and the seconds of each step since the last one
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import queue
 import secrets
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.run import BenchError, progress
-from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.snapshot import Snapshot, TrainState
 from titan_ft.replica.state_fetch import fetch
 from titan_ft.replica.state_server import StateServer
 
@@ -34,6 +40,12 @@ NUMS_DONORS = (1, 2, 4, 8)
 LINK_MBPS = 100.0
 """Of each donor: little enough that eight of them and a joiner on two cores measure the links and not the processor."""
 STATE_BYTES = 256 << 20
+STEP_SECONDS = 0.1
+HOST_SHARE = 0.1
+"""Of a donor's step, in which it runs Python; no more, so that those of eight donors fit on two cores."""
+USUAL_SECONDS = 3.0
+"""For which donors make steps before the transfer."""
+LATER_COPIES = 5
 KILLED_AFTER = 1 / 3
 """Of the time that the links need, until one of several donors is killed."""
 
@@ -45,7 +57,7 @@ _TIMEOUT_SECONDS = 600.0
 def measure_transfers(
     work_dir: Path, size: int = STATE_BYTES, mbps: float = LINK_MBPS
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and figures of a transfer from each number of donors, and with one of them killed in the midst."""
+    """Yield name and figures of transfers from each number of donors, with one of them killed too, and of copies."""
     state = work_dir / "state"
     work_dir.mkdir(parents=True, exist_ok=True)
     state.write_bytes(secrets.token_bytes(1 << 20) * (size >> 20))
@@ -53,6 +65,7 @@ def measure_transfers(
         yield f"{number}", measure(state, number, mbps)
         if number > 1:
             yield f"{number}-killed", measure(state, number, mbps, kill=True)
+    yield "copies", measure_copies(size)
 
 
 def measure(state: Path, number: int, mbps: float, kill: bool = False) -> dict[str, Any]:
@@ -62,8 +75,9 @@ def measure(state: Path, number: int, mbps: float, kill: bool = False) -> dict[s
         kill: one of them is killed by SIGKILL while it serves.
 
     Returns:
-        Seconds, Mbit/s, their share of the donors' links together, the donors that were lost, and the median of the
-        seconds of processor's time of a donor for each GB that it gave (without a kill; else None).
+        Seconds, Mbit/s, their share of the donors' links together, the donors that were lost; without a kill, else
+        None, of the donor in the middle: the processor's seconds for each GB that it gave, and the mean of its steps
+        meanwhile / before.
 
     Raises:
         BenchError: other bytes came than were sent.
@@ -71,7 +85,10 @@ def measure(state: Path, number: int, mbps: float, kill: bool = False) -> dict[s
     token, lost = secrets.token_hex(16), []
     size = state.stat().st_size
     with _donors(state, number, mbps, token) as donors:
-        before = None if kill else statistics.median(donor.cpu_seconds() for donor in donors)
+        for donor in donors:
+            donor.usage()  # from now on
+        time.sleep(0.0 if kill else USUAL_SECONDS)
+        before = [donor.usage() for donor in donors]
         killer = threading.Timer(KILLED_AFTER * size * 8e-6 / mbps / number, donors[-1].kill)
         if kill:
             killer.start()
@@ -83,10 +100,13 @@ def measure(state: Path, number: int, mbps: float, kill: bool = False) -> dict[s
         )
         seconds = time.monotonic() - started
         killer.cancel()
-        after = None if kill else statistics.median(donor.cpu_seconds() for donor in donors)
+        after = [] if kill else [donor.usage() for donor in donors]
     if not torch.equal(fetched.payload, _map(state)):
         raise BenchError("other bytes came than were sent")
     rate = size * 8e-6 / seconds
+    gb = size / number / 1e9
+    costs = [(now.cpu_seconds - then.cpu_seconds) / gb for then, now in zip(before, after, strict=not kill)]
+    slowness = [now.step_seconds / then.step_seconds for then, now in zip(before, after, strict=not kill)]
     progress(f"transfer from {number} donors{', one killed' if kill else ''}: {rate:.0f} Mbit/s")
     return {
         "donors": number,
@@ -96,8 +116,47 @@ def measure(state: Path, number: int, mbps: float, kill: bool = False) -> dict[s
         "mbps": rate,
         "share": rate / (number * mbps),
         "lost": lost,
-        "cpu_seconds_per_gb": None if before is None or after is None else (after - before) / (size / number / 1e9),
+        "cpu_seconds_per_gb": None if kill else statistics.median(costs),
+        "step_ratio": None if kill else statistics.median(slowness),
     }
+
+
+def measure_copies(size: int) -> dict[str, Any]:
+    """Copy a state of about so many bytes as a donor does: parameters and Adam's moments, in 64 tensors each.
+
+    Returns:
+        Bytes; the seconds of the first copy, and the median of later ones, which take the same memory again.
+    """
+    model = torch.nn.ParameterList([torch.zeros(size // (3 * 4 * 64)) for _ in range(64)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = TrainState([model], [optimizer], _NoCounters(), _NoCounters())
+    seconds = []
+    for _ in range(1 + LATER_COPIES):
+        began = time.monotonic()
+        snapshot = state.copy(_STEP, _LINEAGE)
+        seconds.append(time.monotonic() - began)
+        state.reuse(snapshot)
+    first, *later = seconds
+    return {"bytes": snapshot.payload.numel(), "first_seconds": first, "later_seconds": statistics.median(later)}
+
+
+class _NoCounters:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """What a donor has used: seconds of the processor in all, and of each of its last steps, in the mean."""
+
+    cpu_seconds: float
+    step_seconds: float
 
 
 class _Donor:
@@ -128,10 +187,11 @@ class _Donor:
         """Wait until it serves."""
         self.port = int(self._read())
 
-    def cpu_seconds(self) -> float:
-        """Return the processor's time that it has used."""
+    def usage(self) -> _Usage:
+        """Return the processor's time that it has used, and how long its steps took since this was asked last."""
         self._ask("")
-        return float(self._read())
+        cpu_seconds, steps = json.loads(self._read())
+        return _Usage(cpu_seconds, statistics.fmean(steps or [math.nan]))
 
     def kill(self) -> None:
         """End it by SIGKILL."""
@@ -161,14 +221,31 @@ def _map(state: Path) -> torch.Tensor:
 
 
 def serve(state: Path, mbps: float) -> None:
-    """Be a donor until standard input ends; its first line is the run's token, each other one asks for the figure."""
+    """Be a donor until standard input ends; its first line is the run's token, each other one asks for figures."""
     server = StateServer("127.0.0.1", sys.stdin.readline().strip(), _TIMEOUT_SECONDS, lambda *_: None, mbps)
     payload = _map(state)
     header = {"step": _STEP, "lineage": _LINEAGE, "bytes": payload.numel()}
     server.publish(Snapshot(_STEP, _LINEAGE, json.dumps(header).encode(), payload), 0.0)
+    steps: queue.SimpleQueue[float] = queue.SimpleQueue()
+    threading.Thread(target=_make_steps, args=(steps.put,), daemon=True).start()
     print(server.port, flush=True)
     for _ in sys.stdin:
-        print(time.process_time(), flush=True)
+        made = [steps.get() for _ in range(steps.qsize())]
+        print(json.dumps([time.process_time(), made]), flush=True)
+
+
+def _make_steps(told: Callable[[float], None]) -> None:
+    """Make steps for ever, and tell the seconds of each."""
+    host_seconds, number = HOST_SHARE * STEP_SECONDS, 10_000
+    began = time.thread_time()
+    sum(range(number))
+    number = int(number * host_seconds / max(time.thread_time() - began, 1e-6))
+    while True:
+        began = time.monotonic()
+        for _ in range(10):  # a kernel that is queued lets go of the interpreter's lock
+            sum(range(number // 10))
+            time.sleep(STEP_SECONDS * (1 - HOST_SHARE) / 10)
+        told(time.monotonic() - began)
 
 
 def main(argv: Sequence[str]) -> None:

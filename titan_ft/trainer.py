@@ -573,6 +573,7 @@ class ReplicaTrainer(Trainer):
             exchanged=self._exchanged(),
             fragments=self._outer.fragments if self._outer else (),
             gradient_scale=self._gradient_scale,
+            num_microbatches=self.pp_schedule._n_microbatches if self.parallel_dims.pp_enabled else 0,
         )
         shared: dict[str, Any] = {"position": self._position, "group": self._group, "events": self._events}
         rounds = Rounds(

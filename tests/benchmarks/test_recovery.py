@@ -41,7 +41,7 @@ def test_a_rejoin_with_replay() -> None:
     alone = commits([12.0, 12.5, 13.0, *during], first_step=12, participants=[0])
     events = [*commits(BEFORE), *commits(BEFORE, replica=1), *killed(10.2), *alone]
     events += commits([27.0, 28.0], first_step=25)
-    events += [started(12.0, attempt=1), healed(24.1, 11.2, replayed=10)]
+    events += [started(12.0, attempt=1), healed(24.1, 11.2, fetch_seconds=6.2, replayed=10)]
     events += commits([24.5], replica=1, first_step=24, attempt=1, participants=[0])
     events += commits([27.0, 28.0], replica=1, first_step=25, attempt=1)
     record = RunRecord(events)
@@ -51,7 +51,7 @@ def test_a_rejoin_with_replay() -> None:
     assert rejoin["steps_made"] == 11
     assert rejoin["step_ratio"] == pytest.approx(1.1)
     assert rejoin["stall"]["seconds"] == rejoin["return_stall"]["seconds"] == pytest.approx(2.0)
-    assert rejoin["replayed"] == 10
+    assert (rejoin["replayed"], rejoin["replay_rate"]) == (10, pytest.approx(2.0))
 
 
 @pytest.mark.parametrize("done", [21.9, 22.2])
@@ -67,7 +67,7 @@ def test_a_rejoin_with_wait(done: float) -> None:
     record = RunRecord(events)
     rejoin = rejoin_after(record, *injected(record))
     assert (rejoin["stall"]["seconds"], rejoin["stall"]["steps"]) == (pytest.approx(9.0), pytest.approx(9.0))
-    assert rejoin["step_ratio"] is None
+    assert rejoin["step_ratio"] is rejoin["replay_rate"] is None
     assert rejoin["steps_made"] == (done > 22.0)
     assert rejoin["return_stall"]["seconds"] == 0.0
 

@@ -34,6 +34,7 @@ def test_no_link_is_faster_than_it_may(state: Path) -> None:
         assert 0 < figures["share"] < 1.15, "a pace lets a thread that was late make up for a moment"
         assert figures["lost"] == []
         assert figures["cpu_seconds_per_gb"] > 0
+        assert figures["step_ratio"] > 0
     assert two["mbps"] > one["mbps"]
 
 
@@ -41,15 +42,40 @@ def test_one_is_killed_while_it_serves(state: Path) -> None:
     """The other one gives what is missing, and the joiner has noticed who is gone."""
     figures = measure(state, 2, 4.0, kill=True)
     assert figures["lost"] == [1]
-    assert figures["cpu_seconds_per_gb"] is None
+    assert figures["cpu_seconds_per_gb"] is figures["step_ratio"] is None
+
+
+def test_a_slow_donor_is_told_by_its_steps() -> None:
+    """They are as long as a step is meant to be, as nearly as the machine lets them."""
+    told: list[float] = []
+
+    class EnoughError(Exception):
+        pass
+
+    def tell(seconds: float) -> None:
+        told.append(seconds)
+        if len(told) == 3:
+            raise EnoughError
+
+    with pytest.raises(EnoughError):
+        transfers._make_steps(tell)
+    assert min(told) >= transfers.STEP_SECONDS * (1 - transfers.HOST_SHARE)
+
+
+def test_copies_are_of_the_whole_state() -> None:
+    """Parameters and two moments of each; and the counter of each parameter."""
+    copies = transfers.measure_copies(1 << 20)
+    assert 1 << 20 <= copies["bytes"] + 64 * 3 * 4 < 2 << 20
+    assert copies["first_seconds"] > 0 < copies["later_seconds"]
 
 
 def test_each_number_of_donors_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a kill; one alone is not killed, for nobody would be left."""
     monkeypatch.setattr(transfers, "NUMS_DONORS", (1, 2))
     found = dict(measure_transfers(tmp_path / "runs", size=1 << 20, mbps=8.0))
-    assert list(found) == ["1", "2", "2-killed"]
-    head, _, *rows = table._transfer_table(found)
+    assert list(found) == ["1", "2", "2-killed", "copies"]
+    head, _, *rows, _, copies = table._transfer_table(found)
+    assert copies.startswith("a donor's copy of 1 MiB: ")
     assert [row.split("|")[1].strip() for row in rows] == ["1, 8 Mbit/s each", "2, 8 Mbit/s each"]
     assert rows[0].split("|")[-2].strip() == "-"
     assert float(rows[1].split("|")[-2]) == pytest.approx(found["2-killed"]["mbps"], abs=0.5)

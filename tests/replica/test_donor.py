@@ -29,10 +29,14 @@ class World:
         self.step, self.copies, self.serves = 5, 0, 0  # serves: step of what it serves; 0 = nothing
         self.shared = (-1, 0)  # step and lineage that another thread may copy
         self.has_buffers = False
-        self.offers: list[Message] = []
+        self.offers: list[Message | None] = []
         self.take: Callable[[int], None] = lambda step: None  # what the server calls for who wants what is offered
         state: Any = SimpleNamespace(
-            copy=self._copy, reuse=lambda snapshot: None, share=self._share, copy_shared=self._copy_shared
+            copy=self._copy,
+            reuse=lambda snapshot: None,
+            share=self._share,
+            unshare=self._unshare,
+            copy_shared=self._copy_shared,
         )
         self._server: Any = SimpleNamespace(
             publish=self._publish, withdraw=self._withdraw, offer=self._offer, wanted=False, snapshot=None
@@ -47,12 +51,19 @@ class World:
         self.shared = (step, lineage)
         return not self.has_buffers
 
+    def _unshare(self) -> None:
+        self.shared = (-1, 0)
+
+    def retract(self) -> None:
+        """Let the group find out that its state is not the others'."""
+        self._donor.retract()
+
     def _copy_shared(self, step: int) -> Any:
         return self._copy(*self.shared) if self.shared[0] == step else None
 
-    def _offer(self, offer: Message, copy: Callable[[int], None]) -> None:
+    def _offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
         self.offers.append(offer)
-        self.take = copy
+        self.take = copy or (lambda step: None)
 
     def _copy(self, step: int, lineage: int) -> Any:
         self.copies += 1
@@ -64,9 +75,9 @@ class World:
     def _withdraw(self) -> Any:
         self.serves, self._server.snapshot = 0, None
 
-    def make_round(self, *joiners: Row, heal_donors: int = 8) -> Round:
+    def make_round(self, *joiners: Row, heal_donors: int = 8, tokens: int = 0) -> Round:
         """Make a round, and the update that it is; the donor is the lowest slot's."""
-        held = {"lineage": 1000 + self.step, "digest": 77, "training": 1}
+        held = {"lineage": 1000 + self.step, "digest": 77, "training": 1, "valid_tokens": tokens, "tokens": tokens}
         rows = [*(Row(slot, Standing.READY, self.step, **held) for slot in (ME, OTHER, THIRD)), *joiners]
         members = tuple(Member(row.slot, 0.0, f"process {row.slot}", "c0ffee") for row in rows)
         made = Round(Quorum("1/a", 0, members, self.step), rows, judge(rows), [])
@@ -177,7 +188,7 @@ def test_a_newcomer_takes_what_is_offered(world: World) -> None:
     """While the step is computed; it is served until nobody fetches it, as what a round has asked for."""
     world.offer()
     world.offer()
-    assert [(offer["step"], offer["lineage"], offer["digest"]) for offer in world.offers] == [(5, 1005, 0)] * 2
+    assert [(offer["step"], offer["lineage"], offer["digest"]) for offer in world.offers if offer] == [(5, 1005, 0)] * 2
     assert world.copies == 0
     world.take(5)
     world.take(5)  # on another of its connections
@@ -216,6 +227,27 @@ def test_a_copy_that_one_joiner_fetches_is_not_replaced(world: World) -> None:
     world.make_round()
     world.take(5)
     assert (world.serves, world.copies) == (0, 1)
+
+
+def test_a_copy_for_who_is_not_in_the_round_is_not_made_again_before_its_update(world: World) -> None:
+    """The state is outdated with it, and the optimizer would wait for the copy. As long as all wait, it is good."""
+    world.offer()
+    world.take(5)
+    world.make_round()  # nobody gives anything: it is no update
+    world.take(5)
+    assert (world.serves, world.copies) == (5, 2)
+    world.make_round(tokens=10)
+    world.take(5)
+    assert (world.serves, world.copies) == (0, 2)
+
+
+def test_a_state_that_is_not_the_others_is_offered_no_more(world: World) -> None:
+    """Who heals has nothing to give; and nobody asks it for a copy."""
+    world.offer()
+    take = world.take
+    world.retract()
+    take(5)
+    assert (world.offers[-1], world.copies) == (None, 0)
 
 
 def test_a_state_that_changes_between_updates_is_not_offered(world: World) -> None:

@@ -88,6 +88,7 @@ class Rank:
         fragments: Sequence[int] = (),
         quantize: bool = False,
         dtype: torch.dtype = torch.float32,
+        microbatches: int = 0,
     ) -> None:
         self.model = Model(seed)
         self.count = torch.zeros(2)
@@ -98,6 +99,7 @@ class Rank:
             bucket_bytes=bucket_bytes,
             where=CPU,
             overlap=overlap,
+            microbatches=microbatches,
             gradient_scale=gradient_scale,
             fragments=fragments,
             quantize=quantize,
@@ -225,6 +227,68 @@ def test_two_ranks_get_the_sum(ring: Ring, overlap: bool, bucket_bytes: int) -> 
     for rank in ranks:
         check_gradients(rank, sums(first, second))
     assert reduced.rows == [[0.0, 2.0**-40], [1.0, 2.0**-40]]
+
+
+def test_a_pipelines_gradients_travel_with_its_last_microbatch(ring: Ring) -> None:
+    """Autograd's hooks run for each: what is there before the last one is no gradient yet. In each step anew."""
+    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=3) for _ in range(2)]
+
+    def step(number: int, first: int) -> list[torch.Tensor | None]:
+        rank, missing = ranks[number], []
+        rank.model.zero_grad()
+        rank.backward(seed=9)  # of an earlier batch of this step: nothing is armed
+        rank.exchange.arm(lambda _: True)
+        for microbatch in range(3):
+            missing.append(sum(len(bucket.missing) for bucket in rank.exchange._buckets))
+            rank.backward(seed=first + microbatch)
+        missing.append(sum(len(bucket.missing) for bucket in rank.exchange._buckets))
+        before = rank.gradients()
+        unused = sum(gradient is None for gradient in before)
+        assert missing == [len(before)] * 3 + [unused], "all that has a gradient is handed over, in the last backward"
+        rank.finish()
+        rank.exchange.write_gradients(None, 1.0)
+        return before
+
+    for first in (10, 20):
+        ring.meet(*ranks)
+        gradients = ring.together(lambda: step(0, first), lambda: step(1, first + 5))  # noqa: B023  # ended here
+        for rank in ranks:
+            check_gradients(rank, sums(*gradients))
+
+
+def test_what_no_hook_tells_of_is_taken_at_the_end(ring: Ring) -> None:
+    """A schedule with zero bubbles adds gradients of weights by itself, of some of the microbatches."""
+    ranks = [Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=2) for _ in range(2)]
+    ring.meet(*ranks)
+
+    def step(number: int) -> list[torch.Tensor | None]:
+        rank = ranks[number]
+        rank.exchange.arm(lambda _: True)
+        rank.backward(seed=number)
+        with torch.no_grad():
+            for parameter in rank.parameters:
+                if parameter.grad is not None:
+                    parameter.grad += 1.0
+        before = rank.gradients()
+        rank.finish()
+        rank.exchange.write_gradients(None, 1.0)
+        return before
+
+    gradients = ring.together(lambda: step(0), lambda: step(1))
+    for rank in ranks:
+        check_gradients(rank, sums(*gradients))
+
+
+def test_a_gradient_that_changes_behind_its_last_microbatch_ends_the_run() -> None:
+    """It is on its way already: the update would be of other bytes than the gradients that stock torchtitan has."""
+    rank = Rank(0, 60, overlap=True, timeout_seconds=DEADLINE, microbatches=1)
+    rank.exchange.arm(lambda _: True)
+    rank.backward(seed=1)
+    with pytest.raises(AssertionError, match="before it was final"):
+        rank.backward(seed=2)
+    rank.seat.quorum.set_exception(RuntimeError("no quorum"))
+    with pytest.raises(RuntimeError, match="no quorum"):
+        rank.finish()
 
 
 def test_all_ranks_get_the_same_bits(ring: Ring) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +66,9 @@ class Search:
     def rest(self, seconds: float) -> None:
         self.rests.append(seconds)
 
+    def wait(self, seconds: float) -> bool:
+        return False  # none takes a while
+
     def poll(self, beyond: int) -> Offer | None:
         return self.found.pop(0) if self.found and self.found[0].step > beyond else None
 
@@ -89,7 +92,7 @@ class World:
         monkeypatch.setattr(heal, "fetch", self._fetch)
         self.free: int | None = 2**50  # bytes of the host's memory
         monkeypatch.setattr(heal, "free_bytes", lambda: self.free)
-        monkeypatch.setattr(heal, "ask_members", self._ask_members)
+        monkeypatch.setattr(heal, "ask_all", self._ask_all)
         self.step, self.lineage = 5, 55
         self.lineages = {5: 55}  # by step
         self.holders = (0, 1)
@@ -114,6 +117,8 @@ class World:
         self.others_see: list[int] = []  # what other ranks of its group say of what is gathered next
         self.early: Offer | None = None  # what members of its first quorum offer, both of them
         self.error_elsewhere = False  # another rank of its group could not connect to them
+        self.retracted = 0
+        self.rooms: list[tuple[int, bool]] = []  # after how many rounds it took memory, and whether the others waited
         self.begun: list[int] = []  # after how many rounds it has said that it has something to finish
         self.events: list[Event] = []
         self.value = 0  # the joiner's state
@@ -142,14 +147,14 @@ class World:
 
     def offer(self, slot: int) -> Offer:
         """Return what a holder offers."""
-        return Offer(slot, self.step, self.lineage, self._digest(value_after(self.step)))
+        return Offer((slot,), self.step, self.lineage, self._digest(value_after(self.step)))
 
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
 
     def offer_early(self, **changes: Any) -> None:
         """Let the members of its first quorum offer their state while they compute the first step."""
-        self.early = replace(Offer(-1, self.step, self.lineage, 0, milliseconds=40_000), **changes)
+        self.early = replace(Offer((), self.step, self.lineage, 0, milliseconds=40_000), **changes)
 
     # The rounds
 
@@ -166,10 +171,11 @@ class World:
 
     leads = True  # rank 0 of its group
     met = False  # it has made no round yet
-    awaited = told_to_leave = False
+    awaited = True  # the quorum that it has asked for is there
+    told_to_leave = False
     pauses = 0
 
-    def pause(self) -> None:
+    def pause(self, seconds: float) -> None:
         self.pauses += 1
         self.on_pause(self.pauses)
         if self.release.is_set() and self.heal._attempt is not None:
@@ -178,11 +184,11 @@ class World:
     def begin(self) -> None:
         self.begun.append(self.made)
 
-    def find_peers(self) -> dict[int, Peer]:
+    def find_holders(self) -> dict[int, Peer]:
         return {}
 
-    def find_address(self, slot: int) -> str:
-        return str(slot)
+    def find_addresses(self, slots: Sequence[int]) -> list[str]:
+        return [str(slot) for slot in slots]
 
     def peer_address(self, rank: int) -> str:
         return str(rank)
@@ -251,7 +257,7 @@ class World:
         return self.early is not None and self.made == 0
 
     def make_room(self) -> None:
-        pass
+        self.rooms.append((self.made, self.awaited))
 
     def drop_room(self) -> None:
         pass
@@ -271,16 +277,16 @@ class World:
 
     load_seconds = 0.0
 
-    def unshare(self) -> None:
-        pass
+    def retract(self) -> None:
+        self.retracted += 1
 
     def load(self, snapshot: Snapshot) -> None:
         self.value = int(snapshot.header)
 
-    def _ask_members(self, addresses: list[str], token: str, step: int) -> tuple[list[int], Offer]:
+    def _ask_all(self, addresses: dict[int, Callable[[], str]], token: str, step: int) -> Offer:
         assert self.early is not None
         assert step == self.step
-        return [*range(len(addresses))], self.early
+        return replace(self.early, slots=tuple(addresses))
 
     def _apply(self, update: Update) -> None:
         assert update.gradients is not None
@@ -336,6 +342,7 @@ def test_what_was_queued_is_replayed_in_order(make: Callable[..., World]) -> Non
     assert world.applied == list(range(6, world.step + 1))
     assert len(world.applied) >= 4
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
+    assert world.retracted == 1, "what this group offered is not the job's state"
 
 
 def test_a_round_that_breaks_is_no_update(make: Callable[..., World]) -> None:
@@ -843,8 +850,6 @@ def test_who_comes_in_mid_round_gets_the_state_at_once(make: Callable[..., World
     world = mid_round(make, 1)
     assert world.heal.await_offer(4)
     assert world.position.seen == 5, "should its holder die now, the state is lost, and not begun anew"
-    world.search.found = [world.offer(1)]
-    assert not world.search.poll(5)
     world.release.set()
     world.heal.run()
     assert healed(world)
@@ -910,12 +915,12 @@ def test_an_offer_of_a_group_that_is_gone_is_followed_by_another(
     world = mid_round(make, 0, 1)
     world.release.set()
 
-    def find_address(slot: int) -> str:
-        if slot == 0:
-            raise KeyError(slot)
-        return str(slot)
+    def find_addresses(slots: Sequence[int]) -> list[str]:
+        if 0 in slots:
+            raise ConnectionError("none of them lives and can be reached")
+        return [str(slot) for slot in slots]
 
-    monkeypatch.setattr(world, "find_address", find_address)
+    monkeypatch.setattr(world, "find_addresses", find_addresses)
     world.heal.run()
     assert healed(world)
     assert world.fetches == [(1, 5)]
@@ -956,6 +961,121 @@ def test_a_newcomer_is_back_with_the_first_update(make: Callable[..., World]) ->
     assert (world.donors, world.named_donors) == ([[0, 1]], [0])
     assert world.begun == [0, 1], "told to leave, it stays for the round that the others make with it"
     assert [event.name for event in world.events] == ["heal_started", "heal_finished"]
+
+
+def before_a_quorum(make: Callable[..., World], **config: Any) -> World:
+    """Return a world whose newcomer replaces a process that the holders' exchange counts on: both offer their state."""
+    world = make(**config)
+    world.awaited = False
+    world.search.found = [Offer((0, 1), world.step, world.lineage, 0)]
+    return world
+
+
+def test_a_newcomer_has_the_state_before_there_is_a_quorum(make: Callable[..., World]) -> None:
+    """The others' exchange breaks, and is made again from the same state: it is back with the update of that one."""
+    world = before_a_quorum(make)
+    assert world.heal.await_offer(0)
+    assert world.position.seen == 5, "should its holders die now, the state is lost, and not begun anew"
+    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "awaited", True)
+    world.heal.run()
+    assert healed(world)
+    assert (world.made, world.applied, world.donors) == (1, [6], [[0, 1]])
+    assert world.pauses == 3, "it waits for the quorum, and not by looking again and again"
+    assert world.rooms == [(0, False)], "memory for updates is taken while nobody waits"
+    assert world.begun == [0, 1], "told to leave, it stays for the round that the others make with it"
+
+
+def test_a_state_that_takes_longer_than_the_quorum_holds_nobody_up(make: Callable[..., World]) -> None:
+    """They are at their exchange already; its update is queued, and all that come until the state is there."""
+    world = before_a_quorum(make)
+    world.on_pause = lambda number: setattr(world, "awaited", number > 2)
+    world.on_round = lambda number: world.release.set() if number == 3 else None
+    world.heal.run()
+    assert healed(world)
+    assert world.fetches == [(0, 5)]
+    assert world.applied == list(range(6, world.step + 1))
+
+
+def test_a_state_that_the_others_went_on_from_without_it_is_given_up(make: Callable[..., World]) -> None:
+    """They had what they needed of its former process: the update was made, and the newcomer has not got it."""
+    world = before_a_quorum(make)
+
+    def go_on(number: int) -> None:
+        world.step, world.lineage, world.awaited = 6, 66, True
+        world.lineages[6] = 66
+        world.offer_early()
+        world.release.set()
+
+    world.on_pause = go_on
+    world.heal.run()
+    assert healed(world)
+    assert [step for _, step in world.fetches] == [5, 6], "the second one begun with the first round"
+    assert world.named_donors[0] == 0
+    assert world.applied == list(range(7, world.step + 1))
+
+
+@pytest.mark.parametrize(("load_seconds", "at_once"), [(0.0, False), (0.2, True), (0.3, False)])
+def test_a_state_that_comes_with_the_quorum_is_loaded_before_the_exchange_if_that_is_worth_it(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, load_seconds: float, at_once: bool
+) -> None:
+    """Two others are at it and wait for as long: all together they lose less than a step of one group, or it waits."""
+    world = before_a_quorum(make)
+    world.search.found = [replace(world.search.found[0], milliseconds=1000)]
+    world.load_seconds = load_seconds
+    loads, load = [], world.load
+
+    def come(number: int) -> None:
+        world.awaited = True
+        world.release.set()
+
+    def note(snapshot: Snapshot) -> None:
+        loads.append(world.made)
+        load(snapshot)
+
+    world.on_pause = come
+    monkeypatch.setattr(world, "load", note)
+    world.heal.run()
+    assert healed(world)
+    assert (loads, world.applied) == (([0], [6]) if at_once else ([1], [6, 7]))
+    assert world.fetches == [(0, 5)]
+
+
+def test_a_quorum_of_those_that_hold_less_says_nothing_of_the_state(make: Callable[..., World]) -> None:
+    """The one that it comes from is not in it: it is gone, and what it gave is what is left."""
+    world = before_a_quorum(make)
+    world.holders = ()
+    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "awaited", True)
+    members = (Member(2, 0.0, "process 2", "c0ffee"),)
+    world.meet = lambda: Quorum("quorum 1", 0, members, 0)  # type: ignore[method-assign]
+
+    def on_round(number: int) -> None:
+        world.seconds += ALONE_SECONDS / 4
+
+    world.on_round = on_round
+    world.heal.run()
+    assert [event.name for event in world.events] == ["heal_started", "rolled_back"]
+    assert (world.position.step, world.position.lineage, world.value) == (5, 55, value_after(5))
+
+
+def test_a_newcomer_whose_donors_are_lost_before_the_quorum_looks_again(make: Callable[..., World]) -> None:
+    """After a rest: what it asks for costs its donors a copy."""
+    world = before_a_quorum(make)
+    world.search.found *= 2
+    world.fail = {1}
+    world.on_pause = lambda number: world.release.set() if number < 3 else setattr(world, "awaited", True)
+    world.heal.run()
+    assert healed(world)
+    assert (len(world.fetches), world.search.rests, world.made) == (2, [1.0], 1)
+
+
+def test_a_newcomer_leaves_while_it_waits_for_a_quorum(make: Callable[..., World]) -> None:
+    """It has nothing to finish."""
+    world = before_a_quorum(make)
+    world.on_pause = lambda number: setattr(world, "told_to_leave", True)
+    with pytest.raises(Leaving):
+        world.heal.run()
+    assert world.position.leaving
+    world.release.set()
 
 
 def test_a_newcomer_whose_state_takes_longer_queues_updates(make: Callable[..., World]) -> None:

@@ -681,10 +681,23 @@ def test_a_group_finds_its_counterparts_without_a_quorum(seats: Any, wait_until:
     """Each rank for itself, by the lighthouse's page and the store of the group that it looks for."""
     waits = seats.take_group(0, of_rank=lambda rank: {"address": f"10.0.0.{rank}:1"})
     seats.take_group(1, of_rank=lambda rank: {"address": f"10.0.1.{rank}:1"})
-    wait_until(lambda: list(waits[1].find_peers()) == [1], "group 1 is heard of")
-    assert [rank.find_address(1) for rank in waits] == ["10.0.1.0:1", "10.0.1.1:1"]
-    with pytest.raises(KeyError):
-        waits[0].find_address(2)
+    wait_until(lambda: list(waits[1]._find_peers(waits[1]._read_status())) == [1], "group 1 is heard of")
+    assert [rank.find_addresses([1]) for rank in waits] == [["10.0.1.0:1"], ["10.0.1.1:1"]]
+    assert waits[0].find_addresses([2, 1]) == ["", "10.0.1.0:1"], "the others give what one that is gone would have"
+    with pytest.raises(ConnectionError):
+        waits[0].find_addresses([2])
+
+
+def test_whose_state_a_newcomer_can_use(seats: Any) -> None:
+    """Of an exchange that counts on its former process; all others make an update before it has a quorum."""
+    first, former = seats.take(0), seats.take(1)
+    seats.meet(first, former)
+    newcomer, successor = seats.take(2), seats.take(1)
+    assert newcomer.find_holders() == {}
+    assert [*successor.find_holders()] == [0, 2]
+    assert successor.find_addresses([0]) == [f"127.0.0.1:{9000}"]
+    seats.meet(first, successor, newcomer)
+    assert successor.find_holders() == {}
 
 
 @pytest.mark.parametrize("stuck", [0, 1])

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from titan_ft.replica.member import Member
-from titan_ft.replica.pulse import Pulse, Status, StatusPage, Watch, find_cut_off, find_outsiders, find_successors
+from titan_ft.replica.pulse import (
+    Pulse,
+    Status,
+    StatusPage,
+    Watch,
+    expects_former,
+    find_cut_off,
+    find_outsiders,
+    find_successors,
+)
 
 DEADLINE = 20.0  # seconds; only ever reached by a bug
 SILENCE_SECONDS = 0.3  # of listening for what must not come: many looks
@@ -173,6 +182,14 @@ def test_who_is_outside_because_of_a_dead_link() -> None:
     assert find_cut_off(OWN, [OWN], silent, 5) == [second]
     assert find_cut_off(OWN, [OWN, OTHER], silent, 4) == [second]
     assert find_cut_off(OWN, [OWN], Status(silent.heartbeats | {successor.replica_id: 0.1}), 4) == [reporting]
+
+
+def test_a_quorum_that_counts_on_a_former_process() -> None:
+    """Of this group: not on this process under another name, another group's, another job's, or a stranger."""
+    former, others = replace(OWN, started=1.0, unique="former"), [OTHER, replace(OWN, started=1.0, job="another")]
+    quorum = [member.replica_id for member in (*others, OWN.reporting(5, [OTHER]))]
+    assert not expects_former(OWN, Status({}, (*quorum, "a stranger")))
+    assert expects_former(OWN, Status({}, (*quorum, former.replica_id)))
 
 
 def test_an_exchange_that_the_others_have_left_is_broken_off(

@@ -467,7 +467,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a joiner sits in the next round although its state is there long before",
-        _one("heal", "self._config.semi_sync_method and not self.ended_on_update:", "False:"),
+        _one("heal", "attempt is not None and meets_later and not self.ended_on_update:", "False:"),
         ("joiner",),
         ("no stall for a joiner",),
         mode="semi",

@@ -101,23 +101,31 @@ def test_every_rank_counts() -> None:
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.parametrize(("pp", "method", "overlap"), [(1, None, True), (2, None, False), (1, "diloco", False)])
-def test_the_exchange_overlaps_with_a_backward_that_calls_each_hook_once(
-    monkeypatch: pytest.MonkeyPatch, pp: int, method: str | None, overlap: bool, quantize: bool
+@pytest.mark.parametrize(("method", "overlap"), [(None, True), ("diloco", False)])
+@pytest.mark.parametrize(("microbatches", "calls"), [(0, 0), (4, 4)])
+def test_the_exchange_overlaps_with_the_backward(
+    monkeypatch: pytest.MonkeyPatch, method: str | None, overlap: bool, microbatches: int, calls: int, quantize: bool
 ) -> None:
-    """A pipeline calls autograd's hooks for parts of a batch; what a semi-synchronous method exchanges has none."""
+    """A pipeline calls autograd's hooks for each microbatch; what a semi-synchronous method exchanges has none."""
     built: dict[str, Any] = {}
     monkeypatch.setattr(links, "GradientExchange", lambda *_, **settings: built.update(settings))
     config = FaultTolerance(enable=True, semi_sync_method=method, should_quantize=quantize)
     this: Any = SimpleNamespace(_config=config, membership=None)
-    dims = SimpleNamespace(pp_enabled=pp > 1, fsdp_enabled=True, dp_replicate_enabled=False)
     model = nn.Linear(2, 3)
-    links.Links._build_exchange(this, model.parameters(), [0, 1], [model], dims, 0.5)  # type: ignore[arg-type]
+
+    def build(model: nn.Module) -> None:
+        links.Links._build_exchange(this, model.parameters(), [0, 1], [model], 0.5, microbatches)
+
+    build(model)
     assert (built["fragments"], built["gradient_scale"], built["overlap"]) == ([0, 1], 0.5, overlap)
+    assert built["microbatches"] == calls
+    monkeypatch.setattr(links, "FSDPModule", nn.Linear)
+    build(model)
+    assert built["microbatches"] == min(calls, 1), "FSDP reduces what all of them add up to"
     assert built["quantize"] == (quantize and method == "diloco")
     assert built["dtype"] is torch.float32
     config.exchange_dtype = "bfloat16"
-    links.Links._build_exchange(this, model.parameters(), [0, 1], [model], dims, 0.5)  # type: ignore[arg-type]
+    build(model)
     assert built["dtype"] is torch.bfloat16
 
 

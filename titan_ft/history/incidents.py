@@ -50,6 +50,8 @@ class Heal:
     """Bytes of all ranks."""
     seconds: float
     """Seconds of the slowest rank."""
+    fetch_seconds: float
+    """Seconds of the slowest fetch: the rest is loading and replay."""
     replayed: int
     """Queued updates applied."""
 
@@ -254,6 +256,7 @@ def find_heals(record: RunRecord) -> list[Heal]:
             from_step=step,
             num_bytes=sum(event.bytes for event in events),
             seconds=max(event.seconds for event in events),
+            fetch_seconds=max(event.fetch_seconds for event in events),
             replayed=max(event.replayed for event in events),
         )
         for (replica, attempt, step), events in ranks.items()

@@ -41,6 +41,8 @@ class Donor:
         Args:
             donors: see `find_donors`.
         """
+        if made.verdict.valid_tokens:  # an update follows: who is not in this round cannot use the state before
+            self._state.unshare()  # or it would be copied for them, and the optimizer would wait for that
         rank, here = made.quorum.rank, (position.step, position.lineage)
         own = made.quorum.slots[rank]
         fetching = {row.slot: row for row in made.rows if row.standing == Standing.CATCHING_UP and row.donor >= 0}
@@ -90,6 +92,12 @@ class Donor:
             offer = Message(step=position.step, lineage=position.lineage, digest=0, milliseconds=milliseconds)
             self._server.offer(offer, self._copy_shared)
         self._offered_at = now
+
+    def retract(self) -> None:
+        """Offer nothing any more: what this group holds is not the job's state."""
+        self._state.unshare()
+        self._server.offer(None)
+        self._offers = False
 
     def _copy_shared(self, step: int) -> None:
         """Copy the state that is offered, and serve that; any thread. One joiner's is not replaced by another's."""

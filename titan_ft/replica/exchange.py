@@ -14,6 +14,7 @@ import contextlib
 import math
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +123,7 @@ class _Bucket:
         residual: with quantization, what rounding has left behind of this group's gradients; else None.
         missing: parts that are not in it yet.
         final: those of them whose gradients are final.
+        calls: of autograd's hook for each part, since the launch; counted with a pipeline only.
         stream: of the device, where the last of these became so; behind those of all others.
         weights: of the parts that are in it.
         full: the bucket may be read, or be overwritten by who gives nothing, from there on.
@@ -139,6 +141,7 @@ class _Bucket:
         self.total = torch.empty((), dtype=torch.float32, device=where)
         self.missing: set[int] = set()
         self.final: list[int] = []
+        self.calls: Counter[int] = Counter()
         self.weights = [0.0] * len(self.parts)
         self.stream: torch.Stream | None = None
         self.full: torch.Event | None = None
@@ -172,8 +175,9 @@ class GradientExchange:
         membership: provides quorum and process group.
         bucket_bytes: size of a bucket; a larger parameter gets a bucket of its own.
         where: device of the buckets (`device.exchange_device`).
-        overlap: launch buckets during backward. Needs gradients that are final when autograd's hook runs, so not with
-            pipeline schedules.
+        overlap: launch buckets during backward. Needs gradients that are final when autograd's hook runs.
+        microbatches: of a pipeline's schedule, where autograd's hook runs behind each: a gradient is final with the
+            last of so many calls. 1 where FSDP makes the calls, once behind all of them. 0 = there is no pipeline.
         gradient_scale: what the local gradients are yet to be multiplied with to be those of the losses that are told;
             not 1 where backward starts from another loss, as a pipeline's does.
         fragments: for each parameter the fragment that it is of; all are of fragment 0 if there is none. Only what the
@@ -194,6 +198,7 @@ class GradientExchange:
         bucket_bytes: int,
         where: torch.device,
         overlap: bool,
+        microbatches: int = 0,
         gradient_scale: float = 1.0,
         fragments: Sequence[int] = (),
         quantize: bool = False,
@@ -228,7 +233,9 @@ class GradientExchange:
             for bucket in self._buckets:
                 for index, part in enumerate(bucket.parts):
                     if isinstance(part, _Gradient):
-                        part.parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+                        take = self._hook(bucket, index)
+                        take = self._on_last_call(bucket, index, microbatches, take) if microbatches else take
+                        part.parameter.register_post_accumulate_grad_hook(take)
 
     def give(self, weights: Mapping[int, float]) -> None:
         """Say which fragments this rank gives from now on, each with its weight in the mean; before a launch.
@@ -441,7 +448,7 @@ class GradientExchange:
         )
         for bucket in self._buckets:
             bucket.missing = set(range(len(bucket.parts))) if bucket.fragment in given else set()
-            bucket.final, bucket.stream = [], None
+            bucket.final, bucket.stream, bucket.calls = [], None, Counter()
             if bucket.residual is not None:
                 bucket.residual.begin()
             if not bucket.missing:
@@ -461,6 +468,23 @@ class GradientExchange:
                     self._fill(bucket, bucket.final)
 
         return take_gradient
+
+    def _on_last_call(
+        self, bucket: _Bucket, index: int, number: int, take_gradient: Callable[[torch.Tensor], None]
+    ) -> Callable[[torch.Tensor], None]:
+        """Return a hook that takes the gradient with the last of so many calls; with fewer, `finish` takes it.
+
+        A schedule that computes the gradients of weights by themselves (zero bubble) calls no hook for those.
+        """
+
+        def count_call(parameter: torch.Tensor) -> None:
+            if self._armed:
+                bucket.calls[index] += 1
+                assert bucket.calls[index] <= number, "a gradient was sent before it was final: a step of other bytes"
+                if bucket.calls[index] == number:
+                    take_gradient(parameter)
+
+        return count_call
 
     def _fill_all(self) -> None:
         for bucket in self._buckets:

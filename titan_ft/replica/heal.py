@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision as decisions
@@ -23,7 +24,7 @@ from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.host_memory import free_bytes, most_updates
 from titan_ft.replica.ledger import Ledger
-from titan_ft.replica.offer import NO_OFFER, Offer, OfferSearch, ask_members
+from titan_ft.replica.offer import NO_OFFER, Offer, OfferSearch, ask_all
 from titan_ft.replica.position import Position
 from titan_ft.replica.round import PAUSE_SECONDS, Rounds
 from titan_ft.replica.row import Standing
@@ -47,7 +48,8 @@ logger = logging.getLogger(__name__)
 _MAX_REST = 64  # rounds between two attempts of one heal
 _PATIENCE = 3  # rounds in a row with slow replays, with more than so many left, until the others are asked to wait
 _LOADS = 4  # that a state must come before the others' next update to be loaded in time
-_MOST_ASKED = 8  # members of a newcomer's first quorum
+_MOST_ASKED = 8  # groups that a newcomer asks at once what they offer
+_SEARCH_REST_SECONDS = 1.0  # until a newcomer looks again for offers, behind one that has come to nothing
 _POLL_SECONDS = 0.05  # between two looks whether the others are done, of a group of several ranks
 
 
@@ -81,7 +83,11 @@ class Heal:
         self._state, self._ledger, self._group, self._events = state, ledger, group, events
         self._nominal_tokens, self._token, self._apply = nominal_tokens, token, apply
         self._ranks_on_host = ranks_on_host
-        self._search = OfferSearch(rounds.find_peers, token, config.replica_id)
+        self._most_donors = 1 if config.semi_sync_method else config.heal_donors or _MOST_ASKED  # of what they offer
+        self._search = OfferSearch(
+            rounds.find_holders, token, config.replica_id, self._most_donors, once=not config.semi_sync_method
+        )
+        self._offered: Offer | None = None  # that was found before the heal began
         self._attempt: CatchUp | None = None
         self._most = 1  # updates that may be queued while a state travels
         self._renewed = False  # a newer state was fetched because the queue was full
@@ -111,24 +117,28 @@ class Heal:
         self._position.be_alone(0.0)
         self._alone_since, self._outsiders, self._rest = None, [], 0
         self._most, self._renewed, self._slow_replays = self._agree_on_queue(), False, 0
-        self._state.unshare()  # what it offers is not the others' state
+        self._rounds.retract()
         self.ended_on_update = True  # whatever the round was that this group missed
         is_newcomer = not (self._config.semi_sync_method or self._rounds.met)  # the others see it by their quorum
         while self._position.standing is not Standing.READY:
             began = time.monotonic()
-            if self._attempt is None and self._config.semi_sync_method:
+            meets_later = is_newcomer or bool(self._config.semi_sync_method)  # the others may be far from a round
+            if self._attempt is None and meets_later:
                 self._begin_aside()
             attempt = self._attempt
-            if attempt is not None and self._config.semi_sync_method and not self.ended_on_update:
+            if attempt is not None and meets_later and not self.ended_on_update:
                 self._fetch_aside(attempt)
                 if self._attempt is not attempt:
                     continue  # it has ended, one way or the other
             self._rounds.launch_empty()
+            others_compute = True
             if is_newcomer:
-                is_newcomer = False
+                is_newcomer, begun_aside = False, attempt
                 self._begin_early()
-                attempt = self._attempt
-            if attempt is not None:  # while the others compute
+                began, attempt = time.monotonic(), self._attempt
+                # Else they make the exchange again that this group's former process has broken, and wait for it.
+                others_compute = attempt is not begun_aside
+            if attempt is not None and (others_compute or self._is_worth_a_wait(attempt)):
                 if not self._position.awaited:
                     self._exchange.make_room()
                 until = began + self._spare_seconds()
@@ -156,49 +166,68 @@ class Heal:
         load = self._state.load_seconds
         return max(self._update_seconds / 2, self._update_seconds - _LOADS * load if load else 0.0)
 
+    def _is_worth_a_wait(self, attempt: CatchUp) -> bool:
+        """Say whether to load now costs the others, all together, less than this group's part in a step is worth.
+
+        It takes `load_seconds`, and as much for the digest; without that this group comes back a step later.
+        """
+        costs = 2 * self._state.load_seconds * (len(self._rounds.meet().members) - 1)
+        return attempt.whole and all(self._group.gather(0 < costs < self._update_seconds))
+
     def _agree_on_queue(self) -> int:
         """Return how many updates this group may queue: as many as the rank with the least room, whatever each sees."""
         own = most_updates(self._config, free_bytes(), self._ranks_on_host, self._exchange.update_bytes)
         return min(self._group.gather(own))
 
     def await_offer(self, beyond: int) -> bool:
-        """Wait for the quorum asked for, or until a group in the midst of its round offers a state behind more updates.
+        """Wait for the quorum asked for, or until a group in the midst of its step offers a state behind more updates.
 
         Returns:
-            Whether it does: the others are further than `beyond`, and come to a quorum at the end of the round only.
+            Whether it does: the others are further than `beyond`, and come to a quorum at the end of that only.
         """
-        return self._await_quorum_or_offer(beyond) is not None
+        self._offered = self._await_quorum_or_offer(beyond)
+        return self._offered is not None
 
     def _begin_early(self) -> None:
         """Begin to fetch while the others compute the step that this newcomer has come in, before they name a donor.
 
-        They are about to show their digests in that round, for there is a newcomer in it: see `_confirm`.
+        They are about to show their digests in that round, for there is a newcomer in it: see `_confirm`. From now on a
+        group that is told to leave does so behind the round, and does not break it.
         """
         quorum = self._rounds.meet()
+        if (attempt := self._attempt) is not None:
+            # Those that this group has met may hold less than the one that it fetches from, which is to come.
+            if max(self._group.gather(quorum.max_step)) <= attempt.from_step:
+                self._rounds.begin()
+                return
+            self._fail(attempt, "the others have made an update since")
         first = quorum.rank + 1  # several newcomers begin with different ones
-        others = [*range(first, len(quorum.members)), *range(quorum.rank)][: self._config.heal_donors or _MOST_ASKED]
+        others = [*range(first, len(quorum.members)), *range(quorum.rank)][: self._most_donors]
         if not all(self._group.gather(quorum.error is None and quorum.max_step > 0 and bool(others))):
             return
-        places, offer = self._ask_members(others, quorum.max_step) if self._group.leads else ([], NO_OFFER)
-        facts = (len(places), offer.step, offer.lineage, offer.milliseconds)
-        number, step, lineage, milliseconds = (self._group.gather(fact)[0] for fact in facts)
-        ranks = [others[self._group.gather(places[n] if places else 0)[0]] for n in range(number)]
-        if ranks:
-            slots, addresses = [quorum.slots[rank] for rank in ranks], [self._rounds.peer_address(r) for r in ranks]
-            self._update_seconds = milliseconds / 1000
-            self._rounds.begin()  # it leaves behind the round that it is in, and does not break it
-            self._attempt = self._begin(Offer(slots[0], step, lineage, 0), slots, lambda: addresses)
+        addresses = {quorum.slots[rank]: self._rounds.peer_address(rank) for rank in others}
+        offer = self._agree_on(self._ask_members(addresses, quorum.max_step) if self._group.leads else NO_OFFER)
+        if offer.slots:
+            self._rounds.begin()
+            self._attempt = self._begin(offer, lambda: [addresses[slot] for slot in offer.slots])
 
-    def _ask_members(self, ranks: list[int], step: int) -> tuple[list[int], Offer]:
+    def _ask_members(self, addresses: dict[int, str], step: int) -> Offer:
         """Ask members of the quorum what they offer, for no longer than they need for the step."""
-        addresses = [self._rounds.peer_address(rank) for rank in ranks]
         thread = ThreadPoolExecutor(1, "titan_ft_offers")
-        search = thread.submit(ask_members, addresses, self._token, step)
+        known = {slot: partial(str, address) for slot, address in addresses.items()}
+        search = thread.submit(ask_all, known, self._token, step)
         thread.shutdown(wait=False)
         while self._exchange.under_way:
             with contextlib.suppress(TimeoutError):
                 return search.result(_POLL_SECONDS)
-        return [], NO_OFFER
+        return NO_OFFER
+
+    def _agree_on(self, found: Offer) -> Offer:
+        """Return what rank 0 has found."""
+        facts = (found.step, found.lineage, found.digest, found.milliseconds, len(found.slots))
+        step, lineage, digest, milliseconds, number = (self._group.gather(fact)[0] for fact in facts)
+        slots = tuple(self._group.gather(found.slots[n] if found.slots else 0)[0] for n in range(number))
+        return Offer(slots, step, lineage, digest, milliseconds)
 
     def _check(self, made: Round) -> None:
         """Hold what is fetched against what the holders have shown in a round, and give it up if it is not theirs."""
@@ -223,22 +252,24 @@ class Heal:
         self._fail(attempt, "the state that was offered is not the one that the holders agree on")
 
     def _begin_aside(self) -> None:
-        """Begin to fetch while the others are in the midst of a round, from one that offers its state.
+        """Begin to fetch before there is a quorum, from groups that offer their state in the midst of a step or round.
 
         Raises:
             Leaving: the group was told to leave; it has nothing to finish.
         """
-        offer = self._await_quorum_or_offer(0)
+        offer, self._offered = self._offered or self._await_quorum_or_offer(0), None
         if offer is None:
             return
         self.ended_on_update = False
-        self._attempt = self._begin(offer, [offer.slot], lambda: [self._find_address(offer.slot)])
+        self._attempt = self._begin(offer, lambda: self._find_addresses(offer.slots))
+        if not self._config.semi_sync_method:
+            self._exchange.make_room()  # now: behind the quorum they would wait for it
 
-    def _find_address(self, slot: int) -> str:
+    def _find_addresses(self, slots: Sequence[int]) -> list[str]:
         try:
-            return self._rounds.find_address(slot)
-        except (KeyError, OSError, RuntimeError) as error:
-            raise TransferError(f"group {slot} offered its state and cannot be reached: {first_line(error)}") from error
+            return self._rounds.find_addresses(slots)
+        except OSError as error:
+            raise TransferError(f"groups {list(slots)} offered their state: {first_line(error)}") from error
 
     def _await_quorum_or_offer(self, beyond: int) -> Offer | None:
         """Wait until a group offers a state behind more than `beyond` updates; None if the quorum comes first."""
@@ -246,14 +277,15 @@ class Heal:
         self._search.begin()
         while not any(self._group.gather(self._rounds.awaited)):
             found = (self._search.poll(beyond) if self._group.leads else None) or NO_OFFER
-            if step := self._group.gather(found.step)[0]:
-                slot, lineage, digest = (self._group.gather(v)[0] for v in (found.slot, found.lineage, found.digest))
+            if self._group.gather(len(found.slots))[0]:
+                offer = self._agree_on(found)
                 # Who offers it may be gone before it has shown it in a round: not to be begun anew silently.
-                self._position.hear(step)
-                return Offer(slot, step, lineage, digest)
+                self._position.hear(offer.step)
+                return offer
             if self._position.standing is not Standing.READY:
                 self._leave_if_told()
-            self._rounds.pause()
+            if not (self._group.leads and self._search.wait(_POLL_SECONDS)):
+                self._rounds.pause(_POLL_SECONDS)
         return None
 
     def _leave_if_told(self) -> None:
@@ -267,7 +299,7 @@ class Heal:
             raise Leaving
 
     def _fetch_aside(self, attempt: CatchUp) -> None:
-        """Wait for the state while the others train a round, until it is there or they are at the round's end.
+        """Wait for the state while the others train, until it is there or they are at the end of their step or round.
 
         The quorum is asked for, so that they do not wait for this group; without this the group would sit in the next
         round until they come, though its state may be there in a fraction of that time.
@@ -279,10 +311,10 @@ class Heal:
         self._rounds.ask()
         while self._attempt is attempt and not any(self._group.gather(self._rounds.awaited)):
             self._leave_if_told()
-            if attempt.whole:
+            if attempt.whole and (attempt.remaining or not attempt.loaded):
                 self._replay_some(attempt, began)  # void if the bytes are not the agreed ones
             else:
-                self._rounds.pause()
+                self._rounds.pause(_POLL_SECONDS)
             if self._attempt is attempt:
                 self._conclude(attempt)
 
@@ -310,8 +342,8 @@ class Heal:
             case decisions.Fetch(donors) if isinstance(outcome, Round):
                 verdict, slots = outcome.verdict, outcome.slots(donors)
                 addresses = [self._rounds.peer_address(donor) for donor in donors]
-                offer = Offer(slots[0], verdict.step, outcome.lineage, verdict.digest)
-                self._attempt = self._begin(offer, slots, lambda: addresses)
+                offer = Offer(tuple(slots), verdict.step, outcome.lineage, verdict.digest)
+                self._attempt = self._begin(offer, lambda: addresses)
             case decisions.RollBack():
                 self._roll_back()
                 return
@@ -366,9 +398,11 @@ class Heal:
         giving = [place for place in range(len(self._donors)) if place not in self._lost] or [0]
         self._position.follow(self._donors[max(self._group.gather(giving[0]))])
 
-    def _begin(self, offer: Offer, slots: list[int], addresses: Callable[[], list[str]]) -> CatchUp:
-        """Begin to fetch what is offered, from the groups `slots`."""
-        slot, step, config = offer.slot, offer.step, self._config
+    def _begin(self, offer: Offer, addresses: Callable[[], list[str]]) -> CatchUp:
+        """Begin to fetch what is offered."""
+        slots, step, config = list(offer.slots), offer.step, self._config
+        slot = slots[0]
+        self._update_seconds = offer.milliseconds / 1000 or self._update_seconds
         self._position.hear(step)
         self._position.fetch(slot, step, awaited=config.catch_up == "wait")
         self._events.emit(HealStarted(donor=slot, donors=slots, from_step=step, step=step))
@@ -432,6 +466,7 @@ class Heal:
         attempt.cancel()
         self._attempt = None
         if attempt.digest is None:  # no round has sent this group anywhere yet
+            self._search.rest(_SEARCH_REST_SECONDS)
             self._rest = 0
             self._position.fetch_newer()
         else:
@@ -493,8 +528,8 @@ class Heal:
         self._replay_seconds = time.monotonic() - began
 
     def _catch_up(self, attempt: CatchUp) -> None:
-        """Replay the last queued update while the others apply it, unless more is queued or nobody has confirmed it."""
-        if attempt.remaining > 1 or attempt.digest is None:
+        """Replay the last queued update while the others apply it, if all before it is loaded, and they confirmed it."""
+        if attempt.remaining > 1 or attempt.digest is None or not attempt.loaded:
             return
         if attempt.remaining:
             self._replay(attempt)

@@ -33,7 +33,17 @@ from titan_ft.replica.agreement import Agreement
 from titan_ft.replica.group_store import keep_alive
 from titan_ft.replica.member import Admission, Member, Quorum, admit, members_of_job
 from titan_ft.replica.partition import Partition
-from titan_ft.replica.pulse import SILENT_BEATS, Pulse, StatusPage, Watch, find_cut_off, find_living, find_outsiders
+from titan_ft.replica.pulse import (
+    SILENT_BEATS,
+    Pulse,
+    Status,
+    StatusPage,
+    Watch,
+    expects_former,
+    find_cut_off,
+    find_living,
+    find_outsiders,
+)
 from titan_ft.replica.reach import Peer, Probe, look_up
 from titan_ft.replica.rendezvous import Rendezvous
 from titan_ft.replica.seat import Seat
@@ -253,20 +263,52 @@ class Membership:
         answering = {cut_off[peer] for peer in self._probe.find_answering([*cut_off])}
         return sorted(answering.union(find_outsiders(self.member, quorum.members, status, beat)))
 
-    def find_peers(self) -> dict[int, Peer]:
-        """Return this rank's counterparts in the job's other groups that live, by slot; any thread."""
-        beat = self._config.heartbeat_timeout_ms / 1000
-        status = self._page.read(beat)
-        living = [] if status is None else find_living(self.member, status, beat)
-        return {member.slot: Peer(member.unique, member.store) for member in living if member.slot != self.member.slot}
+    def find_holders(self) -> dict[int, Peer]:
+        """Return this rank's counterparts in other groups whose state a newcomer can use, by slot; any thread.
 
-    def find_address(self, slot: int) -> str:
-        """Return the state server's address (host:port) of this rank's counterpart in a group that lives; any thread.
+        With rounds of several steps those of all groups that live. Else a state is outdated with the next update, which
+        a newcomer that has no quorum yet would miss; but where the others' exchange counts on a former process of this
+        group it breaks, and is made again with this one.
+        """
+        status = self._read_status()
+        if not (self._config.semi_sync_method or expects_former(self.member, status)):
+            return {}
+        return self._find_peers(status)
+
+    def find_addresses(self, slots: Sequence[int]) -> list[str]:
+        """Return the state servers' addresses (host:port) of this rank's counterparts in these groups; any thread.
+
+        That of one which does not live any more, or cannot be reached, is empty.
 
         Raises:
-            KeyError, OSError, RuntimeError: it does not live any more, or cannot be reached.
+            OSError: that is so of all of them, or the lighthouse does not answer.
         """
-        return look_up(self.find_peers()[slot], self._group_rank)
+        peers = self._find_peers(self._read_status())
+
+        def find(slot: int) -> str:
+            with contextlib.suppress(KeyError, OSError, RuntimeError):
+                return look_up(peers[slot], self._group_rank)
+            return ""
+
+        with ThreadPoolExecutor(len(slots), "titan_ft_addresses") as pool:
+            addresses = list(pool.map(find, slots))
+        if not any(addresses):
+            raise ConnectionError("none of them lives and can be reached")
+        return addresses
+
+    def _read_status(self) -> Status:
+        """Read the lighthouse's page.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        if (status := self._page.read(self._config.heartbeat_timeout_ms / 1000)) is None:
+            raise ConnectionError("the lighthouse's page cannot be read")
+        return status
+
+    def _find_peers(self, status: Status) -> dict[int, Peer]:
+        living = find_living(self.member, status, self._config.heartbeat_timeout_ms / 1000)
+        return {member.slot: Peer(member.unique, member.store) for member in living if member.slot != self.member.slot}
 
     def abort(self) -> None:
         """Break off the exchange under way, here and, by closed connections, at the others."""

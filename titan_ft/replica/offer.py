@@ -4,21 +4,25 @@
 
 A donor is named in a round, which ends with a step of the others. But what they agree on stays as it is from one update
 to the next: a newcomer asks the members of its first quorum for it, while they compute that step, and the round shows
-whether what it got is what they all hold.
+whether what it got is what they all hold. It asks before it has a quorum where it takes the place of a process that the
+others' exchange counts on: that one breaks, and is made again, from the same state, with the newcomer.
 
 With a semi-synchronous method there may be one round in an hour, and the groups have compared their bytes right behind
-the last update: so each of them may serve it. Who lacks it finds the groups that live on the lighthouse's page, and
-asks their state servers.
+the last update: so each of them may serve it.
+
+Without a quorum, who lacks the state finds the groups that live on the lighthouse's page, and asks their state servers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from titan_ft.replica.errors import RefusedError, first_line
 from titan_ft.replica.reach import Peer, look_up
@@ -31,64 +35,70 @@ _PAUSE_SECONDS = 1.0  # between two searches
 
 @dataclass(frozen=True)
 class Offer:
-    """What a group holds until its next update.
+    """What groups hold until their next update.
 
     Attributes:
-        slot: of the group.
-        step, lineage: of its state.
+        slots: of the groups; none = nobody offers anything.
+        step, lineage: of their state.
         digest: of its bytes, which all groups had alike in a round behind the last update; 0 = none has compared them.
-        milliseconds: that its last step took; 0 = it does not tell.
+        milliseconds: that the first one's last step took; 0 = it does not tell.
     """
 
-    slot: int
+    slots: tuple[int, ...]
     step: int
     lineage: int
     digest: int
     milliseconds: int = 0
 
 
-NO_OFFER = Offer(-1, 0, 0, 0)
+NO_OFFER = Offer((), 0, 0, 0)
 
 _REASONS = (OSError, ValueError, KeyError, TypeError, RuntimeError, RefusedError)
 """Why somebody offers nothing: what network and store do, and another run's servers."""
 
 
-def ask_members(addresses: Sequence[str], token: str, step: int) -> tuple[list[int], Offer]:
-    """Ask state servers all at once what they offer of `step`.
+def ask_all(addresses: Mapping[int, Callable[[], str]], token: str, step: int = 0) -> Offer:
+    """Ask groups all at once what they offer; returns what most of them do.
 
-    Returns:
-        The places of those that offer the same state, the one that most have, and the offer, of slot -1.
+    Args:
+        addresses: what finds the address of each group's state server, by slot.
+        step: committed updates that are wanted; 0 = any number.
     """
 
-    def ask(address: str) -> Offer:
+    def ask(slot: int) -> Offer:
         try:
-            offered = ask_offer(address, token, step)
+            offered = ask_offer(addresses[slot](), token, step)
         except _REASONS as error:
-            logger.debug("no offer from %s: %s", address, first_line(error))
+            logger.debug("no offer from group %d: %s", slot, first_line(error))
             return NO_OFFER
-        return NO_OFFER if offered is None else Offer(-1, *offered)
+        return NO_OFFER if offered is None else Offer((slot,), *offered)
 
     with ThreadPoolExecutor(len(addresses), "titan_ft_offers") as pool:
-        offers = dict(enumerate(pool.map(ask, addresses)))
-    fitting = {place: offer for place, offer in offers.items() if offer.step == step}
-    if not fitting:
-        return [], NO_OFFER
-    lineage = Counter(offer.lineage for offer in fitting.values()).most_common(1)[0][0]
-    places = [place for place, offer in fitting.items() if offer.lineage == lineage]
-    return places, fitting[places[0]]
+        offers = [offer for offer in pool.map(ask, addresses) if offer.slots and step in (0, offer.step)]
+    if not offers:
+        return NO_OFFER
+    states = Counter((offer.step, offer.lineage) for offer in offers)
+    state = max(states, key=lambda state: (states[state], state[0]))
+    alike = [offer for offer in offers if (offer.step, offer.lineage) == state]
+    return replace(alike[0], slots=tuple(slot for offer in alike for slot in offer.slots))
 
 
 class OfferSearch:
-    """Looks for a group that offers its state, on a thread of its own.
+    """Looks for groups that offer their state, on a thread of its own.
 
     Args:
-        find_peers: returns the job's groups that live, by slot.
+        find_peers: returns the groups to ask, by slot.
         token: the run's shared secret.
         first: the slot to begin with; the next search begins with the one behind it.
+        most: groups that are asked at once, and may be found together.
+        once: whether the first search in which all of them were asked is the last one.
     """
 
-    def __init__(self, find_peers: Callable[[], dict[int, Peer]], token: str, first: int) -> None:
-        self._find_peers, self._token, self._first = find_peers, token, first
+    def __init__(
+        self, find_peers: Callable[[], dict[int, Peer]], token: str, first: int, most: int, *, once: bool = False
+    ) -> None:
+        self._find_peers, self._token, self._first, self._most, self._once = find_peers, token, first, most, once
+        self._over = False
         self._search: Future[Offer | None] | None = None
         self._due = 0.0
 
@@ -103,7 +113,7 @@ class OfferSearch:
     def poll(self, beyond: int) -> Offer | None:
         """Return an offer of more than `beyond` updates, if it is found; begins a search if none is under way."""
         if self._search is None:
-            if time.monotonic() >= self._due:
+            if time.monotonic() >= self._due and not self._over:
                 thread = ThreadPoolExecutor(1, "titan_ft_offers")
                 self._search = thread.submit(self._look)
                 thread.shutdown(wait=False)
@@ -116,6 +126,14 @@ class OfferSearch:
         self.rest(_PAUSE_SECONDS)
         return None
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for what a search under way finds, no longer than so; says whether there was one."""
+        if self._search is None:
+            return False
+        with contextlib.suppress(TimeoutError):
+            self._search.exception(seconds)
+        return True
+
     def _look(self) -> Offer | None:
         try:
             peers = self._find_peers()
@@ -123,12 +141,11 @@ class OfferSearch:
             logger.debug("nobody is found who could offer: %s", first_line(error))
             return None
         self._first += 1
-        for slot in sorted(peers, key=lambda slot: (slot < self._first, slot)):
-            try:
-                offered = ask_offer(look_up(peers[slot], 0), self._token)
-            except _REASONS as error:
-                logger.debug("no offer from group %d: %s", slot, first_line(error))
-                continue
-            if offered is not None:
-                return Offer(slot, *offered)
+        slots = sorted(peers, key=lambda slot: (slot < self._first, slot))
+        for start in range(0, len(slots), self._most):
+            some = slots[start : start + self._most]
+            offer = ask_all({slot: partial(look_up, peers[slot], 0) for slot in some}, self._token)
+            if offer.slots:
+                return offer
+        self._over = self._once
         return None

@@ -251,3 +251,10 @@ def find_living(own: Member, status: Status, beat: float) -> list[Member]:
     """Return the job's groups that have been heard of for the last `beat` seconds, the oldest process first."""
     living = [name for name, seconds in status.heartbeats.items() if seconds < beat]
     return sorted(members_of_job(own, living), key=lambda member: member.age)
+
+
+def expects_former(own: Member, status: Status) -> bool:
+    """Say whether a former process of this group is in the last quorum."""
+    return any(
+        member.slot == own.slot and member.process != own.process for member in members_of_job(own, status.quorum)
+    )

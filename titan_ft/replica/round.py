@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
@@ -159,10 +160,10 @@ class Rounds:
         seen = ((Sign.WANTED, self._donor.wanted), (Sign.AWAITED, self.awaited), (Sign.TOLD, self.told_to_leave))
         return Sign(sum(sign for sign, is_seen in seen if is_seen))
 
-    def pause(self) -> None:
+    def pause(self, seconds: float = PAUSE_SECONDS) -> None:
         """Wait a moment for the quorum asked for, which is no hang."""
         with self._watchdog.paused():
-            self._membership.wait_briefly(PAUSE_SECONDS)
+            self._membership.wait_briefly(seconds)
 
     @property
     def process(self) -> Process:
@@ -179,13 +180,13 @@ class Rounds:
         """Return the state server's address (host:port) of the same group rank in member `rank`."""
         return self._membership.peer_address(rank)
 
-    def find_peers(self) -> dict[int, Peer]:
-        """Return this rank's counterparts in the job's other groups that live, by slot; any thread."""
-        return self._membership.find_peers()
+    def find_holders(self) -> dict[int, Peer]:
+        """Return the counterparts of this rank whose state a newcomer can use, by slot; any thread."""
+        return self._membership.find_holders()
 
-    def find_address(self, slot: int) -> str:
-        """Return the state server's address (host:port) of one of them; any thread. Raises as `Membership` does."""
-        return self._membership.find_address(slot)
+    def find_addresses(self, slots: Sequence[int]) -> list[str]:
+        """Return the addresses (host:port) of their state servers; any thread. Raises as `Membership` does."""
+        return self._membership.find_addresses(slots)
 
     def serve(self) -> None:
         """Copy the state for a joiner, between two steps of a round of several: all ranks behind the same one, since
@@ -197,6 +198,10 @@ class Rounds:
         """Let a newcomer have the state while the next step is computed."""
         if self._config.group_size > 1 and not self._config.semi_sync_method:
             self._donor.offer(self._position)
+
+    def retract(self) -> None:
+        """Offer nothing any more: this group's state is not the others'."""
+        self._donor.retract()
 
     def begin(self) -> None:
         """Note that this group trains, or is in a round of the others: told to leave, it has something to finish."""

@@ -110,7 +110,7 @@ class ReplicaDimension:
             Whether they are further, so that this one must `heal`.
         """
         self._position.start_at(step)
-        if self._config.semi_sync_method and self._heal.await_offer(step):
+        if self._heal.await_offer(step):
             self._position.start_at(0)
             return True
         # A rank that could not reach the others may have heard of their steps only in part.

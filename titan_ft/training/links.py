@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
@@ -46,6 +47,7 @@ class Links:
     Args:
         exchanged: parameters whose gradients are summed over the groups, in the same order in every group.
         fragments, gradient_scale: see `GradientExchange`.
+        num_microbatches: of a pipeline's schedule; 0 = there is none.
 
     Attributes:
         host: numeric address that other groups reach this rank at.
@@ -67,6 +69,7 @@ class Links:
         exchanged: Iterable[nn.Parameter],
         fragments: Sequence[int],
         gradient_scale: float,
+        num_microbatches: int,
     ) -> None:
         self._config, self._launch, self._events, self._drain = config, launch, events, drain
         shape = _group_shape(parallel_dims, model_parts, group)
@@ -81,7 +84,7 @@ class Links:
         # First: from its seat at the lighthouse on, the others wait for the group, also if one of its ranks freezes.
         self._rank_watch = self._watch_ranks(self.host)
         self.membership = self._join(self.host, shape)
-        self.exchange = self._build_exchange(exchanged, fragments, model_parts, parallel_dims, gradient_scale)
+        self.exchange = self._build_exchange(exchanged, fragments, model_parts, gradient_scale, num_microbatches)
 
     def close(self) -> None:
         """Leave the other groups; a part that cannot be closed keeps none of the others open."""
@@ -145,8 +148,8 @@ class Links:
         exchanged: Iterable[nn.Parameter],
         fragments: Sequence[int],
         model_parts: Sequence[nn.Module],
-        dims: ParallelDims,
         gradient_scale: float,
+        num_microbatches: int,
     ) -> GradientExchange:
         config = self._config
         return GradientExchange(
@@ -154,9 +157,9 @@ class Links:
             self.membership,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
             where=device.exchange_device(config.process_group),
-            # Gradients must be final when autograd's hook runs: pipeline schedules call it for every microbatch. With a
-            # semi-synchronous method the gradients are none of autograd's.
-            overlap=not (dims.pp_enabled or config.semi_sync_method),
+            overlap=not config.semi_sync_method,  # with one the gradients are none of autograd's
+            # FSDP keeps what a pipeline's microbatches add up to itself, and calls the hooks when it has reduced that.
+            microbatches=1 if num_microbatches and isinstance(model_parts[0], FSDPModule) else num_microbatches,
             gradient_scale=gradient_scale,
             fragments=fragments,
             quantize=quantizes(config),

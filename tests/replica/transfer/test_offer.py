@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from titan_ft.replica import offer as offers
 from titan_ft.replica.decision import Round, judge
 from titan_ft.replica.errors import RefusedError
 from titan_ft.replica.member import Member, Quorum
-from titan_ft.replica.offer import NO_OFFER, Offer, OfferSearch, ask_members
+from titan_ft.replica.offer import NO_OFFER, Offer, OfferSearch, ask_all
 from titan_ft.replica.reach import Peer
 from titan_ft.replica.row import Row, Standing
 from titan_ft.replica.state_fetch import ask_offer
@@ -141,24 +142,26 @@ def test_members_that_offer_the_same_state_are_found(start_donor: Callable[..., 
     for donor, step, lineage in zip(servers, (5, 6, 5, 5), (9, 7, 7, 7), strict=False):
         donor.server.offer(Message(step=step, lineage=lineage, digest=0, milliseconds=30), lambda step: None)
     addresses = [gone, *(donor.address for donor in servers)]
-    assert ask_members(addresses, TOKEN, 5) == ([3, 4], Offer(-1, 5, 7, 0, 30))
-    assert ask_members(addresses, TOKEN, 4) == ([], NO_OFFER)
-    assert ask_members(addresses, "another secret", 5) == ([], NO_OFFER)
+    asked = {slot: partial(str, address) for slot, address in enumerate(addresses, 10)}
+    assert ask_all(asked, TOKEN, 5) == ask_all(asked, TOKEN) == Offer((13, 14), 5, 7, 0, 30)
+    assert ask_all(asked, TOKEN, 4) == NO_OFFER
+    assert ask_all({slot: asked[slot] for slot in (11, 12, 13)}, TOKEN).slots == (12,), "the latest, if as many have it"
+    assert ask_all(asked, "another secret", 5) == NO_OFFER
 
 
-def search(monkeypatch: pytest.MonkeyPatch, donors: dict[int, str], first: int = 0) -> OfferSearch:
+def search(monkeypatch: pytest.MonkeyPatch, donors: dict[int, str], first: int = 0, most: int = 1) -> OfferSearch:
     """Return a search among groups whose state servers are at these addresses."""
     monkeypatch.setattr(offers, "look_up", lambda peer, rank: donors[int(peer.unique)])
-    return OfferSearch(lambda: {slot: Peer(str(slot), "") for slot in donors}, TOKEN, first)
+    return OfferSearch(lambda: {slot: Peer(str(slot), "") for slot in donors}, TOKEN, first, most)
 
 
 def found_by(search: OfferSearch, beyond: int = 0) -> Offer | None:
     """Return what one search finds."""
     search.begin()
     search.rest(0.0)
+    assert not search.wait(DEADLINE), "it waits for a search under way, and for nothing else"
     assert search.poll(beyond) is None  # it has just begun
-    assert search._search is not None
-    search._search.exception(DEADLINE)
+    assert search.wait(DEADLINE)
     return search.poll(beyond)
 
 
@@ -173,11 +176,44 @@ def test_of_all_groups_that_live_one_with_an_offer_is_found(
         donor.server.offer(Message(step=5 + number, lineage=1, digest=2))
     addresses = {0: gone, 1: stranger.address, 2: busy.address, 3: one.address, 7: other.address}
     this = search(monkeypatch, addresses)
-    assert found_by(this) == Offer(3, 6, 1, 2)
+    assert found_by(this) == Offer((3,), 6, 1, 2)
     assert found_by(this, beyond=6) is None
-    assert found_by(search(monkeypatch, addresses, first=5)) == Offer(7, 7, 1, 2)  # joiners ask different groups first
-    assert found_by(search(monkeypatch, addresses, first=8)) == Offer(3, 6, 1, 2)
+    assert found_by(search(monkeypatch, addresses, first=5)) == Offer(
+        (7,), 7, 1, 2
+    )  # joiners ask different groups first
+    assert found_by(search(monkeypatch, addresses, first=8)) == Offer((3,), 6, 1, 2)
     assert found_by(search(monkeypatch, {0: gone})) is None
+
+
+def test_groups_that_offer_the_same_state_are_found_together(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as may be donors of it; those behind them are asked if none of the first offers anything."""
+    servers = [start_donor() for _ in range(5)]
+    for donor in servers[2:]:
+        donor.server.offer(Message(step=5, lineage=7, digest=0), lambda step: None)
+    addresses = {slot: donor.address for slot, donor in enumerate(servers)}
+    assert found_by(search(monkeypatch, addresses, first=0, most=8)) == Offer((2, 3, 4), 5, 7, 0)
+    assert found_by(search(monkeypatch, addresses, first=3, most=2)) == Offer((4,), 5, 7, 0)
+    assert found_by(search(monkeypatch, addresses, first=4, most=2)) == Offer((2, 3), 5, 7, 0)
+
+
+def test_one_search_in_which_nobody_offers_anything_is_enough(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of newcomers: all hold the state, or nobody does. A search that has found one is no such search."""
+    donor, now = start_donor(), 100.0
+    donor.server.offer(Message(step=5, lineage=7, digest=0), lambda step: None)
+    monkeypatch.setattr(offers, "look_up", lambda peer, rank: donor.address)
+    peers = {1: Peer("1", "")}
+    this = OfferSearch(lambda: peers, TOKEN, 0, 8, once=True)
+    monkeypatch.setattr(offers, "time", SimpleNamespace(monotonic=lambda: now))
+    assert found_by(this) == Offer((1,), 5, 7, 0)
+    peers.clear()
+    assert found_by(this) is None
+    now += 100
+    assert this.poll(0) is None
+    assert this._search is None
 
 
 def test_a_search_in_vain_is_followed_by_another_one_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
