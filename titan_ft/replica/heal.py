@@ -528,7 +528,7 @@ class Heal:
         self._replay_seconds = time.monotonic() - began
 
     def _catch_up(self, attempt: CatchUp) -> None:
-        """Replay the last queued update while the others apply it, if all before it is loaded, and they confirmed it."""
+        """Replay the last queued update while the others apply it, if what is before it is loaded and confirmed."""
         if attempt.remaining > 1 or attempt.digest is None or not attempt.loaded:
             return
         if attempt.remaining:
