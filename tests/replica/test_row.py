@@ -95,7 +95,7 @@ def test_agreement_makes_everybody_holder_and_contributor() -> None:
     assert verdict.step == 7
     assert verdict.holders == verdict.contributors == (0, 1, 2)
     assert (verdict.valid_tokens, verdict.tokens, verdict.loss, verdict.max_loss) == (18, 36, 0.875, 4.0)
-    assert (verdict.strays, verdict.tie, verdict.donors, verdict.serving) == ((), False, {}, ())
+    assert (verdict.strays, verdict.tie, verdict.donors, verdict.free) == ((), False, {}, (0, 1, 2))
 
 
 def test_a_joiner_weighs_nothing_and_gets_a_donor() -> None:
@@ -113,9 +113,9 @@ def catching_up(slot: int, donor: int, **facts: float) -> Row:
 
 
 def test_a_member_that_catches_up_weighs_nothing_and_needs_no_donor() -> None:
-    """A member that fetches already is neither holder nor waiting for a donor; its donor is named as serving."""
+    """A member that fetches already is neither holder nor waiting for a donor; its donor is not free."""
     verdict = judge([ready(0), catching_up(1, donor=2, valid_tokens=5), ready(2)])
-    assert verdict.serving == (2,)
+    assert verdict.free == (0,)
     assert verdict.donors == {}
     assert verdict.holders == verdict.contributors == (0, 2)
     assert verdict.valid_tokens == 20
@@ -124,13 +124,13 @@ def test_a_member_that_catches_up_weighs_nothing_and_needs_no_donor() -> None:
 def test_a_member_that_rests_keeps_nobody_busy() -> None:
     """Between two attempts a member has no donor and asks for none."""
     verdict = judge([ready(0), catching_up(1, donor=-1)])
-    assert (verdict.serving, verdict.donors) == ((), {})
+    assert (verdict.free, verdict.donors) == ((0,), {})
 
 
-def test_serving_is_said_by_slot() -> None:
+def test_who_serves_is_said_by_slot() -> None:
     """Ranks and slots differ when a group is missing: the donor is found by its slot."""
     verdict = judge([ready(1), ready(3), catching_up(4, donor=3), behind(5)])
-    assert verdict.serving == (1,)
+    assert verdict.free == (0,)
     assert verdict.donors == {3: 0}
 
 
@@ -138,7 +138,15 @@ def test_a_donor_that_is_no_holder_any_more_serves_nobody() -> None:
     """A member that fetches from a stray or from a group that left makes no holder busy."""
     verdict = judge([ready(0, digest=1), ready(1, digest=2), ready(2, digest=1), catching_up(3, donor=1)])
     assert verdict.strays == (1,)
-    assert verdict.serving == ()
+    assert verdict.free == (0, 2)
+
+
+def test_one_that_has_yet_to_begin_serves_nobody_beside_groups_that_train() -> None:
+    """Its bytes are theirs, and its ledger knows of no readers: ranks of a joiner could get one or the other."""
+    rows = [ready(0, training=0), behind(1), ready(2, training=1), ready(3, training=1)]
+    verdict = judge(rows)
+    assert (verdict.holders, verdict.free, verdict.donors) == ((0, 2, 3), (2, 3), {1: 2})
+    assert judge([ready(0, training=0), behind(1)]).donors == {1: 0}
 
 
 def test_a_second_joiner_does_not_take_the_donor_of_the_first() -> None:

@@ -125,8 +125,8 @@ MUTATIONS = [
             ),
             Change(
                 "decision",
-                "donors=_send_to_donors(rows, [rank for rank in holders if verified and",
-                "donors=_send_to_donors(rows, [rank for rank in holders if",
+                "donors=_send_to_donors(rows, free if verified else ()),",
+                "donors=_send_to_donors(rows, free),",
             ),
             Change(
                 "heal",

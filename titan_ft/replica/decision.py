@@ -81,7 +81,8 @@ class Verdict:
         opening: those of them that make the round for others, right behind an update (`Row.opening`).
         early: those of them that have steps of their round left (`Row.early`).
         donors: for each rank that is behind, the holder that serves it; without one if all holders serve others now.
-        serving: holders that a member fetches from.
+        free: holders that may serve, and that nobody fetches from. Beside groups that train, one that has yet to begin
+            may not: its ledger knows of no readers.
         awaited: members whose transfer must end before the next update.
         valid_tokens, tokens, loss, max_loss: sums (and the largest) over the contributors.
     """
@@ -101,7 +102,7 @@ class Verdict:
     opening: tuple[int, ...]
     early: tuple[int, ...]
     donors: dict[int, int]
-    serving: tuple[int, ...]
+    free: tuple[int, ...]
     awaited: tuple[int, ...]
     valid_tokens: int
     tokens: int
@@ -435,14 +436,12 @@ def find_donors(made: Round, config: FaultTolerance) -> dict[int, tuple[int, ...
     given other bytes than it showed, nobody could tell which, and the same might do so again. With a semi-synchronous
     method as well, for a state has the inner moments of its own group in it.
     """
-    verdict = made.verdict
-    free = [rank for rank in verdict.holders if rank not in verdict.serving]
+    free = made.verdict.free
     most = 1 if config.semi_sync_method else config.heal_donors or len(free)
-    donors = {}
-    for joiner, donor in verdict.donors.items():
-        place = free.index(donor)
-        donors[joiner] = tuple([*free[place:], *free[:place]][: 1 if made.rows[joiner].heals else most])
-    return donors
+    return {
+        joiner: (free[free.index(donor) :] + free)[: 1 if made.rows[joiner].heals else min(most, len(free))]
+        for joiner, donor in made.verdict.donors.items()
+    }
 
 
 def _heal(position: Position, made: Round, config: FaultTolerance) -> Decision:
@@ -491,6 +490,8 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
     contributors = tuple(rank for rank in ready if rows[rank].valid_tokens > 0 and rank not in doubled)
     joiners = [rank for rank, row in enumerate(rows) if row.standing == Standing.CATCHING_UP]
     fetched_from = {rows[rank].donor for rank in joiners}
+    train = max((rows[rank].training for rank in holders), default=0)
+    free = tuple(r for r in holders if rows[r].slot not in fetched_from and rows[r].training == train)
     verified = bool(holders) and all(rows[rank].digest for rank in holders)
     return Verdict(
         step=step,
@@ -508,8 +509,8 @@ def judge(rows: Sequence[Row], read: Sequence[Collection[int]] | None = None) ->
         opening=tuple(rank for rank in ready if rows[rank].opening),
         early=tuple(rank for rank in ready if rows[rank].early),
         # Only when all have taken their digest: a corrupt donor and its joiner would outvote the sound groups later.
-        donors=_send_to_donors(rows, [rank for rank in holders if verified and rows[rank].slot not in fetched_from]),
-        serving=tuple(rank for rank in holders if rows[rank].slot in fetched_from),
+        donors=_send_to_donors(rows, free if verified else ()),
+        free=free,
         awaited=tuple(rank for rank in joiners if rows[rank].awaited and rows[rank].donor >= 0),
         valid_tokens=sum(rows[rank].valid_tokens for rank in contributors),
         tokens=sum(rows[rank].tokens for rank in contributors),

@@ -135,7 +135,8 @@ class Heal:
             if is_newcomer:
                 is_newcomer, begun_aside = False, attempt
                 self._begin_early()
-                began, attempt = time.monotonic(), self._attempt
+                began = time.monotonic()
+                attempt = self._attempt
                 # Else they make the exchange again that this group's former process has broken, and wait for it.
                 others_compute = attempt is not begun_aside
             if attempt is not None and (others_compute or self._is_worth_a_wait(attempt)):
