@@ -9,7 +9,7 @@ loses.
 
     python -m benchmarks.transfers FILE MBPS    is a donor of the bytes of FILE, for the token on its standard input; it
                                                 tells its port, and for each further line, in JSON, the processor's
-                                                seconds that it has used and the seconds of each step since the last one
+                                                seconds that serving has taken, and those of each step since the last
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _NoCounters:
 
 @dataclass(frozen=True)
 class _Usage:
-    """What a donor has used: seconds of the processor in all, and of each of its last steps, in the mean."""
+    """What a donor has used: the processor's seconds, but for those of its steps, and the mean of its last steps."""
 
     cpu_seconds: float
     step_seconds: float
@@ -188,7 +188,7 @@ class _Donor:
         self.port = int(self._read())
 
     def usage(self) -> _Usage:
-        """Return the processor's time that it has used, and how long its steps took since this was asked last."""
+        """Return the processor's time that serving has taken, and how long its steps took since this was asked last."""
         self._ask("")
         cpu_seconds, steps = json.loads(self._read())
         return _Usage(cpu_seconds, statistics.fmean(steps or [math.nan]))
@@ -226,16 +226,18 @@ def serve(state: Path, mbps: float) -> None:
     payload = _map(state)
     header = {"step": _STEP, "lineage": _LINEAGE, "bytes": payload.numel()}
     server.publish(Snapshot(_STEP, _LINEAGE, json.dumps(header).encode(), payload), 0.0)
-    steps: queue.SimpleQueue[float] = queue.SimpleQueue()
-    threading.Thread(target=_make_steps, args=(steps.put,), daemon=True).start()
+    steps: queue.SimpleQueue[tuple[float, float]] = queue.SimpleQueue()
+    threading.Thread(target=_make_steps, args=(lambda *step: steps.put(step),), daemon=True).start()
     print(server.port, flush=True)
+    stepping = 0.0
     for _ in sys.stdin:
         made = [steps.get() for _ in range(steps.qsize())]
-        print(json.dumps([time.process_time(), made]), flush=True)
+        stepping = max([stepping, *(used for _, used in made)])
+        print(json.dumps([time.process_time() - stepping, [seconds for seconds, _ in made]]), flush=True)
 
 
-def _make_steps(told: Callable[[float], None]) -> None:
-    """Make steps for ever, and tell the seconds of each."""
+def _make_steps(told: Callable[[float, float], None]) -> None:
+    """Make steps for ever, and tell the seconds of each, and those of the processor that all have taken."""
     host_seconds, number = HOST_SHARE * STEP_SECONDS, 10_000
     began = time.thread_time()
     sum(range(number))
@@ -245,7 +247,7 @@ def _make_steps(told: Callable[[float], None]) -> None:
         for _ in range(10):  # a kernel that is queued lets go of the interpreter's lock
             sum(range(number // 10))
             time.sleep(STEP_SECONDS * (1 - HOST_SHARE) / 10)
-        told(time.monotonic() - began)
+        told(time.monotonic() - began, time.thread_time())
 
 
 def main(argv: Sequence[str]) -> None:

@@ -52,8 +52,9 @@ def test_a_slow_donor_is_told_by_its_steps() -> None:
     class EnoughError(Exception):
         pass
 
-    def tell(seconds: float) -> None:
+    def tell(seconds: float, used: float) -> None:
         told.append(seconds)
+        assert used > 0
         if len(told) == 3:
             raise EnoughError
 
