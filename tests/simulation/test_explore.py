@@ -658,6 +658,26 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
     assert int(first.split()[2]) == from_step + 1 + steps
 
 
+def test_a_group_that_has_yet_to_begin_serves_no_joiner_beside_one_that_trains() -> None:
+    """Its bytes are the same at step 0, but its ledger knows no readers: ranks of a joiner had one or the other."""
+    fault_tolerance = {
+        **QUICK,
+        "group_size": 3,
+        "min_replica_size": 3,
+        "digest_every": 3,
+        "process_group_timeout_ms": 3000,
+        "batch_policy": "constant",
+        "exchange_dtype": "bfloat16",
+    }
+    options = Options(
+        3, 2, 2, fault_tolerance, compute_seconds=0.4, restart_seconds=(0.1, 0.4), overlap=True, skew=7200.0, switch=0.4
+    )
+    faults = Kill(0.6817, 1, 1), Kill(0.6817, -1, 1, "serving"), Kill(1.7732, 2, 1), Kill(2.2628, 2, 1)
+    with standins.installed():
+        for seed in range(8):
+            assert not Schedule(seed, options, faults).run().problems
+
+
 def test_a_fault_that_waits_for_its_moment_disturbs_the_world_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """From there the judges count what is late."""
     disturbed = []
