@@ -26,6 +26,12 @@ def supervisors_of(pid: int) -> list[int]:
     return [found[name] for name in sorted(found) if name.startswith("titan-ft ")]
 
 
+def own_memory(pid: int) -> int:
+    """Return the MiB of a process that it shares with no other."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) // 1024
+
+
 def test_killed_group_is_restarted_alone(run: Any) -> None:
     """One group dies and comes back; the other is not touched; plain lines tell it, and where to look; the job's curve
     has its step; status 0 when all finished."""
@@ -129,6 +135,18 @@ def test_killed_launcher_leaves_no_orphans(run: Any) -> None:
     started = children(launcher.pid) + stores
     launcher.kill()
     run.wait_until(lambda: run.all_gone() and not any(run.is_alive(pid) for pid in started), 5.0, "all gone")
+
+
+def test_a_group_takes_little_memory_beside_its_workers(run: Any) -> None:
+    """Its supervisor and its store are forks of what has imported everything, and share that."""
+    launcher = run.launch(replicas=2)
+    stores = [int(run.worker(replica, 0, 0)["env"]["TITAN_FT_STORE_PID"]) for replica in (0, 1)]
+    for pids in zip(supervisors_of(launcher.pid), stores, strict=True):
+        assert 0 < sum(map(own_memory, pids)) < 50
+    for replica in (0, 1):
+        run.order(replica, "any", "any", "exit 0")
+    launcher.communicate(timeout=20)
+    assert run.all_gone()
 
 
 def test_a_run_outlives_its_zygote(run: Any) -> None:
