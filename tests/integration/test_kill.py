@@ -65,7 +65,9 @@ def test_kill_at_point(make_job: Callable[..., Job], groups: int, point: str) ->
     assert participants_of(events, STEP + 1) == survivors
     assert participants_of(events, job.steps) == list(range(groups))
     exchanges = [e["exchanges"] for e in named(events, "step_committed") if e["replica"] in survivors]
-    assert max(exchanges) == 2 or shared or point == "forward"  # where it may die before its question is there
+    # Where it dies before its question for the quorum is there, the others have one without it, and nothing breaks.
+    asked = point not in ("forward", "backward") or bool(named(events, "exchange_failed"))
+    assert max(exchanges) == 2 or shared or not asked
     assert sum(exchanges) <= len(exchanges) + 2 * len(survivors)  # one for the death; one may meet the return
     healed = named(events, "heal_finished")
     assert [(e["replica"], e["attempt"]) for e in healed] == [(1, 1)]
