@@ -84,6 +84,35 @@ def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -
     assert 0 < given <= finished["bytes"], "what the dead one had given counts"
 
 
+@pytest.mark.parametrize("dies", [None, "donor", "joiner"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_newcomer_has_the_state_before_a_quorum(make_job: Callable[..., Job], ranks: int, dies: str | None) -> None:
+    """The others are in the step in which its former process died, until it has all of the state that they offer.
+
+    One of them may die in the midst of that, or the newcomer itself: the next one is in the same place.
+    """
+    faults = [kill(1, "exchange_first", step=STEP)]
+    if dies == "donor":
+        faults.append(kill(0, "serve"))
+    elif dies == "joiner":
+        faults.append(kill(1, "fetch", attempt=1))
+    last = 2 if dies == "joiner" else 1
+    waits = [(replica, rank) for replica in (0, 2) for rank in range(ranks)]
+    gates = [{"name": f"whole-1-{last}", "replica": g, "rank": r, "attempt": 0, "step": STEP} for g, r in waits]
+    job = make_job(groups=3, ranks=ranks, steps=20, hooks={"faults": faults, "gates": gates}, late=False)
+    job.run()
+    events = check(job, survivors=[2] if dies == "donor" else [0, 2])
+    kills = [(1, 0, "sigkill:exchange_first")]
+    kills += {"donor": [(0, 0, "sigkill:serve")], "joiner": [(1, 1, "sigkill:fetch")]}.get(dies or "", [])
+    check_killed(job, events, kills)
+    newcomer = [e for e in events if (e["replica"], e.get("attempt"), e.get("rank")) == (1, last, 0)]
+    begun, joined, finished = (named(newcomer, name)[0] for name in ("heal_started", "joined", "heal_finished"))
+    assert (sorted(begun["donors"]), begun["from_step"]) == ([0, 2], STEP - 1)
+    assert begun["mono"] < joined["mono"], "it has begun before there was a quorum"
+    assert (finished["from_step"], named(newcomer, "heal_failed")) == (STEP - 1, [])
+    assert 1 <= finished["replayed"] <= 2, "the update of that step, and the next one if it was not loaded in time"
+
+
 def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
     """A joiner fetches from all that hold the state: together they give every byte of it once."""
     flags = ["--fault_tolerance.transfer_max_mbps=50"]

@@ -133,12 +133,9 @@ class Heal:
             self._rounds.launch_empty()
             others_compute = True
             if is_newcomer:
-                is_newcomer, begun_aside = False, attempt
-                self._begin_early()
+                is_newcomer, others_compute = False, self._begin_early()
                 began = time.monotonic()
                 attempt = self._attempt
-                # Else they make the exchange again that this group's former process has broken, and wait for it.
-                others_compute = attempt is not begun_aside
             if attempt is not None and (others_compute or self._is_worth_a_wait(attempt)):
                 if not self._position.awaited:
                     self._exchange.make_room()
@@ -189,28 +186,33 @@ class Heal:
         self._offered = self._await_quorum_or_offer(beyond)
         return self._offered is not None
 
-    def _begin_early(self) -> None:
+    def _begin_early(self) -> bool:
         """Begin to fetch while the others compute the step that this newcomer has come in, before they name a donor.
 
         They are about to show their digests in that round, for there is a newcomer in it: see `_confirm`. From now on a
         group that is told to leave does so behind the round, and does not break it.
+
+        Returns:
+            Whether they compute it. If this group has begun already, they make the exchange again that its former
+            process has broken, and wait for it.
         """
         quorum = self._rounds.meet()
         if (attempt := self._attempt) is not None:
             # Those that this group has met may hold less than the one that it fetches from, which is to come.
             if max(self._group.gather(quorum.max_step)) <= attempt.from_step:
                 self._rounds.begin()
-                return
+                return False
             self._fail(attempt, "the others have made an update since")
         first = quorum.rank + 1  # several newcomers begin with different ones
         others = [*range(first, len(quorum.members)), *range(quorum.rank)][: self._most_donors]
         if not all(self._group.gather(quorum.error is None and quorum.max_step > 0 and bool(others))):
-            return
+            return True
         addresses = {quorum.slots[rank]: self._rounds.peer_address(rank) for rank in others}
         offer = self._agree_on(self._ask_members(addresses, quorum.max_step) if self._group.leads else NO_OFFER)
         if offer.slots:
             self._rounds.begin()
             self._attempt = self._begin(offer, lambda: [addresses[slot] for slot in offer.slots])
+        return True
 
     def _ask_members(self, addresses: dict[int, str], step: int) -> Offer:
         """Ask members of the quorum what they offer, for no longer than they need for the step."""

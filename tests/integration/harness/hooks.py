@@ -292,7 +292,9 @@ def install_progress() -> None:
     def fetch(original: Any, *args: Any) -> Any:
         WORKER.fetching.touch()
         try:
-            return original(*args)
+            snapshot = original(*args)
+            WORKER.mark("whole")
+            return snapshot
         finally:
             WORKER.fetching.unlink(missing_ok=True)
 
