@@ -433,7 +433,7 @@ def test_two_of_three_go_on_with_their_overlapped_exchange(
 @pytest.mark.parametrize("point", ["exchange_first", pytest.param("vote_before", marks=pytest.mark.slow)])
 def test_kill_in_the_round_behind_an_update(make_job: Callable[..., Job], point: str) -> None:
     """The rows behind a commit, which name donors, are no update: the survivor makes the next one by itself."""
-    hooks = {"faults": [kill(1, point, after=["trained-1-0"])], "hold": 2}
+    hooks = {"faults": [kill(1, point, after=["trained-1-0"])], "hold": LENGTH}  # it is back in round 3
     job = make_job(groups=2, steps=LENGTH * ROUNDS, flags=round_flags(), hooks=hooks)
     job.run()
     events = check(job, survivors=[0], steps=ROUNDS)

@@ -670,6 +670,7 @@ def test_who_holds_a_later_state_and_is_outside(seats: Any, wait_until: Callable
     (quorum,) = seats.meet(own)
     other = seats.take(1)
     other._seat.take(other._seat.reopen(other.member.reporting(5, [own.member])))
+    wait_until(lambda: other.member.replica_id in own._read_status().heartbeats, "its report is heard")
     other._seat.leave()
     wait_until(lambda: own.find_outsiders(quorum, 5) == [], "group 1 is silent")
     assert own.find_outsiders(quorum, 4) == [1]
