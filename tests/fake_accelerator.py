@@ -197,6 +197,7 @@ class FakeAccelerator:
         self.defaults = [Stream(self, torch.device(_ON_DEVICE, index)) for index in range(num_devices)]
         self.waits: dict[str, list[Stream]] = {}  # by thread: the streams that it has let wait for another one
         self.host_waits: Counter[str] = Counter()  # by thread: how often it has waited itself
+        self.free_bytes = 0  # what each device says that it has left
         self.pageable: Counter[str] = Counter()  # by thread: copies from pageable memory, while which a host waits too
 
     # torch.accelerator
@@ -220,6 +221,18 @@ class FakeAccelerator:
         index = self.current_device_index() if where is None or where.index is None else where.index
         streams: dict[int, Stream] = self._thread.__dict__.setdefault("streams", {})
         return streams.get(index, self.defaults[index])
+
+    def get_memory_info(self, where: torch.device) -> tuple[int, int]:
+        return self.free_bytes, 1 << 40
+
+    def memory_reserved(self, where: torch.device) -> int:
+        return 0
+
+    def memory_allocated(self, where: torch.device) -> int:
+        return 0
+
+    def empty_host_cache(self) -> None:
+        """Keep what was pinned."""
 
     def synchronize(self) -> None:
         """Wait for all streams of the thread's device."""

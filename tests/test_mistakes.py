@@ -121,7 +121,8 @@ COMMAND_LINE = [
     Mistake(
         f"{LAUNCH} --chaos every_30s",
         "titan-ft: chaos plan must be the path of a TOML file or one of blog_15s, blog_60s, campaign, ci, every_15s, "
-        "every_60s, poisson, ranks, script, trace, got every_30s; did you mean every_60s? there is no such file",
+        "every_5s, every_60s, poisson, ranks, script, trace, got every_30s; did you mean every_60s? there is no such "
+        "file",
     ),
     Mistake(
         "lighthouse --bind nowhere",

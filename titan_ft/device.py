@@ -16,8 +16,9 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._utils
@@ -28,6 +29,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from titan_ft.config import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 def on_cpu() -> bool:
@@ -316,6 +319,26 @@ def release_host_memory() -> None:
     """
     if not on_cpu():
         threading.Thread(target=torch.accelerator.empty_host_cache, name="titan_ft_unpin", daemon=True).start()
+
+
+def free_bytes(where: torch.device) -> int:
+    """Return how much memory a device has left, with what torch keeps for later; 0 for a CPU."""
+    if where.type == "cpu":
+        return 0
+    free, _ = torch.accelerator.get_memory_info(where)
+    return int(free + torch.accelerator.memory_reserved(where) - torch.accelerator.memory_allocated(where))
+
+
+def in_background(make: Callable[[], _T], name: str) -> Future[_T]:
+    """Make something that takes a while where there is an accelerator, on a thread of its own; on a CPU at once."""
+    made: Future[_T] = Future()
+    if on_cpu():
+        made.set_result(make())
+        return made
+    thread = ThreadPoolExecutor(1, name, initializer=for_thread())
+    made = thread.submit(make)
+    thread.shutdown(wait=False)
+    return made
 
 
 def empty_bucket(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

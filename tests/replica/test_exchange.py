@@ -21,8 +21,9 @@ from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.links import pace
 from titan_ft.replica import exchange
+from titan_ft.replica.bucket import Gradient, Sums, local, partition
 from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, _Flight, _Gradient, _partition, local
+from titan_ft.replica.exchange import ExchangeError, GradientExchange, Reduced, _Flight
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.process_group import BreakableGloo
 from titan_ft.run.process import borrowed_socket
@@ -342,7 +343,8 @@ def test_a_rank_that_offers_nothing_has_time_for_itself(ring: Ring) -> None:
     giver, taker = ring.rank(), ring.rank()
     ring.meet(giver, taker)
     giver.backward(seed=1)
-    earlier = [torch.full_like(bucket.flat, 2.0) for bucket in taker.exchange._buckets]
+    buckets = taker.exchange._buckets
+    earlier = Sums([torch.full_like(each.flat, 2.0) for each in buckets], [[1.0] * len(each.parts) for each in buckets])
     taker.exchange.launch_empty()
     taker.exchange.write_gradients(earlier, 1.0)
     assert all(gradient is not None and bool((gradient == 2.0).all()) for gradient in taker.gradients())
@@ -644,7 +646,7 @@ def test_only_what_is_given_travels(ring: Ring, given: list[int], kept: bool) ->
     for rank in ranks:
         reduced = rank.exchange.reduced()
         held = [bucket.fragment in given for bucket in rank.exchange._buckets]
-        assert [each is not None for each in reduced] == held
+        assert [each is not None for each in reduced.flats] == held
         assert set(held) == {False, True}
         rank.exchange.write_gradients(reduced if kept else None, 1.0)
         check_gradients(rank, totals)
@@ -678,7 +680,7 @@ def test_givers_of_different_fragments_send_rows_only(ring: Ring) -> None:
     for rank, reduced, own in zip(ranks, told, before, strict=True):
         assert [row[0] for row in reduced.rows] == [0.0, 1.0]
         check_gradients(rank, own)
-        assert not any(each is not None for each in rank.exchange.reduced())
+        assert not any(each is not None for each in rank.exchange.reduced().flats)
 
 
 def test_an_exchange_that_was_sent_needs_nobody_until_it_is_finished(ring: Ring) -> None:
@@ -772,7 +774,7 @@ def test_quantized_sums_have_the_same_bytes_everywhere(ring: Ring) -> None:
     ring.together(*[rank.finish for rank in (*givers, joiner)])
     kept = joiner.exchange.reduced()
     for rank in givers:
-        for mine, theirs in zip(rank.exchange.reduced(), kept, strict=True):
+        for mine, theirs in zip(rank.exchange.reduced().flats, kept.flats, strict=True):
             assert mine is not None
             assert theirs is not None
             assert mine.numpy().tobytes() == theirs.numpy().tobytes()
@@ -946,8 +948,40 @@ def test_sums_in_bfloat16_have_the_same_bytes_everywhere(ring: Ring) -> None:
         assert torch.equal(found, found.bfloat16().float()), "rounded once, when it is whole"
 
 
+@pytest.mark.parametrize("numel", [1, 64, 601])
+def test_buckets_in_bfloat16_take_half_of_the_memory(numel: int) -> None:
+    """What a joiner keeps of them for its replay too: two bytes for a gradient, four for a number that is exact."""
+    parameters = [nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(3, 2))]
+    count = torch.zeros(5)
+
+    def build(dtype: torch.dtype) -> GradientExchange:
+        options: dict[str, Any] = {"bucket_bytes": 1 << 20, "where": torch.device("cpu"), "overlap": False}
+        return GradientExchange(parameters, None, dtype=dtype, counts=[count], **options)  # type: ignore[arg-type]
+
+    exact = 4 * (5 + 3)  # the counts, and a weight for each of three parts
+    assert build(torch.float32).num_bytes == 4 * (numel + 6) + exact
+    in_half = build(torch.bfloat16)
+    assert in_half.num_bytes == in_half.update_bytes == 2 * (numel + numel % 2 + 6) + exact
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_means_of_sums_in_bfloat16_are_rounded_once(ring: Ring, kept: bool) -> None:
+    """Where they are fp32 again: a product in bfloat16 would lose digits that a gradient has."""
+    ranks = [Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, **BFLOAT16) for _ in range(2)]
+    ring.meet(*ranks)
+    for seed, rank in enumerate(ranks):
+        rank.backward(seed)
+    ring.together(*[rank.finish for rank in ranks])
+    for rank in ranks:
+        sums = rank.exchange.reduced()
+        rank.exchange.write_gradients(None, 1.0)
+        expected = [None if each is None else each * 0.3 for each in rank.gradients()]
+        rank.exchange.write_gradients(sums if kept else None, 0.3)
+        check_gradients(rank, expected)
+
+
 def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
-    """From the same gradients, with those that are left; a rank alone rounds nothing; a NaN is named."""
+    """From the same gradients, with those that are left; a rank alone rounds them too; a NaN is named."""
     ranks = [Rank(0, 200, overlap=False, timeout_seconds=DEADLINE, **BFLOAT16) for _ in range(3)]
     ring.meet(*ranks)
     for seed, rank in enumerate(ranks):
@@ -959,7 +993,7 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
             finished.result(DEADLINE)
     ring.meet(*ranks[:2])
     ring.together(*[rank.finish for rank in ranks[:2]])
-    for found, terms in zip(ranks[0].exchange.reduced(), ranks[1].exchange.reduced(), strict=True):
+    for found, terms in zip(*[rank.exchange.reduced().flats for rank in ranks[:2]], strict=True):
         assert found is not None
         assert terms is not None
         assert torch.equal(found, terms)
@@ -967,7 +1001,7 @@ def test_a_broken_exchange_in_bfloat16_is_repeated(ring: Ring) -> None:
     ring.meet(ranks[2])
     ranks[2].finish()
     ranks[2].exchange.write_gradients(None, 1.0)
-    check_gradients(ranks[2], own[2])
+    check_gradients(ranks[2], [None if each is None else each.bfloat16().float() for each in own[2]])
     ring.meet(*ranks)
     assert ranks[1].parameters[-1].grad is not None
     ranks[1].parameters[-1].grad[0] = float("nan")  # the first of several buckets
@@ -1123,8 +1157,8 @@ def test_sharded_gradients_travel_as_shards(ring: Ring, world: None) -> None:
 
 def test_parameters_are_cut_into_buckets_in_order() -> None:
     """Runs of at most the given size; a larger parameter has a bucket of its own; nothing is lost or reordered."""
-    parts = [_Gradient(nn.Parameter(torch.empty(numel))) for numel in (2, 2, 1, 30, 3, 0, 1, 1)]
-    runs = _partition(parts, 16)
+    parts = [Gradient(nn.Parameter(torch.empty(numel))) for numel in (2, 2, 1, 30, 3, 0, 1, 1)]
+    runs = partition(parts, 16)
     assert [[part.shape.numel() for part in run] for run in runs] == [[2, 2], [1], [30], [3, 0, 1], [1]]
     assert [part for run in runs for part in run] == parts
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_ft.replica import snapshot as snapshots
+from titan_ft.replica.bucket import local
 from titan_ft.replica.errors import StateMismatchError
-from titan_ft.replica.exchange import local
 from titan_ft.replica.snapshot import _HASH_CHUNK, Snapshot, TrainState, _lane_sum
 
 Tiny = Callable[..., Any]

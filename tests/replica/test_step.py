@@ -163,6 +163,10 @@ class Exchange:
         """Copy the sum."""
         return [torch.tensor(self.sum)]
 
+    def keep_on_device(self) -> int:
+        """Keep none there: there is no device."""
+        return 0
+
     def make_room(self) -> None:
         """Take none: a number needs none."""
 

@@ -29,6 +29,7 @@ from torch import nn
 from tests.fake_accelerator import FakeAccelerator, LateNccl, LateWork, Stream, installed, move
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
+from titan_ft.replica.bucket import Sums
 from titan_ft.replica.exchange import ExchangeError, GradientExchange
 from titan_ft.replica.feed import _checksum
 from titan_ft.replica.member import Member, Quorum
@@ -168,6 +169,25 @@ class _World:
         self._accelerator.set_device_index(rank)
         return torch.device("cuda", rank)
 
+    @contextlib.contextmanager
+    def compute_is_late(self, where: torch.device) -> Iterator[None]:
+        """Let the default stream of a device stand still; in the end all others go on as far as they can."""
+        if self._accelerator is None:
+            yield
+            return
+        late = [True]
+        self._accelerator.enqueue(self._accelerator.defaults[where.index], lambda: not late)
+        yield
+        others = [stream for stream in self._accelerator.streams if stream not in self._accelerator.defaults]
+        while any(map(self._accelerator.advance, others)):
+            pass
+        late.clear()
+
+    def leave_room(self, num_bytes: int) -> None:
+        """Let each device have so much memory left, if there is one."""
+        if self._accelerator is not None:
+            self._accelerator.free_bytes = num_bytes
+
     def streams(self, where: torch.device, number: int) -> list[contextlib.AbstractContextManager[Any]]:
         """Return so many streams, each of which comes behind the current one where it is entered."""
         if self._accelerator is None:
@@ -226,14 +246,14 @@ class _Rank:
         self.state = self.training.state
         self.exchange = world.exchange(rank, self.training.model.parameters(), **options)
 
-    def queue(self) -> list[torch.Tensor | None]:
+    def queue(self) -> Sums:
         """Make a step as a group that heals does: it gives nothing, and keeps the sums."""
         self.exchange.launch_empty()
         self.exchange.make_room()
         self.finish(gives=False)
         return self.exchange.reduced()
 
-    def step(self, number: int, gives: bool = True, describe: Any = None) -> list[torch.Tensor | None]:
+    def step(self, number: int, gives: bool = True, describe: Any = None) -> Sums:
         """Make a step as the trainer does, without a wait that the engine does not have; returns the sums."""
         training = self.training
         training.optimizers.zero_grad()
@@ -259,7 +279,7 @@ class _Rank:
         """Return the model's, the last ones first."""
         return list(self.training.model.parameters())[::-1]
 
-    def apply(self, sums: list[torch.Tensor | None] | None) -> None:
+    def apply(self, sums: Sums | None) -> None:
         """Apply an update, live or replayed."""
         self.exchange.write_gradients(sums, self.scale)
         self.training.optimizers.step()
@@ -464,8 +484,12 @@ def _tensors(snapshot: Snapshot) -> list[torch.Tensor]:
     return [_view(snapshot.payload, entry).clone() for entry in json.loads(snapshot.header)["tensors"]]
 
 
-def heal(world: _World) -> Any:
-    """A joiner loads a donor's copy, replays the sums that it has queued, and goes on with the others."""
+def heal(world: _World, room: int = 0) -> Any:
+    """A joiner loads a donor's copy, replays the sums that it has queued, and goes on with the others.
+
+    Args:
+        room: copies of the sums that may stay on the joiner's device at a time.
+    """
     snapshots: list[Snapshot] = []
     copied = threading.Event()
 
@@ -474,14 +498,18 @@ def heal(world: _World) -> Any:
         if number == 0:
             snapshots.append(rank.state.copy(0, 0))
             copied.set()
+        else:
+            world.leave_room(2 * room * rank.exchange.num_bytes)
+            rank.exchange.keep_on_device()
         queued = [rank.queue() if number else rank.step(step) for step in range(2)]
         if number == 1:
             assert copied.wait(DEADLINE)
             rank.state.load(snapshots[0])
             snapshots[0].payload.fill_(7)  # its memory is another one's from now on
-            for sums in queued:
-                rank.apply(sums)
+            while queued:
+                rank.apply(queued.pop(0))
             rank.apply(rank.queue())  # while rank 0 applies it
+            rank.exchange.drop_room()
         else:
             rank.step(2)
         for step in range(3, NUM_STEPS):
@@ -489,6 +517,32 @@ def heal(world: _World) -> Any:
         return [*rank.bytes(), rank.state.digest()]
 
     return _together(run)
+
+
+def queue_beside_the_next(world: _World) -> Any:
+    """Sums that a joiner keeps, and compute is late to copy: the exchange's stream has come to the next one's zeros."""
+
+    def run(number: int) -> Any:
+        rank, kept = _Rank(world, number), list[Sums]()
+        for step in range(NUM_STEPS):
+            if number == 0:
+                rank.step(step)
+                continue
+            with world.compute_is_late(rank.where):
+                if step:
+                    kept.append(rank.exchange.reduced())
+                rank.exchange.launch_empty()
+                while rank.exchange.under_way:
+                    time.sleep(0.001)
+            rank.finish(gives=False)
+        return [*rank.bytes(), *(flat.clone() for sums in kept for flat in sums.flats if flat is not None)]
+
+    return _together(run)
+
+
+def heal_with_room(world: _World) -> Any:
+    """The same, with sums of which one at a time has room on the device."""
+    return heal(world, room=1)
 
 
 def rounds(world: _World, alpha: float = 0.0) -> Any:
@@ -554,6 +608,8 @@ def read(world: _World) -> Any:
 SCENARIOS = {
     "exchange.py": (
         heal,
+        heal_with_room,
+        queue_beside_the_next,
         train,
         train_without_overlap,
         train_on_two_streams,
@@ -820,6 +876,33 @@ def test_the_next_exchange_waits_for_the_copy_of_the_last() -> None:
             return len(waits) - copies * buckets
 
     assert count_waits(copies=True) == count_waits(copies=False)
+
+
+def test_sums_stay_on_the_device_where_they_fit() -> None:
+    """As many as half of its memory takes; the others go to host memory, until one that stayed is replayed."""
+    with installed(0, NUM_MEMBERS) as accelerator:
+        world = _World("nccl", accelerator)
+
+        def kind(sums: Sums) -> set[str]:
+            return {flat.device.type for flat in sums.flats if flat is not None}
+
+        def run(number: int) -> list[set[str]]:
+            rank = _Rank(world, number)
+            world.leave_room(5 * rank.exchange.num_bytes)
+            assert rank.exchange.keep_on_device() == 2
+            queued = [rank.queue() if number else rank.step(step) for step in range(4)]
+            found = [kind(sums) for sums in queued]
+            before = accelerator.host_waits[threading.current_thread().name]
+            while queued:
+                rank.apply(queued.pop(0))
+            assert accelerator.host_waits[threading.current_thread().name] == before, "the weights are known"
+            found.append(kind(rank.queue() if number else rank.step(4)))
+            rank.exchange.drop_room()
+            found.append(kind(rank.queue() if number else rank.step(5)))
+            return found
+
+        expected = [{"cuda"}, {"cuda"}, {"cpu"}, {"cpu"}, {"cuda"}, {"cpu"}]
+        assert _together(run) == [expected] * NUM_MEMBERS
 
 
 @pytest.mark.parametrize("bucket_bytes", [4, 1 << 20], ids=["many buckets", "one"])

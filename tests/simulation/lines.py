@@ -26,7 +26,7 @@ from tests.simulation import standins  # noqa: E402
 from tests.simulation.rank import Rank  # noqa: E402
 from tests.simulation.world import Options, World  # noqa: E402
 
-STEP = tuple(f"replica/{name}.py" for name in ("step", "round", "exchange", "membership", "decision", "position"))
+STEP = tuple(f"replica/{name}.py" for name in ("step", "round", "exchange", "bucket", "membership", "decision"))
 """The files that make a step, but for `trainer.py` (docs/design.md)."""
 _STEPS = range(4, 7)  # ordinary ones: all groups are there, no digest is due
 

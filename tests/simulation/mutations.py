@@ -508,14 +508,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a fragment's mean is by the number of groups",
-        _one("exchange", "0.0 if shard is None else self._weights[bucket.fragment]", "float(shard is not None)"),
+        _one("bucket", "0.0 if shard is None else weight", "float(shard is not None)"),
         ("none",),
         ("exact average",),
         mode="semi",
     ),
     Mutation(
         "fragments that are not exchanged are updated by what their buckets hold",
-        _one("exchange", "if flat is None or (reduced is None and used is None):", "if flat is None:"),
+        _one(
+            "exchange",
+            "if flat is None or weights is None:",
+            "weights = weights or [1.0] * len(bucket.parts)\n            if flat is None:",
+        ),
         ("none",),
         ("exact average",),
         mode="semi",
@@ -544,7 +548,11 @@ MUTATIONS = [
     ),
     Mutation(
         "what others send in bfloat16 is not heard",
-        _one("exchange", "half.put_together(parts, exact, bucket.flat)", "bucket.flat.mul_(num_members)"),
+        _one(
+            "exchange",
+            "bucket.values.copy_(parts.view(-1)[: bucket.values.numel()])",
+            "bucket.values.mul_(num_members)",
+        ),
         ("none",),
         ("exact average", "one trajectory"),
     ),

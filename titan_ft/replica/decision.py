@@ -17,8 +17,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.errors import DivergedError, GaveUpError, JobLostError, NonFiniteError
 from titan_ft.replica.ledger import Entry, share_out
@@ -27,6 +25,7 @@ from titan_ft.replica.row import Row, Standing, descend
 from titan_ft.round_settings import unit_of
 
 if TYPE_CHECKING:
+    from titan_ft.replica.bucket import Sums
     from titan_ft.replica.position import Position
 
 ALONE_SECONDS = 5.0  # without a holder of the latest state before older ones count
@@ -53,7 +52,7 @@ class Update:
     scale: float
     entries: list[Entry]
     readers: list[Process]
-    gradients: Sequence[torch.Tensor | None] | None = None
+    gradients: Sums | None = None
 
     @property
     def slots(self) -> list[int]:
@@ -152,7 +151,7 @@ class Round:
         """Return the groups that train on."""
         return [self.quorum.processes[rank] for rank in self.verdict.ready]
 
-    def update(self, nominal_tokens: int, gradients: Sequence[torch.Tensor | None] | None = None) -> Update:
+    def update(self, nominal_tokens: int, gradients: Sums | None = None) -> Update:
         """Return the update that the round is, if `is_update` says that it is one.
 
         Args:

@@ -14,10 +14,11 @@ import contextlib
 import math
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # exported at run time
@@ -25,14 +26,14 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
     AllreduceOptions,
     AllToAllOptions,
 )
-from torch.distributed.tensor import DTensor
 
 from titan_ft import device
 from titan_ft.replica import half
+from titan_ft.replica.bucket import Bucket, Count, Gradient, Part, Sums, partition
 from titan_ft.replica.errors import first_line
 from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
-from titan_ft.replica.quantize import Residual, add_up, encode, left_behind, payload_bytes
+from titan_ft.replica.quantize import add_up, encode, left_behind
 
 
 class ExchangeError(RuntimeError):
@@ -61,110 +62,6 @@ class Reduced:
     rows: list[list[float]]
     messages: list[bytes]
     spoiled: list[bool]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class _Gradient:
-    """A parameter's gradient, as a part of a bucket."""
-
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self.parameter = parameter
-        self.shape = local(parameter).shape
-
-    def read(self) -> torch.Tensor | None:
-        """Return this rank's shard of the gradient; None for a parameter that this step did not use."""
-        gradient = self.parameter.grad
-        return None if gradient is None else _shard(gradient, self.parameter)
-
-    def drop(self) -> None:
-        """Let the parameter have no gradient: an optimizer skips it, one of zeros would make it decay."""
-        self.parameter.grad = None
-
-    def target(self) -> torch.Tensor:
-        """Return where this rank's shard of the new gradient is to be written."""
-        parameter = self.parameter
-        if parameter.grad is None or _layout(parameter.grad) != _layout(parameter):
-            parameter.grad = torch.zeros_like(parameter)
-        return local(parameter.grad)
-
-
-class _Count:
-    """A buffer in which the model counts what it trains, as a part of a bucket."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = local(buffer)
-        self.shape = self.buffer.shape
-
-    def read(self) -> torch.Tensor:
-        """Return what this rank has counted."""
-        return self.buffer
-
-    def drop(self) -> None:
-        """Leave what is counted: nobody has counted more."""
-
-    def target(self) -> torch.Tensor:
-        """Return where the sum is to be written."""
-        return self.buffer
-
-
-_Part = _Gradient | _Count
-
-
-class _Bucket:
-    """What travels together: a flat fp32 tensor and one view per part, in a fixed order.
-
-    It ends with a number for each part: the weights of the groups that have a gradient of it, added up.
-
-    Attributes:
-        residual: with quantization, what rounding has left behind of this group's gradients; else None.
-        missing: parts that are not in it yet.
-        final: those of them whose gradients are final.
-        calls: of autograd's hook for each part, since the launch; counted with a pipeline only.
-        stream: of the device, where the last of these became so; behind those of all others.
-        weights: of the parts that are in it.
-        full: the bucket may be read, or be overwritten by who gives nothing, from there on.
-        total: sum of all that this rank gives.
-        num_exact: how many numbers at its end are never rounded: counts and weights.
-    """
-
-    def __init__(
-        self, parts: Sequence[_Part], fragment: int, where: torch.device, dtype: torch.dtype, *, quantize: bool
-    ) -> None:
-        self.parts, self.fragment, self._where, self.dtype = list(parts), fragment, where, dtype
-        self.num_exact = len(self.parts) + sum(part.shape.numel() for part in parts if isinstance(part, _Count))
-        self._sizes = [*(part.shape.numel() for part in self.parts), len(self.parts)]
-        self.residual = Residual() if quantize else None
-        self.total = torch.empty((), dtype=torch.float32, device=where)
-        self.missing: set[int] = set()
-        self.final: list[int] = []
-        self.calls: Counter[int] = Counter()
-        self.weights = [0.0] * len(self.parts)
-        self.stream: torch.Stream | None = None
-        self.full: torch.Event | None = None
-        self.renew()
-
-    def renew(self) -> None:
-        """Take other memory; what is in the bucket is lost."""
-        self.flat = device.empty_bucket(sum(self._sizes), torch.float32, self._where)
-        self.views, self.used = self.split(self.flat)
-
-    def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the views of a flat tensor like the bucket's: one per part, and their weights."""
-        *views, used = torch.split_with_sizes(flat, self._sizes)
-        return [view.view(part.shape) for view, part in zip(views, self.parts, strict=True)], used
-
-    def wire_bytes(self, num_members: int) -> int:
-        """Return what each of so many members sends for all of them to have the sum."""
-        numel, others = self.flat.numel(), num_members - 1
-        if self.dtype is torch.bfloat16:
-            return half.wire_bytes(numel - self.num_exact, self.num_exact, num_members)
-        if self.residual is None:  # a ring adds up and passes on, each an n-th of it at a time
-            return 2 * others * numel * self.flat.element_size() // num_members
-        return others * payload_bytes(numel - len(self.parts), len(self.parts))  # a ring passes all payloads on
 
 
 class GradientExchange:
@@ -209,15 +106,15 @@ class GradientExchange:
         self._where = where
         self._gradient_scale = gradient_scale
         # Autograd finishes the last layers first; counts are complete only behind all of it (recomputation counts too).
-        gradients = [_Gradient(parameter) for parameter in parameters if parameter.requires_grad]
-        parts: dict[int, list[_Part]] = {fragment: [] for fragment in sorted({*fragments, 0})}
+        gradients = [Gradient(parameter) for parameter in parameters if parameter.requires_grad]
+        parts: dict[int, list[Part]] = {fragment: [] for fragment in sorted({*fragments, 0})}
         for gradient, fragment in zip(gradients, fragments or [0] * len(gradients), strict=True):
             parts[fragment].insert(0, gradient)
-        parts[0] += map(_Count, counts)
+        parts[0] += map(Count, counts)
         self._buckets = [
-            _Bucket(run, fragment, where, dtype, quantize=quantize)
+            Bucket(run, fragment, where, dtype, quantize=quantize)
             for fragment, own in parts.items()
-            for run in _partition(own, bucket_bytes)
+            for run in partition(own, bucket_bytes)
         ]
         self._num_fragments = max(parts) + 1
         self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
@@ -227,12 +124,13 @@ class GradientExchange:
         self.spoiled = False  # whether what this rank gave to the last exchange, if that worked, was not finite
         self._wire_bytes = 0
         self._read: torch.Event | None = None  # when the sums have been copied out of the buckets
-        self._kept: torch.Event | None = None  # when those that were copied to host memory are there
-        self._room: list[torch.Tensor | None] = [None] * len(self._buckets)  # for the next of them
+        self._room: Future[list[torch.Tensor]] | None = None  # host memory for the next copy of them
+        self._on_device = WeakSet[Sums]()  # the copies there that somebody still has
+        self._most_on_device = 0
         if overlap:
             for bucket in self._buckets:
                 for index, part in enumerate(bucket.parts):
-                    if isinstance(part, _Gradient):
+                    if isinstance(part, Gradient):
                         take = self._hook(bucket, index)
                         take = self._on_last_call(bucket, index, microbatches, take) if microbatches else take
                         part.parameter.register_post_accumulate_grad_hook(take)
@@ -343,95 +241,88 @@ class GradientExchange:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of this rank's buckets: what each step reduces."""
-        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
+        return sum(bucket.num_bytes for bucket in self._buckets)
 
     @property
     def update_bytes(self) -> int:
         """Return the bytes of host memory that the copy of an update takes at most."""
-        return sum(device.host_bytes(bucket.flat.numel() * bucket.flat.element_size()) for bucket in self._buckets)
+        return sum(device.host_bytes(bucket.num_bytes) for bucket in self._buckets)
 
     @property
     def contributed(self) -> bool:
         """Say whether this rank's gradients are in the exchange under way; to be asked by `finish`'s `describe`."""
         return self._flight is not None and self._flight.contributed
 
+    def keep_on_device(self) -> int:
+        """Let copies of the reduced gradients stay on the device where they fit, until `drop_room`; returns how many.
+
+        Half of what the device has left is for them: a process group may be built meanwhile, which takes memory too.
+        None if the buckets are in host memory.
+        """
+        self._most_on_device = device.free_bytes(self._where) // (2 * max(1, self.num_bytes))
+        return self._most_on_device
+
+    @property
+    def _stays(self) -> bool:
+        """Say whether the next copy stays on the device."""
+        return len(self._on_device) < self._most_on_device
+
     def make_room(self) -> None:
-        """Allocate host memory for the next copy of the reduced gradients, if there is none yet: pinning takes time."""
-        for index, bucket in enumerate(self._buckets):
-            if self._room[index] is None:
-                self._room[index] = device.empty_host(bucket.flat.numel(), torch.float32)
+        """Begin to allocate host memory for the next copy of the reduced gradients, unless that stays on the device.
+
+        To pin memory takes time: a thread does it.
+        """
+        if self._room is None and not self._stays:
+            self._room = device.in_background(self._allocate, "titan_ft_room")
+
+    def _allocate(self) -> list[torch.Tensor]:
+        return [device.empty_host(bucket.flat.numel(), bucket.flat.dtype) for bucket in self._buckets]
 
     def drop_room(self) -> None:
         """Let go of that memory, and of what copies had: none is made any more."""
-        self._room = [None] * len(self._buckets)
+        self._room, self._most_on_device = None, 0
         device.release_host_memory()
 
-    def reduced(self) -> list[torch.Tensor | None]:
-        """Copy the reduced gradients to host memory, one flat fp32 tensor per bucket; None for one that stayed here.
+    def reduced(self) -> Sums:
+        """Copy the reduced gradients.
 
-        From a GPU the copy may still be under way then: only `write_gradients`, which waits for it, may read it.
+        From a GPU the copy may still be under way then: only `write_gradients` may read it, which comes behind.
         """
-        self.make_room()
-        copies: list[torch.Tensor | None] = [None] * len(self._buckets)
-        for index, bucket in enumerate(self._buckets):
-            if self._used[index] is not None and (flat := self._room[index]) is not None:
-                copies[index] = flat.copy_(bucket.flat, non_blocking=True)
-                self._room[index] = None
+        room: Sequence[torch.Tensor | None] = [None] * len(self._buckets)
+        if not (stays := self._stays):
+            self.make_room()
+            assert self._room is not None
+            room, self._room = self._room.result(), None
+        flats: list[torch.Tensor | None] = [
+            None if used is None else torch.empty_like(bucket.flat) if flat is None else flat
+            for bucket, used, flat in zip(self._buckets, self._used, room, strict=True)
+        ]
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            if flat is not None:
+                flat.copy_(bucket.flat, non_blocking=True)
+        kept = Sums(flats, self._used)
+        if stays:
+            self._on_device.add(kept)
         if self._where.type != "cpu":
-            self._read = self._kept = device.record_event()
-        return copies
+            self._read = device.record_event()
+        return kept
 
-    @torch.no_grad()
-    def write_gradients(self, reduced: Sequence[torch.Tensor | None] | None, scale: float | None) -> None:
-        """Make `reduced` (a result of `reduced()`; None = the buckets) times `scale` the parameters' gradients.
+    def write_gradients(self, kept: Sums | None, scale: float | None) -> None:
+        """Make a copy of the reduced gradients (None = those in the buckets) times `scale` the parameters' gradients.
 
         With a scale of None they become the means by the weights that the groups gave them. The counts become the sums
         as they are. If it is the buckets, this rank's gradients are in the update: what rounding left of them counts.
         """
-        if reduced is not None:
-            device.synchronize([self._kept])  # the host reads the weights in it; the last copy is behind all others
-        for index, bucket in enumerate(self._buckets):
-            # A replay leaves the buckets alone: an exchange may be under way in them.
-            flat, used = (bucket.flat, self._used[index]) if reduced is None else (reduced[index], None)
-            if flat is None or (reduced is None and used is None):
-                for part in bucket.parts:
-                    part.drop()
+        # A replay leaves the buckets alone: an exchange may be under way in them.
+        sums = Sums([bucket.flat for bucket in self._buckets], self._used) if kept is None else kept
+        for bucket, flat, weights in zip(self._buckets, sums.flats, sums.weights, strict=True):
+            if flat is None or weights is None:
+                bucket.drop()
                 continue
-            if reduced is None and bucket.residual is not None:
-                bucket.residual.settle()
-            totals, weights = bucket.split(flat)
-            self._write(bucket.parts, totals, weights.tolist() if used is None else used, scale)
+            if kept is None:
+                bucket.settle()
+            bucket.write(flat, weights, scale, self._gradient_scale)
         self._read = device.record_event()
-
-    def _write(
-        self, parts: Sequence[_Part], totals: Sequence[torch.Tensor], weights: Sequence[float], scale: float | None
-    ) -> None:
-        """Write the sums of parts, with these weights, in as few kernels as there are."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        factors: list[float] = []
-        for part, total, weight in zip(parts, totals, weights, strict=True):
-            if weight:
-                targets.append(part.target())
-                sources.append(total)
-                # Here, where the sums are copied anyway: no further pass over the gradients. A count is no mean.
-                mean = isinstance(part, _Gradient)
-                factors.append(self._gradient_scale * (1 / weight if scale is None else scale) if mean else 1.0)
-            else:  # no group has one
-                part.drop()
-        if sources and sources[0].device.type == "cpu" and targets[0].device.type != "cpu":
-            _upload(targets, sources, factors)
-            return
-        for run in self._runs(len(targets)):
-            means = sources[run]
-            if any(factor != 1.0 for factor in factors[run]):
-                means = list(torch._foreach_mul(means, factors[run]))
-            torch._foreach_copy_(targets[run], means, non_blocking=True)
-
-    def _runs(self, number: int) -> list[slice]:
-        """Say how so many parts are cut into kernels: one for all; none on a host, each while it is in the cache."""
-        size = 1 if self._where.type == "cpu" else max(number, 1)
-        return [slice(first, first + size) for first in range(0, number, size)]
 
     def _launch(
         self,
@@ -447,17 +338,14 @@ class GradientExchange:
             self._membership, self._buckets, self._where, contributes, given, self._num_fragments, describe, due
         )
         for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.parts))) if bucket.fragment in given else set()
-            bucket.final, bucket.stream, bucket.calls = [], None, Counter()
-            if bucket.residual is not None:
-                bucket.residual.begin()
+            bucket.begin(bucket.fragment in given)
             if not bucket.missing:
                 bucket.full = self._read
                 flight.hand_over(bucket)
         flight.start()  # only now: it asks this object of itself
         return flight
 
-    def _hook(self, bucket: _Bucket, index: int) -> Callable[[torch.Tensor], None]:
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def take_gradient(parameter: torch.Tensor) -> None:
             if self._armed:
                 # FSDP has several streams for gradients: one that is sharded, another that is replicated too.
@@ -470,7 +358,7 @@ class GradientExchange:
         return take_gradient
 
     def _on_last_call(
-        self, bucket: _Bucket, index: int, number: int, take_gradient: Callable[[torch.Tensor], None]
+        self, bucket: Bucket, index: int, number: int, take_gradient: Callable[[torch.Tensor], None]
     ) -> Callable[[torch.Tensor], None]:
         """Return a hook that takes the gradient with the last of so many calls; with fewer, `finish` takes it.
 
@@ -491,26 +379,11 @@ class GradientExchange:
             if bucket.missing:
                 self._fill(bucket, sorted(bucket.missing))
 
-    @torch.no_grad()
-    def _fill(self, bucket: _Bucket, indices: Iterable[int]) -> None:
+    def _fill(self, bucket: Bucket, indices: Iterable[int]) -> None:
         """Copy parts into the bucket; hands it to the flight when it is full."""
         # The device may still copy the last sums out of it; into memory of its own the host writes at once.
         device.wait_for(self._read, self._where)
-        given, own = [], []
-        for index in indices:
-            shard = bucket.parts[index].read()
-            bucket.weights[index] = 0.0 if shard is None else self._weights[bucket.fragment]
-            if shard is None:
-                bucket.views[index].zero_()
-            else:
-                given.append(bucket.views[index])
-                own.append(shard)
-        if given:
-            torch._foreach_copy_(given, own, non_blocking=True)
-        bucket.missing.difference_update(indices)
-        bucket.final.clear()
-        if not bucket.missing and self._flight is not None:
-            bucket.used.copy_(torch.tensor(bucket.weights, dtype=torch.float32), non_blocking=True)
+        if bucket.fill(indices, self._weights[bucket.fragment]) and self._flight is not None:
             bucket.full = device.record_event()
             self._flight.hand_over(bucket)
 
@@ -521,7 +394,7 @@ class _Flight:
     def __init__(
         self,
         membership: Membership,
-        buckets: list[_Bucket],
+        buckets: list[Bucket],
         where: torch.device,
         contributes: Callable[[Quorum], bool],
         given: frozenset[int],
@@ -532,7 +405,7 @@ class _Flight:
         self._membership, self._buckets, self._where = membership, buckets, where
         self._contributes, self._describe = contributes, describe
         self._given, self._num_fragments, self._due = given, num_fragments, due
-        self._full: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._options = AllreduceOptions()  # of a sum
         self._row_options = AllToAllOptions()
         self._options.timeout = self._row_options.timeout = membership.timeout
@@ -554,7 +427,7 @@ class _Flight:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def hand_over(self, bucket: _Bucket) -> None:
+    def hand_over(self, bucket: Bucket) -> None:
         self._full.put(bucket)
 
     def finish(self, describe: Callable[[Quorum], OwnFacts]) -> Reduced:
@@ -662,8 +535,8 @@ class _Flight:
             device.wait_for(bucket.full, self._where)
             if self.contributed:
                 if bucket.residual is not None:
-                    bucket.residual.add_to(bucket.flat[: -len(bucket.parts)])
-                bucket.total.copy_(bucket.flat.sum())  # one cheap pass: an inf or a NaN shows in the sum
+                    bucket.residual.add_to(bucket.values)
+                bucket.add_up()
             else:
                 bucket.flat.zero_()
             self._sum(bucket)
@@ -688,15 +561,16 @@ class _Flight:
             return frozenset()
         return frozenset(fragment for fragment, number in enumerate(users) if number)
 
-    def _sum(self, bucket: _Bucket) -> None:
+    def _sum(self, bucket: Bucket) -> None:
         """Make the bucket the sum of all members' ones."""
         assert self._quorum is not None
-        num_members, num_exact = len(self._quorum.members), bucket.num_exact
+        num_members, num_exact = len(self._quorum.members), bucket.exact.numel()
         self.wire_bytes += bucket.wire_bytes(num_members)
-        if bucket.dtype is torch.bfloat16 and num_members > 1:
-            part, exact = half.add_up(self._all_to_all(half.cut(bucket.flat, num_exact, num_members)), num_exact)
+        if bucket.halves and num_members > 1:
+            part, exact = half.add_up(self._all_to_all(half.cut(bucket.values, bucket.exact, num_members)), num_exact)
             parts = self._all_gather(part.view(torch.uint8)).view(torch.bfloat16)
-            half.put_together(parts, exact, bucket.flat)
+            bucket.values.copy_(parts.view(-1)[: bucket.values.numel()])
+            bucket.exact.copy_(exact)
             return
         if bucket.residual is None:
             self._all_reduce(bucket.flat)
@@ -761,49 +635,7 @@ class _Flight:
         return received
 
 
-def _upload(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
-    """Write fp32 tensors of the host, times factors, to the device; the host waits for none that is pinned.
-
-    The product is made on the device, of the same two numbers: on the host it would take as much memory again, which is
-    not pinned. What has another dtype there gets the product all the same: it is rounded once.
-    """
-    direct = [target.dtype is torch.float32 for target in targets]
-    moved = [
-        source if is_direct or factor == 1.0 else source * factor
-        for source, factor, is_direct in zip(sources, factors, direct, strict=True)
-    ]
-    torch._foreach_copy_(targets, moved, non_blocking=True)
-    scaled = [index for index, is_direct in enumerate(direct) if is_direct and factors[index] != 1.0]
-    if scaled:
-        torch._foreach_mul_([targets[index] for index in scaled], [factors[index] for index in scaled])
-
-
-def _layout(tensor: torch.Tensor) -> object:
-    return tensor.placements if isinstance(tensor, DTensor) else None
-
-
-def _shard(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of `gradient`, sharded as its parameter; tensor parallelism leaves some otherwise."""
-    if isinstance(gradient, DTensor) and _layout(gradient) != _layout(parameter):
-        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]  # a DTensor too
-    return local(gradient)
-
-
 def _broken(error: Exception) -> ExchangeError:
     if isinstance(error, AssertionError):  # torchft's way to say that the process group was aborted
         return ExchangeError("aborted: another rank of this group lost a peer")
     return ExchangeError(first_line(error))
-
-
-def _partition(parts: Sequence[_Part], bucket_bytes: int) -> list[list[_Part]]:
-    """Cut `parts` into runs of at most `bucket_bytes` of fp32 (at least one part each), keeping the order."""
-    runs: list[list[_Part]] = []
-    room = 0
-    for part in parts:
-        size = part.shape.numel() * 4
-        if not runs or size > room:
-            runs.append([])
-            room = bucket_bytes
-        runs[-1].append(part)
-        room -= size
-    return runs

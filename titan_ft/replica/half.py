@@ -26,16 +26,14 @@ def wire_bytes(numel: int, num_exact: int, num_members: int) -> int:
     return (num_members - 1) * (part + 4 * num_exact + part)
 
 
-def cut(flat: torch.Tensor, num_exact: int, num_members: int) -> torch.Tensor:
-    """Return what each member gets of `flat` (1D, fp32), uint8 [num_members, bytes].
+def cut(values: torch.Tensor, exact: torch.Tensor, num_members: int) -> torch.Tensor:
+    """Return what each member gets of `values` (1D, bfloat16) and `exact` (1D, fp32), uint8 [num_members, bytes].
 
-    It is the member's part of the values, rounded, and the last `num_exact` ones as they are.
+    It is the member's part of the values, and all that is exact.
     """
-    numel = flat.numel() - num_exact
-    values = torch.zeros(num_members * part_numel(numel, num_members), dtype=torch.bfloat16, device=flat.device)
-    values[:numel] = flat[:numel]
-    exact = flat[numel:].view(torch.uint8).expand(num_members, -1)
-    return torch.cat([values.view(num_members, -1).view(torch.uint8), exact], 1)
+    numel = num_members * part_numel(values.numel(), num_members)
+    parts = torch.nn.functional.pad(values, (0, numel - values.numel())).view(num_members, -1)
+    return torch.cat([parts.view(torch.uint8), exact.view(torch.uint8).expand(num_members, -1)], 1)
 
 
 def add_up(received: torch.Tensor, num_exact: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,10 +45,3 @@ def add_up(received: torch.Tensor, num_exact: int) -> tuple[torch.Tensor, torch.
         total += values.view(torch.bfloat16)
         exact_total += numbers.view(torch.float32)
     return total.to(torch.bfloat16), exact_total
-
-
-def put_together(parts: torch.Tensor, exact: torch.Tensor, flat: torch.Tensor) -> None:
-    """Make `flat` what the members' parts [num_members, part] and the exact numbers are."""
-    numel = flat.numel() - exact.numel()
-    flat[:numel] = parts.view(-1)[:numel]
-    flat[numel:] = exact

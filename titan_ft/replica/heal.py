@@ -174,7 +174,9 @@ class Heal:
 
     def _agree_on_queue(self) -> int:
         """Return how many updates this group may queue: as many as the rank with the least room, whatever each sees."""
-        own = most_updates(self._config, free_bytes(), self._ranks_on_host, self._exchange.update_bytes)
+        exchange = self._exchange
+        on_device = exchange.keep_on_device()
+        own = most_updates(self._config, free_bytes(), self._ranks_on_host, exchange.update_bytes, on_device)
         return min(self._group.gather(own))
 
     def await_offer(self, beyond: int) -> bool:

@@ -13,7 +13,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,9 +54,7 @@ class HostMemory:
                 _size(free),
             )
             return
-        thread = ThreadPoolExecutor(1, "titan_ft_pinning", initializer=device.for_thread())
-        self._reserved = thread.submit(_reserve, num_bytes)
-        thread.shutdown(wait=False)
+        self._reserved = device.in_background(partial(_reserve, num_bytes), "titan_ft_pinning")
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Lend memory for a copy: what is at hand, if it is as large; waits for what is being pinned."""
@@ -106,17 +105,21 @@ def free_bytes(root: Path = Path("/")) -> int | None:
     return min((*_on_host(root), *_in_cgroups(root)), default=None)
 
 
-def most_updates(config: FaultTolerance, free: int | None, num_ranks: int, update_bytes: int) -> int:
+def most_updates(
+    config: FaultTolerance, free: int | None, num_ranks: int, update_bytes: int, on_device: int = 0
+) -> int:
     """Return how many updates a rank may queue; at least 1.
 
     Args:
         free: bytes that the host has left; None = not known.
         num_ranks: ranks that share them.
         update_bytes: of one update.
+        on_device: updates that fit on the rank's GPU besides.
     """
     # The other half is for the state itself, and for whatever else there is.
     room = config.catch_up_max_gb * 2**30 or (math.inf if free is None else free / 2 / num_ranks)
-    return max(1, int(min(config.catch_up_max_steps or _NO_BOUND, room / max(1, update_bytes))))
+    most = room / max(1, update_bytes) + (0 if config.catch_up_max_gb else on_device)
+    return max(1, int(min(config.catch_up_max_steps or _NO_BOUND, most)))
 
 
 def _on_host(root: Path) -> Iterator[int]:

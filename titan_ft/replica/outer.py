@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_ft import device
-from titan_ft.replica.exchange import local
+from titan_ft.replica.bucket import local
 from titan_ft.replica.snapshot import Counters, TrainState, like
 from titan_ft.round_settings import OuterOptimizer
 

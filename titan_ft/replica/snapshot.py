@@ -23,8 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
+from titan_ft.replica.bucket import local
 from titan_ft.replica.errors import StateMismatchError
-from titan_ft.replica.exchange import local
 from titan_ft.replica.host_memory import HostMemory
 
 _BUFFER = "buffer/"  # a buffer's name in a state begins with it

@@ -19,9 +19,10 @@ from torchtitan.distributed import ParallelDims
 
 from titan_ft import device, versions
 from titan_ft.config import FaultTolerance
+from titan_ft.replica.bucket import local
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import LighthouseError
-from titan_ft.replica.exchange import GradientExchange, local
+from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.process_group import build_process_group

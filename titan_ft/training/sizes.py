@@ -20,7 +20,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.exchange import GradientExchange, local
+from titan_ft.replica.bucket import local
+from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.snapshot import TrainState
 from titan_ft.round_settings import outer_optimizer, quantizes
 from titan_ft.training.spec import token_counts

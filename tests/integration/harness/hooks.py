@@ -72,10 +72,11 @@ from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.inside.task import Task
 from titan_ft.chaos.orders import Order
 from titan_ft.replica import heal, state_fetch
+from titan_ft.replica.bucket import Count, local
 from titan_ft.replica.catch_up import CatchUp
 from titan_ft.replica.decision import Update
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.exchange import GradientExchange, _Count, _Flight, local
+from titan_ft.replica.exchange import GradientExchange, _Flight
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.pace import Pace
 from titan_ft.replica.rendezvous import Rendezvous
@@ -480,7 +481,7 @@ def install_experts() -> None:
     name = "{replica}-{rank}".format(**SETTINGS)
 
     def count(exchange: GradientExchange, *_: Any) -> None:
-        parts = [part for bucket in exchange._buckets for part in bucket.parts if isinstance(part, _Count)]
+        parts = [part for bucket in exchange._buckets for part in bucket.parts if isinstance(part, Count)]
         with (WORKER.markers / f"counts-{name}.jsonl").open("a") as file:
             file.write(json.dumps([part.buffer.sum().item() for part in parts]) + "\n")
 

@@ -31,7 +31,7 @@ from titan_ft.chaos.inside.blackhole import Blackhole
 from titan_ft.chaos.inside.link import Link
 from titan_ft.chaos.inside.target_worker import TargetWorker
 from titan_ft.chaos.inside.task import Task
-from titan_ft.replica.exchange import local
+from titan_ft.replica.bucket import local
 from titan_ft.replica.state_server import Send
 
 Fault = Callable[[Task, TargetWorker], None]
