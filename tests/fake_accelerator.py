@@ -231,6 +231,9 @@ class FakeAccelerator:
     def memory_allocated(self, where: torch.device) -> int:
         return 0
 
+    def max_memory_reserved(self) -> int:
+        return 0
+
     def empty_host_cache(self) -> None:
         """Keep what was pinned."""
 

@@ -481,6 +481,7 @@ def test_a_group_that_heals_at_the_end_trains_on_from_an_earlier_state(healed: i
             withdraw=lambda: None, finish=lambda step: None, raise_last_failure=lambda: finished.append("raised")
         ),
         _events=SimpleNamespace(emit=lambda event: finished.append(event.digest)),
+        _step_log=SimpleNamespace(flush=lambda: None),
     )
     assert this.should_continue_training() is goes_on
     assert finished == ([] if goes_on else ["d1ge57", "raised"])

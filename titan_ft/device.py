@@ -420,6 +420,22 @@ def synchronize(events: Iterable[torch.Event | None] = ()) -> None:
         torch.accelerator.synchronize()
 
 
+def read_later(scalar: torch.Tensor) -> Callable[[], float]:
+    """Bring a number to the host without waiting for it; returns what waits for it and tells it, on any thread."""
+    if scalar.device.type == "cpu":
+        value = scalar.item()
+        return lambda: value
+    there = empty_host(1, scalar.dtype)
+    there.copy_(scalar.detach().reshape(1), non_blocking=True)
+    copied = record_event()
+
+    def read() -> float:
+        synchronize([copied])
+        return there.item()
+
+    return read
+
+
 def wait_for(event: torch.Event | None, where: torch.device) -> None:
     """Let what is done next with memory on `where` come behind `event`, if there is one.
 

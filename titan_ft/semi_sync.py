@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -314,8 +315,8 @@ class SemiSyncTrainer(ReplicaTrainer):
         work.inner_steps, work.readings = num_steps + 1, merge(work.readings)
         work.compute_seconds = seconds + time.monotonic() - began
 
-    def _apply(self, update: Update) -> float:
-        """Apply a round's update, live or replayed; returns the norm of the mean change, the same in all groups."""
+    def _apply(self, update: Update) -> Callable[[], float]:
+        """Apply a round's update, live or replayed; returns what tells the mean change's norm, alike in all groups."""
         self._watchdog.beat()
         self._links.exchange.write_gradients(update.gradients, scale=None)
         self.checkpointer.maybe_wait_for_staging()
@@ -337,7 +338,7 @@ class SemiSyncTrainer(ReplicaTrainer):
         set_lr(self.lr_schedulers, self.step)
         self.ntokens_seen += update.tokens
         self._ledger.advance(update.entries, update.readers)
-        return join_norm(squares, self._group.gather)
+        return partial(float, join_norm(squares, self._group.gather))
 
     def _go_on(self, replica: ReplicaDimension) -> None:
         """Meet the others once more behind a round, and get another state if this group's moments are spoiled."""

@@ -27,6 +27,7 @@ from torchtitan.protocols.model_converter import ModelConvertersContainer, build
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
+from titan_ft import device
 from titan_ft.config import check_replicate
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
@@ -230,6 +231,7 @@ class ReplicaTrainer(Trainer):
             try:
                 super().train()
             except Leaving:
+                self._step_log.flush()
                 self._links.membership.close()  # before the digest is taken: others need not wait for that
                 self.checkpointer.withdraw()  # found corrupt in the very round that it left in
                 self._emit_drained()
@@ -243,7 +245,8 @@ class ReplicaTrainer(Trainer):
                     rest.callback(self._links.close)
                 if self._chaos is not None:
                     rest.callback(self._chaos.close)
-                self._watchdog.close()
+                rest.callback(self._watchdog.close)
+                rest.callback(self._step_log.flush)  # first: what it waits for may hang
 
     def _emit_drained(self) -> None:
         self._events.emit(
@@ -278,6 +281,7 @@ class ReplicaTrainer(Trainer):
             if digest is None:
                 self._heal(self._replica)
                 return self.should_continue_training()
+            self._step_log.flush()
             self.checkpointer.withdraw()
             self.checkpointer.finish(self.step)
             lineage = f"{self._position.lineage:012x}"
@@ -393,6 +397,7 @@ class ReplicaTrainer(Trainer):
 
     def _heal(self, replica: ReplicaDimension) -> None:
         self._begun = True
+        self._step_log.flush()
         first = self.step == 1
         self._checkpoint_host.participants = []
         self.optimizers.zero_grad()
@@ -526,18 +531,18 @@ class ReplicaTrainer(Trainer):
             entries=tuple(reading.entry for reading in readings),
         )
 
-    def _apply(self, update: Update) -> float:
-        """Apply a committed update, live or replayed, and advance what counts commits; returns the gradient norm."""
+    def _apply(self, update: Update) -> Callable[[], float]:
+        """Apply a committed update, live or replayed, and advance what counts commits; returns what tells its norm."""
         self._watchdog.beat()
         self._links.exchange.write_gradients(update.gradients, update.scale)
-        grad_norm = self._clip_gradients()
+        grad_norm = device.read_later(self._clip_gradients())
         self.checkpointer.maybe_wait_for_staging()
         with scaled_lr(self.optimizers, self._lr_factor(update)):
             self.optimizers.step()
         self.lr_schedulers.step()
         self.ntokens_seen += update.tokens
         self._ledger.advance(update.entries, update.readers)
-        return grad_norm.item()
+        return grad_norm
 
     def _lr_factor(self, update: Update) -> float:
         """Return what `lr_policy` multiplies the LR of an update with, by its share of the global batch."""

@@ -40,8 +40,11 @@ class EventLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Event, *, is_stamped: bool = False) -> None:
         """Write one event, whose header is filled in. After `close` it is discarded.
+
+        Args:
+            is_stamped: whether it has been told (`stamp`) when it happened: not now.
 
         Raises:
             OSError: the line could not be written whole, for example because the disk is full.
@@ -50,7 +53,9 @@ class EventLog:
         with self._lock:
             if self._fd is None:
                 return
-            event.time, event.mono, event.pid = time.time(), round(time.monotonic(), 6), os.getpid()
+            if not is_stamped:
+                stamp(event)
+            event.pid = os.getpid()
             for name, value in self._who.items():
                 if value is not None and getattr(event, name) in _UNSET:
                     setattr(event, name, value)
@@ -64,6 +69,11 @@ class EventLog:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
+
+
+def stamp(event: Event) -> None:
+    """Say that an event happens now, also if it is written later."""
+    event.time, event.mono = time.time(), round(time.monotonic(), 6)
 
 
 def encode(event: Event) -> bytes:

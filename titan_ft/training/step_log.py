@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from torchtitan.components.metrics import MetricsProcessor
 
@@ -12,7 +15,7 @@ from titan_ft import device
 from titan_ft.replica.feed import Reading
 from titan_ft.replica.step import Committed
 from titan_ft.run.events import StepCommitted
-from titan_ft.run.log import EventLog
+from titan_ft.run.log import EventLog, stamp
 
 
 @dataclass
@@ -23,7 +26,7 @@ class Work:
         first_step: torchtitan's number of it, or of the first one if it is a round of several.
         lr: of the update.
         readings: what this rank has read for the step.
-        grad_norm: before clipping.
+        grad_norm: tells it, before clipping; waits for the update.
         seconds: of all of it; 0 until it is in an update.
         compute_seconds: of forward and backward.
         exchange_seconds: from there to the commit.
@@ -35,7 +38,7 @@ class Work:
     first_step: int
     lr: float
     readings: list[Reading] = field(default_factory=list)
-    grad_norm: float = 0.0
+    grad_norm: Callable[[], float] = float
     seconds: float = 0.0
     compute_seconds: float = 0.0
     exchange_seconds: float = 0.0
@@ -53,9 +56,20 @@ class StepLog:
 
     def __init__(self, events: EventLog, metrics: MetricsProcessor, slot: int) -> None:
         self._events, self._metrics, self._slot = events, metrics, slot
+        self._written: Future[None] | None = None  # the last event
+
+    def flush(self) -> None:
+        """Wait until the events of all steps are written.
+
+        Raises:
+            OSError: the last one could not be.
+        """
+        if self._written is not None:
+            written, self._written = self._written, None
+            written.result()
 
     def emit(self, committed: Committed, work: Work, step: int, digest: str | None) -> None:
-        """Emit the event.
+        """Emit the event. A GPU may still make the update: a thread waits for that, and the training goes on.
 
         Args:
             step: torchtitan's, behind the update.
@@ -74,7 +88,7 @@ class StepLog:
             loss=committed.loss,
             own_tokens=committed.own_tokens,
             own_loss=committed.own_loss,
-            grad_norm=work.grad_norm,
+            grad_norm=None,
             lr=work.lr,
             seconds=work.seconds,
             exchanges=committed.exchanges,
@@ -89,7 +103,13 @@ class StepLog:
             digest=digest,
             memory_bytes=device.memory_bytes(),
         )
-        self._events.emit(event)
+        stamp(event)
+        self.flush()  # in the order of the steps: that of the last one is there by now
+        self._written = device.in_background(partial(self._write, event, work.grad_norm), "titan_ft_step_log")
+
+    def _write(self, event: StepCommitted, grad_norm: Callable[[], float]) -> None:
+        event.grad_norm = grad_norm()
+        self._events.emit(event, is_stamped=True)
 
     def log(self, committed: Committed, work: Work, step: int, ntokens_seen: int, heal_seconds: float) -> None:
         """Log the metrics as those of torchtitan's `step`, if any of the steps that were made is to be logged.
@@ -106,7 +126,7 @@ class StepLog:
             step,
             committed.loss,
             committed.max_loss,
-            work.grad_norm,
+            work.grad_norm(),
             extra_metrics={
                 "n_tokens_seen": ntokens_seen,
                 "lr": work.lr,

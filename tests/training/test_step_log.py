@@ -1,0 +1,127 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The event of a step: written behind its commit, by a thread where a GPU still makes the update."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ft import device
+
+device.prepare()
+
+from tests.fake_accelerator import FakeAccelerator, installed  # noqa: E402
+from titan_ft.replica.decision import Update  # noqa: E402
+from titan_ft.replica.step import Committed  # noqa: E402
+from titan_ft.training.step_log import StepLog, Work  # noqa: E402
+
+STEPS = 4
+
+
+class Written:
+    """Stands in for an EventLog and for torchtitan's metrics; every second step is logged."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.events: list[tuple[int, float | None]] = []
+        self.logged: list[tuple[int, float]] = []
+        self.threads: set[str] = set()
+        self.times: list[float] = []
+        self.data_loading_times = [0.0]
+        self._fails_at = fails_at
+
+    def emit(self, event: Any, *, is_stamped: bool) -> None:
+        """Take an event."""
+        assert is_stamped
+        if event.step == self._fails_at:
+            raise OSError("the disk is full")
+        self.threads.add(threading.current_thread().name)
+        self.times.append(event.time)
+        self.events.append((event.step, event.grad_norm))
+
+    def should_log(self, step: int) -> bool:
+        """Say whether a step is logged."""
+        return step % 2 == 0
+
+    def log(self, step: int, loss: float, max_loss: float, grad_norm: float, **_: Any) -> None:
+        """Take a line of metrics."""
+        self.logged.append((step, grad_norm))
+
+
+def commit(log: StepLog, step: int, norm: torch.Tensor) -> None:
+    """Tell of a step as the trainer does; `norm` is what the device has yet to come to."""
+    update = Update(step=step, tokens=1, lineage=step, scale=1.0, entries=[], readers=[])
+    facts: dict[str, Any] = {"valid_tokens": 1, "loss": 2.0, "max_loss": 2.0, "own_tokens": 1, "own_loss": 2.0}
+    committed = Committed(update=update, parent=step - 1, participants=[0], exchanges=1, slowest=1.0, **facts)
+    work = Work(step, lr=0.1, grad_norm=device.read_later(norm))
+    log.emit(committed, work, step, None)
+    log.log(committed, work, step, step, 0.0)
+
+
+def make_steps(written: Written, where: torch.device) -> StepLog:
+    """Make steps whose norms are the results of kernels, 1.0, 2.0, and so on."""
+    log = StepLog(written, written, 0)  # type: ignore[arg-type]  # stands in for both
+    total = torch.zeros((), device=where)
+    for step in range(1, STEPS + 1):
+        total += 1.0  # the next step's kernels write where those of this one have read
+        commit(log, step, total * 1.0)
+    return log
+
+
+def test_on_a_cpu_it_is_there_at_once() -> None:
+    """What a process has committed is in its file, whatever becomes of it then."""
+    written = Written()
+    make_steps(written, torch.device("cpu"))
+    assert written.events == [(step, float(step)) for step in range(1, STEPS + 1)]
+    assert written.threads == {threading.current_thread().name}
+    assert written.logged == [(2, 2.0), (4, 4.0)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_a_gpu_each_is_there_in_its_order(seed: int) -> None:
+    """With the norm that its own step has come to."""
+    written = Written()
+    with installed(seed):
+        make_steps(written, torch.device("cuda", 0)).flush()
+    assert written.events == [(step, float(step)) for step in range(1, STEPS + 1)]
+    assert written.threads == {"titan_ft_step_log_0"}
+    assert written.logged == [(2, 2.0), (4, 4.0)]
+
+
+def test_training_waits_for_the_norm_of_a_step_that_is_logged_only() -> None:
+    """It queues the next step's kernels meanwhile."""
+    with installed(0) as accelerator:
+        held = [True]
+        stop(accelerator, held)
+        written, before = Written(), accelerator.host_waits[threading.current_thread().name]
+        log = StepLog(written, written, 0)  # type: ignore[arg-type]  # stands in for both
+        commit(log, 1, torch.ones((), device="cuda:0"))
+        assert written.events == []
+        assert accelerator.host_waits[threading.current_thread().name] == before
+        committed = time.time()
+        held.clear()
+        commit(log, 2, torch.ones((), device="cuda:0"))
+        assert accelerator.host_waits[threading.current_thread().name] == before + 1
+        log.flush()
+    assert [step for step, _ in written.events] == [1, 2]
+    assert written.times[0] <= committed <= written.times[1], "it says when it was committed"
+
+
+def stop(accelerator: FakeAccelerator, held: list[bool]) -> None:
+    """Let the device stand still as long as something is in `held`."""
+    accelerator.enqueue(accelerator.defaults[0], lambda: not held)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_one_that_cannot_be_written_ends_the_worker(where: str) -> None:
+    """At once, or with the next step where a thread writes it."""
+    written = Written(fails_at=2)
+    accelerator = installed(0) if where == "cuda" else contextlib.nullcontext()
+    with accelerator, pytest.raises(OSError, match="the disk is full"):
+        make_steps(written, torch.device(where, 0))
+    assert written.events == [(1, 1.0)]
