@@ -16,14 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torchft.process_group
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft import futures
+from torchft.process_group import ProcessGroupNCCL
 
 from tests.fake_accelerator import installed
 from titan_ft import device
@@ -176,6 +179,61 @@ def test_torch_does_not_end_the_process() -> None:
     """What torchtitan has set for the communicators of a group does not hold for those between groups."""
     assert isinstance(build_process_group("nccl", TIMEOUT), AbortableNccl)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+class Backend:
+    """Stands in for torch's backend of NCCL, which a CPU's torch lacks; `calls` is what one is made with."""
+
+    calls: ClassVar[list[Any]] = []
+
+    class Options(SimpleNamespace):
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+    def __init__(self, *arguments: Any) -> None:
+        self.calls.append(["made", *arguments])
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append([name, *arguments])
+
+
+@pytest.mark.parametrize("facts", [{}, {"_global_ranks": [0, 3], "_group_rank": 5, "_group_world_size": 2}])
+def test_only_the_stream_of_a_communicator_is_not_as_torchft_makes_it(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
+) -> None:
+    """It is of the highest priority: torch's pool lends those of the others again after 32 communicators."""
+    registered: list[Any] = []
+
+    class Group:
+        BackendType = torch.distributed.ProcessGroup.BackendType  # type: ignore[attr-defined]
+
+        def __init__(self, *arguments: Any) -> None:
+            registered.append(arguments)
+
+        def _set_default_backend(self, kind: Any) -> None:
+            registered.append(kind)
+
+        def _register_backend(self, where: torch.device, kind: Any, backend: Any) -> None:
+            registered.append((where, kind, type(backend)))
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Backend, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroup", Group)
+    monkeypatch.setattr(torchft.process_group, "BaseProcessGroup", Group)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cuda:0")  # a number needs a GPU
+    found = []
+    for make in (AbortableNccl._create_pg, ProcessGroupNCCL._create_pg):
+        Backend.calls.clear()
+        registered.clear()
+        group = AbortableNccl(TIMEOUT)
+        vars(group).update({"_global_ranks": None, "_group_rank": None, "_group_world_size": None, "_quorum_id": 7})
+        vars(group).update(facts)
+        make(group, store, 1, 2)
+        options = Backend.calls[0][-1]
+        high, options.is_high_priority_stream = options.is_high_priority_stream, None
+        found.append((high, list(Backend.calls), list(registered)))
+    (ours, *what_we_do), (theirs, *what_they_do) = found
+    assert (ours, theirs) == (True, False)
+    assert what_we_do == what_they_do
 
 
 def test_a_communicator_is_connected_when_it_is_built(store: TCPStore) -> None:

@@ -115,7 +115,7 @@ def watch(lighthouse: Lighthouse) -> Iterator[Callable[..., tuple[Pulse, queue.S
     def make(members: list[str], address: str = "") -> tuple[Pulse, queue.SimpleQueue[Any]]:
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         page = StatusPage(address or lighthouse.address)
-        made.append(Pulse(page, 0.02, 1.0, lambda: OWN, lambda: members, told.put, told.put))
+        made.append(Pulse(page, 0.02, 0.02, 1.0, lambda: OWN, lambda: members, told.put, told.put))
         return made[-1], told
 
     yield make
@@ -224,6 +224,19 @@ def test_a_silent_member_is_told_once(lighthouse: Lighthouse, watch: Callable[..
     assert lighthouse.asked.get() == "/status"
 
 
+def test_the_first_look_may_come_long_before_the_next(lighthouse: Lighthouse) -> None:
+    """Whoever is waited for may be silent since long before the exchange."""
+    lighthouse.page = "    1:c: seen 3.5s ago\n"
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    page = StatusPage(lighthouse.address)
+    pulse = Pulse(page, 0.01, 10 * DEADLINE, 1.0, lambda: OWN, lambda: ["1:c"], told.put, told.put)
+    try:
+        with pulse.watching():
+            assert told.get(timeout=DEADLINE) == {"1:c": 3.5}
+    finally:
+        pulse.close()
+
+
 def test_it_looks_again_when_a_member_would_be_silent(lighthouse: Lighthouse, wait_until: Any) -> None:
     """Not an interval later: with NCCL nobody else ends the exchange. Never faster than ten times in an interval."""
     lighthouse.page = "    1:c: seen 0.9s ago\n    2:d: seen 0.2s ago\n"
@@ -236,7 +249,8 @@ def test_it_looks_again_when_a_member_would_be_silent(lighthouse: Lighthouse, wa
             return act
 
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    pulse = Noting(StatusPage(lighthouse.address), 0.5, 1.0, lambda: OWN, lambda: ["1:c", "2:d"], told.put, told.put)
+    page, members = StatusPage(lighthouse.address), ["1:c", "2:d"]
+    pulse = Noting(page, 0.01, 0.5, 1.0, lambda: OWN, lambda: members, told.put, told.put)
     try:
         with pulse.watching():
             wait_until(lambda: pauses, "a look")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_ft import device
 from titan_ft.replica import snapshot as snapshots
 from titan_ft.replica.bucket import local
 from titan_ft.replica.errors import StateMismatchError
@@ -232,6 +233,32 @@ def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: 
         assert donor.state.share(2, 56)
         donor.state.load(before)
         assert thread.submit(donor.state.copy_shared, 2).result() is None
+
+
+def test_an_update_waits_for_no_memory_that_another_threads_copy_takes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To pin it takes seconds. There is no copy then, and the memory is at hand for the next one."""
+    donor = tiny(seed=1, buffers=False)
+    donor.train(1)
+    donor.state.share(1, 55)
+    begun, goes_on, taken = threading.Event(), threading.Event(), list[torch.Tensor]()
+
+    def slowly(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        begun.set()
+        assert goes_on.wait(20)
+        taken.append(torch.empty(numel, dtype=dtype))
+        return taken[-1]
+
+    monkeypatch.setattr(device, "empty_host", slowly)
+    with ThreadPoolExecutor(1) as thread:
+        copied = thread.submit(donor.state.copy_shared, 1)
+        assert begun.wait(20)
+        donor.train(1)  # returns
+        goes_on.set()
+        assert copied.result() is None
+    assert donor.state.copy(2, 56).payload is taken[0]
+    assert len(taken) == 1
 
 
 def test_an_update_waits_for_another_threads_copy(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

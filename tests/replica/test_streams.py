@@ -291,6 +291,11 @@ class _Rank:
         return [tensor.cpu().clone() for tensor in tensors]
 
 
+def numel_of(rank: _Rank) -> int:
+    """Return how many numbers a rank trains."""
+    return sum(parameter.numel() for parameter in rank.parameters)
+
+
 def _together(function: Callable[[int], Any]) -> list[Any]:
     """Run a function for each rank, on threads of their own."""
     futures: list[Future[Any]] = [Future() for _ in range(NUM_MEMBERS)]
@@ -499,7 +504,7 @@ def heal(world: _World, room: int = 0) -> Any:
             snapshots.append(rank.state.copy(0, 0))
             copied.set()
         else:
-            world.leave_room(2 * room * rank.exchange.num_bytes)
+            world.leave_room(4 * numel_of(rank) * 3 + 2 * room * rank.exchange.num_bytes)
             rank.exchange.keep_on_device()
         queued = [rank.queue() if number else rank.step(step) for step in range(2)]
         if number == 1:
@@ -878,6 +883,28 @@ def test_the_next_exchange_waits_for_the_copy_of_the_last() -> None:
     assert count_waits(copies=True) == count_waits(copies=False)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_waits_for_no_gradient_on_its_way(backend: str, dtype: torch.dtype) -> None:
+    """Also where it travels in another dtype: changed on the way to host memory, each would make the host wait."""
+    with installed(0, NUM_MEMBERS) as accelerator:
+        world = _World(backend, accelerator)
+
+        def run(number: int) -> int:
+            rank, thread = _Rank(world, number, dtype=dtype), threading.current_thread().name
+            rank.exchange.arm(lambda quorum: True)
+            before = accelerator.host_waits[thread]
+            for parameter in rank.parameters:
+                parameter.grad = parameter.detach() * 2.0
+                for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]
+                    hook(parameter)
+            waited = accelerator.host_waits[thread] - before
+            rank.finish(True)
+            return waited
+
+        assert _together(run) == [0] * NUM_MEMBERS
+
+
 def test_sums_stay_on_the_device_where_they_fit() -> None:
     """As many as half of its memory takes; the others go to host memory, until one that stayed is replayed."""
     with installed(0, NUM_MEMBERS) as accelerator:
@@ -888,7 +915,10 @@ def test_sums_stay_on_the_device_where_they_fit() -> None:
 
         def run(number: int) -> list[set[str]]:
             rank = _Rank(world, number)
-            world.leave_room(5 * rank.exchange.num_bytes)
+            needed = 4 * numel_of(rank) * 3  # its gradients, and Adam's moments
+            world.leave_room(needed - 1)
+            assert rank.exchange.keep_on_device() == 0
+            world.leave_room(needed + 5 * rank.exchange.num_bytes)
             assert rank.exchange.keep_on_device() == 2
             queued = [rank.queue() if number else rank.step(step) for step in range(4)]
             found = [kind(sums) for sums in queued]
@@ -903,6 +933,30 @@ def test_sums_stay_on_the_device_where_they_fit() -> None:
 
         expected = [{"cuda"}, {"cuda"}, {"cpu"}, {"cpu"}, {"cuda"}, {"cpu"}]
         assert _together(run) == [expected] * NUM_MEMBERS
+
+
+def test_sums_go_to_host_memory_when_the_device_has_no_room_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else has taken it since: no heal ends by that."""
+    empty_like = torch.empty_like
+
+    def refuse(like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if sys._getframe(1).f_code.co_name in ("_room_on_device", "<listcomp>"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty_like(like, *args, **kwargs)
+
+    with installed(0, NUM_MEMBERS) as accelerator:
+        world = _World("nccl", accelerator)
+
+        def run(number: int) -> set[str]:
+            rank = _Rank(world, number)
+            world.leave_room(100 * rank.exchange.num_bytes)
+            assert rank.exchange.keep_on_device() > 1
+            sums = rank.queue() if number else rank.step(0)
+            rank.apply(sums)
+            return {flat.device.type for flat in sums.flats if flat is not None}
+
+        monkeypatch.setattr(torch, "empty_like", refuse)
+        assert _together(run) == [{"cpu"}] * NUM_MEMBERS
 
 
 @pytest.mark.parametrize("bucket_bytes", [4, 1 << 20], ids=["many buckets", "one"])

@@ -168,7 +168,10 @@ class Bucket:
             if shard is None:
                 self.views[index].zero_()
             else:
-                given.append(self.views[index])
+                view = self.views[index]
+                if view.device != shard.device:  # torch would change the dtype on the way, and the host wait for that
+                    shard = shard.to(view.dtype)
+                given.append(view)
                 own.append(shard)
         if given:
             torch._foreach_copy_(given, own, non_blocking=True)

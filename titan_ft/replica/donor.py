@@ -30,7 +30,8 @@ class Donor:
     def __init__(self, state: TrainState, server: StateServer) -> None:
         self._state, self._server = state, server
         self._served: Snapshot | None = None
-        self._copying = threading.Lock()  # of what is offered
+        self._making = threading.Lock()  # of a copy of what is offered: one at a time
+        self._publishing = threading.Lock()
         self._offered_at = 0.0
         self._joiners: set[int] = set()  # slots of the groups that it was copied for
         self._offers = False
@@ -49,7 +50,7 @@ class Donor:
         # A joiner may fetch already although this group voted no in the round that sent it here.
         sent = {slot for slot, row in fetching.items() if row.donor == own}
         readers = sent | (self._joiners & fetching.keys())
-        with self._copying:  # whoever has come for what was offered gets it, and is among those that fetch
+        with self._publishing:  # whoever has come for what was offered gets it, and is among those that fetch
             if self._served is None and (taken := self._server.snapshot) is not None:
                 self._served, readers = taken, set(fetching)
         held = self._served is not None and (self._served.step, self._served.lineage) == here
@@ -101,11 +102,16 @@ class Donor:
 
     def _copy_shared(self, step: int) -> None:
         """Copy the state that is offered, and serve that; any thread. One joiner's is not replaced by another's."""
-        with self._copying:
-            if self._server.snapshot is None:
-                started = time.monotonic()
-                if (snapshot := self._state.copy_shared(step)) is not None:
+        with self._making:
+            started = time.monotonic()
+            snapshot = None if self._server.snapshot else self._state.copy_shared(step)
+            if snapshot is None:
+                return
+            with self._publishing:  # training may have published another one meanwhile
+                if self._server.snapshot is None:
                     self._server.publish(snapshot, time.monotonic() - started)
+                    return
+            self._state.reuse(snapshot)
 
     def _offer(self, made: Round, position: Position) -> None:
         """Offer the state if the groups have compared its bytes right before the steps of a round, else none."""

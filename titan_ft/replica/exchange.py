@@ -11,12 +11,14 @@ is committed, so a broken exchange is repeated with the survivors and nothing is
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 from weakref import WeakSet
 
@@ -35,6 +37,8 @@ from titan_ft.replica.member import Quorum
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.quantize import add_up, encode, left_behind
 
+logger = logging.getLogger(__name__)
+
 
 class ExchangeError(RuntimeError):
     """The exchange broke; the local gradients are untouched and it can be repeated."""
@@ -46,6 +50,7 @@ OwnFacts = tuple[Sequence[float], bytes]  # a member's row and message
 # all-reduce waits for a MiB at a time: so `process_group_timeout_ms` bounds a slice, and no bucket is too large for a
 # slow link. Not smaller, because each operation costs a round trip.
 _SLICE_BYTES = 4 << 20
+_MOMENTS = 2  # of Adam, for each gradient
 # Sums of buckets over Gloo: its process group has two threads, and the third one waits for the next that is free.
 _IN_FLIGHT = 3
 
@@ -256,10 +261,12 @@ class GradientExchange:
     def keep_on_device(self) -> int:
         """Let copies of the reduced gradients stay on the device where they fit, until `drop_room`; returns how many.
 
-        Half of what the device has left is for them: a process group may be built meanwhile, which takes memory too.
-        None if the buckets are in host memory.
+        Of what the device has left, this rank's gradients and moments may yet take their part, and half of the rest is
+        for a process group that is built meanwhile. None if the buckets are in host memory.
         """
-        self._most_on_device = device.free_bytes(self._where) // (2 * max(1, self.num_bytes))
+        trained = sum(bucket.values.numel() for bucket in self._buckets) * torch.float32.itemsize
+        free = device.free_bytes(self._where) - (1 + _MOMENTS) * trained
+        self._most_on_device = max(0, free) // (2 * max(1, self.num_bytes))
         return self._most_on_device
 
     @property
@@ -288,24 +295,30 @@ class GradientExchange:
 
         From a GPU the copy may still be under way then: only `write_gradients` may read it, which comes behind.
         """
-        room: Sequence[torch.Tensor | None] = [None] * len(self._buckets)
-        if not (stays := self._stays):
+        room = self._room_on_device() if self._stays else None
+        stays = room is not None
+        if room is None:
             self.make_room()
             assert self._room is not None
             room, self._room = self._room.result(), None
-        flats: list[torch.Tensor | None] = [
-            None if used is None else torch.empty_like(bucket.flat) if flat is None else flat
-            for bucket, used, flat in zip(self._buckets, self._used, room, strict=True)
-        ]
-        for bucket, flat in zip(self._buckets, flats, strict=True):
-            if flat is not None:
-                flat.copy_(bucket.flat, non_blocking=True)
-        kept = Sums(flats, self._used)
+        travelled = [used is not None for used in self._used]
+        for bucket, flat in zip(compress(self._buckets, travelled), compress(room, travelled), strict=True):
+            flat.copy_(bucket.flat, non_blocking=True)
+        kept = Sums([flat if was else None for flat, was in zip(room, travelled, strict=True)], self._used)
         if stays:
             self._on_device.add(kept)
         if self._where.type != "cpu":
             self._read = device.record_event()
         return kept
+
+    def _room_on_device(self) -> list[torch.Tensor] | None:
+        """Allocate what the next copy takes there; None if there is less left than there was."""
+        try:
+            return [torch.empty_like(bucket.flat) for bucket in self._buckets]
+        except torch.OutOfMemoryError:
+            logger.warning("the GPU has no room for the sums that were to stay there: they go to host memory")
+            self._most_on_device = 0
+            return None
 
     def write_gradients(self, kept: Sums | None, scale: float | None) -> None:
         """Make a copy of the reduced gradients (None = those in the buckets) times `scale` the parameters' gradients.

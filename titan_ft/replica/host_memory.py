@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -28,9 +29,10 @@ _NO_BOUND = 2**31  # updates
 
 
 class HostMemory:
-    """One flat tensor of uint8, pinned where there is a GPU. For one thread at a time."""
+    """One flat tensor of uint8, pinned where there is a GPU. `reserve` and `close` are for one thread."""
 
     def __init__(self) -> None:
+        self._changing = threading.Lock()
         self._spare: torch.Tensor | None = None
         self._reserved: Future[torch.Tensor] | None = None  # becomes the spare when one is wanted
         self._is_reserved = False
@@ -58,8 +60,11 @@ class HostMemory:
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Lend memory for a copy: what is at hand, if it is as large; waits for what is being pinned."""
-        self._collect()
-        memory, self._spare = self._spare, None
+        with self._changing:
+            reserved, self._reserved = self._reserved, None
+            memory, self._spare = self._spare, None
+        if reserved is not None:
+            memory = reserved.result()
         if memory is not None and memory.numel() == num_bytes:
             return memory
         return device.empty_host(num_bytes, torch.uint8)
@@ -70,12 +75,9 @@ class HostMemory:
 
     def close(self) -> None:
         """Let go of the memory; waits for the thread."""
-        self._collect()
-        self._spare = None
-
-    def _collect(self) -> None:
-        if self._reserved is not None:
-            self._spare, self._reserved = self._reserved.result(), None
+        reserved, self._reserved, self._spare = self._reserved, None, None
+        if reserved is not None:
+            reserved.result()
 
 
 def _reserve(num_bytes: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ from titan_ft.replica.group_store import keep_alive
 from titan_ft.replica.member import Admission, Member, Quorum, admit, members_of_job
 from titan_ft.replica.partition import Partition
 from titan_ft.replica.pulse import (
+    CLOSEST,
     SILENT_BEATS,
     Pulse,
     Status,
@@ -429,11 +430,15 @@ class Membership:
 
     def _watch_pulse(self) -> Pulse:
         beat = self._config.heartbeat_timeout_ms / 1000
+        # A page has a line for each group, and every group looks for itself: in large jobs more seldom.
+        interval = beat * (1 + (self._config.replica_id // _OFTEN).bit_length())
+        nccl = self._config.process_group == "nccl"
         return Pulse(
             self._page,
-            # A page has a line for each group, and every group looks for itself: in large jobs more seldom.
-            interval=beat * (1 + (self._config.replica_id // _OFTEN).bit_length()),
-            patience=beat if self._config.process_group == "nccl" else SILENT_BEATS * beat,
+            # Gloo notices a death by itself. NCCL does not, and whoever is waited for may be silent for long already.
+            first=interval / CLOSEST if nccl else interval,
+            interval=interval,
+            patience=beat if nccl else SILENT_BEATS * beat,
             own=lambda: self.member,
             members=self._find_exchanging,
             on_silence=self._leave_silent,

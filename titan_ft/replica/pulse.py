@@ -34,7 +34,7 @@ SILENT_BEATS = 2
 
 With NCCL between the groups nothing else may tell of a member that has died, and one is all that is waited."""
 
-_CLOSEST = 10  # looks within an interval at most
+CLOSEST = 10  # looks within an interval at most
 
 _HEARTBEAT = re.compile(r"^\s*(\S+): seen ([0-9.eE+-]+)s ago\s*$", re.MULTILINE)
 
@@ -166,8 +166,8 @@ class Pulse(Watch):
 
     Args:
         page: the lighthouse's.
-        interval: seconds until the first look, and the most between two: when a member would be silent long enough, it
-            looks again.
+        first: seconds until the first look.
+        interval: the most between two: when a member would be silent long enough, it looks again.
         patience: seconds of silence after which a member counts as gone.
         own: returns the name of this group.
         members: returns the replica ids of the others in the exchange under way; none as long as they are not known.
@@ -178,6 +178,7 @@ class Pulse(Watch):
     def __init__(
         self,
         page: StatusPage,
+        first: float,
         interval: float,
         patience: float,
         own: Callable[[], Member],
@@ -188,7 +189,7 @@ class Pulse(Watch):
         self._page, self._patience, self._own, self._members = page, patience, own, members
         self._on_silence, self._on_left_out = on_silence, on_left_out
         self._longest = interval
-        super().__init__("titan_ft_pulse", lambda: interval, 1.0, self._look_at_page)
+        super().__init__("titan_ft_pulse", lambda: first, 1.0, self._look_at_page)
 
     def _look_at_page(self) -> Callable[[], None] | None:
         members = self._members()
@@ -203,7 +204,7 @@ class Pulse(Watch):
         if silent := self._find_silent(own, members, status.heartbeats):
             return partial(self._on_silence, silent)
         rest = self._patience - max((status.heartbeats.get(name, 0.0) for name in members), default=0.0)
-        self._pause = min(self._longest, max(rest, self._longest / _CLOSEST))
+        self._pause = min(self._longest, max(rest, self._longest / CLOSEST))
         return None
 
     def _find_silent(self, own: Member, members: Collection[str], heartbeats: dict[str, float]) -> dict[str, float]:

@@ -121,8 +121,7 @@ class TrainState:
         Args:
             num_ranks: that share the host's memory.
         """
-        with self._copying:
-            self._memory.reserve(lambda: self.payload_bytes, num_ranks)
+        self._memory.reserve(lambda: self.payload_bytes, num_ranks)
 
     def close(self) -> None:
         """Let go of the host memory; waits for a copy under way."""
@@ -148,9 +147,19 @@ class TrainState:
                 self._shared = None
 
     def copy_shared(self, step: int) -> Snapshot | None:
-        """Copy the state of `step` while training computes with it; None if it is not shared. Any thread."""
+        """Copy the state of `step` while training computes with it; None if it is not shared. Any thread.
+
+        Training comes behind the copy, and not behind the memory for it, which may take seconds to pin.
+        """
+        shared = self._shared
+        if shared is None or shared.step != step:
+            return None
+        payload = self._memory.take(_lay_out(shared.tensors)[1])
         with self._copying:
-            return self._copy(self._shared) if self._shared is not None and self._shared.step == step else None
+            if self._shared is shared:
+                return self._copy(shared, payload)
+        self._memory.give_back(payload)
+        return None
 
     def copy(self, step: int, lineage: int) -> Snapshot:
         """Copy the state to host memory, as it is behind all that the training has queued.
@@ -159,17 +168,18 @@ class TrainState:
         next step waits on the GPU, and so does a load. On a CPU, and into memory that is not pinned, the copy is
         complete when this returns.
         """
+        parts = self._parts(step, lineage)
+        payload = self._memory.take(_lay_out(parts.tensors)[1])
         with self._copying:
-            return self._copy(self._parts(step, lineage))
+            return self._copy(parts, payload)
 
     def _parts(self, step: int, lineage: int) -> _Parts:
         tensors = list(self._tensors(self._optimizers))
         return _Parts(step, lineage, tensors, self._scalars(), device.record_event())
 
     @torch.no_grad()
-    def _copy(self, state: _Parts) -> Snapshot:
+    def _copy(self, state: _Parts, payload: torch.Tensor) -> Snapshot:
         entries, size = _lay_out(state.tensors)
-        payload = self._memory.take(size)
         shards = [local(tensor) for _, tensor, _ in state.tensors]
         targets = [_view(payload, entry) for entry in entries]
         # A forward may write buffers (statistics of a norm), long before the optimizer's step: they are copied on the
@@ -209,8 +219,7 @@ class TrainState:
     def reuse(self, snapshot: Snapshot) -> None:
         """Take back a snapshot that nobody reads any more: its memory serves the next copy."""
         snapshot.wait()  # the host writes there too, and a GPU that copies late would do so behind it
-        with self._copying:
-            self._memory.give_back(snapshot.payload)
+        self._memory.give_back(snapshot.payload)
 
     def load(self, snapshot: Snapshot) -> None:
         """Overwrite this rank's state with `snapshot`.
@@ -319,7 +328,9 @@ class TrainState:
                 state = {
                     key: like(
                         parameter,
-                        _view(payload, entry).to("cpu" if entry["on_host"] else parameter.device, copy=True),
+                        _view(payload, entry).to(
+                            "cpu" if entry["on_host"] else parameter.device, copy=True, non_blocking=True
+                        ),
                     )
                     for key, entry in by_parameter.pop(f"optimizer/{number}/{index}", {}).items()
                 }
