@@ -396,6 +396,8 @@ class GradientExchange:
         """Copy parts into the bucket; hands it to the flight when it is full."""
         # The device may still copy the last sums out of it; into memory of its own the host writes at once.
         device.wait_for(self._read, self._where)
+        if self._where.type == "cpu":
+            self._read = None  # now it has: not for each of the others
         if bucket.fill(indices, self._weights[bucket.fragment]) and self._flight is not None:
             bucket.full = device.record_event()
             self._flight.hand_over(bucket)
