@@ -8,7 +8,8 @@ usage='usage: submit.sh --config CONFIG.toml --run-dir DIR --groups N --ranks-pe
   --lighthouse-options "..."  likewise for the lighthouses, such as "--partition=cpu --exclusive"
   --token-file FILE       the secret that all groups share, readable by you alone (made, as DIR/token)
   --max-restarts N        restarts of a group in 24 hours on its nodes (100)
-  --host-deaths N         a group leaves a host on which groups of the run have died so often within an hour (5; 0: never)
+  --host-deaths N         a group leaves a host on which groups of the run have died so often (5; 0: never)
+  --host-window S         seconds within which they count (3600)
   --on-host-suspected "COMMAND"  run then, with the host and the reason as further arguments
   --no-zygote             start workers as new processes, not as forks of one that has imported everything
   --dry-run               print what would be submitted
@@ -18,9 +19,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/common.sh"
 
 config="" run_dir="" groups="" ranks_per_node="" nodes=1 time="" group_options="" lighthouse_options="" token_file=""
-max_restarts=100 host_deaths=5 on_host_suspected="" standby="" no_zygote="" dry_run=""
+max_restarts=100 host_deaths=5 host_window=3600 on_host_suspected="" standby="" no_zygote="" dry_run=""
 read_options "config run-dir groups ranks-per-node nodes time group-options lighthouse-options token-file max-restarts \
-    host-deaths on-host-suspected" "dry-run standby no-zygote" "$@"
+    host-deaths host-window on-host-suspected" "dry-run standby no-zygote" "$@"
 [[ -n $config ]] || refuse "--config is missing"
 [[ -f $config ]] || refuse "--config must be a TOML file, got '$config'"
 [[ -n $run_dir ]] || refuse "--run-dir is missing: a folder that all nodes share"
@@ -31,6 +32,7 @@ number --ranks-per-node 1 "$ranks_per_node"
 number --nodes 1 "$nodes"
 number --max-restarts 0 "$max_restarts"
 number --host-deaths 0 "$host_deaths"
+number --host-window 1 "$host_window"
 [[ -n $dry_run ]] || command -v sbatch >/dev/null || refuse "sbatch is not there: run this where jobs are submitted"
 config=$(realpath "$config")
 [[ -n $dry_run ]] || mkdir -p "$run_dir/logs" "$run_dir/slurm"
@@ -75,7 +77,8 @@ fi
 job=$(submit "--dependency=after:$first" "--array=0-$((groups - 1))" "--nodes=$nodes" \
     ${for_groups[@]+"${for_groups[@]}"} "--output=$run_dir/logs/replica-%a.log" \
     "$root/slurm/replicas.sbatch" "$root" "$run_dir" --config "$config" --ranks-per-node "$ranks_per_node" \
-    --max-restarts "$max_restarts" --host-deaths "$host_deaths" --on-host-suspected "$on_host_suspected" \
+    --max-restarts "$max_restarts" --host-deaths "$host_deaths" \
+    --host-window "$host_window" --on-host-suspected "$on_host_suspected" \
     ${no_zygote:+--no-zygote} ${rest[@]+-- "${rest[@]}"})
 trap - EXIT
 [[ -z $dry_run ]] || exit 0

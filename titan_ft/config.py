@@ -181,10 +181,10 @@ class FaultTolerance:
     its own."""
 
     exchange_dtype: str = "float32"
-    """What gradients travel in between groups: "float32", or "bfloat16", which sends half of the bytes. Each group's
-    gradients are rounded to bfloat16 and added up in fp32; the sum is rounded once more, and is the same bytes in all
-    groups. It is off by less than 1/127 of the sum of its terms' magnitudes. What a mixture of experts counts is exact.
-    Not with `should_quantize`."""
+    """What gradients travel in between groups: "float32", or "bfloat16", which halves the bytes, and the memory of the
+    buckets and of the updates that a joiner queues. Each group's gradients are rounded to bfloat16 and added up in
+    fp32; the sum is rounded once more, and is the same bytes in all groups. It is off by less than 1/127 of the sum of
+    its terms' magnitudes. What a mixture of experts counts is exact. Not with `should_quantize`."""
 
     max_exchange_retries: int = 10
     """Consecutive failed exchanges of one step after which the group with the highest slot gives up and is started
@@ -222,11 +222,12 @@ class FaultTolerance:
     that it missed; with "wait" they wait until it has the state, which is torchft's way."""
 
     catch_up_max_gb: float = 0.0
-    """Gigabytes (2**30 bytes) of updates, each as large as its gradients in fp32, that a rank queues in host memory
-    (pinned where there is a GPU) while the state travels. Of its group's ranks the one with least room counts. With the
-    queue full, a newer state is fetched if it is likely to be there in time, once in a heal; else the others wait for
-    the transfer to end. 0 takes half of what its host, or its cgroup, has free when the heal begins, shared out among
-    the ranks there (`TITAN_FT_RANKS_ON_HOST`, if groups that were started by hand share a host)."""
+    """Gigabytes (2**30 bytes) of updates, each as large as its gradients in `exchange_dtype`, that a rank queues while
+    the state travels: on its GPU where they fit and the groups exchange over NCCL, else in host memory (pinned where
+    there is a GPU). Of its group's ranks the one with least room counts. With the queue full, a newer state is fetched
+    if it is likely to be there in time, once in a heal; else the others wait for the transfer to end. 0 takes half of
+    what its host, or its cgroup, has free when the heal begins, shared out among the ranks there
+    (`TITAN_FT_RANKS_ON_HOST`, if groups that were started by hand share a host), and what fits on the GPU."""
 
     catch_up_max_steps: int = 0
     """Updates that a group queues at most, whatever their size. 0 leaves it to `catch_up_max_gb`."""

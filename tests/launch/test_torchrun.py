@@ -149,6 +149,18 @@ def test_a_group_that_is_sent_away_while_it_imports(run: Any) -> None:
     run.wait_until(lambda: not run.is_alive(zygote), 10.0, "the zygote is gone")
 
 
+def test_an_agent_that_is_killed_takes_zygote_and_workers_along(run: Any) -> None:
+    """Nobody could end them later: they would hold the host's GPUs and ports."""
+    run.env["TITAN_FT_ZYGOTE"] = "1"
+    process = torchrun(run, "import time; time.sleep(600)", "--standalone", ranks=2)
+    run.wait_until(lambda: len(run.events("worker_started")) == 2, 60.0, "both ranks have begun")
+    workers, zygote = [event["pid"] for event in run.events("worker_started")], zygote_of(process.pid)
+    assert zygote is not None
+    process.kill()
+    process.communicate(timeout=60)
+    run.wait_until(lambda: not any(map(run.is_alive, [zygote, *workers])), 10.0, "all of them are gone")
+
+
 def handles_sigterm(pid: int) -> bool:
     """Say whether a process has a handler for SIGTERM."""
     caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)

@@ -62,6 +62,8 @@ def test_one_command_submits_a_run(tmp_path: Path) -> None:
         "60",
         "--standby",
         "--no-zygote",
+        "--host-window",
+        "600",
         "--group-options",
         "--gpus-per-node=8 --partition=gpu",
     ]
@@ -78,6 +80,7 @@ def test_one_command_submits_a_run(tmp_path: Path) -> None:
         *(str(ROOT), str(run), "--config", str(CONFIG), "--ranks-per-node", "8")
     ]
     assert groups[-3:] == ["--no-zygote", "--", "--training.steps=7"]
+    assert groups[groups.index("--host-deaths") :][:4] == ["--host-deaths", "5", "--host-window", "600"]
     assert (run / "slurm" / "jobs").read_text() == "103 101 102\n"
     token = run / "token"
     assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
@@ -105,6 +108,7 @@ def test_a_token_of_the_users_is_taken_if_nobody_else_can_read_it(tmp_path: Path
     [
         ({"--config": "none.toml"}, "--config must be a TOML file, got 'none.toml'"),
         ({"--groups": "0"}, "--groups must be a whole number, at least 1, got '0'"),
+        ({"--host-window": "0"}, "--host-window must be a whole number, at least 1, got '0'"),
         ({"--ranks-per-node": "x"}, "--ranks-per-node must be a whole number, at least 1, got 'x'"),
         ({"--stand-by": "x"}, "no option '--stand-by'"),
     ],
