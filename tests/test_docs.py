@@ -148,6 +148,18 @@ def test_a_command_that_is_wrong_is_noticed(command: str) -> None:
     assert _complaint(command.split())
 
 
+def test_every_command_is_listed_with_what_runs_it() -> None:
+    """None is missing, none is left over."""
+    rows = re.findall(r"^\| `(.*)` \| (.+) \|$", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    listed = [command.replace("\\|", "|") for command, _ in rows]
+    shown = set()
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines():
+                shown.add(" ".join(re.sub(r"\s#.*$", "", line).split()))
+    assert sorted(listed) == sorted(shown - {""})
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     """A file that a page links to exists, and so does the heading in it."""

@@ -481,10 +481,6 @@ class Publish(Fault):
 
         _at_moment(world, self.moment, -1, act, LIGHTHOUSE)
 
-    def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """Groups that did not see it in time may begin anew, and save another state of this step in its place."""
-        return error == "LoadError" and world.folder is not None and world.folder.replaced >= rank.group.began
-
     def shorter(self) -> list[Fault]:
         return [Publish(self.at)] if self.moment else []
 
@@ -512,10 +508,6 @@ class TakeAway(Fault):
                 world.kernel.after(self.seconds, partial(folder.put_back, step))
 
         _at_moment(world, self.moment, -1, act, LIGHTHOUSE)
-
-    def excuses(self, error: str, rank: Rank, world: World) -> bool:
-        """Who was about to load it ends, and chooses anew when it is started again."""
-        return error == "LoadError" and world.folder is not None and world.folder.missed >= rank.group.began
 
     def shorter(self) -> list[Fault]:
         return [replace(self, seconds=0.0)] if self.seconds else []

@@ -48,6 +48,7 @@ from titan_ft.replica.position import Position
 from titan_ft.replica.round import Rounds
 from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import ReplicaDimension
+from titan_ft.training.checkpoint_choice import LoadError
 
 SCHEDULES = 2000
 
@@ -357,6 +358,15 @@ def test_a_checkpoint_that_another_one_replaces_may_be_missed() -> None:
         kernel.now = now
         folder.publish_saved(0, own)
         assert folder.replaced == replaced
+
+
+@pytest.mark.parametrize(("missed", "replaced"), [(-math.inf, -math.inf), (12.0, -math.inf), (3.0, 12.0), (3.0, 9.9)])
+def test_who_loads_a_checkpoint_that_goes_meanwhile_may_end(missed: float, replaced: float) -> None:
+    """Whoever took it away: a group may withdraw what it has saved of an update that nobody else has made."""
+    world = SimpleNamespace(faults=[], folder=SimpleNamespace(missed=missed, replaced=replaced))
+    rank = SimpleNamespace(group=SimpleNamespace(over=False, began=10.0))
+    crash = SimpleNamespace(error=LoadError("checkpoint: step-4 vanished after it was chosen"))
+    assert World._may_end(cast(Any, world), cast(Any, rank), cast(Any, crash)) is (12.0 in (missed, replaced))
 
 
 def test_the_successor_of_a_joiner_that_hung_is_served_in_the_midst_of_a_round() -> None:

@@ -27,5 +27,5 @@ def register_flavors(model: str) -> None:
         rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
     )
     llama3_args.setdefault("1B", flavor)
-    # torchtitan's debug model halved: thirty groups of it train on two cores, with a step of a few seconds.
+    # torchtitan's debug model halved: thirty groups of it train on two cores, with a step of a second.
     llama3_args.setdefault("debugmodel_half", replace(llama3_args["debugmodel"], dim=128, n_layers=3, n_heads=8))
