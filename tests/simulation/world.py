@@ -1136,8 +1136,8 @@ class World(standins.World):
         if any(fault.excuses(name, rank, self) for fault in self.faults):
             return True
         if name == "LoadError" and self.folder is not None:
-            # What it had chosen is gone: removed, withdrawn by a group whose update nobody else has made, or replaced by
-            # groups that did not see it in time. It chooses anew when it is started again.
+            # What it had chosen is gone: removed, withdrawn by a group whose update nobody else has made, or replaced.
+            # It chooses anew when it is started again.
             return max(self.folder.missed, self.folder.replaced) >= rank.group.began
         if name == "GaveUpError" and "start_timeout" in str(crash.error):
             # Nothing is lost: what it holds is the initial state, or that of a checkpoint.
