@@ -48,8 +48,9 @@ class Published:
     recoveries: str = "over 1,200, in all their runs"
 
 
-BLOG = {"blog_15s.toml": Published(15, 268, 888), "blog_60s.toml": Published(60, 5145, 6249)}
-"""By the file of the plan that does the same."""
+_HARDER = Published(15, 268, 888)
+BLOG = {"blog_15s.toml": _HARDER, "blog_60s.toml": Published(60, 5145, 6249), "every_5s.toml": _HARDER}
+"""By the file of the plan that does the same, or more of it."""
 
 
 def part_of(part: int, whole: int) -> str:
