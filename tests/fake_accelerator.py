@@ -403,8 +403,7 @@ class FakeAccelerator:
         if from_host:
             waits = not non_blocking and source.dim() > 0  # for a GPU torch makes a scalar there
         else:
-            # What changes the dtype goes through memory that is not pinned.
-            waits = to_host and (not non_blocking or not self.is_pinned(target) or to.dtype != of.dtype)
+            waits = to_host and (not non_blocking or not self.is_pinned(target))
         if waits:
             self.current_stream(where).synchronize()
         return target

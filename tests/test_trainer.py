@@ -25,6 +25,7 @@ from torchtitan.components.validate import BaseValidator, Validator  # noqa: E40
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
+from tests.fake_accelerator import installed  # noqa: E402
 from titan_ft.replica.errors import Leaving  # noqa: E402
 from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
@@ -532,3 +533,21 @@ def test_a_warm_up_is_taken_back(text: bool) -> None:
     ReplicaTrainer._warm_up(this)
     assert done == (["step [1, 8], tensor([True])", "update", "zero", "load before"] if text else [])
     assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+def test_a_replay_takes_as_long_as_the_device_does() -> None:
+    """By that a group that heals paces itself: the host alone would have queued all of its updates at once."""
+    done: list[Any] = []
+    with installed(0) as accelerator:
+
+        def apply(update: Any) -> None:
+            def kernel() -> bool:
+                done.append(update)
+                return True
+
+            accelerator.enqueue(accelerator.defaults[0], kernel)
+
+        this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
+        vars(this).update(_apply=apply)
+        this._replay("an update")
+    assert done == ["an update"]

@@ -227,7 +227,7 @@ class FaultTolerance:
     there is a GPU). Of its group's ranks the one with least room counts. With the queue full, a newer state is fetched
     if it is likely to be there in time, once in a heal; else the others wait for the transfer to end. 0 takes half of
     what its host, or its cgroup, has free when the heal begins, shared out among the ranks there
-    (`TITAN_FT_RANKS_ON_HOST`, if groups that were started by hand share a host), and what fits on the GPU."""
+    (`TITAN_FT_RANKS_ON_HOST`, if groups that were started by hand share a host), and what fits on the GPU besides."""
 
     catch_up_max_steps: int = 0
     """Updates that a group queues at most, whatever their size. 0 leaves it to `catch_up_max_gb`."""

@@ -231,6 +231,7 @@ _NCCL_OFF = {
     "TORCH_NCCL_PROPAGATE_ERROR": "torch's watchdog would wait for the store of a peer that is lost",
     "TORCH_NCCL_DESYNC_DEBUG": f"it turns {ASYNC_ERROR_HANDLING} on",
     "TORCH_NCCL_BLOCKING_WAIT": "nobody would notice NCCL's errors",
+    "TORCH_NCCL_HIGH_PRIORITY": "the group's communicators would take streams of the exchange's",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "the order of a group's and the exchange's kernels differs between ranks",
 }
 _MIN_CONNECTIONS, _MAX_CONNECTIONS = 8, 32  # queues of a GPU: CUDA's own default, and the most there are
@@ -312,13 +313,23 @@ def host_bytes(num_bytes: int) -> int:
     return num_bytes if on_cpu() else 1 << max(0, num_bytes - 1).bit_length()
 
 
-def release_host_memory() -> None:
+def release_host_memory(pending: Future[Any] | None = None) -> None:
     """Give pinned memory that nobody uses any more back to the host; returns at once, and does nothing on a CPU.
 
     On a thread of its own: to unpin many gigabytes takes seconds.
+
+    Args:
+        pending: makes memory that nobody wants: waited for, and given back too. The caller drops it.
     """
+
+    def release(unwanted: list[Future[Any] | None]) -> None:
+        if (last := unwanted.pop()) is not None:
+            last.exception()
+            del last
+        torch.accelerator.empty_host_cache()
+
     if not on_cpu():
-        threading.Thread(target=torch.accelerator.empty_host_cache, name="titan_ft_unpin", daemon=True).start()
+        threading.Thread(target=release, args=([pending],), name="titan_ft_unpin", daemon=True).start()
 
 
 def free_bytes(where: torch.device) -> int:

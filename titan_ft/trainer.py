@@ -246,7 +246,13 @@ class ReplicaTrainer(Trainer):
                 if self._chaos is not None:
                     rest.callback(self._chaos.close)
                 rest.callback(self._watchdog.close)
-                rest.callback(self._step_log.flush)  # first: what it waits for may hang
+                rest.callback(self._end_step_log)  # first: what it waits for may hang
+
+    def _end_step_log(self) -> None:
+        try:
+            self._step_log.flush()
+        except Exception:  # noqa: BLE001  # another one may have ended the training: that is the one to tell of
+            logger.exception("the event of the last step is not written")
 
     def _emit_drained(self) -> None:
         self._events.emit(
@@ -535,14 +541,19 @@ class ReplicaTrainer(Trainer):
         """Apply a committed update, live or replayed, and advance what counts commits; returns what tells its norm."""
         self._watchdog.beat()
         self._links.exchange.write_gradients(update.gradients, update.scale)
-        grad_norm = device.read_later(self._clip_gradients())
+        grad_norm = self._clip_gradients()
         self.checkpointer.maybe_wait_for_staging()
         with scaled_lr(self.optimizers, self._lr_factor(update)):
             self.optimizers.step()
         self.lr_schedulers.step()
         self.ntokens_seen += update.tokens
         self._ledger.advance(update.entries, update.readers)
-        return grad_norm
+        return device.read_later(grad_norm)
+
+    def _replay(self, update: Update) -> None:
+        """Apply an update that was queued, to the end: the time it takes says how many may be replayed in a step."""
+        self._apply(update)
+        device.synchronize([device.record_event()])
 
     def _lr_factor(self, update: Update) -> float:
         """Return what `lr_policy` multiplies the LR of an update with, by its share of the global batch."""
@@ -600,7 +611,7 @@ class ReplicaTrainer(Trainer):
             nominal_tokens=self._nominal_tokens,
             token=self.launch.token,
             ranks_on_host=self.launch.ranks_on_host,
-            apply=self._apply,
+            apply=self._replay,
             **shared,
         )
         return ReplicaDimension(

@@ -190,6 +190,7 @@ def test_cancelling_tells_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
     assert held.began.wait(DEADLINE)
     assert not held.cancelled.is_set()
     attempt.cancel()
+    assert attempt.updates == [], "an error refers to it, and nobody collects garbage for a while"
     assert held.cancelled.is_set()
 
 

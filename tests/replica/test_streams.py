@@ -550,13 +550,13 @@ def heal_with_room(world: _World) -> Any:
     return heal(world, room=1)
 
 
-def rounds(world: _World, alpha: float = 0.0) -> Any:
-    """Rounds of steps of a rank's own, exchanged as changes of the anchors."""
+def rounds(world: _World, alpha: float = 0.0, **options: Any) -> Any:
+    """Rounds of steps of a rank's own, exchanged as changes of the anchors. Rank 1 makes the updates of copies."""
 
     def run(number: int) -> Any:
         rank = _Rank(world, number)
         outer = OuterModel([rank.training.model], OuterOptimizer(0.7, 0.9, nesterov=True))
-        exchange = world.exchange(number, outer.anchors, overlap=False)
+        exchange = world.exchange(number, outer.anchors, overlap=False, **options)
         found = []
         for step in range(NUM_STEPS):
             training = rank.training
@@ -568,7 +568,7 @@ def rounds(world: _World, alpha: float = 0.0) -> Any:
             outer.take_changes({0: 1.0 + number})
             exchange.give({0: 1.0 + number})
             exchange.finish(True, lambda quorum: ([0.0], b""))
-            exchange.write_gradients(None, None)
+            exchange.write_gradients(exchange.reduced() if number else None, None)
             squares = outer.step(alpha)
             found += [str(squares), *(anchor.detach().clone() for anchor in outer.anchors)]
             if step == 1:
@@ -580,6 +580,11 @@ def rounds(world: _World, alpha: float = 0.0) -> Any:
         return [*found, *rank.bytes()]
 
     return _together(run)
+
+
+def rounds_in_bfloat16(world: _World) -> Any:
+    """Changes that travel in bfloat16."""
+    return rounds(world, dtype=torch.bfloat16)
 
 
 def rounds_mixed(world: _World) -> Any:
@@ -622,9 +627,11 @@ SCENARIOS = {
         train_in_8_bits,
         train_in_bfloat16,
         train_a_bfloat16_model,
+        rounds,
+        rounds_in_bfloat16,
     ),
     "snapshot.py": (copy, copy_beside_training, copy_on_another_thread, heal),
-    "outer.py": (rounds, rounds_mixed, restore),
+    "outer.py": (rounds, rounds_mixed, rounds_in_bfloat16, restore),
     "feed.py": (read,),
 }
 """By the module whose waits they need."""

@@ -71,10 +71,14 @@ Part = Gradient | Count
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums of an exchange, by bucket: a tensor like its `flat`, and its parts' weights; None = it did not travel."""
+    """Sums of an exchange, by bucket: a tensor like its `flat`, and its parts' weights; None = it did not travel.
+
+    A device may still copy them until `copied`: the host waits for that, a stream is behind it.
+    """
 
     flats: Sequence[torch.Tensor | None]
     weights: Sequence[Sequence[float] | None]
+    copied: torch.Event | None = None
 
 
 class Bucket:
@@ -168,10 +172,7 @@ class Bucket:
             if shard is None:
                 self.views[index].zero_()
             else:
-                view = self.views[index]
-                if view.device != shard.device:  # torch would change the dtype on the way, and the host wait for that
-                    shard = shard.to(view.dtype)
-                given.append(view)
+                given.append(self.views[index])
                 own.append(shard)
         if given:
             torch._foreach_copy_(given, own, non_blocking=True)
@@ -230,10 +231,11 @@ class Bucket:
 
 
 def _multiply(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: list[float]) -> None:
-    """Make targets the sources times factors, rounded once; all are on one device."""
+    """Make targets the sources times factors, rounded once. A device that has the sources makes the product."""
     changes = any(factor != 1.0 for factor in factors)
-    if changes and sources[0].dtype is torch.float32:
-        sources = list(torch._foreach_mul(sources, factors))
+    # What a device brings to host memory is not there yet when the host could multiply it.
+    if changes and (sources[0].dtype is torch.float32 or sources[0].device != targets[0].device):
+        sources = list(torch._foreach_mul([source.float() for source in sources], factors))
         changes = False
     torch._foreach_copy_(targets, sources, non_blocking=True)
     if changes:  # a product in bfloat16 is rounded, unless it is made where it is to be
@@ -244,7 +246,7 @@ def _upload(targets: list[torch.Tensor], sources: list[torch.Tensor], factors: l
     """Write tensors of the host, times factors, to the device; the host waits for none that is pinned.
 
     The product is made on the device, of the same two numbers: on the host it would take as much memory again, which is
-    not pinned. What has another dtype there travels as it is: torch would change it on the host first.
+    not pinned. What has another dtype there is brought to it when it has been scaled.
     """
     alike = [target.dtype is source.dtype for source, target in zip(sources, targets, strict=True)]
     moved = [

@@ -107,8 +107,12 @@ class CatchUp:
         return None if failure is None else str(failure)
 
     def cancel(self) -> None:
-        """Let the fetch end: its result is not wanted any more."""
+        """Let the fetch end: its result is not wanted any more, nor is what is queued.
+
+        An error that it ends with refers to this attempt, and memory of a GPU is not to wait for a garbage collection.
+        """
         self._cancelled.set()
+        self.updates.clear()
 
     def snapshot(self) -> Snapshot:
         """Return the fetched state."""

@@ -122,6 +122,7 @@ class GradientExchange:
             for run in partition(own, bucket_bytes)
         ]
         self._num_fragments = max(parts) + 1
+        self._on_host = all(gradient.parameter.device.type == "cpu" for gradient in gradients)
         self._weights: Mapping[int, float] = dict.fromkeys(parts, 1.0)
         self._used: list[list[float] | None] = [None] * len(self._buckets)  # of those that the last exchange has summed
         self._armed = False
@@ -287,8 +288,8 @@ class GradientExchange:
 
     def drop_room(self) -> None:
         """Let go of that memory, and of what copies had: none is made any more."""
+        device.release_host_memory(self._room)
         self._room, self._most_on_device = None, 0
-        device.release_host_memory()
 
     def reduced(self) -> Sums:
         """Copy the reduced gradients.
@@ -304,11 +305,12 @@ class GradientExchange:
         travelled = [used is not None for used in self._used]
         for bucket, flat in zip(compress(self._buckets, travelled), compress(room, travelled), strict=True):
             flat.copy_(bucket.flat, non_blocking=True)
-        kept = Sums([flat if was else None for flat, was in zip(room, travelled, strict=True)], self._used)
+        copied = None
+        if self._where.type != "cpu":
+            copied = self._read = device.record_event()
+        kept = Sums([flat if was else None for flat, was in zip(room, travelled, strict=True)], self._used, copied)
         if stays:
             self._on_device.add(kept)
-        if self._where.type != "cpu":
-            self._read = device.record_event()
         return kept
 
     def _room_on_device(self) -> list[torch.Tensor] | None:
@@ -326,6 +328,8 @@ class GradientExchange:
         With a scale of None they become the means by the weights that the groups gave them. The counts become the sums
         as they are. If it is the buckets, this rank's gradients are in the update: what rounding left of them counts.
         """
+        if kept is not None and self._on_host:
+            device.synchronize([kept.copied])
         # A replay leaves the buckets alone: an exchange may be under way in them.
         sums = Sums([bucket.flat for bucket in self._buckets], self._used) if kept is None else kept
         for bucket, flat, weights in zip(self._buckets, sums.flats, sums.weights, strict=True):

@@ -70,8 +70,13 @@ class HostMemory:
         return device.empty_host(num_bytes, torch.uint8)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Take back what was lent, and nobody reads any more."""
-        self._spare = memory
+        """Take back what was lent, and nobody reads any more. One is kept: the host may have no room for a second."""
+        with self._changing:
+            if self._spare is None:
+                self._spare = memory
+                return
+        del memory
+        device.release_host_memory()
 
     def close(self) -> None:
         """Let go of the memory; waits for the thread."""

@@ -165,8 +165,10 @@ class StepCommitted(RankEvent, kw_only=True):
     # bytes of gradients that this rank sent to the other groups since its last commit, as a ring of the members sends
     # them: those of exchanges that broke, and of a heal before it, included; rows are not. Not in older histories
     wire_bytes: int | None = None
-    compute_seconds: float  # of that, forward and backward
-    apply_seconds: float  # of that, clipping and the optimizer
+    # of that, forward and backward; on a GPU also what the update before still takes when they begin
+    compute_seconds: float
+    # of that, clipping and the optimizer; on a GPU what the host takes to queue them
+    apply_seconds: float
     forward_passes: int  # microbatches that this rank computed
     data: Batches | None  # batches of its own slot that this rank read; null without any
     extra_data: list[Batches]  # batches that it read of the slots of absent groups
