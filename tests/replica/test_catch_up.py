@@ -189,6 +189,7 @@ def test_cancelling_tells_the_fetch(held: HeldFetch, attempt: CatchUp) -> None:
     """An attempt that is given up lets its fetch know, so that it stops loading the donor."""
     assert held.began.wait(DEADLINE)
     assert not held.cancelled.is_set()
+    attempt.updates.append(update(1, 1))
     attempt.cancel()
     assert attempt.updates == [], "an error refers to it, and nobody collects garbage for a while"
     assert held.cancelled.is_set()

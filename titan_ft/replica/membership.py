@@ -60,8 +60,8 @@ logger = logging.getLogger(__name__)
 _REUNION_ASKS = 20
 _REUNION_PAUSE_SECONDS = 0.1
 _FOLLOW_ASKS = 100  # of one at another place: shared storage tells some groups seconds later than others
-# Groups that look at the lighthouse's page in each heartbeat timeout, while they wait in an exchange; 1000 groups look 200
-# times a second. With NCCL each looks once more, soon after it has begun to wait.
+# Groups that look at the lighthouse's page in each heartbeat timeout, while they wait in an exchange; 1000 groups look
+# 200 times a second. With NCCL each looks once more, soon after it has begun to wait.
 _OFTEN = 4
 
 
