@@ -342,8 +342,8 @@ def free_bytes(where: torch.device) -> int:
 
 def in_background(make: Callable[[], _T], name: str) -> Future[_T]:
     """Make something that takes a while where there is an accelerator, on a thread of its own; on a CPU at once."""
-    made: Future[_T] = Future()
     if on_cpu():
+        made: Future[_T] = Future()
         made.set_result(make())
         return made
     thread = ThreadPoolExecutor(1, name, initializer=for_thread())

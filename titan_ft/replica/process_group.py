@@ -250,7 +250,7 @@ class AbortableNccl(ProcessGroupNCCL):
 
         Each communicator takes a stream of torch's pool, 32 for a priority, in turn: after so many quorums that of the
         sums would be one that FSDP or a copy of the state has, and a collective of the group would wait behind a sum.
-        Nobody else takes those of the highest priority.
+        Nobody else takes those of the highest priority (see `device.nccl_environment`).
         """
         from torch.distributed import ProcessGroupNCCL as Backend  # not there on a CPU
 
