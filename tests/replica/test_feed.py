@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import weakref
@@ -15,9 +16,11 @@ import pytest
 import torch
 
 from titan_ft import device
+from titan_ft.config import FaultTolerance
 from titan_ft.data.assets import resolve
 from titan_ft.replica.feed import Feed, Reading, load_loader, merge, save_loader
 from titan_ft.replica.ledger import Ledger
+from titan_ft.training.slot_loaders import SlotLoaders
 
 NUM_SLOTS = 2
 Build = Callable[[int], Any]
@@ -49,9 +52,9 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     config.training.dataset, config.training.seq_len, config.training.local_batch_size = "titan_ft_test", 16, 2
     config.training.dataloader.num_workers = 2 if "workers" in request.param else 0
     tokenizer = build_hf_tokenizer(config)
-    yield lambda slot: build_text_dataloader(
-        dp_world_size=NUM_SLOTS, dp_rank=slot, tokenizer=tokenizer, job_config=config
-    )
+    loaders = SlotLoaders(FaultTolerance(enable=True, group_size=NUM_SLOTS))
+    loaders.begin(functools.partial(build_text_dataloader, tokenizer=tokenizer, job_config=config), 0, 1)
+    yield loaders.open
     del DATASETS["titan_ft_test"]
 
 

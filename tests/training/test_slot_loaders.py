@@ -4,16 +4,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.config import FaultTolerance
-from titan_ft.training.slot_loaders import SlotLoaders, _detach_from_rank
+from titan_ft.replica.feed import load_loader, save_loader
+from titan_ft.training.slot_loaders import SlotLoaders, _heed_alone, _let_go_of_connections
 
 
 def loaders(slot: int, group_size: int, shard: int = 0, num_shards: int = 1, workers: int = 0) -> SlotLoaders:
@@ -53,38 +63,148 @@ def test_the_loader_that_torchtitan_has_built_is_used_first() -> None:
     assert other.open(1).part == 1
 
 
-@pytest.mark.parametrize(("workers", "expected"), [(0, None), (1, _detach_from_rank)])
-def test_workers_are_detached(workers: int, expected: object) -> None:
-    """Of loaders that have any, for the own slot and for others."""
-    made = loaders(0, 2, workers=workers)
+class _Unhurried:
+    """Part of a state: takes a moment to be written."""
+
+    def __deepcopy__(self, memo: object) -> _Unhurried:
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[()]]:
+        time.sleep(0.1)
+        return str, ()
+
+
+class _Tokens(IterableDataset[int]):
+    """Goes on changing, as torchtitan's text dataset does, the list that it has given as its state."""
+
+    def __init__(self) -> None:
+        self._read: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self._read.append(len(self._read))
+            yield self._read[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": _Unhurried(), "read": self._read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._read = state["read"]
+
+
+def _loaders_of_tokens(init: Any = None) -> SlotLoaders:
+    made = SlotLoaders(FaultTolerance(enable=True, group_size=2, replica_id=0))
+    made.begin(
+        lambda **_: StatefulDataLoader(_Tokens(), batch_size=2, num_workers=1, worker_init_fn=init),
+        shard=0,
+        num_shards=1,
+    )
+    return made
+
+
+def test_a_worker_s_state_is_that_of_its_batch() -> None:
+    """Whatever the worker has read since, when a thread of its queue comes to write the state."""
+    made = _loaders_of_tokens()
+    loader = made.open(0)
+    batches = iter(loader)
+    for first in (0, 2, 4):
+        assert next(batches).tolist() == [first, first + 1]
+        restored = made.open(1)
+        load_loader(restored, save_loader(loader))
+        assert next(iter(restored)).tolist() == [first + 2, first + 3]
+
+
+def test_workers_are_made_ready_beside_what_the_user_s_loader_does_in_them(tmp_path: Path) -> None:
+    """For the own slot and for others; a loader without workers is left alone."""
+
+    def init(worker: int) -> None:
+        is_ready = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        (tmp_path / str(os.getpid())).write_text(f"{worker} {is_ready}")
+
+    made = _loaders_of_tokens(init)
     for slot in (0, 1):
-        assert made.open(slot).worker_init_fn is expected
+        next(iter(made.open(slot)))
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["0 True"] * 2
+    assert loaders(0, 2).open(0).worker_init_fn is None
 
 
-def test_a_worker_keeps_no_connection_of_its_rank_open() -> None:
-    """A peer sees at once that the rank has closed its connection, and SIGTERM leaves the worker alone."""
+@pytest.fixture
+def fork_worker() -> Iterator[Callable[[Callable[[], None]], int]]:
+    """Provide a way to fork a process that makes itself ready, and stays; returns its pid when it is."""
+    started, ends = [], []
+
+    def fork(make_ready: Callable[[], None]) -> int:
+        ready, report = os.pipe()
+        stop, stay = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                make_ready()
+                os.write(report, b"1")
+                os.close(stay)
+                os.read(stop, 1)  # until the test is over
+            finally:
+                os._exit(1)
+        os.close(report)
+        started.append(pid)
+        ends.extend((ready, stop, stay))
+        assert os.read(ready, 1) == b"1"
+        return pid
+
+    yield fork
+    for end in ends:
+        os.close(end)
+    for pid in started:
+        with contextlib.suppress(ChildProcessError):  # the test has
+            os.waitpid(pid, 0)
+
+
+def test_a_worker_keeps_no_connection_of_its_rank_open(fork_worker: Callable[..., int]) -> None:
+    """A peer sees at once that the rank has closed its connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         own = socket.create_connection(server.getsockname())
         peer, _ = server.accept()
-    ready, report = os.pipe()
-    stop, stay = os.pipe()
-    worker = os.fork()
-    if worker == 0:
-        try:
-            _detach_from_rank(0)
-            ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-            os.write(report, b"1" if ignored else b"0")
-            os.close(stay)
-            os.read(stop, 1)  # until the test is over
-        finally:
-            os._exit(0)
-    try:
-        assert os.read(ready, 1) == b"1"
+    with peer:
+        fork_worker(lambda: (peer.close(), _let_go_of_connections()))
         own.close()
         peer.settimeout(20)
         assert peer.recv(1) == b""
-    finally:
-        peer.close()
-        for end in (stay, stop, ready, report):
-            os.close(end)
-        os.waitpid(worker, 0)
+
+
+def test_a_worker_heeds_a_sigterm_of_its_rank_alone(fork_worker: Callable[..., int]) -> None:
+    """Where Slurm signals all processes of a job the workers go on; what Python sends when a rank ends they heed."""
+    pid = fork_worker(functools.partial(_heed_alone, os.getpid()))
+    subprocess.run(["sh", "-c", f"kill -TERM {pid}"], check=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        _await_end(pid, 0.5)
+    os.kill(pid, signal.SIGTERM)
+    assert _await_end(pid, 20.0) == 0
+
+
+def _await_end(pid: int, seconds: float) -> int:
+    """Wait for a child's exit status."""
+    deadline = time.monotonic() + seconds
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired("the worker", seconds)
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+_ENDS_WITH_A_LOADER = """
+import torch
+from tests.training import test_slot_loaders
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # that it waits for a worker before it sends a SIGTERM
+loader = test_slot_loaders._loaders_of_tokens().open(0)
+batches = iter(loader)
+next(batches)
+raise RuntimeError("the end")
+"""
+
+
+def test_a_rank_that_ends_by_an_error_waits_for_no_worker() -> None:
+    """Its loaders are there still: its frames are, in the error. Its group would never be started again."""
+    command = [sys.executable, "-c", _ENDS_WITH_A_LOADER]
+    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "the end" in ended.stderr

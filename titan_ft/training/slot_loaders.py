@@ -5,13 +5,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
+from torchdata.stateful_dataloader import worker
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError, FaultTolerance
@@ -55,8 +59,8 @@ class SlotLoaders:
         loader = self._build(
             dp_world_size=self.num_shards * self._config.group_size, dp_rank=self.num_shards * slot + self.shard
         )
-        if getattr(loader, "num_workers", 0) and loader.worker_init_fn is None:
-            loader.worker_init_fn = _detach_from_rank
+        if getattr(loader, "num_workers", 0):
+            loader.worker_init_fn = functools.partial(_prepare_worker, os.getpid(), loader.worker_init_fn)
         return loader
 
 
@@ -87,12 +91,44 @@ def _check_workers(loader: Any) -> None:
         )
 
 
-def _detach_from_rank(worker: int) -> None:
-    """Make a forked data loader worker leave the rank's signals and connections alone."""
-    # Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The worker's copies of the rank's sockets would keep its connections open when the rank closes them or dies, so
-    # that peers wait for it. Replaced, not closed: the numbers must not be used again under their owners' feet.
+def _prepare_worker(rank: int, init: Callable[[int], None] | None, number: int) -> None:
+    """Make a data loader's worker ready, whose rank is the process `rank`; and do what the loader's own `init` does."""
+    _heed_alone(rank)
+    _let_go_of_connections()
+    _copy_states()
+    if init is not None:
+        init(number)
+
+
+def _copy_states() -> None:
+    """Make the state that torchdata sends with a batch the state behind that batch.
+
+    A thread of the worker's queue writes it while the worker reads on, and torchtitan's text dataset goes on changing
+    the list of tokens that it has given: whoever went on from there had tokens twice.
+    """
+    serialize = worker.try_to_serialize
+    worker.try_to_serialize = lambda of: copy.deepcopy(serialize(of))
+
+
+def _heed_alone(rank: int) -> None:
+    """Make a worker ignore a SIGTERM that is not its rank's own.
+
+    Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order. The rank's own
+    ends the worker: a rank that ends by an error has loaders left, for whose workers Python waits.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def await_rank() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+            pass
+        os._exit(0)  # as the handler of torch's own does that is in force else
+
+    threading.Thread(target=await_rank, name="titan_ft_worker_end", daemon=True).start()
+
+
+def _let_go_of_connections() -> None:
+    """Make a forked worker keep none of its rank's connections open: peers would wait for what is closed, or dead."""
+    # Replaced, not closed: the numbers must not be used again under their owners' feet.
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in _inet_sockets():
         os.dup2(nothing, fd, inheritable=False)
