@@ -100,6 +100,7 @@ class SemiSyncTrainer(ReplicaTrainer):
             counters,
             outer=self._outer,
             on_load=self._take_state,
+            num_ranks=self.launch.ranks_on_host,
         )
 
     def _cut_fragments(self) -> list[int]:

@@ -190,7 +190,12 @@ class ReplicaTrainer(Trainer):
 
     def _build_state(self, counters: Counters) -> TrainState:
         return TrainState(
-            self.model_parts, self.optimizers, self.lr_schedulers, counters, on_load=self._refresh_converters
+            self.model_parts,
+            self.optimizers,
+            self.lr_schedulers,
+            counters,
+            on_load=self._refresh_converters,
+            num_ranks=self.launch.ranks_on_host,
         )
 
     def _take_checkpoint(self) -> None:
@@ -328,7 +333,7 @@ class ReplicaTrainer(Trainer):
         if self._position.leaving:
             raise Leaving
         if config.group_size > 1 and config.heal_donors != 1:  # with 1, groups may share a host without room for it
-            self._state.reserve(self.launch.ranks_on_host)
+            self._state.reserve()
         self._go_on(replica)
         self._feed.drop({config.replica_id, *(r.entry.slot for r in work.readings)})
 

@@ -14,9 +14,11 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision
 from titan_ft.replica.decision import Round, judge
 from titan_ft.replica.donor import Donor
+from titan_ft.replica.errors import NoRoomError
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.position import Position
 from titan_ft.replica.row import Row, Standing
+from titan_ft.replica.snapshot import WHOLE, Part
 from titan_ft.replica.wire import Message
 
 ME, OTHER, THIRD, FIRST, SECOND = range(5)  # slots: three that hold the state, two that heal
@@ -29,6 +31,10 @@ class World:
         self.step, self.copies, self.serves = 5, 0, 0  # serves: step of what it serves; 0 = nothing
         self.shared = (-1, 0)  # step and lineage that another thread may copy
         self.has_buffers = False
+        self.is_scarce = False  # the host's memory
+        self.has_room = True
+        self.refused: list[int] = []  # steps whose state nobody gets
+        self.parts: list[Part] = []  # of the state, that were copied
         self.offers: list[Message | None] = []
         self.take: Callable[[int], None] = lambda step: None  # what the server calls for who wants what is offered
         state: Any = SimpleNamespace(
@@ -39,7 +45,12 @@ class World:
             copy_shared=self._copy_shared,
         )
         self._server: Any = SimpleNamespace(
-            publish=self._publish, withdraw=self._withdraw, offer=self._offer, wanted=False, snapshot=None
+            publish=self._publish,
+            withdraw=self._withdraw,
+            offer=self._offer,
+            refuse=lambda step, reason: self.refused.append(step),
+            wanted=False,
+            snapshot=None,
         )
         self._donor = Donor(state, self._server)
 
@@ -59,15 +70,18 @@ class World:
         self._donor.retract()
 
     def _copy_shared(self, step: int) -> Any:
-        return self._copy(*self.shared) if self.shared[0] == step else None
+        return self._copy(*self.shared, WHOLE) if self.shared[0] == step else None
 
     def _offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
         self.offers.append(offer)
         self.take = copy or (lambda step: None)
 
-    def _copy(self, step: int, lineage: int) -> Any:
+    def _copy(self, step: int, lineage: int, part: Part) -> Any:
+        if not self.has_room:
+            raise NoRoomError("its host has 0 GB of memory left")
         self.copies += 1
-        return SimpleNamespace(step=step, lineage=lineage)
+        self.parts.append(part if self.is_scarce else WHOLE)
+        return SimpleNamespace(step=step, lineage=lineage, part=self.parts[-1])
 
     def _publish(self, snapshot: Any, seconds: float) -> None:
         self.serves, self._server.snapshot = snapshot.step, snapshot
@@ -75,8 +89,8 @@ class World:
     def _withdraw(self) -> Any:
         self.serves, self._server.snapshot = 0, None
 
-    def make_round(self, *joiners: Row, heal_donors: int = 8, tokens: int = 0) -> Round:
-        """Make a round, and the update that it is; the donor is the lowest slot's."""
+    def make_round(self, *joiners: Row, heal_donors: int = 8, tokens: int = 0, repeats: bool = False) -> Round:
+        """Make a round, and the update that it is unless it `repeats`; the donor is the lowest slot's."""
         held = {"lineage": 1000 + self.step, "digest": 77, "training": 1, "valid_tokens": tokens, "tokens": tokens}
         rows = [*(Row(slot, Standing.READY, self.step, **held) for slot in (ME, OTHER, THIRD)), *joiners]
         members = tuple(Member(row.slot, 0.0, f"process {row.slot}", "c0ffee") for row in rows)
@@ -84,7 +98,7 @@ class World:
         config = FaultTolerance(enable=True, group_size=5, heal_donors=heal_donors)
         position = Position(step=self.step, lineage=1000 + self.step)
         self._donor.serve(made, position, decision.find_donors(made, config))
-        self.step += 1
+        self.step += not repeats
         return made
 
 
@@ -255,3 +269,40 @@ def test_a_state_that_changes_between_updates_is_not_offered(world: World) -> No
     world.has_buffers = True
     world.offer()
     assert world.offers == []
+
+
+def test_where_memory_is_scarce_each_donor_copies_a_part(world: World) -> None:
+    """As large as their number says, also for two joiners that have the same donors; nobody else has one to give."""
+    world.is_scarce = True
+    world.make_round(behind(FIRST), behind(SECOND))
+    assert world.parts == [Part(0, 3)]
+    world.make_round()
+    world.make_round(behind(FIRST), heal_donors=2)
+    world.make_round()
+    world.make_round(behind(FIRST), heal_donors=1)
+    assert world.parts[1:] == [Part(0, 2), WHOLE]
+    assert world.serves == 9
+
+
+def test_a_part_does_not_do_for_a_joiner_that_has_other_donors(world: World) -> None:
+    """The whole of the same state does, for both."""
+    world.is_scarce = True
+    world.make_round(behind(FIRST), behind(SECOND), heal_donors=2)  # from this one and the next, from the next two
+    assert world.parts == [Part(0, 2)]
+    world.make_round()
+    world.make_round(behind(FIRST), repeats=True)
+    world.make_round(fetching(FIRST, OTHER, 7), repeats=True)
+    assert world.parts[1:] == [Part(0, 3)]
+    made = world.make_round(fetching(FIRST, OTHER, 7), behind(SECOND))
+    assert made.verdict.donors == {4: ME}
+    assert (world.parts[2:], world.serves) == ([WHOLE], 7)
+
+
+def test_where_there_is_no_room_a_joiner_is_told(world: World) -> None:
+    """And not made to wait for a copy that nobody makes; the next one may find room."""
+    world.has_room = False
+    world.make_round(behind(FIRST))
+    assert (world.serves, world.refused) == (0, [5])
+    world.has_room = True
+    world.make_round(behind(FIRST, heals=3))
+    assert (world.serves, world.refused) == (6, [5])

@@ -17,6 +17,7 @@ from tests.replica.conftest import DEADLINE
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import host_memory
+from titan_ft.replica.errors import NoRoomError
 from titan_ft.replica.host_memory import HostMemory, free_bytes, most_updates
 
 NUM_BYTES = 1000
@@ -126,14 +127,31 @@ def test_a_reserve_leaves_half_of_the_host_alone(
 ) -> None:
     """All ranks of the host look at the same moment, before any has taken its part: each counts for all of them."""
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * 1024)
-    memory = HostMemory()
+    memory = HostMemory(num_ranks)
     with caplog.at_level(logging.INFO):
-        memory.reserve(lambda: NUM_BYTES, num_ranks)  # of which torch makes 1024
+        memory.reserve(lambda: NUM_BYTES)  # of which torch makes 1024
         assert host.accelerator.is_pinned(memory.take(NUM_BYTES))
     (line,) = caplog.messages
     assert ("are kept for copies" in line) is reserves
     assert ("is taken when a joiner comes" in line) is not reserves
     assert host.asked == [not reserves]
+
+
+def test_memory_that_is_being_pinned_is_not_scarce(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken already; so is what was given back. What is lent is not at hand."""
+    memory = HostMemory(num_ranks=4)
+    memory.reserve(lambda: NUM_BYTES)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * 1024 - 1)
+    assert not memory.is_scarce(NUM_BYTES)
+    lent = memory.take(NUM_BYTES)
+    assert memory.is_scarce(NUM_BYTES)
+    assert not memory.is_scarce(NUM_BYTES // 2)
+    memory.check_room(NUM_BYTES)
+    memory.give_back(lent)
+    assert not memory.is_scarce(NUM_BYTES)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 4 * 1024 - 1)
+    with pytest.raises(NoRoomError, match=r"has 4\.09e-06 GB of memory left, and a copy takes 4\.1e-06 GB on 4 ranks"):
+        memory.check_room(NUM_BYTES)
 
 
 def test_what_is_kept_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> None:

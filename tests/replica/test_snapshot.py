@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_ft import device
+from titan_ft.replica import host_memory
 from titan_ft.replica import snapshot as snapshots
 from titan_ft.replica.bucket import local
-from titan_ft.replica.errors import StateMismatchError
-from titan_ft.replica.snapshot import _HASH_CHUNK, Snapshot, TrainState, _lane_sum
+from titan_ft.replica.errors import NoRoomError, StateMismatchError
+from titan_ft.replica.snapshot import _HASH_CHUNK, WHOLE, Part, Snapshot, TrainState, _lane_sum
 
 Tiny = Callable[..., Any]
 
@@ -206,6 +209,73 @@ def test_memory_of_a_returned_copy_is_used_again(tiny: Tiny) -> None:
     joiner.state.load(third)
     assert joiner.state.digest() == donor.state.digest()
     assert donor.state.copy(2, 0).payload.data_ptr() != third.payload.data_ptr()
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
+    """Let the host have so much memory left."""
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: num_bytes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 50])
+def test_where_memory_is_scarce_donors_copy_parts(
+    tiny: Tiny, world: None, kind: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they are the state, each byte once, with one header; about as large, but for a tensor more or less."""
+    donor, joiner = tiny(seed=1, **kind), tiny(seed=2, **kind)
+    donor.train(2)
+    whole = donor.state.copy(2, 77)
+    size = whole.payload.numel()
+    leave(monkeypatch, 2 * size - 2)
+    parts = [donor.state.copy(2, 77, Part(place, number)) for place in range(number)]
+    assert {part.header for part in parts} == {whole.header}
+    assert [part.held.start for part in parts] == [0, *(part.held.stop for part in parts[:-1])]
+    offsets = [entry["offset"] for entry in header_of(whole)["tensors"]]
+    largest = max(after - before for before, after in pairwise([*offsets, size]))
+    assert all(len(part.held) <= size / number + largest for part in parts)
+    joined = torch.cat([part.payload for part in parts])
+    joiner.state.load(dataclasses.replace(whole, payload=joined))
+    assert joiner.state.digest() == donor.state.digest()
+    assert bytes_of(joiner) == bytes_of(donor)
+
+
+def test_where_memory_is_not_scarce_a_donor_copies_all(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what is left is enough for all ranks, or nobody knows what is; or it is at hand from the last time."""
+    donor = tiny(seed=1)
+    donor.train(1)
+    size = donor.state.payload_bytes
+    for free in (2 * size, None):
+        leave(monkeypatch, free)
+        copied = donor.state.copy(1, 0, Part(1, 3))
+        assert copied.held == range(size)
+    donor.state.reuse(copied)
+    leave(monkeypatch, 0)
+    assert donor.state.copy(1, 0, Part(1, 3)).held == range(size)
+
+
+def test_a_donor_does_not_take_what_its_host_has_not(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would end a process that trains. A copy of one's own is made all the same, and one that just fits."""
+    donor = tiny(seed=1)
+    donor.train(1)
+    size = donor.state.payload_bytes
+    leave(monkeypatch, size)
+    assert donor.state.copy(1, 0, WHOLE).held == range(size)
+    leave(monkeypatch, size - 1)
+    assert donor.state.copy(1, 0, Part(0, 2)).payload.numel() < size
+    with pytest.raises(NoRoomError, match=r"memory left, and a copy takes .* on 1 ranks"):
+        donor.state.copy(1, 0, WHOLE)
+    assert donor.state.copy(1, 0).held == range(size)
+
+
+def test_no_newcomer_takes_what_a_host_with_scarce_memory_offers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All members would copy all of it for each; the round sends it to donors that copy parts. As the last copy saw."""
+    donor = tiny(seed=1, buffers=False)
+    donor.train(1)
+    for free, offers in ((0, False), (None, True)):
+        leave(monkeypatch, free)
+        with contextlib.suppress(NoRoomError):
+            donor.state.copy(1, 0, WHOLE)
+        assert donor.state.share(1, 0) is offers
 
 
 def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: Tiny) -> None:

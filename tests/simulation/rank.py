@@ -7,6 +7,7 @@ All that knows the engine's constructors and verbs is here.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,8 @@ class Rank:
         self.shapes = training.OTHER_SHAPES if group.slot in options.odd else training.SHAPES
         self.state = self._make_state()
         self.state.buffers = world.options.buffers
+        self.state.scarce = self._find_scarce
+        self._copies = 0
         self.ended: Ended | None = None
         self.ready = False  # holds a committed state, as far as the world knows
         self.spoiled = 0  # backwards to come whose gradients are not finite
@@ -125,6 +128,14 @@ class Rank:
         self._sent_before = 0
         self._read: set[tuple[int, int]] = set()
         self.drain: Drain | None = None
+
+    def _find_scarce(self) -> str:
+        """Say how short of memory this rank's host is just now: it comes and goes."""
+        self._copies += 1
+        rng = random.Random(f"scarce {self.world.seed} {self.process.name} {self._copies}")
+        if rng.random() >= self.world.options.scarce:
+            return ""
+        return "no room" if rng.random() < 1 / 3 else "scarce"
 
     def _make_state(self) -> Any:
         return training.State(self.number, self.ledger, self.shapes)

@@ -140,6 +140,9 @@ class _Draw:
         if not self.config["catch_up_max_steps"]:
             # By a generator of its own: the rest of the schedule stays as it was.
             drawn["room"] = random.Random(f"room {seed}").choice([0, 1, 2, 3, 5])
+        scarce = random.Random(f"scarce {seed}")
+        if scarce.random() < 0.25:
+            drawn["scarce"] = scarce.choice([0.3, 1.0])
         self._draw_rounding(random.Random(f"rounding {seed}"))
         options = Options(**drawn | self.changes)
         return Schedule(seed, options, tuple(sorted(self.faults, key=lambda fault: fault.at)))

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from titan_ft.replica.errors import NoRoomError
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.lr_policy import lr_factor
-from titan_ft.replica.snapshot import Snapshot
+from titan_ft.replica.snapshot import WHOLE, Part, Snapshot
 
 SHAPES = (3, 2)
 """Sizes of the parameters; each gets a bucket of its own."""
@@ -71,6 +72,7 @@ class State:
 
     fragments: Sequence[int] = ()  # of the parameters
     buffers = False  # whether a forward may write some of it
+    scarce: Callable[[], str] = staticmethod(lambda: "")  # how the host's memory is: see Options.scarce
 
     def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...] = SHAPES) -> None:
         self.rank, self.ledger, self._shapes = rank, ledger, shapes
@@ -87,19 +89,26 @@ class State:
         self.load_seconds = 0.0
         self._shared = (-1, 0)  # step and lineage, while other threads may copy it
 
-    def copy(self, step: int, lineage: int) -> Snapshot:
+    def copy(self, step: int, lineage: int, part: Part | None = None) -> Snapshot:
         """Copy it to memory of its own."""
+        size, how_scarce = self.array.nbytes, self.scarce()
+        if part is None or not how_scarce:
+            part = WHOLE
+        elif part == WHOLE and how_scarce == "no room":
+            raise NoRoomError("its host has no memory left")
+        held = part.of([{"offset": offset} for offset in range(0, size, 4)], size)
         target, self._spare = self._spare, None
-        if target is None:
-            target = torch.empty(self.array.nbytes, dtype=torch.uint8)
-        np.copyto(target.numpy(), self.array.view(np.uint8).reshape(-1))
+        if target is None or target.numel() != len(held):
+            target = torch.empty(len(held), dtype=torch.uint8)
+        np.copyto(target.numpy(), self.array.view(np.uint8).reshape(-1)[held.start : held.stop])
         header = {
+            "bytes": size,
             "ledger": self.ledger.state_dict(),
             "steps": self.progress.steps,
             "tokens": self.progress.tokens,
             "tainted": self.tainted,
         }
-        return Snapshot(step, lineage, json.dumps(header, sort_keys=True).encode(), target)
+        return Snapshot(step, lineage, json.dumps(header, sort_keys=True).encode(), target, part, held.start)
 
     def share(self, step: int, lineage: int) -> bool:
         """Let other threads copy it until the next update; False if it may change before."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,20 @@ _SERVER_OFFER_SECONDS = 1.0  # as in titan_ft.replica.state_server
 _SOUND, _TAINTED = b'"tainted": false', b'"tainted": true'  # in a header: what nobody but the simulation knows
 
 
+class _NothingLeftError(Exception):
+    """A donor holds nothing of what is missing."""
+
+
+def _take(missing: list[range], held: range) -> range:
+    """Take the first part of what is missing that a donor holds."""
+    for place, part in enumerate(missing):
+        start, stop = max(part.start, held.start), min(part.stop, held.stop)
+        if start < stop:
+            missing[place : place + 1] = filter(len, [range(part.start, start), range(stop, part.stop)])
+            return range(start, stop)
+    raise _NothingLeftError
+
+
 class SnapshotServer:
     """Stands in for titan_ft.replica.state_server.StateServer."""
 
@@ -28,6 +43,7 @@ class SnapshotServer:
         self.snapshot: Snapshot | None = None
         self.offered: Message | None = None
         self.copy: Callable[[int], None] | None = None
+        self.refused: tuple[int, str] | None = None
         self.wanted = False
         self.readers = 0
         self.closed = False
@@ -37,7 +53,13 @@ class SnapshotServer:
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
         """Serve `snapshot` from now on."""
         self._kernel.pause()
-        self.snapshot, self.wanted = snapshot, False
+        self.snapshot, self.wanted, self.refused = snapshot, False, None
+        self.tell()
+
+    def refuse(self, step: int, reason: str) -> None:
+        """Tell who wants the state of `step` that there will be none."""
+        self._kernel.pause()
+        self.refused, self.wanted = (step, reason), False
         self.tell()
 
     def offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
@@ -106,9 +128,10 @@ class Transfers:
             cancelled.on_set.append(lambda: kernel.wake(me))
         donors = {place: self.servers.get(address) for place, address in enumerate(addresses)}
         found: Snapshot | None = None
-        parts: list[torch.Tensor] = []
+        missing: list[range] = []
+        parts: dict[int, torch.Tensor] = {}  # by their first byte
         tainted = False  # the simulation's own knowledge, of any part
-        while len(parts) < 2:
+        while found is None or missing:
             place = self._choose(donors, node, step)
             patience = _STALL_SECONDS if len(donors) == 1 else _LATE_SECONDS  # others give what a silent one owes
             try:
@@ -118,10 +141,16 @@ class Transfers:
                 if found is None:  # each request is one of its own
                     found = self._acquire(server, node, step, None, end, cancelled, patience)
                     server.readers -= 1
-                part, header = self._fetch_part(server, node, found, len(parts), end, cancelled, patience)
-                parts.append(part)
-                note_share(len(parts) / 2)
+                    size = json.loads(found.header)["bytes"]
+                    missing = [range(size // 2), range(size // 2, size)]
+                start, part, header = self._fetch_part(server, node, found, missing, end, cancelled, patience)
+                parts[start] = part
+                note_share(sum(map(len, parts.values())) / size)
                 tainted = tainted or _TAINTED in header
+            except _NothingLeftError as error:
+                del donors[place]
+                if not donors:
+                    raise TransferError(f"state of step {step}: the donors that are left do not hold it") from error
             except TransferError as error:
                 del donors[place]
                 if not donors:
@@ -131,7 +160,7 @@ class Transfers:
         self.on_moment("fetched", node)
         assert found is not None, "the header comes first"
         header = found.header.replace(_SOUND, _TAINTED) if tainted else found.header
-        return Snapshot(step, found.lineage, header, torch.cat(parts))
+        return Snapshot(step, found.lineage, header, torch.cat([parts[start] for start in sorted(parts)]))
 
     def _choose(self, donors: dict[int, SnapshotServer | None], node: Node, step: int) -> int:
         """Return the place of a donor that can give the next part at once; the first one if there is none."""
@@ -151,23 +180,29 @@ class Transfers:
         server: SnapshotServer,
         node: Node,
         found: Snapshot,
-        part: int,
+        missing: list[range],
         end: float,
         cancelled: Any,
         patience: float,
-    ) -> tuple[torch.Tensor, bytes]:
-        half = found.payload.numel() // 2
+    ) -> tuple[int, torch.Tensor, bytes]:
+        """Fetch the first bytes that are missing and that the donor holds; returns where they begin."""
         snapshot = self._acquire(server, node, found.step, found.lineage, end, cancelled, patience)
         try:
             if snapshot.header.replace(_TAINTED, _SOUND) != found.header.replace(_TAINTED, _SOUND):
                 raise TransferError("its state is not that of the other donors: their headers differ")
+            _take(list(missing), snapshot.held)
             least, most = self._seconds
             took = least + (most - least) * self._kernel.rng.random() ** 2
             self._spend(took / 2, server, node, end, cancelled, patience)
             self.on_moment("serving", server.node)
             self.on_moment("fetching", node)
+            wanted = _take(missing, snapshot.held)
             # The bytes as they are in the donor's memory now.
-            return snapshot.payload[slice(half, None) if part else slice(0, half)].clone(), snapshot.header
+            return (
+                wanted.start,
+                snapshot.payload[wanted.start - snapshot.first :][: len(wanted)].clone(),
+                snapshot.header,
+            )
         finally:
             server.readers -= 1
 
@@ -215,6 +250,8 @@ class Transfers:
             if found is not None and found.step == step and lineage in (None, found.lineage):
                 server.readers += 1
                 return found
+            if server.refused is not None and server.refused[0] == step:
+                raise TransferError(server.refused[1])
             settled = found is not None and found.step >= step
             if server.copy is not None and not settled and not asked:
                 asked = True  # a thread of the donor's copies it, and ends with the donor

@@ -85,6 +85,8 @@ class Options:
         speeds: for each slot what a batch takes longer than `compute_seconds`, as a factor; empty = all alike.
         last_steps: of the last round of a semi-synchronous method; 0 = as many as the others have.
         buffers: whether a forward may write a part of the state, so that no group offers it between rounds.
+        scarce: chance that a donor's host is short of memory, so that it copies a part; in a third of these cases it
+            has no room for a whole copy.
         room: updates for which that rank of a group has memory which has least; 0 = for as many as there are.
     """
 
@@ -120,6 +122,7 @@ class Options:
     last_steps: int = 0
     buffers: bool = False
     room: int = 0
+    scarce: float = 0.0
 
     @property
     def round_steps(self) -> int:
@@ -273,7 +276,7 @@ class World(standins.World):
     """
 
     def __init__(self, seed: int, options: Options, faults: list[Fault], traces: bool = False) -> None:
-        self.options, self.faults = options, faults
+        self.seed, self.options, self.faults = seed, options, faults
         self.kernel = Kernel(seed, options.switch)
         self.kernel.on_crash = self._crashed
         kernel = self.kernel

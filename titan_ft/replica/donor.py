@@ -9,16 +9,20 @@ the step is computed; with a semi-synchronous method between two steps of a roun
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from titan_ft.replica.decision import Round
+from titan_ft.replica.errors import NoRoomError
 from titan_ft.replica.position import Position
 from titan_ft.replica.row import Standing
-from titan_ft.replica.snapshot import Snapshot, TrainState
+from titan_ft.replica.snapshot import WHOLE, Part, Snapshot, TrainState
 from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.wire import Message
+
+logger = logging.getLogger(__name__)
 
 
 class Donor:
@@ -57,28 +61,39 @@ class Donor:
         # Of a process that died in its heal, and whose successor wants a later state, nothing is left to be read.
         served = -1 if self._served is None else self._served.step
         reading = {slot for slot in readers if fetching[slot].from_step == served}
-        coming = {made.quorum.slots[joiner] for joiner, found in donors.items() if rank in found}
-        waiting = coming | {slot for slot in sent if fetching[slot].from_step == position.step}
+        coming = {made.quorum.slots[joiner]: found for joiner, found in donors.items() if rank in found}
+        waiting = coming.keys() | {slot for slot in sent if fetching[slot].from_step == position.step}
+        part = _find_part(rank, coming.values()) if waiting == coming.keys() else WHOLE
+        if held and waiting and not self._serves(part):
+            held, part = False, WHOLE  # whoever fetches the part that is here goes on with the whole
         # A joiner that is sent here comes before those that this group only helps: these have other donors.
         if waiting and not held and (rank in made.verdict.donors.values() or not reading):
-            self.copy(position)
+            self.copy(position, part)
             self._joiners = waiting
         else:
-            self._joiners = reading | coming if held else reading
+            self._joiners = reading | coming.keys() if held else reading
             if not self._joiners:
                 self._withdraw()
         self._offer(made, position)
+
+    def _serves(self, part: Part) -> bool:
+        return self._served is not None and self._served.part in (WHOLE, part)
 
     @property
     def wanted(self) -> bool:
         """Say whether a joiner waits for what this rank offers."""
         return self._server.wanted
 
-    def copy(self, position: Position) -> None:
-        """Copy the state as it is now, and serve that."""
+    def copy(self, position: Position, part: Part = WHOLE) -> None:
+        """Copy the state as it is now, and serve that; where memory is scarce no more than `part`, if that."""
         self._withdraw()
         started = time.monotonic()
-        self._served = self._state.copy(position.step, position.lineage)
+        try:
+            self._served = self._state.copy(position.step, position.lineage, part)
+        except NoRoomError as error:
+            logger.warning("no copy of the state of step %d for a joiner: %s", position.step, error)
+            self._server.refuse(position.step, str(error))
+            return
         self._server.publish(self._served, time.monotonic() - started)
 
     def offer(self, position: Position) -> None:
@@ -136,3 +151,12 @@ class Donor:
         self._served = None
         if (snapshot := self._server.withdraw()) is not None:
             self._state.reuse(snapshot)
+
+
+def _find_part(rank: int, donors: Iterable[Sequence[int]]) -> Part:
+    """Return what a donor gives to joiners, by their donors: a part, if all have the same ones, which give the rest."""
+    sets = {frozenset(found) for found in donors}
+    if len(sets) != 1:
+        return WHOLE
+    (found,) = sets
+    return Part(sorted(found).index(rank), len(found))

@@ -22,6 +22,7 @@ import torch
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
+from titan_ft.replica.errors import NoRoomError
 
 logger = logging.getLogger(__name__)
 
@@ -29,34 +30,68 @@ _NO_BOUND = 2**31  # updates
 
 
 class HostMemory:
-    """One flat tensor of uint8, pinned where there is a GPU. `reserve` and `close` are for one thread."""
+    """One flat tensor of uint8, pinned where there is a GPU. `reserve` and `close` are for one thread.
 
-    def __init__(self) -> None:
+    Args:
+        num_ranks: that share the host's memory, and take as much.
+
+    Attributes:
+        was_scarce: what `is_scarce`, or `reserve`, has found last.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self._num_ranks = num_ranks
         self._changing = threading.Lock()
         self._spare: torch.Tensor | None = None
         self._reserved: Future[torch.Tensor] | None = None  # becomes the spare when one is wanted
         self._is_reserved = False
+        self.was_scarce = False
 
-    def reserve(self, count_bytes: Callable[[], int], num_ranks: int = 1) -> None:
+    def reserve(self, count_bytes: Callable[[], int]) -> None:
         """Begin to pin so much, on a thread of its own; nothing to do on a CPU, or if that was done before.
 
-        Not if `num_ranks`, that share the host's memory and do so too, would take more than half of what is left: a
-        healthy job is not to run out of memory for a joiner who may never come.
+        Not where memory is scarce: a healthy job is not to run out of it for a joiner who may never come.
         """
         if self._is_reserved or device.on_cpu():
             return
         self._is_reserved = True
-        num_bytes, free = count_bytes(), free_bytes()
-        if free is not None and num_ranks * device.host_bytes(num_bytes) > free / 2:
+        num_bytes = count_bytes()
+        if (free := self._find_scarce(num_bytes)) is not None:
             logger.warning(
                 "host memory for a copy of this rank's state (%s) is taken when a joiner comes, and not yet: for %d "
-                "ranks it is more than half of what is left (%s)",
-                _size(num_bytes),
-                num_ranks,
-                _size(free),
+                "ranks it is more than half of what is left (%s); several donors then copy a part each",
+                size_text(num_bytes),
+                self._num_ranks,
+                size_text(free),
             )
+            self.was_scarce = True
             return
         self._reserved = device.in_background(partial(_reserve, num_bytes), "titan_ft_pinning")
+
+    def is_scarce(self, num_bytes: int) -> bool:
+        """Say whether so much, on all ranks, is more than half of what the host has left, and not at hand here."""
+        with self._changing:
+            at_hand = self._reserved is not None or (self._spare is not None and self._spare.numel() == num_bytes)
+        self.was_scarce = not at_hand and self._find_scarce(num_bytes) is not None
+        return self.was_scarce
+
+    def check_room(self, num_bytes: int) -> None:
+        """Check that the host has room for so much on all ranks: it would end a process of its own choice.
+
+        Raises:
+            NoRoomError: it has not.
+        """
+        wanted, free = self._num_ranks * device.host_bytes(num_bytes), free_bytes()
+        if free is not None and wanted > free:
+            raise NoRoomError(
+                f"its host has {size_text(free)} of memory left, and a copy takes {size_text(wanted)} "
+                f"on {self._num_ranks} ranks"
+            )
+
+    def _find_scarce(self, num_bytes: int) -> int | None:
+        """Return what the host has left if that is scarce for so much on all ranks."""
+        free = free_bytes()
+        return free if free is not None and self._num_ranks * device.host_bytes(num_bytes) > free / 2 else None
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Lend memory for a copy: what is at hand, if it is as large; waits for what is being pinned."""
@@ -90,13 +125,14 @@ def _reserve(num_bytes: int) -> torch.Tensor:
     memory = device.empty_host(num_bytes, torch.uint8)
     logger.info(
         "%s of host memory are kept for copies of this rank's state, which joiners fetch (taken in %.1f s)",
-        _size(num_bytes),
+        size_text(num_bytes),
         time.monotonic() - started,
     )
     return memory
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes as text."""
     return f"{num_bytes / 1e9:.3g} GB"
 
 

@@ -185,8 +185,9 @@ class OuterState(TrainState):
         *,
         outer: OuterModel,
         on_load: Callable[[], None],
+        num_ranks: int = 1,
     ) -> None:
-        super().__init__(model_parts, [outer.optimizer, *optimizers], lr_schedulers, counters, on_load)
+        super().__init__(model_parts, [outer.optimizer, *optimizers], lr_schedulers, counters, on_load, num_ranks)
         self._outer, self._inner = outer, list(optimizers)
 
     @property

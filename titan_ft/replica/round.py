@@ -372,6 +372,7 @@ class Rounds:
             loss=facts.loss,
             max_loss=facts.max_loss,
             heals=position.heals,
+            mixed=position.mixed,
             donor=position.donor,
             from_step=position.from_step,
             waited=position.waited,

@@ -41,12 +41,34 @@ class Counters(Protocol):
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of `number` parts of a state, of about the same size; each tensor is in one of them."""
+
+    place: int
+    number: int
+
+    def of(self, entries: list[dict[str, Any]], size: int) -> range:
+        """Return its bytes in a payload of `size` bytes that is laid out so; the same on all donors."""
+        offsets = [entry["offset"] for entry in entries]
+        start, stop = (
+            next((offset for offset in offsets if offset >= size * cut // self.number), size)
+            for cut in (self.place, self.place + 1)
+        )
+        return range(start, stop)
+
+
+WHOLE = Part(0, 1)
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """One rank's state after `step` committed updates, in host memory.
+    """One rank's state after `step` committed updates, in host memory; or a part of it.
 
     Attributes:
-        header: JSON text: step, lineage, scalars, and name, dtype, shape, offset of each tensor.
+        header: JSON text: step, lineage, scalars, and name, dtype, shape, offset of each tensor; of a part, too.
         payload: flat uint8. A GPU may still copy into it: who reads or overwrites it waits first (`wait`).
+        part: what of the state is here.
+        first: offset in the state of the payload's first byte.
         begun, copied: on the GPU's stream, around the copy; None = it was complete when it was made.
     """
 
@@ -54,12 +76,19 @@ class Snapshot:
     lineage: int
     header: bytes
     payload: torch.Tensor
+    part: Part = WHOLE
+    first: int = 0
     begun: torch.Event | None = None
     copied: torch.Event | None = None
 
     def wait(self) -> None:
         """Let the host wait until the payload is complete; any thread."""
         device.synchronize([self.copied])
+
+    @property
+    def held(self) -> range:
+        """Return the offsets in the state of the bytes that are here."""
+        return range(self.first, self.first + self.payload.numel())
 
     @property
     def copy_seconds(self) -> float:
@@ -90,6 +119,7 @@ class TrainState:
         lr_schedulers: torchtitan's LRSchedulersContainer.
         counters: the trainer's progress.
         on_load: called after each load, on all ranks of a group; what was computed from the weights is that of others.
+        num_ranks: that share this host's memory.
     """
 
     def __init__(
@@ -99,13 +129,14 @@ class TrainState:
         lr_schedulers: Any,
         counters: Counters,
         on_load: Callable[[], None] = lambda: None,
+        num_ranks: int = 1,
     ) -> None:
         self._model_parts = model_parts
         self._optimizers = optimizers
         self._lr_schedulers = lr_schedulers
         self._counters = counters
         self._on_load = on_load
-        self._memory = HostMemory()
+        self._memory = HostMemory(num_ranks)
         # The last copy, until training comes behind it, and what it reads: memory that nothing else may take yet.
         self._under_way: tuple[torch.Event | None, list[torch.Tensor]] | None = None
         # What another thread may copy, as it is behind the last update.
@@ -115,13 +146,9 @@ class TrainState:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._come_behind_copy())
 
-    def reserve(self, num_ranks: int = 1) -> None:
-        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state.
-
-        Args:
-            num_ranks: that share the host's memory.
-        """
-        self._memory.reserve(lambda: self.payload_bytes, num_ranks)
+    def reserve(self) -> None:
+        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state."""
+        self._memory.reserve(lambda: self.payload_bytes)
 
     def close(self) -> None:
         """Let go of the host memory; waits for a copy under way."""
@@ -132,8 +159,10 @@ class TrainState:
         """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before an update.
 
         A forward may write buffers, whenever it likes. And FSDP puts whole parameters in the place of shards meanwhile:
-        what is to be copied is looked up now.
+        what is to be copied is looked up now. Nor where the host's memory is scarce: every group would copy all of it.
         """
+        if self._memory.was_scarce:
+            return False
         parts = self._parts(step, lineage)
         if any(name.startswith(_BUFFER) for name, _, _ in parts.tensors):
             return False
@@ -161,30 +190,43 @@ class TrainState:
         self._memory.give_back(payload)
         return None
 
-    def copy(self, step: int, lineage: int) -> Snapshot:
+    def copy(self, step: int, lineage: int, part: Part | None = None) -> Snapshot:
         """Copy the state to host memory, as it is behind all that the training has queued.
 
         A GPU does so on a stream of its own, and the host goes on: the snapshot is to be waited for. An optimizer's
         next step waits on the GPU, and so does a load. On a CPU, and into memory that is not pinned, the copy is
         complete when this returns.
+
+        Args:
+            part: what is enough where the host's memory is scarce; None = all of it, whatever the host has left.
+
+        Raises:
+            NoRoomError: there is a `part`, and the host has no room for it.
         """
         parts = self._parts(step, lineage)
-        payload = self._memory.take(_lay_out(parts.tensors)[1])
+        entries, size = _lay_out(parts.tensors)
+        if part is None or not self._memory.is_scarce(size):
+            part = WHOLE
+        else:
+            self._memory.check_room(len(part.of(entries, size)))
+        payload = self._memory.take(len(part.of(entries, size)))
         with self._copying:
-            return self._copy(parts, payload)
+            return self._copy(parts, payload, part)
 
     def _parts(self, step: int, lineage: int) -> _Parts:
         tensors = list(self._tensors(self._optimizers))
         return _Parts(step, lineage, tensors, self._scalars(), device.record_event())
 
     @torch.no_grad()
-    def _copy(self, state: _Parts, payload: torch.Tensor) -> Snapshot:
+    def _copy(self, state: _Parts, payload: torch.Tensor, part: Part = WHOLE) -> Snapshot:
         entries, size = _lay_out(state.tensors)
-        shards = [local(tensor) for _, tensor, _ in state.tensors]
-        targets = [_view(payload, entry) for entry in entries]
+        held = part.of(entries, size)
+        chosen = [number for number, entry in enumerate(entries) if entry["offset"] in held]
+        shards = [local(state.tensors[number][1]) for number in chosen]
+        targets = [_view(payload, entries[number], held.start) for number in chosen]
         # A forward may write buffers (statistics of a norm), long before the optimizer's step: they are copied on the
         # training's stream.
-        buffers = [name.startswith(_BUFFER) for name, _, _ in state.tensors]
+        buffers = [entries[number]["name"].startswith(_BUFFER) for number in chosen]
         _copy_all(targets, shards, buffers)
         where, final = device.current(), device.record_event() if any(buffers) else state.final
         with device.side_stream(where, "copy"):
@@ -201,7 +243,7 @@ class TrainState:
             "bytes": size,
         }
         text = json.dumps(header, default=torch.Tensor.item, sort_keys=True)  # of equal states the same bytes
-        return Snapshot(state.step, state.lineage, text.encode(), payload, begun, copied)
+        return Snapshot(state.step, state.lineage, text.encode(), payload, part, held.start, begun, copied)
 
     def _come_behind_copy(self) -> None:
         """Let what the training queues from now on wait for the last copy: it may write what that reads."""
@@ -380,12 +422,12 @@ def _copy_all(targets: list[torch.Tensor], shards: list[torch.Tensor], chosen: l
         target.copy_(shard, non_blocking=True)
 
 
-def _view(payload: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
+def _view(payload: torch.Tensor, entry: dict[str, Any], first: int = 0) -> torch.Tensor:
     dtype = getattr(torch, entry["dtype"])
     size = dtype.itemsize
     for length in entry["shape"]:
         size *= length
-    return payload[entry["offset"] : entry["offset"] + size].view(dtype).view(entry["shape"])
+    return payload[entry["offset"] - first :][:size].view(dtype).view(entry["shape"])
 
 
 def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

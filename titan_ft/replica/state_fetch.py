@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from io import BufferedRWPair
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -44,6 +45,10 @@ class _Facts(msgspec.Struct):
 
     lineage: int
     bytes: Size
+
+
+class _IncompleteError(TransferError):
+    """The donors that are left do not hold all of the state: the memory of their hosts is scarce."""
 
 
 class _ChecksumError(TransferError):
@@ -91,6 +96,9 @@ def fetch(
             transfer.drop([error])
             raise error
         failures.append(error)
+        transfer.give_up(places[future])
+        if isinstance(error, _IncompleteError):
+            continue
         if len(failures) < len(addresses) and not cancelled.is_set():
             lose(places[future], _describe(error))
             logger.warning("state of step %d from %s: %s", step, addresses[places[future]], _describe(error))
@@ -158,7 +166,7 @@ class _Transfer:
         self._lineage = 0
         self._payload: torch.Tensor | None = None
         self._is_dropped = False
-        self._slices = _Slices(0)
+        self._slices = _Slices(len(addresses))
         self._failed: dict[int, BaseException] = {}  # why a donor was given up
 
     def snapshot(self) -> Snapshot:
@@ -177,6 +185,10 @@ class _Transfer:
         for error in failures:
             traceback.clear_frames(error.__traceback__)
 
+    def give_up(self, place: int) -> None:
+        """Expect nothing more of a donor."""
+        self._slices.drop(place)
+
     def end(self) -> None:
         """Fetch no more slices; wait for no word of who has given none."""
         for place in range(len(self._addresses)):
@@ -190,7 +202,9 @@ class _Transfer:
         Raises as `fetch`, and OSError, ValueError, KeyError: it is gone or does not speak the protocol.
         """
         with _Link(self._addresses[place], self._token, self._farewell[place]) as first:
-            self._lay_out(bytes(first.request({"step": self._step, "header": True})))
+            answer, header = first.request({"step": self._step, "header": True})
+            self._lay_out(bytes(header))
+            self._slices.note_held(place, range(*answer["held"]))
             with ThreadPoolExecutor(self._connections, "titan_ft_fetch") as pool:
                 for _ in range(self._connections):
                     pool.submit(self._fetch_slices, place)
@@ -209,7 +223,8 @@ class _Transfer:
             if self._payload is None:
                 facts = msgspec.json.decode(header, type=_Facts)
                 self._payload = device.empty_host(facts.bytes, torch.uint8)
-                self._header, self._lineage, self._slices = header, facts.lineage, _Slices(facts.bytes)
+                self._header, self._lineage = header, facts.lineage
+                self._slices.lay_out(facts.bytes)
             elif header != self._header:
                 raise TransferError("its state is not that of the other donors: their headers differ")
 
@@ -220,10 +235,10 @@ class _Transfer:
         try:
             memory = memoryview(bytearray(min(_CHUNK, target.nbytes)))
             with _Link(self._addresses[place], self._token, limits) as link:
-                while (start := slices.take(place, limits)) is not None:
-                    part = memory[: target.nbytes - start]
-                    link.request({**request, "offset": start, "bytes": part.nbytes}, part)
-                    slices.finish(start, place, part, target)
+                while (wanted := slices.take(place, limits)) is not None:
+                    part = memory[: len(wanted)]
+                    link.request({**request, "offset": wanted.start, "bytes": part.nbytes}, part)
+                    slices.finish(wanted, place, part, target)
                     self._note_share(slices.share)
         except BaseException as error:  # noqa: BLE001  # raised again by the donor's thread
             self._failed.setdefault(place, error)
@@ -232,19 +247,35 @@ class _Transfer:
 
 
 class _Slices:
-    """Which slices of a payload are missing, and who is fetching them.
+    """Which slices of a payload are missing, and who is fetching them. A slice is the range of its bytes' offsets.
 
     A donor that is slow or silent must not hold up the end: who has nothing left to do fetches what it owes as well,
     and the first answer counts. So each connection receives into memory of its own.
     """
 
-    def __init__(self, size: int) -> None:
-        self._missing = deque(range(0, size, _CHUNK))  # nobody fetches these
-        self._under_way: dict[int, dict[int, float]] = {}  # by slice: since when each donor is asked for it
-        self._left = self._number = len(self._missing)
+    def __init__(self, num_donors: int) -> None:
+        self._untold = set(range(num_donors))  # donors that have yet to say what they hold
+        self._held: dict[int, range] = {}  # what the others do
+        self._missing: deque[range] = deque()  # nobody fetches these
+        self._under_way: dict[range, dict[int, float]] = {}  # since when each donor is asked for it
+        self._left = self._size = 0  # bytes
         self._finished, self._seconds = 0, 0.0  # slices, and what they took in sum
         self._given: Counter[int] = Counter()  # bytes, by donor
         self._changed = threading.Condition()
+
+    def lay_out(self, size: int) -> None:
+        """Take in how many bytes there are."""
+        with self._changed:
+            self._left = self._size = size
+            self._missing.extend(range(start, min(start + _CHUNK, size)) for start in range(0, size, _CHUNK))
+
+    def note_held(self, place: int, held: range) -> None:
+        """Take in what a donor holds: slices end where that begins and ends."""
+        with self._changed:
+            self._untold.discard(place)
+            self._held[place] = held
+            self._missing = deque(part for missing in self._missing for part in self._cut(missing))
+            self._changed.notify_all()
 
     @property
     def whole(self) -> bool:
@@ -253,61 +284,87 @@ class _Slices:
 
     @property
     def share(self) -> float:
-        """Return the share of them that is there."""
-        return 1.0 - self._left / self._number if self._number else 1.0
+        """Return the share of the bytes that is there."""
+        return 1.0 - self._left / self._size if self._size else 1.0
 
     def given_by(self, place: int) -> int:
         """Return the bytes that a donor has given."""
         with self._changed:
             return self._given[place]
 
-    def take(self, place: int, limits: _TransferLimits) -> int | None:
+    def take(self, place: int, limits: _TransferLimits) -> range | None:
         """Wait for a slice to fetch from a donor; None when all are there.
 
         Raises:
-            TransferError: the time is over, or no more is wanted from this donor.
+            TransferError: the time is over, or no more is wanted from this donor, or nobody holds what is missing.
         """
         with self._changed:
             while self._left:
                 limits.remaining()
                 now = time.monotonic()
-                start = self._missing.popleft() if self._missing else self._find_late(place, now)
-                if start is not None:
-                    self._under_way.setdefault(start, {})[place] = now
-                    return start
+                wanted = self._find_missing(place) or self._find_late(place, now)
+                if wanted is not None:
+                    self._under_way.setdefault(wanted, {})[place] = now
+                    return wanted
+                if not self._untold and any(self._is_lost(part) for part in self._missing):
+                    raise _IncompleteError("the donors that are left do not hold all of it")
                 self._changed.wait(_TICK_SECONDS)
             return None
-
-    def _find_late(self, place: int, now: float) -> int | None:
-        """Return the slice that another donor has owed for longest, if that is too long."""
-        mean = self._seconds / self._finished if self._finished else 0.0
-        asked = {start: min(by.values()) for start, by in self._under_way.items() if place not in by}
-        start = min(asked, key=asked.__getitem__, default=None)
-        return None if start is None or now - asked[start] < max(_LATE_SECONDS, 2 * mean) else start
 
     def drop(self, place: int) -> None:
         """Let other donors give what this one owes."""
         with self._changed:
-            for start, asked in list(self._under_way.items()):
+            self._untold.discard(place)
+            self._held.pop(place, None)
+            for part, asked in list(self._under_way.items()):
                 if asked.pop(place, None) is not None and not asked:
-                    del self._under_way[start]
-                    self._missing.appendleft(start)
+                    del self._under_way[part]
+                    self._missing.extendleft(reversed(self._cut(part)))
             self._changed.notify_all()
 
-    def finish(self, start: int, place: int, part: memoryview, target: memoryview) -> None:
+    def finish(self, wanted: range, place: int, part: memoryview, target: memoryview) -> None:
         """Keep a slice that a donor has given, unless another one has been faster."""
         with self._changed:
-            since = self._under_way.get(start, {}).get(place)
+            since = self._under_way.get(wanted, {}).get(place)
             if since is None:
                 return
-            del self._under_way[start]
+            del self._under_way[wanted]
             self._finished += 1
             self._seconds += time.monotonic() - since
             self._given[place] += part.nbytes
-        target[start : start + part.nbytes] = part
+        target[wanted.start : wanted.stop] = part
         with self._changed:
-            self._left -= 1
+            self._left -= part.nbytes
             self._changed.notify_all()
+
+    def _find_missing(self, place: int) -> range | None:
+        wanted = next((part for part in self._missing if self._is_held(part, place)), None)
+        if wanted is not None:
+            self._missing.remove(wanted)
+        return wanted
+
+    def _find_late(self, place: int, now: float) -> range | None:
+        """Return the slice that another donor has owed for longest, if that is too long."""
+        mean = self._seconds / self._finished if self._finished else 0.0
+        asked = {
+            part: min(by.values())
+            for part, by in self._under_way.items()
+            if place not in by and self._is_held(part, place)
+        }
+        late = min(asked, key=asked.__getitem__, default=None)
+        return None if late is None or now - asked[late] < max(_LATE_SECONDS, 2 * mean) else late
+
+    def _is_held(self, part: range, place: int) -> bool:
+        held = self._held.get(place, range(0))
+        return held.start <= part.start and part.stop <= held.stop
+
+    def _is_lost(self, part: range) -> bool:
+        return not any(self._is_held(part, place) for place in self._held)
+
+    def _cut(self, part: range) -> list[range]:
+        """Cut a slice where what a donor holds begins or ends."""
+        ends = {end for held in self._held.values() for end in (held.start, held.stop) if end in part}
+        return [range(start, stop) for start, stop in pairwise(sorted({part.start, *ends, part.stop}))]
 
 
 class _TransferLimits:
@@ -349,7 +406,7 @@ class _Link:
         self._address, self._token, self._limits = address, token, limits
         self._connection: _Connection | None = None
 
-    def request(self, request: Message, into: memoryview | None = None) -> memoryview:
+    def request(self, request: Message, into: memoryview | None = None) -> tuple[Message, memoryview]:
         """Do as `_Connection.request`, again if the connection breaks or the checksum differs.
 
         A connection that cannot be made, the first one or another, is an error at once: the donor is gone.
@@ -395,8 +452,8 @@ class _Connection:
             self.__exit__()
             raise
 
-    def request(self, request: Message, into: memoryview | None = None) -> memoryview:
-        """Send `request` and return the bytes of the answer (written to `into` if given)."""
+    def request(self, request: Message, into: memoryview | None = None) -> tuple[Message, memoryview]:
+        """Send `request` and return the answer and its bytes (written to `into` if given)."""
         write_line(self._stream, request)
         answer = self._answer()
         size = answer["bytes"]
@@ -412,7 +469,7 @@ class _Connection:
         if zlib.crc32(into) != answer["crc32"]:
             what = f"the {size} bytes at {request['offset']}" if "offset" in request else "the header"
             raise _ChecksumError(f"{what} did not arrive as they were sent: the checksums differ")
-        return into
+        return answer, into
 
     def _answer(self) -> Message:
         while "waiting" in (answer := read_line(self._stream)):

@@ -62,6 +62,7 @@ class StateServer:
         self._copy_seconds = 0.0
         self._offer: Message | None = None
         self._copy: Callable[[int], None] | None = None
+        self._refused: tuple[int, str] | None = None
         self._wanted = False
         self._readers = 0
         self._changed = threading.Condition()
@@ -80,6 +81,13 @@ class StateServer:
         """Serve `snapshot`, which took the host `copy_seconds` to copy, or to let a GPU copy, from now on."""
         with self._changed:
             self._snapshot, self._copy_seconds, self._wanted = snapshot, copy_seconds, False
+            self._refused = None
+            self._changed.notify_all()
+
+    def refuse(self, step: int, reason: str) -> None:
+        """Tell who wants the state of `step` that there will be none."""
+        with self._changed:
+            self._refused, self._wanted = (step, reason), False
             self._changed.notify_all()
 
     def withdraw(self) -> Snapshot | None:
@@ -181,7 +189,8 @@ class StateServer:
         step, ends = request["step"], time.monotonic() + self._wait_seconds
 
         def settled() -> bool:
-            return self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
+            refused = self._refused is not None and self._refused[0] == step
+            return refused or self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
 
         if (copy := self._copy) is not None and not settled():
             copy(step)
@@ -197,6 +206,8 @@ class StateServer:
                     self._readers += 1
                     return found
             if over:
+                if self._refused is not None and self._refused[0] == step:
+                    return self._refused[1]
                 held = f"step {found.step} of lineage {found.lineage}" if found else "none"
                 return f"the donor has no state of step {step} (it has {held})"
             write_line(stream, {"waiting": step})
@@ -209,11 +220,17 @@ class StateServer:
         snapshot: Snapshot,
         send: Send,
     ) -> None:
+        held, answer = snapshot.held, Message()
         if "offset" in request:
-            data = octets(snapshot.payload)[request["offset"] :][: request["bytes"]]
+            if not held.start <= request["offset"] <= request["offset"] + request["bytes"] <= held.stop:
+                write_line(stream, {"error": f"the donor has bytes {held.start} to {held.stop} of the state only"})
+                return
+            data = octets(snapshot.payload)[request["offset"] - held.start :][: request["bytes"]]
+        elif request.get("header"):
+            data, answer = memoryview(snapshot.header), Message(held=(held.start, held.stop))
         else:
-            data = memoryview(snapshot.header if request.get("header") else b"")
-        write_line(stream, {"bytes": data.nbytes, "crc32": zlib.crc32(data)})
+            data = memoryview(b"")
+        write_line(stream, {**answer, "bytes": data.nbytes, "crc32": zlib.crc32(data)})
         send(connection, data)
 
 

@@ -9,9 +9,10 @@ raw tensor bytes.
 
 A connection carries one request line after another: {"step", "lineage", "offset", "bytes"} for a range of the payload,
 "header" in place of "offset" for the header, "done" when the joiner has everything, "bytes" of it from here. Each
-answer is a JSON line {"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes; while the donor has yet to
-take the snapshot, a line {"waiting": step} now and then comes before it, so that silence always means that something is
-wrong.
+answer is a JSON line {"bytes": n, "crc32": checksum} or {"error": text}, then n raw bytes; with the header it says by
+"held" where what the donor has of the payload begins and ends: a part, where its host's memory is scarce. While the
+donor has yet to take the snapshot, a line {"waiting": step} now and then comes before it, so that silence always means
+that something is wrong.
 
 A request {"offer": true, "step"} is answered by {"step", "lineage", "digest"} of the state that the donor lets joiners
 have until its next update (`offer.py`), with {"milliseconds"} that its last step took; or by {"error": text} if it is
@@ -58,6 +59,7 @@ class Message(TypedDict, total=False):
     bytes: Size
     crc32: int
     header: bool
+    held: tuple[Size, Size]
     done: str
     error: str
     waiting: int

@@ -278,7 +278,7 @@ def test_what_is_compared_behind_an_update_is_offered_until_the_next_round(
     rows: list[dict[str, Any]], offers_it: bool
 ) -> None:
     """From then on the group makes steps, and what the groups agree on stays as it is."""
-    state = SimpleNamespace(copy=lambda step, lineage: SimpleNamespace(step=step, lineage=lineage))
+    state = SimpleNamespace(copy=lambda step, lineage, part: SimpleNamespace(step=step, lineage=lineage, part=part))
     server, position = Server(), SimpleNamespace(step=5, lineage=1005)
     this = donors.Donor(state, server)  # type: ignore[arg-type]  # do what it asks of them
     this.serve(made(*rows), position, {})  # type: ignore[arg-type]
@@ -289,7 +289,7 @@ def test_what_is_compared_behind_an_update_is_offered_until_the_next_round(
 
 def test_a_copy_that_was_made_between_two_rounds_is_served_until_nobody_fetches_it() -> None:
     """Also when the joiner is in the others' next round before it has all of it."""
-    state = SimpleNamespace(copy=lambda step, lineage: SimpleNamespace(step=step, lineage=lineage))
+    state = SimpleNamespace(copy=lambda step, lineage, part: SimpleNamespace(step=step, lineage=lineage, part=part))
     server, position = Server(), SimpleNamespace(step=5, lineage=1005)
     this = donors.Donor(state, server)  # type: ignore[arg-type]
     this.copy(position)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -322,7 +323,7 @@ def test_all_connections_may_break(
 def test_the_donor_is_told_even_if_the_first_connection_broke(donor: Donor, start_proxy: Callable[..., Proxy]) -> None:
     """The connection of the header lies idle during the transfer; that it broke meanwhile does not matter."""
     sent = donor.publish(make_snapshot(5, CHUNK))
-    answer = {"bytes": len(sent.header), "crc32": zlib.crc32(sent.header)}
+    answer = {"held": [0, CHUNK], "bytes": len(sent.header), "crc32": zlib.crc32(sent.header)}
     lines = ({"nonce": "0" * 32}, {"proof": "0" * 64}, answer)
     proxy = start_proxy(
         donor, {0: sum(len(msgspec.json.encode(line)) + 1 for line in lines) + len(sent.header)}, "close"
@@ -624,3 +625,86 @@ def test_without_any_donor_left_the_error_names_all(start_donor: Callable[..., D
     assert len(lost) == 1, "the second one is the end of the attempt, which has an event of its own"
     with pytest.raises(RefusedError, match="TITAN_FT_TOKEN"):
         fetch([donor.address for donor in donors], "another", 6, "4", 2, DEADLINE)
+
+
+# Donors whose hosts have no memory for all of a state
+
+
+def publish_parts(donors: list[Donor], sent: Snapshot, *held: tuple[int, int]) -> None:
+    """Let each donor hold the bytes from where its part begins to where it ends."""
+    for donor, (first, end) in zip(donors, held, strict=True):
+        donor.publish(dataclasses.replace(sent, payload=sent.payload[first:end].clone(), first=first))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [(0, 2500), (2500, 2501), (2501, 9001)],
+        [(0, 9001), (1, 8999)],  # one of them has room for all
+        [(0, 5200), (4100, 9001)],
+        [(0, 0), (0, 9001), (9001, 9001)],
+        [(0, 300), (300, 700), (700, 9001)],  # several in one slice
+    ],
+)
+def test_parts_that_donors_hold_become_one_state(
+    start_donor: Callable[..., Donor], held: list[tuple[int, int]]
+) -> None:
+    """Wherever they are cut; nobody is asked for what it has not, nor twice."""
+    donors, sent, lost = start_donors(start_donor, len(held)), make_snapshot(5, 9 * CHUNK + 1), []
+    publish_parts(donors, sent, *held)
+    shares: list[float] = []
+    check_equal(fetch_from(donors, lose=lambda *what: lost.append(what), note_share=shares.append), sent)
+    wait_until(lambda: sum(donor.given for donor in donors) == sent.payload.numel())
+    assert all(donor.given <= end - first for donor, (first, end) in zip(donors, held, strict=True))
+    assert lost == []
+    assert max(shares) == 1.0
+    assert min(shares) > 0.0
+
+
+def test_a_donor_that_alone_held_its_part_costs_the_attempt(
+    start_donor: Callable[..., Donor], start_proxy: Callable[..., Proxy]
+) -> None:
+    """At once; the others, which can give all that they have, are not called lost."""
+    donors, sent, lost = start_donors(start_donor, 3), make_snapshot(5, 30 * CHUNK), []
+    publish_parts(donors, sent, (0, 10 * CHUNK), (10 * CHUNK, 20 * CHUNK), (20 * CHUNK, 30 * CHUNK))
+    proxy = start_proxy(donors[1], {1: 4700}, "gone")
+    addresses = [donors[0].address, proxy.address, donors[2].address]
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="the donors that are left do not hold all of it") as raised:
+        fetch(addresses, TOKEN, 5, "4", 3, DEADLINE, lose=lambda *what: lost.append(what))
+    assert time.monotonic() - started < DEADLINE / 2
+    assert "ConnectionRefused" in str(raised.value)
+    assert {place for place, _ in lost} <= {1}, "its end may be told as that of the attempt"
+
+
+def test_a_donor_that_has_its_part_too_gives_what_a_dead_one_owes(
+    start_donor: Callable[..., Donor], start_proxy: Callable[..., Proxy]
+) -> None:
+    """A slice that was under way with the dead one is cut to what the living ones hold."""
+    donors, sent = start_donors(start_donor, 3, max_mbps=1.0), make_snapshot(5, 60 * CHUNK)
+    publish_parts(donors, sent, (0, 60 * CHUNK), (0, 20 * CHUNK + 77), (20 * CHUNK + 77, 60 * CHUNK))
+    proxy = start_proxy(donors[0], {1: 4700}, "gone")
+    check_equal(fetch([proxy.address, donors[1].address, donors[2].address], TOKEN, 5, "4", 3, DEADLINE), sent)
+
+
+def test_who_has_yet_to_say_what_it_holds_is_waited_for(start_donor: Callable[..., Donor]) -> None:
+    """It may be what the others lack."""
+    donors, sent = start_donors(start_donor, 2), make_snapshot(5, 10 * CHUNK)
+    publish_parts(donors[:1], sent, (0, 5 * CHUNK))
+    timer = threading.Timer(0.5, publish_parts, (donors[1:], sent, (5 * CHUNK, 10 * CHUNK)))
+    timer.start()
+    check_equal(fetch_from(donors), sent)
+    timer.join()
+
+
+def test_a_donor_that_says_nonsense_of_what_it_holds_gives_nothing(
+    start_donor: Callable[..., Donor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than there is, or less than nothing: nobody waits for that."""
+    donors, sent = start_donors(start_donor, 2), make_snapshot(5, 10 * CHUNK)
+    publish_parts(donors, sent, (0, 5 * CHUNK), (5 * CHUNK, 10 * CHUNK))
+    monkeypatch.setattr(Snapshot, "held", property(lambda snapshot: range(snapshot.first + 5, snapshot.first)))
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="the donors that are left do not hold all of it"):
+        fetch_from(donors)
+    assert time.monotonic() - started < DEADLINE / 2

@@ -202,8 +202,38 @@ def test_requests_of_a_proven_joiner_may_be_wrong_too(donor: Donor, capfd: pytes
 def test_a_range_beyond_the_state_is_no_other_memory(donor: Donor) -> None:
     """What lies behind the snapshot in memory is never sent."""
     donor.publish(make_snapshot(5, CHUNK))
-    with donor.connect() as connection, pytest.raises(TransferError, match="sent 10 bytes where 50 were asked for"):
+    with donor.connect() as connection, pytest.raises(TransferError, match="has bytes 0 to 1000 of the state only"):
         connection.request({"step": 5, "offset": CHUNK - 10, "bytes": 50}, memoryview(bytearray(50)))
+
+
+def test_nor_is_a_range_before_the_part_that_is_here(donor: Donor) -> None:
+    """A donor whose memory is scarce has no more; its payload does not begin where the state does."""
+    whole = make_snapshot(5, 4 * CHUNK)
+    donor.publish(dataclasses.replace(whole, payload=whole.payload[CHUNK : 3 * CHUNK].clone(), first=CHUNK))
+    with donor.connect() as connection:
+        answer, _ = connection.request({"step": 5, "header": True})
+        assert answer["held"] == (CHUNK, 3 * CHUNK)
+        for offset in (0, CHUNK - 1, 3 * CHUNK - 49):
+            with pytest.raises(TransferError, match="has bytes 1000 to 3000 of the state only"):
+                connection.request({"step": 5, "offset": offset, "bytes": 50}, memoryview(bytearray(50)))
+        _, found = connection.request({"step": 5, "offset": CHUNK, "bytes": 50}, memoryview(bytearray(50)))
+        assert bytes(found) == bytes(whole.payload[CHUNK : CHUNK + 50].numpy())
+
+
+def test_who_waits_for_a_state_that_there_will_not_be_is_told(donor: Donor, background: ThreadPoolExecutor) -> None:
+    """At once, and whoever comes later too; another state is another matter."""
+    fetched = background.submit(donor.fetch, 5)
+    wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]
+    donor.server.refuse(5, "its host has no room")
+    for attempt in (fetched.result, lambda _: donor.fetch(5)):
+        started = time.monotonic()
+        with pytest.raises(TransferError, match="its host has no room"):
+            attempt(DEADLINE)
+        assert time.monotonic() - started < DEADLINE / 2
+    fetched = background.submit(donor.fetch, 6)
+    wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]
+    sent = donor.publish(make_snapshot(6, CHUNK))
+    check_equal(fetched.result(DEADLINE), sent)
 
 
 def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
