@@ -204,8 +204,9 @@ class FaultTolerance:
 
     heal_donors: int = 8
     """Groups that a joiner fetches the state from at once, a part from each. Each copies its state to host memory, and
-    keeps that for the next copy; on a GPU it is taken behind the first update already, unless this is 1. 0 takes all
-    groups that hold it. With `semi_sync_method` it is always one."""
+    keeps that for the next copy; on a GPU it is taken behind the first update already, unless this is 1. Where a host's
+    memory is scarce it copies the part only. 0 takes all groups that hold it. With `semi_sync_method` it is always
+    one."""
 
     transfer_connections: int = 4
     """Connections that a rank of a joiner opens at once, shared out among its donors, at least one to each; >= 1."""

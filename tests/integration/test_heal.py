@@ -12,6 +12,7 @@ import pytest
 from harness.job import Job
 from harness.trajectory import check, check_finished, check_killed, check_one_trajectory, named
 
+from titan_ft.replica.host_memory import free_bytes
 from titan_ft.training.job_config import read_config
 
 STEP = 4
@@ -124,6 +125,32 @@ def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
     assert sorted(given) == [0, 2]
     assert sum(given.values()) == finished["bytes"]
     assert named(events, "donor_lost") == []
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_holders_whose_hosts_are_short_of_memory_copy_a_part(make_job: Callable[..., Job], dies: bool) -> None:
+    """Each half of the state; if one dies while it serves, the other one gives all of it, for which there is room."""
+    faults = [kill(1, "backward", step=STEP), *([kill(2, "serve")] if dies else [])]
+    flags = ["--fault_tolerance.transfer_max_mbps=50", "--fault_tolerance.catch_up_max_gb=1"]
+    job = make_job(groups=3, steps=24, hooks={"faults": faults, "hold": 2}, flags=flags)
+    free = free_bytes()
+    assert free is not None
+    # So many ranks that they would take seven tenths of what is free: more than half, and less than all.
+    job.env["TITAN_FT_RANKS_ON_HOST"] = str(int(0.7 * free / predict(job, 1)))
+    job.run()
+    events = check(job, survivors=[0] if dies else [0, 2])
+    check_killed(job, events, [(1, 0, "sigkill:backward"), *([(2, 0, "sigkill:serve")] if dies else [])])
+    served = [(e["replica"], e["bytes"]) for e in named(events, "state_served") if e["joiner"] == 1]
+    finished = next(e for e in named(events, "heal_finished") if e["replica"] == 1)
+    copied = [job.paths.logs(replica, 0, 0).read_text().count("memory is scarce: a joiner gets") for replica in (0, 2)]
+    assert copied[0] >= 1
+    if dies:
+        assert [error for e in named(events, "heal_failed") if "do not hold all of it" in (error := e["error"])]
+        assert served == [(0, finished["bytes"])]
+    else:
+        assert copied[1] >= 1
+        assert sorted(replica for replica, _ in served) == [0, 2]
+        assert sum(given for _, given in served) == finished["bytes"]
 
 
 def test_heal_carries_everything(make_job: Callable[..., Job]) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision
@@ -81,7 +82,7 @@ class World:
             raise NoRoomError("its host has 0 GB of memory left")
         self.copies += 1
         self.parts.append(part if self.is_scarce else WHOLE)
-        return SimpleNamespace(step=step, lineage=lineage, part=self.parts[-1])
+        return SimpleNamespace(step=step, lineage=lineage, part=self.parts[-1], payload=torch.empty(8))
 
     def _publish(self, snapshot: Any, seconds: float) -> None:
         self.serves, self._server.snapshot = snapshot.step, snapshot

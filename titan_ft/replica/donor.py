@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from titan_ft.replica.decision import Round
 from titan_ft.replica.errors import NoRoomError
+from titan_ft.replica.host_memory import size_text
 from titan_ft.replica.position import Position
 from titan_ft.replica.row import Standing
 from titan_ft.replica.snapshot import WHOLE, Part, Snapshot, TrainState
@@ -94,6 +95,10 @@ class Donor:
             logger.warning("no copy of the state of step %d for a joiner: %s", position.step, error)
             self._server.refuse(position.step, str(error))
             return
+        if (copied := self._served.part) != WHOLE:
+            text = "the host's memory is scarce: a joiner gets part %d of %d of the state of step %d from here (%s)"
+            size = size_text(self._served.payload.numel())
+            logger.warning(text, copied.place + 1, copied.number, position.step, size)
         self._server.publish(self._served, time.monotonic() - started)
 
     def offer(self, position: Position) -> None:

@@ -69,6 +69,7 @@ class Job:
         late: whether that waits until the others have gone on without it for `hold` steps (see `harness.hooks`) or have
             finished; else it may be back before the lighthouse has noticed that it was gone.
         lighthouse: settings of it that are not its defaults.
+        env: further variables of the workers' environments.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Job:
         max_restarts: int = 3,
         late: bool = True,
         lighthouse: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.paths = RunPaths(folder / "run")
         self.markers = folder / "markers"
@@ -97,6 +99,7 @@ class Job:
         self._zygote = zygote
         self._replica_flags = dict(replica_flags or {})
         self._hooks = dict(hooks or {})
+        self.env = dict(env or {})
         self.flags = [
             f"--job.config_file={CONFIG}",
             f"--job.dump_folder={self.paths.root}",
@@ -229,6 +232,7 @@ class Job:
                 "TITAN_FT_TOKEN": "a secret of this run",
                 "TORCHFT_LIGHTHOUSE": self._address,
                 "TITAN_FT_TEST_HOOKS": json.dumps(hooks),
+                **self.env,
             }
             flags = [flag.replace("{rank}", str(rank)) for flag in self._replica_flags.get(group.replica, ())]
             argv = [*self.flags, *flags, f"--fault_tolerance.replica_id={group.replica}"]
