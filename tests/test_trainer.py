@@ -306,7 +306,7 @@ class Step:
             slots_to_read=lambda: [0],
             arm=None,
             digest_if_due=lambda: None,
-            offer=lambda: None,
+            offer=lambda: self.done.append("offer"),
             heal_seconds=0.0,
         )
         note = lambda what, result=None: lambda *_: self.done.append(what) or result  # noqa: E731
@@ -328,6 +328,7 @@ class Step:
             ntokens_seen=0,
             _position=SimpleNamespace(leaving=leaving, step=3),
             _state=SimpleNamespace(reserve=note("reserve")),
+            _group=SimpleNamespace(gather=None),
             launch=SimpleNamespace(ranks_on_host=2),
             _go_on=note("go on"),
             _feed=SimpleNamespace(drop=self.dropped.append),
@@ -347,7 +348,7 @@ def test_a_commit_is_applied_and_recorded() -> None:
     """In this order: what is recorded is in the state."""
     step = Step(COMMITTED)
     step.make()
-    assert step.done == ["apply", "emit", "log", "reserve", "go on"]
+    assert step.done == ["apply", "emit", "log", "reserve", "offer", "go on"]
     assert step.this._checkpoint_host.participants == [0, 1]
     assert step.this._work.wire_bytes == 7
     assert step.dropped == [{0}]
@@ -358,7 +359,7 @@ def test_no_memory_is_reserved_where_it_may_be_too_much(settings: dict[str, int]
     """A host may have no room for a copy of each of its groups; and a group alone never serves one."""
     step = Step(COMMITTED, **settings)
     step.make()
-    assert step.done == ["apply", "emit", "log", "go on"]
+    assert step.done == ["apply", "emit", "log", "offer", "go on"]
 
 
 def test_without_a_commit_nothing_is_applied() -> None:

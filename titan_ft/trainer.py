@@ -327,13 +327,13 @@ class ReplicaTrainer(Trainer):
         work.wire_bytes = self._links.exchange.take_wire_bytes()
         work.lr *= self._lr_factor(committed.update)
         digest = replica.digest_if_due()
-        replica.offer()
         self._step_log.emit(committed, work, self.step, digest)
         self._step_log.log(committed, work, self.step, self.ntokens_seen, replica.heal_seconds)
         if self._position.leaving:
             raise Leaving
         if config.group_size > 1 and config.heal_donors != 1:  # with 1, groups may share a host without room for it
-            self._state.reserve()
+            self._state.reserve(self._group.gather)
+        replica.offer()
         self._go_on(replica)
         self._feed.drop({config.replica_id, *(r.entry.slot for r in work.readings)})
 

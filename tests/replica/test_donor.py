@@ -15,7 +15,6 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision
 from titan_ft.replica.decision import Round, judge
 from titan_ft.replica.donor import Donor
-from titan_ft.replica.errors import NoRoomError
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.position import Position
 from titan_ft.replica.row import Row, Standing
@@ -33,8 +32,6 @@ class World:
         self.shared = (-1, 0)  # step and lineage that another thread may copy
         self.has_buffers = False
         self.is_scarce = False  # the host's memory
-        self.has_room = True
-        self.refused: list[int] = []  # steps whose state nobody gets
         self.parts: list[Part] = []  # of the state, that were copied
         self.offers: list[Message | None] = []
         self.take: Callable[[int], None] = lambda step: None  # what the server calls for who wants what is offered
@@ -49,7 +46,6 @@ class World:
             publish=self._publish,
             withdraw=self._withdraw,
             offer=self._offer,
-            refuse=lambda step, reason: self.refused.append(step),
             wanted=False,
             snapshot=None,
         )
@@ -78,8 +74,6 @@ class World:
         self.take = copy or (lambda step: None)
 
     def _copy(self, step: int, lineage: int, part: Part) -> Any:
-        if not self.has_room:
-            raise NoRoomError("its host has 0 GB of memory left")
         self.copies += 1
         self.parts.append(part if self.is_scarce else WHOLE)
         return SimpleNamespace(step=step, lineage=lineage, part=self.parts[-1], payload=torch.empty(8))
@@ -299,11 +293,18 @@ def test_a_part_does_not_do_for_a_joiner_that_has_other_donors(world: World) -> 
     assert (world.parts[2:], world.serves) == ([WHOLE], 7)
 
 
-def test_where_there_is_no_room_a_joiner_is_told(world: World) -> None:
-    """And not made to wait for a copy that nobody makes; the next one may find room."""
-    world.has_room = False
+def test_who_comes_while_another_one_fetches_gets_all_from_who_it_is_sent_to(world: World) -> None:
+    """Some donors serve the other one, and have no part for it."""
+    world.is_scarce = True
     world.make_round(behind(FIRST))
-    assert (world.serves, world.refused) == (0, [5])
-    world.has_room = True
-    world.make_round(behind(FIRST, heals=3))
-    assert (world.serves, world.refused) == (6, [5])
+    made = world.make_round(fetching(FIRST, OTHER), behind(SECOND))
+    assert made.verdict.donors == {4: ME}
+    assert (world.parts, world.serves) == ([Part(0, 3), WHOLE], 6)
+
+
+def test_an_offer_does_not_outlive_what_it_is_of(world: World) -> None:
+    """Where a state is not shared any more, as on a host whose memory is scarce, none is offered."""
+    world.offer()
+    world.has_buffers = True
+    world.offer()
+    assert [None if offer is None else offer["step"] for offer in world.offers] == [5, None]

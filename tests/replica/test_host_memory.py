@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from tests.replica.conftest import DEADLINE
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import host_memory
-from titan_ft.replica.errors import NoRoomError
 from titan_ft.replica.host_memory import HostMemory, free_bytes, most_updates
 
 NUM_BYTES = 1000
@@ -60,10 +60,10 @@ def threads() -> list[str]:
 
 
 def test_memory_is_pinned_once_and_not_by_the_training_thread(host: Host) -> None:
-    """However often it is reserved, lent and taken back."""
+    """However often it is lent and taken back."""
     memory, addresses = HostMemory(), set()
+    memory.reserve(NUM_BYTES)
     for _ in range(3):
-        memory.reserve(lambda: NUM_BYTES)
         lent = memory.take(NUM_BYTES)
         assert host.accelerator.is_pinned(lent)
         assert lent.numel() == NUM_BYTES
@@ -77,7 +77,7 @@ def test_whoever_reserves_does_not_wait(host: Host) -> None:
     """Who wants the memory before it is there waits for it: to pin it himself would take as long."""
     host.gives.clear()
     memory = HostMemory()
-    memory.reserve(lambda: NUM_BYTES)
+    memory.reserve(NUM_BYTES)
     threading.Timer(0.05, host.gives.set).start()
     assert host.accelerator.is_pinned(memory.take(NUM_BYTES))
     assert host.asked == [False]
@@ -99,8 +99,8 @@ def test_a_host_without_memory_to_pin_is_named(host: Host, caplog: pytest.LogCap
     host.is_short = True
     memory = HostMemory()
     with caplog.at_level(logging.WARNING):
+        memory.reserve(12_340_000)
         for _ in range(3):
-            memory.reserve(lambda: 12_340_000)
             lent = memory.take(12_340_000)
             assert not host.accelerator.is_pinned(lent)
             memory.give_back(lent)
@@ -129,7 +129,7 @@ def test_a_reserve_leaves_half_of_the_host_alone(
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * 1024)
     memory = HostMemory(num_ranks)
     with caplog.at_level(logging.INFO):
-        memory.reserve(lambda: NUM_BYTES)  # of which torch makes 1024
+        memory.reserve(NUM_BYTES)  # of which torch makes 1024
         assert host.accelerator.is_pinned(memory.take(NUM_BYTES))
     (line,) = caplog.messages
     assert ("are kept for copies" in line) is reserves
@@ -137,28 +137,40 @@ def test_a_reserve_leaves_half_of_the_host_alone(
     assert host.asked == [not reserves]
 
 
-def test_memory_that_is_being_pinned_is_not_scarce(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is taken already; so is what was given back. What is lent is not at hand."""
+def test_memory_that_is_at_hand_is_not_scarce(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being pinned is taken already; so is what was given back, a part, too. What is lent is not at hand."""
     memory = HostMemory(num_ranks=4)
-    memory.reserve(lambda: NUM_BYTES)
+    memory.reserve(NUM_BYTES)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * 4 * 1024 - 1)
     assert not memory.is_scarce(NUM_BYTES)
     lent = memory.take(NUM_BYTES)
     assert memory.is_scarce(NUM_BYTES)
     assert not memory.is_scarce(NUM_BYTES // 2)
-    memory.check_room(NUM_BYTES)
     memory.give_back(lent)
     assert not memory.is_scarce(NUM_BYTES)
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: 4 * 1024 - 1)
-    with pytest.raises(NoRoomError, match=r"has 4\.09e-06 GB of memory left, and a copy takes 4\.1e-06 GB on 4 ranks"):
-        memory.check_room(NUM_BYTES)
+    part = memory.take(NUM_BYTES // 2)
+    memory.give_back(part)
+    assert memory.is_scarce(NUM_BYTES)
+    assert memory.take(NUM_BYTES // 2).data_ptr() == part.data_ptr()
+
+
+def test_memory_of_another_size_is_let_go_of_before_more_is_taken(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is short of it has no room for both."""
+    memory = HostMemory()
+    lent = memory.take(NUM_BYTES)
+    left, released = weakref.ref(lent), list[bool]()
+    monkeypatch.setattr(device, "release_host_memory", lambda: released.append(left() is None))
+    memory.give_back(lent)
+    del lent
+    memory.take(NUM_BYTES // 2)
+    assert released == [True]
 
 
 def test_what_is_kept_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     """How much of the host's memory is gone for good."""
     memory = HostMemory()
     with caplog.at_level(logging.INFO):
-        memory.reserve(lambda: 12_340_000)
+        memory.reserve(12_340_000)
         memory.take(12_340_000)
     (line,) = caplog.messages
     assert line.startswith("0.0123 GB of host memory are kept for copies of this rank's state")
@@ -168,7 +180,7 @@ def test_nothing_is_left_behind(host: Host) -> None:
     """Closing waits for the thread that pins, and lets go of what it has pinned."""
     host.gives.clear()
     memory = HostMemory()
-    memory.reserve(lambda: NUM_BYTES)
+    memory.reserve(NUM_BYTES)
     assert threads()
     threading.Timer(0.05, host.gives.set).start()
     memory.close()
@@ -177,14 +189,15 @@ def test_nothing_is_left_behind(host: Host) -> None:
             thread.join(DEADLINE)
     assert not threads()
     assert memory._spare is None
-    memory.reserve(lambda: NUM_BYTES)
     assert host.asked == [False]
 
 
 def test_on_a_cpu_nothing_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy takes its memory when it is made: there is nothing to pin, and not twice the memory without a joiner."""
     memory = HostMemory()
-    memory.reserve(lambda: pytest.fail("counted for nothing"))
+    assert memory.reserve(NUM_BYTES)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 2 * NUM_BYTES - 1)
+    assert not memory.reserve(NUM_BYTES)
     lent = memory.take(NUM_BYTES)
     assert not threads()
     memory.give_back(lent)

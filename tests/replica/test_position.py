@@ -118,7 +118,7 @@ def test_an_attempt_that_failed_asks_again_or_rests() -> None:
     assert (position.standing, position.donor, position.awaited, position.heals) == (Standing.CATCHING_UP, 1, True, 1)
     position.end_fetch(rest=True)
     assert (position.standing, position.donor, position.awaited, position.heals) == (Standing.CATCHING_UP, -1, False, 1)
-    position.ask()
+    position.end_fetch()
     assert position.standing is Standing.BEHIND
     position.fetch(donor=2, step=7, awaited=False)
     position.keep_up()

@@ -40,7 +40,6 @@ def test_row_survives_the_exchange() -> None:
         loss=0.1 + 0.2,
         max_loss=1e-300,
         heals=5,
-        mixed=1,
         donor=2,
         from_step=999,
         waited=0.25,

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import threading
@@ -23,8 +22,8 @@ from titan_ft import device
 from titan_ft.replica import host_memory
 from titan_ft.replica import snapshot as snapshots
 from titan_ft.replica.bucket import local
-from titan_ft.replica.errors import NoRoomError, StateMismatchError
-from titan_ft.replica.snapshot import _HASH_CHUNK, WHOLE, Part, Snapshot, TrainState, _lane_sum
+from titan_ft.replica.errors import StateMismatchError
+from titan_ft.replica.snapshot import _HASH_CHUNK, Part, Snapshot, TrainState, _lane_sum
 
 Tiny = Callable[..., Any]
 
@@ -253,29 +252,28 @@ def test_where_memory_is_not_scarce_a_donor_copies_all(tiny: Tiny, monkeypatch: 
     assert donor.state.copy(1, 0, Part(1, 3)).held == range(size)
 
 
-def test_a_donor_does_not_take_what_its_host_has_not(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would end a process that trains. A copy of one's own is made all the same, and one that just fits."""
-    donor = tiny(seed=1)
-    donor.train(1)
-    size = donor.state.payload_bytes
-    leave(monkeypatch, size)
-    assert donor.state.copy(1, 0, WHOLE).held == range(size)
-    leave(monkeypatch, size - 1)
-    assert donor.state.copy(1, 0, Part(0, 2)).payload.numel() < size
-    with pytest.raises(NoRoomError, match=r"memory left, and a copy takes .* on 1 ranks"):
-        donor.state.copy(1, 0, WHOLE)
-    assert donor.state.copy(1, 0).held == range(size)
-
-
-def test_no_newcomer_takes_what_a_host_with_scarce_memory_offers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All members would copy all of it for each; the round sends it to donors that copy parts. As the last copy saw."""
+@pytest.mark.parametrize("sibling", [True, False])
+def test_a_group_whose_host_is_short_of_memory_shares_nothing(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, sibling: bool
+) -> None:
+    """All members would copy all of it for a newcomer; a round sends it to donors that copy parts. All ranks agree."""
     donor = tiny(seed=1, buffers=False)
     donor.train(1)
-    for free, offers in ((0, False), (None, True)):
+    assert donor.state.share(1, 0)
+    for free, shares in ((2 * donor.state.payload_bytes, True), (2 * donor.state.payload_bytes - 1, False)):
+        asked: list[int] = []
+
+        def gather(own: int, asked: list[int] = asked) -> list[int]:
+            asked.append(own)
+            return [own, sibling]
+
+        donor = tiny(seed=1, buffers=False)
+        donor.train(1)
         leave(monkeypatch, free)
-        with contextlib.suppress(NoRoomError):
-            donor.state.copy(1, 0, WHOLE)
-        assert donor.state.share(1, 0) is offers
+        for _ in range(2):
+            donor.state.reserve(gather)
+        assert asked == [shares], "once, by each rank"
+        assert donor.state.share(1, 0) is (shares and sibling)
 
 
 def test_a_shared_state_is_copied_by_another_thread_until_the_next_update(tiny: Tiny) -> None:

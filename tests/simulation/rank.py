@@ -104,7 +104,7 @@ class Rank:
         self.shapes = training.OTHER_SHAPES if group.slot in options.odd else training.SHAPES
         self.state = self._make_state()
         self.state.buffers = world.options.buffers
-        self.state.scarce = self._find_scarce
+        self.state.is_scarce = self._is_scarce
         self._copies = 0
         self.ended: Ended | None = None
         self.ready = False  # holds a committed state, as far as the world knows
@@ -129,13 +129,11 @@ class Rank:
         self._read: set[tuple[int, int]] = set()
         self.drain: Drain | None = None
 
-    def _find_scarce(self) -> str:
-        """Say how short of memory this rank's host is just now: it comes and goes."""
+    def _is_scarce(self) -> bool:
+        """Say whether this rank's host is short of memory just now: it comes and goes."""
         self._copies += 1
         rng = random.Random(f"scarce {self.world.seed} {self.process.name} {self._copies}")
-        if rng.random() >= self.world.options.scarce:
-            return ""
-        return "no room" if rng.random() < 1 / 3 else "scarce"
+        return rng.random() < self.world.options.scarce
 
     def _make_state(self) -> Any:
         return training.State(self.number, self.ledger, self.shapes)

@@ -23,11 +23,11 @@ from tests.simulation.rank import Rank
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Update
 from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE
-from titan_ft.replica.errors import Leaving, NoRoomError
+from titan_ft.replica.errors import Leaving
 from titan_ft.replica.ledger import Entry, Ledger
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr
 from titan_ft.replica.round import NOTHING, Contribution, Sign
-from titan_ft.replica.snapshot import WHOLE, Part, Snapshot
+from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import Opening
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
 
@@ -59,8 +59,6 @@ class _Schedulers:
 
 class State(OuterState):
     """The state of one rank, with what `training.State` has for the world and the oracle."""
-
-    scarce: Callable[[], str] = staticmethod(lambda: "")
 
     def __init__(
         self,
@@ -117,13 +115,6 @@ class State(OuterState):
         self.progress = training.Progress(state_dict["steps"], state_dict["tokens"])
         self.ledger.load_state_dict(state_dict["ledger"])
         self.tainted = self.inherited = state_dict["tainted"]
-
-    def copy(self, step: int, lineage: int, part: Part | None = None) -> Snapshot:
-        """Copy it, unless the host has no room: a part is never enough, for moments are a group's own."""
-        assert part in (None, WHOLE)
-        if part is not None and self.scarce() == "no room":
-            raise NoRoomError("its host has no memory left")
-        return super().copy(step, lineage)
 
     def load(self, snapshot: Snapshot) -> None:
         """Overwrite it."""

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from titan_ft.replica.errors import NoRoomError
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.lr_policy import lr_factor
 from titan_ft.replica.snapshot import WHOLE, Part, Snapshot
@@ -72,7 +71,7 @@ class State:
 
     fragments: Sequence[int] = ()  # of the parameters
     buffers = False  # whether a forward may write some of it
-    scarce: Callable[[], str] = staticmethod(lambda: "")  # how the host's memory is: see Options.scarce
+    is_scarce: Callable[[], bool] = staticmethod(lambda: False)  # the host's memory: see Options.scarce
 
     def __init__(self, rank: int, ledger: Ledger, shapes: tuple[int, ...] = SHAPES) -> None:
         self.rank, self.ledger, self._shapes = rank, ledger, shapes
@@ -89,13 +88,11 @@ class State:
         self.load_seconds = 0.0
         self._shared = (-1, 0)  # step and lineage, while other threads may copy it
 
-    def copy(self, step: int, lineage: int, part: Part | None = None) -> Snapshot:
+    def copy(self, step: int, lineage: int, part: Part = WHOLE) -> Snapshot:
         """Copy it to memory of its own."""
-        size, how_scarce = self.array.nbytes, self.scarce()
-        if part is None or not how_scarce:
+        size = self.array.nbytes
+        if part != WHOLE and not self.is_scarce():
             part = WHOLE
-        elif part == WHOLE and how_scarce == "no room":
-            raise NoRoomError("its host has no memory left")
         held = part.of([{"offset": offset} for offset in range(0, size, 4)], size)
         target, self._spare = self._spare, None
         if target is None or target.numel() != len(held):

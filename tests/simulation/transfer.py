@@ -43,7 +43,6 @@ class SnapshotServer:
         self.snapshot: Snapshot | None = None
         self.offered: Message | None = None
         self.copy: Callable[[int], None] | None = None
-        self.refused: tuple[int, str] | None = None
         self.wanted = False
         self.readers = 0
         self.closed = False
@@ -53,13 +52,7 @@ class SnapshotServer:
     def publish(self, snapshot: Snapshot, copy_seconds: float) -> None:
         """Serve `snapshot` from now on."""
         self._kernel.pause()
-        self.snapshot, self.wanted, self.refused = snapshot, False, None
-        self.tell()
-
-    def refuse(self, step: int, reason: str) -> None:
-        """Tell who wants the state of `step` that there will be none."""
-        self._kernel.pause()
-        self.refused, self.wanted = (step, reason), False
+        self.snapshot, self.wanted = snapshot, False
         self.tell()
 
     def offer(self, offer: Message | None, copy: Callable[[int], None] | None = None) -> None:
@@ -250,8 +243,6 @@ class Transfers:
             if found is not None and found.step == step and lineage in (None, found.lineage):
                 server.readers += 1
                 return found
-            if server.refused is not None and server.refused[0] == step:
-                raise TransferError(server.refused[1])
             settled = found is not None and found.step >= step
             if server.copy is not None and not settled and not asked:
                 asked = True  # a thread of the donor's copies it, and ends with the donor

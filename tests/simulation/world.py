@@ -85,8 +85,7 @@ class Options:
         speeds: for each slot what a batch takes longer than `compute_seconds`, as a factor; empty = all alike.
         last_steps: of the last round of a semi-synchronous method; 0 = as many as the others have.
         buffers: whether a forward may write a part of the state, so that no group offers it between rounds.
-        scarce: chance that a donor's host is short of memory, so that it copies a part; in a third of these cases it
-            has no room for a whole copy.
+        scarce: chance that a donor's host is short of memory, so that it copies a part.
         room: updates for which that rank of a group has memory which has least; 0 = for as many as there are.
     """
 

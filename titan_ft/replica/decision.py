@@ -431,14 +431,14 @@ def _share_of(slot: int, lacking: Collection[int], made: Round) -> list[int]:
 def find_donors(made: Round, config: FaultTolerance) -> dict[int, tuple[int, ...]]:
     """Return the holders that each joiner which is sent to a donor in this round fetches from, that donor first.
 
-    They all hold the same bytes, so each gives a part. If one of several has given other bytes than it showed, nobody
-    can tell which, and the same might do so again: it is the donor alone then. With a semi-synchronous method as well,
-    for a state has the inner moments of its own group in it.
+    They all hold the same bytes, so each gives a part. In a second attempt it is the donor alone: had one of several
+    given other bytes than it showed, nobody could tell which, and the same might do so again. With a semi-synchronous
+    method as well, for a state has the inner moments of its own group in it.
     """
     free = made.verdict.free
     most = 1 if config.semi_sync_method else config.heal_donors or len(free)
     return {
-        joiner: (free[free.index(donor) :] + free)[: 1 if made.rows[joiner].mixed else min(most, len(free))]
+        joiner: (free[free.index(donor) :] + free)[: 1 if made.rows[joiner].heals else min(most, len(free))]
         for joiner, donor in made.verdict.donors.items()
     }
 

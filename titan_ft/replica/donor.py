@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from titan_ft.replica.decision import Round
-from titan_ft.replica.errors import NoRoomError
 from titan_ft.replica.host_memory import size_text
 from titan_ft.replica.position import Position
 from titan_ft.replica.row import Standing
@@ -64,7 +63,8 @@ class Donor:
         reading = {slot for slot in readers if fetching[slot].from_step == served}
         coming = {made.quorum.slots[joiner]: found for joiner, found in donors.items() if rank in found}
         waiting = coming.keys() | {slot for slot in sent if fetching[slot].from_step == position.step}
-        part = _find_part(rank, coming.values()) if waiting == coming.keys() else WHOLE
+        # While others fetch, some of the donors may have a copy for those, and none for who comes now.
+        part = WHOLE if fetching else _find_part(rank, coming.values())
         if held and waiting and not self._serves(part):
             held, part = False, WHOLE  # whoever fetches the part that is here goes on with the whole
         # A joiner that is sent here comes before those that this group only helps: these have other donors.
@@ -86,15 +86,10 @@ class Donor:
         return self._server.wanted
 
     def copy(self, position: Position, part: Part = WHOLE) -> None:
-        """Copy the state as it is now, and serve that; where memory is scarce no more than `part`, if that."""
+        """Copy the state as it is now, and serve that; where memory is scarce no more than `part`."""
         self._withdraw()
         started = time.monotonic()
-        try:
-            self._served = self._state.copy(position.step, position.lineage, part)
-        except NoRoomError as error:
-            logger.warning("no copy of the state of step %d for a joiner: %s", position.step, error)
-            self._server.refuse(position.step, str(error))
-            return
+        self._served = self._state.copy(position.step, position.lineage, part)
         if (copied := self._served.part) != WHOLE:
             text = "the host's memory is scarce: a joiner gets part %d of %d of the state of step %d from here (%s)"
             size = size_text(self._served.payload.numel())
@@ -112,6 +107,8 @@ class Donor:
             milliseconds = int(1000 * (now - self._offered_at)) if self._offered_at else 0
             offer = Message(step=position.step, lineage=position.lineage, digest=0, milliseconds=milliseconds)
             self._server.offer(offer, self._copy_shared)
+        elif self._offered_at:
+            self._server.offer(None)  # that of an earlier update
         self._offered_at = now
 
     def retract(self) -> None:

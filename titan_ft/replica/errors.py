@@ -64,9 +64,5 @@ class StateMismatchError(FinalError):
     """A donor's state does not fit this rank's model or optimizer."""
 
 
-class NoRoomError(Exception):
-    """The host has no memory left for a copy of this rank's state, or of the part of it that was asked for."""
-
-
 class RefusedError(FinalError):
     """The other end of a transfer does not know this run's token."""

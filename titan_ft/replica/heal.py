@@ -364,7 +364,7 @@ class Heal:
         if self._attempt is None:
             self._rest -= 1
             if self._rest <= 0:
-                self._position.ask()
+                self._position.end_fetch()
         self._update_seconds = steps_per_round(self._config) * max(row.seconds for row in outcome.rows)
         if not is_update(outcome, self._config):
             time.sleep(PAUSE_SECONDS)  # nobody trains just now: do not hurry the holders through empty rounds
@@ -466,7 +466,7 @@ class Heal:
         logger.warning("the others wait for this group: %s", reason)
         self._events.emit(CatchUpWaiting(donor=attempt.donor, step=attempt.target_step, reason=reason))
 
-    def _fail(self, attempt: CatchUp, reason: str, mixed: bool = False) -> None:
+    def _fail(self, attempt: CatchUp, reason: str) -> None:
         """Give the attempt up. The next donor is asked after a rest that doubles: each one pays with a copy."""
         attempt.cancel()
         self._attempt = None
@@ -476,7 +476,7 @@ class Heal:
             self._position.fetch_newer()
         else:
             self._rest = min(2 ** (self._position.heals - 1), _MAX_REST) - 1
-            self._position.end_fetch(rest=self._rest > 0, mixed=mixed)
+            self._position.end_fetch(rest=self._rest > 0)
         if self._config.semi_sync_method:
             self._search.rest(self._rest)
         logger.warning("healing from group %d failed, asking another donor: %s", attempt.donor, reason)
@@ -523,7 +523,7 @@ class Heal:
         # Corrupted since the donor took its digest. As a claim to the job's state it would be found out at once, and
         # healed from the same donor again, without end.
         self._position.disown()
-        self._fail(attempt, "the state that came is not the one whose digest the holders agreed on", mixed=True)
+        self._fail(attempt, "the state that came is not the one whose digest the holders agreed on")
         return False
 
     def _replay(self, attempt: CatchUp) -> None:

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ import torch
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.errors import NoRoomError
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +33,6 @@ class HostMemory:
 
     Args:
         num_ranks: that share the host's memory, and take as much.
-
-    Attributes:
-        was_scarce: what `is_scarce`, or `reserve`, has found last.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -44,49 +40,30 @@ class HostMemory:
         self._changing = threading.Lock()
         self._spare: torch.Tensor | None = None
         self._reserved: Future[torch.Tensor] | None = None  # becomes the spare when one is wanted
-        self._is_reserved = False
-        self.was_scarce = False
 
-    def reserve(self, count_bytes: Callable[[], int]) -> None:
-        """Begin to pin so much, on a thread of its own; nothing to do on a CPU, or if that was done before.
+    def reserve(self, num_bytes: int) -> bool:
+        """Begin to pin so much, on a thread of its own, and not on a CPU; returns False where memory is scarce.
 
-        Not where memory is scarce: a healthy job is not to run out of it for a joiner who may never come.
+        Then none is taken before a joiner comes: a healthy job is not to run out of it for one who may never do.
         """
-        if self._is_reserved or device.on_cpu():
-            return
-        self._is_reserved = True
-        num_bytes = count_bytes()
         if (free := self._find_scarce(num_bytes)) is not None:
             logger.warning(
                 "host memory for a copy of this rank's state (%s) is taken when a joiner comes, and not yet: for %d "
-                "ranks it is more than half of what is left (%s); several donors then copy a part each",
+                "ranks it is more than half of what is left (%s); of several donors each copies a part then",
                 size_text(num_bytes),
                 self._num_ranks,
                 size_text(free),
             )
-            self.was_scarce = True
-            return
-        self._reserved = device.in_background(partial(_reserve, num_bytes), "titan_ft_pinning")
+            return False
+        if not device.on_cpu():
+            self._reserved = device.in_background(partial(_reserve, num_bytes), "titan_ft_pinning")
+        return True
 
     def is_scarce(self, num_bytes: int) -> bool:
         """Say whether so much, on all ranks, is more than half of what the host has left, and not at hand here."""
         with self._changing:
             at_hand = self._reserved is not None or (self._spare is not None and self._spare.numel() == num_bytes)
-        self.was_scarce = not at_hand and self._find_scarce(num_bytes) is not None
-        return self.was_scarce
-
-    def check_room(self, num_bytes: int) -> None:
-        """Check that the host has room for so much on all ranks: it would end a process of its own choice.
-
-        Raises:
-            NoRoomError: it has not.
-        """
-        wanted, free = self._num_ranks * device.host_bytes(num_bytes), free_bytes()
-        if free is not None and wanted > free:
-            raise NoRoomError(
-                f"its host has {size_text(free)} of memory left, and a copy takes {size_text(wanted)} "
-                f"on {self._num_ranks} ranks"
-            )
+        return not at_hand and self._find_scarce(num_bytes) is not None
 
     def _find_scarce(self, num_bytes: int) -> int | None:
         """Return what the host has left if that is scarce for so much on all ranks."""
@@ -100,8 +77,11 @@ class HostMemory:
             memory, self._spare = self._spare, None
         if reserved is not None:
             memory = reserved.result()
-        if memory is not None and memory.numel() == num_bytes:
-            return memory
+        if memory is not None:
+            if memory.numel() == num_bytes:
+                return memory
+            del memory, reserved  # before more is taken
+            device.release_host_memory()
         return device.empty_host(num_bytes, torch.uint8)
 
     def give_back(self, memory: torch.Tensor) -> None:

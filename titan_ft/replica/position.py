@@ -40,7 +40,6 @@ class Position:
 
     # The heal under way.
     heals: int = 0  # attempts
-    mixed: bool = False  # the last one failed for the bytes that came together, and nobody knows whose were wrong
     donor: int = -1  # slot that it fetches from
     from_step: int = 0  # of the state that it fetches there
     target: int = 0  # step of the state when all that is fetched has been replayed; 0 = nothing is fetched
@@ -174,14 +173,10 @@ class Position:
         """All ranks have their part of the donor's state; with what is queued it makes that of step `target`."""
         self.target, self.awaited = target, False
 
-    def end_fetch(self, rest: bool = False, mixed: bool = False) -> None:
-        """End an attempt without success; ask the next donor at once, or `rest` first; if `mixed` that one alone."""
-        self.donor, self.target, self.awaited, self.mixed = -1, 0, False, mixed
+    def end_fetch(self, rest: bool = False) -> None:
+        """End an attempt without success; ask the next donor at once, or `rest` first."""
+        self.donor, self.target, self.awaited = -1, 0, False
         self.standing = Standing.CATCHING_UP if rest else Standing.BEHIND
-
-    def ask(self) -> None:
-        """Ask for a donor, after a rest or still."""
-        self.standing = Standing.BEHIND
 
     def be_alone(self, seconds: float) -> None:
         """Go on without a holder of the state in sight; 0 = one is there."""

@@ -372,7 +372,6 @@ class Rounds:
             loss=facts.loss,
             max_loss=facts.max_loss,
             heals=position.heals,
-            mixed=position.mixed,
             donor=position.donor,
             from_step=position.from_step,
             waited=position.waited,

@@ -49,7 +49,6 @@ class Row:
         loss: its loss sum, scaled by 1 / (nominal tokens of all groups together).
         max_loss: largest mean loss of one of its ranks.
         heals: heals that the member began since it has been behind; the next one asks the next donor.
-        mixed: whether what several donors gave last were not the agreed bytes, so that one alone is to give them.
         donor: slot that a member that is catching up fetches from; -1 = none at the moment.
         from_step: committed updates in the state that it fetches there.
         waited: seconds that the member has waited for the job's first step.
@@ -80,7 +79,6 @@ class Row:
     loss: float = 0.0
     max_loss: float = 0.0
     heals: int = 0
-    mixed: int = 0
     donor: int = -1
     from_step: int = 0
     waited: float = 0.0

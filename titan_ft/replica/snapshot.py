@@ -137,6 +137,7 @@ class TrainState:
         self._counters = counters
         self._on_load = on_load
         self._memory = HostMemory(num_ranks)
+        self._is_reserved, self._shares = False, True
         # The last copy, until training comes behind it, and what it reads: memory that nothing else may take yet.
         self._under_way: tuple[torch.Event | None, list[torch.Tensor]] | None = None
         # What another thread may copy, as it is behind the last update.
@@ -146,9 +147,17 @@ class TrainState:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._come_behind_copy())
 
-    def reserve(self) -> None:
-        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state."""
-        self._memory.reserve(lambda: self.payload_bytes)
+    def reserve(self, gather: Callable[[int], list[int]] = lambda own: [own]) -> None:
+        """Have host memory for a copy pinned in the background, once; to be called when the optimizers have a state.
+
+        Where it is scarce on one of the ranks nothing is shared any more: every group would copy all of its state.
+
+        Args:
+            gather: an integer of every rank of the group, the first time.
+        """
+        if not self._is_reserved:
+            self._is_reserved = True
+            self._shares = all(gather(self._memory.reserve(self.payload_bytes)))
 
     def close(self) -> None:
         """Let go of the host memory; waits for a copy under way."""
@@ -156,12 +165,12 @@ class TrainState:
             self._memory.close()
 
     def share(self, step: int, lineage: int) -> bool:
-        """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before an update.
+        """Let `copy_shared` copy the state, as it is now, until `unshare`; False if it may change before, or `reserve`.
 
         A forward may write buffers, whenever it likes. And FSDP puts whole parameters in the place of shards meanwhile:
-        what is to be copied is looked up now. Nor where the host's memory is scarce: every group would copy all of it.
+        what is to be copied is looked up now.
         """
-        if self._memory.was_scarce:
+        if not self._shares:
             return False
         parts = self._parts(step, lineage)
         if any(name.startswith(_BUFFER) for name, _, _ in parts.tensors):
@@ -190,7 +199,7 @@ class TrainState:
         self._memory.give_back(payload)
         return None
 
-    def copy(self, step: int, lineage: int, part: Part | None = None) -> Snapshot:
+    def copy(self, step: int, lineage: int, part: Part = WHOLE) -> Snapshot:
         """Copy the state to host memory, as it is behind all that the training has queued.
 
         A GPU does so on a stream of its own, and the host goes on: the snapshot is to be waited for. An optimizer's
@@ -198,17 +207,12 @@ class TrainState:
         complete when this returns.
 
         Args:
-            part: what is enough where the host's memory is scarce; None = all of it, whatever the host has left.
-
-        Raises:
-            NoRoomError: there is a `part`, and the host has no room for it.
+            part: what is enough where the host's memory is scarce.
         """
         parts = self._parts(step, lineage)
         entries, size = _lay_out(parts.tensors)
-        if part is None or not self._memory.is_scarce(size):
+        if part != WHOLE and not self._memory.is_scarce(size):
             part = WHOLE
-        else:
-            self._memory.check_room(len(part.of(entries, size)))
         payload = self._memory.take(len(part.of(entries, size)))
         with self._copying:
             return self._copy(parts, payload, part)

@@ -261,6 +261,7 @@ class _Slices:
         self._left = self._size = 0  # bytes
         self._finished, self._seconds = 0, 0.0  # slices, and what they took in sum
         self._given: Counter[int] = Counter()  # bytes, by donor
+        self._is_lost = False  # nobody holds some of what is missing
         self._changed = threading.Condition()
 
     def lay_out(self, size: int) -> None:
@@ -275,7 +276,7 @@ class _Slices:
             self._untold.discard(place)
             self._held[place] = held
             self._missing = deque(part for missing in self._missing for part in self._cut(missing))
-            self._changed.notify_all()
+            self._look_for_holders()
 
     @property
     def whole(self) -> bool:
@@ -301,13 +302,13 @@ class _Slices:
         with self._changed:
             while self._left:
                 limits.remaining()
+                if self._is_lost:
+                    raise _IncompleteError("the donors that are left do not hold all of it")
                 now = time.monotonic()
                 wanted = self._find_missing(place) or self._find_late(place, now)
                 if wanted is not None:
                     self._under_way.setdefault(wanted, {})[place] = now
                     return wanted
-                if not self._untold and any(self._is_lost(part) for part in self._missing):
-                    raise _IncompleteError("the donors that are left do not hold all of it")
                 self._changed.wait(_TICK_SECONDS)
             return None
 
@@ -320,7 +321,7 @@ class _Slices:
                 if asked.pop(place, None) is not None and not asked:
                     del self._under_way[part]
                     self._missing.extendleft(reversed(self._cut(part)))
-            self._changed.notify_all()
+            self._look_for_holders()
 
     def finish(self, wanted: range, place: int, part: memoryview, target: memoryview) -> None:
         """Keep a slice that a donor has given, unless another one has been faster."""
@@ -358,8 +359,11 @@ class _Slices:
         held = self._held.get(place, range(0))
         return held.start <= part.start and part.stop <= held.stop
 
-    def _is_lost(self, part: range) -> bool:
-        return not any(self._is_held(part, place) for place in self._held)
+    def _look_for_holders(self) -> None:
+        """Find out whether somebody holds all that is missing, as far as all have told."""
+        held = (any(self._is_held(part, place) for place in self._held) for part in self._missing)
+        self._is_lost = not self._untold and not all(held)
+        self._changed.notify_all()
 
     def _cut(self, part: range) -> list[range]:
         """Cut a slice where what a donor holds begins or ends."""

@@ -62,7 +62,6 @@ class StateServer:
         self._copy_seconds = 0.0
         self._offer: Message | None = None
         self._copy: Callable[[int], None] | None = None
-        self._refused: tuple[int, str] | None = None
         self._wanted = False
         self._readers = 0
         self._changed = threading.Condition()
@@ -81,13 +80,6 @@ class StateServer:
         """Serve `snapshot`, which took the host `copy_seconds` to copy, or to let a GPU copy, from now on."""
         with self._changed:
             self._snapshot, self._copy_seconds, self._wanted = snapshot, copy_seconds, False
-            self._refused = None
-            self._changed.notify_all()
-
-    def refuse(self, step: int, reason: str) -> None:
-        """Tell who wants the state of `step` that there will be none."""
-        with self._changed:
-            self._refused, self._wanted = (step, reason), False
             self._changed.notify_all()
 
     def withdraw(self) -> Snapshot | None:
@@ -189,8 +181,7 @@ class StateServer:
         step, ends = request["step"], time.monotonic() + self._wait_seconds
 
         def settled() -> bool:
-            refused = self._refused is not None and self._refused[0] == step
-            return refused or self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
+            return self._pace.closed or (self._snapshot is not None and self._snapshot.step >= step)
 
         if (copy := self._copy) is not None and not settled():
             copy(step)
@@ -206,8 +197,6 @@ class StateServer:
                     self._readers += 1
                     return found
             if over:
-                if self._refused is not None and self._refused[0] == step:
-                    return self._refused[1]
                 held = f"step {found.step} of lineage {found.lineage}" if found else "none"
                 return f"the donor has no state of step {step} (it has {held})"
             write_line(stream, {"waiting": step})

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import functools
+import multiprocessing
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,16 @@ class SlotLoaders:
             dp_world_size=self.num_shards * self._config.group_size, dp_rank=self.num_shards * slot + self.shard
         )
         if getattr(loader, "num_workers", 0):
-            loader.worker_init_fn = functools.partial(_prepare_worker, os.getpid(), loader.worker_init_fn)
+            loader.worker_init_fn = functools.partial(_prepare_worker, loader.worker_init_fn)
         return loader
 
 
 def iterate(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Batch]:
     """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
-    for inputs, labels in trainer.batch_generator(loader):
+    for number, (inputs, labels) in enumerate(trainer.batch_generator(loader)):
+        if number == 0 and getattr(loader, "num_workers", 0) > 0:
+            atexit.unregister(_end_workers)
+            atexit.register(_end_workers)  # before what torch has registered when it started them: 5 s for each
         trainer.ntokens_seen -= labels.numel()
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
         yield inputs, labels
@@ -91,13 +95,25 @@ def _check_workers(loader: Any) -> None:
         )
 
 
-def _prepare_worker(rank: int, init: Callable[[int], None] | None, number: int) -> None:
-    """Make a data loader's worker ready, whose rank is the process `rank`; and do what the loader's own `init` does."""
-    _heed_alone(rank)
+def _prepare_worker(init: Callable[[int], None] | None, number: int) -> None:
+    """Make a data loader's worker ready, and then what the loader's own `init` does in it."""
+    # Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _let_go_of_connections()
     _copy_states()
     if init is not None:
         init(number)
+
+
+def _end_workers() -> None:
+    """End the workers that this rank has left when it exits, as one that ends by an error has.
+
+    Python would send them a SIGTERM, which they ignore, and wait for them.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take their end for a failure
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _copy_states() -> None:
@@ -108,22 +124,6 @@ def _copy_states() -> None:
     """
     serialize = worker.try_to_serialize
     worker.try_to_serialize = lambda of: copy.deepcopy(serialize(of))
-
-
-def _heed_alone(rank: int) -> None:
-    """Make a worker ignore a SIGTERM that is not its rank's own.
-
-    Slurm and Kubernetes signal all processes of a job: the group still reads batches to leave in order. The rank's own
-    ends the worker: a rank that ends by an error has loaders left, for whose workers Python waits.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def await_rank() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
-            pass
-        os._exit(0)  # as the handler of torch's own does that is in force else
-
-    threading.Thread(target=await_rank, name="titan_ft_worker_end", daemon=True).start()
 
 
 def _let_go_of_connections() -> None:

@@ -220,22 +220,6 @@ def test_nor_is_a_range_before_the_part_that_is_here(donor: Donor) -> None:
         assert bytes(found) == bytes(whole.payload[CHUNK : CHUNK + 50].numpy())
 
 
-def test_who_waits_for_a_state_that_there_will_not_be_is_told(donor: Donor, background: ThreadPoolExecutor) -> None:
-    """At once, and whoever comes later too; another state is another matter."""
-    fetched = background.submit(donor.fetch, 5)
-    wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]
-    donor.server.refuse(5, "its host has no room")
-    for attempt in (fetched.result, lambda _: donor.fetch(5)):
-        started = time.monotonic()
-        with pytest.raises(TransferError, match="its host has no room"):
-            attempt(DEADLINE)
-        assert time.monotonic() - started < DEADLINE / 2
-    fetched = background.submit(donor.fetch, 6)
-    wait_until(lambda: bool(donor.server._changed._waiters))  # type: ignore[attr-defined]
-    sent = donor.publish(make_snapshot(6, CHUNK))
-    check_equal(fetched.result(DEADLINE), sent)
-
-
 def test_a_slow_joiner_does_not_hold_up_another(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one joiner reads nothing of a large answer, another gets the whole state."""
     sent = donor.publish(make_snapshot(5, 32 << 20))
