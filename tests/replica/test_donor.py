@@ -302,6 +302,17 @@ def test_who_comes_while_another_one_fetches_gets_all_from_who_it_is_sent_to(wor
     assert (world.parts, world.serves) == ([Part(0, 3), WHOLE], 6)
 
 
+def test_a_part_is_copied_once_however_long_the_others_wait(world: World) -> None:
+    """For the joiner that fetches it: the state stays the same until that has come. A retry is from one donor."""
+    world.is_scarce = True
+    world.make_round(behind(FIRST), repeats=True)
+    for _ in range(3):
+        world.make_round(fetching(FIRST, ME), repeats=True)
+    assert world.parts == [Part(0, 3)]
+    world.make_round(behind(FIRST, heals=3), repeats=True)
+    assert (world.parts, world.serves) == ([Part(0, 3), WHOLE], 5)
+
+
 def test_an_offer_does_not_outlive_what_it_is_of(world: World) -> None:
     """Where a state is not shared any more, as on a host whose memory is scarce, none is offered."""
     world.offer()

@@ -70,7 +70,8 @@ def iterate(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Batch]:
     for number, (inputs, labels) in enumerate(trainer.batch_generator(loader)):
         if number == 0 and getattr(loader, "num_workers", 0) > 0:
             atexit.unregister(_end_workers)
-            atexit.register(_end_workers)  # before what torch has registered when it started them: 5 s for each
+            # Last, so that it comes before what torch registers with each worker: that waits 5 s for it.
+            atexit.register(_end_workers)
         trainer.ntokens_seen -= labels.numel()
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
         yield inputs, labels
