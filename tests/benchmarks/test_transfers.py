@@ -22,8 +22,9 @@ def state(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_slices_and_little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_fetch, "_CHUNK", 1 << 15)
+    monkeypatch.setattr(transfers, "USUAL_SECONDS", 0.5)
 
 
 def test_no_link_is_faster_than_it_may(state: Path) -> None:
