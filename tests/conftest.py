@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,3 +50,12 @@ def _machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
         fcntl.flock(machine, fcntl.LOCK_UN)  # here, and not with the file: a forked child may have it open
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_worker_is_left() -> Iterator[None]:
+    """End the data loaders' workers that a failed test has left: they ignore SIGTERM, and Python would wait for them."""
+    yield
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take their end for a failure
+    for child in multiprocessing.active_children():
+        child.kill()

@@ -8,10 +8,8 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.feed import load_loader, save_loader
-from titan_ft.training.slot_loaders import SlotLoaders, _let_go_of_connections
+from titan_ft.training.slot_loaders import SlotLoaders, _prepare_worker
 
 
 def loaders(slot: int, group_size: int, shard: int = 0, num_shards: int = 1, workers: int = 0) -> SlotLoaders:
@@ -135,64 +133,30 @@ def _is_of_the_internet(number: int) -> bool:
     return False
 
 
-@pytest.fixture
-def fork_worker() -> Iterator[Callable[[Callable[[], None]], int]]:
-    """Provide a way to fork a process that makes itself ready, and stays; returns its pid when it is."""
-    started, ends = [], []
-
-    def fork(make_ready: Callable[[], None]) -> int:
-        ready, report = os.pipe()
-        stop, stay = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                make_ready()
-                os.write(report, b"1")
-                os.close(stay)
-                os.read(stop, 1)  # until the test is over
-            finally:
-                os._exit(1)
-        os.close(report)
-        started.append(pid)
-        ends.extend((ready, stop, stay))
-        assert os.read(ready, 1) == b"1"
-        return pid
-
-    yield fork
-    for end in ends:
-        os.close(end)
-    for pid in started:
-        with contextlib.suppress(ChildProcessError):  # the test has
-            os.waitpid(pid, 0)
-
-
-def test_a_worker_keeps_no_connection_of_its_rank_open(fork_worker: Callable[..., int]) -> None:
-    """A peer sees at once that the rank has closed its connection."""
+def test_a_worker_keeps_no_connection_of_its_rank_open() -> None:
+    """A peer sees at once that the rank has closed its connection, and SIGTERM leaves the worker alone."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         own = socket.create_connection(server.getsockname())
         peer, _ = server.accept()
-    with peer:
-        fork_worker(lambda: (peer.close(), _let_go_of_connections()))
+    ready, report = os.pipe()
+    stop, stay = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        try:
+            _prepare_worker(None, 0)
+            ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+            os.write(report, b"1" if ignored else b"0")
+            os.close(stay)
+            os.read(stop, 1)  # until the test is over
+        finally:
+            os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"1"
         own.close()
         peer.settimeout(20)
         assert peer.recv(1) == b""
-
-
-_ENDS_WITH_A_LOADER = """
-from types import SimpleNamespace
-from tests.training import test_slot_loaders
-from titan_ft.training.slot_loaders import iterate
-loader = test_slot_loaders._loaders_of_tokens().open(0)
-metrics = SimpleNamespace(ntokens_since_last_log=0)
-batches = iterate(SimpleNamespace(batch_generator=iter, ntokens_seen=0, metrics_processor=metrics), loader)
-next(batches)
-raise RuntimeError("the end")
-"""
-
-
-def test_a_rank_that_ends_by_an_error_waits_for_no_worker() -> None:
-    """Its loaders are there still: its frames are, in the error. Its group would never be started again."""
-    command = [sys.executable, "-c", _ENDS_WITH_A_LOADER]
-    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert ended.stderr.rstrip().endswith("RuntimeError: the end")
+    finally:
+        peer.close()
+        for end in (stay, stop, ready, report):
+            os.close(end)
+        os.waitpid(worker, 0)

@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import functools
-import multiprocessing
 import os
 import signal
 import socket
@@ -67,11 +65,7 @@ class SlotLoaders:
 
 def iterate(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Batch]:
     """Yield a loader's batches as torchtitan does, which counts their tokens as read; here they count once trained."""
-    for number, (inputs, labels) in enumerate(trainer.batch_generator(loader)):
-        if number == 0 and getattr(loader, "num_workers", 0) > 0:
-            atexit.unregister(_end_workers)
-            # Last, so that it comes before what torch registers with each worker: that waits 5 s for it.
-            atexit.register(_end_workers)
+    for inputs, labels in trainer.batch_generator(loader):
         trainer.ntokens_seen -= labels.numel()
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
         yield inputs, labels
@@ -104,17 +98,6 @@ def _prepare_worker(init: Callable[[int], None] | None, number: int) -> None:
     _copy_states()
     if init is not None:
         init(number)
-
-
-def _end_workers() -> None:
-    """End the workers that this rank has left when it exits, as one that ends by an error has.
-
-    Python would send them a SIGTERM, which they ignore, and wait for them.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take their end for a failure
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
 
 
 def _copy_states() -> None:
