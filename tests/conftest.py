@@ -54,7 +54,7 @@ def _machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_worker_is_left() -> Iterator[None]:
-    """End the data loaders' workers that a failed test has left: they ignore SIGTERM, and Python would wait for them."""
+    """End the data loaders' workers that a failed test has left: they ignore SIGTERM, and Python waits for them."""
     yield
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take their end for a failure
     for child in multiprocessing.active_children():
