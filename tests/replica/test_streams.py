@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -29,12 +30,13 @@ from torch import nn
 from tests.fake_accelerator import FakeAccelerator, LateNccl, LateWork, Stream, installed, move
 from tests.replica.conftest import TinyTraining
 from titan_ft import device
+from titan_ft.replica import host_memory
 from titan_ft.replica.bucket import Sums
 from titan_ft.replica.exchange import ExchangeError, GradientExchange
 from titan_ft.replica.feed import _checksum
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.outer import OuterModel
-from titan_ft.replica.snapshot import Snapshot, _view
+from titan_ft.replica.snapshot import Part, Snapshot, _view
 from titan_ft.round_settings import OuterOptimizer
 
 DEADLINE = 30.0  # seconds; only ever reached by a bug
@@ -773,6 +775,24 @@ def test_memory_that_a_copy_reads_is_nobody_elses() -> None:
             found = _tensors(snapshot)
             assert same(found, expected), f"seed {seed}"
             del others
+
+
+def test_parts_of_a_state_are_copied_beside_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all of it is: each byte is that behind the update, although the next one is queued at once."""
+    for seed in range(12):
+        with installed(seed, NUM_MEMBERS) as accelerator:
+            rank, _ = with_moments(accelerator)
+            expected = rank.bytes()
+            whole = rank.state.copy(1, 0)  # it has the memory that was at hand
+            monkeypatch.setattr(host_memory, "free_bytes", lambda: 0)
+            parts = [rank.state.copy(1, 0, Part(place, 3)) for place in range(3)]
+            rank.training.optimizers.step()
+            for part in parts:
+                part.wait()
+            assert sum(len(part.held) for part in parts) == len(whole.held)
+            joined = torch.cat([part.payload for part in parts])
+            found = _tensors(dataclasses.replace(whole, payload=joined))
+            assert same(found, expected), f"seed {seed}"
 
 
 def test_a_copy_is_complete_when_it_is_loaded() -> None:

@@ -77,9 +77,6 @@ class Donor:
                 self._withdraw()
         self._offer(made, position)
 
-    def _serves(self, part: Part) -> bool:
-        return self._served is not None and self._served.part in (WHOLE, part)
-
     @property
     def wanted(self) -> bool:
         """Say whether a joiner waits for what this rank offers."""
@@ -148,6 +145,9 @@ class Donor:
         if self._offers:
             self._server.offer(None)
             self._offers = False
+
+    def _serves(self, part: Part) -> bool:
+        return self._served is not None and self._served.part in (WHOLE, part)
 
     def _withdraw(self) -> None:
         self._served = None
