@@ -1,0 +1,148 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""States of data loaders: what travels arrives as it was, and what cannot travel is refused when it is saved."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import pathlib
+import pickle
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titan_ft.config import ConfigError
+from titan_ft.replica import loader_state
+from titan_ft.replica.loader_state import load_loader, save_loader
+
+
+class Loader:
+    """A loader of a user's own."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+def round_trip(state: Any) -> Any:
+    other = Loader()
+    load_loader(other, save_loader(Loader(state)))
+    return other.state
+
+
+TRAVELS = {
+    "plain": {"a": [1, 2.5, True, None, "x", b"", b"xx", 1j, 1 << 200], ("t", 1): {3, 4}},
+    "NumPy's generator": np.random.RandomState(0).get_state(),
+    "NumPy's newer generator": np.random.default_rng(0).bit_generator.state,
+    "Mersenne Twister": np.random.Generator(np.random.MT19937(1)).bit_generator.state,
+    "Python's generator": random.Random(1).getstate(),
+    "torch's generator": torch.get_rng_state(),
+    "scalars": [np.int64(3), np.float32(0.5), np.bool_(True), np.str_("x"), np.datetime64("2026-11-26")],
+    "key": {np.int32(3): 1},
+    "empty": np.zeros((0, 3)),
+    "structured": np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]),
+    "texts": np.array(["a", "bc"]),
+    "objects": np.array([1, "a", None], dtype=object),
+    "tensors": {"a": torch.arange(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)},
+    "standard": [frozenset({1}), range(3), datetime.datetime(2026, 11, 26), datetime.timedelta(1)],
+    "collections": [collections.OrderedDict(a=1), collections.Counter("aab")],
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and np.array_equal(one, other)
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("name", TRAVELS)
+def test_what_travels_arrives_as_it_was(name: str) -> None:
+    state = {"deep": [TRAVELS[name]]}
+    assert same(round_trip(state), state)
+
+
+REFUSED = {
+    "a generator": (np.random.default_rng(0), "numpy.random._generator.Generator"),
+    "a path": (pathlib.PurePosixPath("/"), "pathlib.PurePosixPath"),
+    "an enum": (Color.RED, "Color"),
+    "a lambda": (lambda: 1, "function"),
+    "a lock": (threading.Lock(), "_thread.lock"),
+    "an iterator": (iter([1]), "list_iterator"),
+    "a default dict": (collections.defaultdict(int), "collections.defaultdict"),
+    "torch's generator itself": (torch.Generator(), "torch._C.Generator"),
+    "an array of paths": (np.array([pathlib.PurePosixPath("/")], dtype=object), "numpy.ndarray"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_travel_is_refused_at_once(name: str) -> None:
+    """In one line: the loader's class, the place, the type, the remedy. A heal would meet it hours later."""
+    value, kind = REFUSED[name]
+    with pytest.raises(TypeError) as told:
+        save_loader(Loader({"step": 1, "deep": [{"value": value}]}))
+    assert isinstance(told.value, ConfigError), "the run ends with exit status 2"
+    line = str(told.value)
+    assert "\n" not in line
+    for part in ("test_loader_state.Loader", "['deep'][0]['value']", kind, "return such values in its place"):
+        assert part in line
+
+
+def test_a_key_that_cannot_travel_is_named() -> None:
+    with pytest.raises(TypeError, match=r"got pathlib\.PurePosixPath at \['seen'\]\[PurePosixPath\('/'\)\]"):
+        save_loader(Loader({"seen": {pathlib.PurePosixPath("/"): 1}}))
+
+
+def test_other_types_are_read_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state whose types change later is tried again; one whose values change is not, for it is saved each step."""
+    reads: list[bytes] = []
+    unpack = loader_state._unpack
+    monkeypatch.setattr(loader_state, "_unpack", lambda packed: reads.append(packed) or unpack(packed))
+    monkeypatch.setattr(loader_state, "_read_back", set())
+    loader = Loader({"at": 1, "tokens": [1, 2]})
+    for at in range(3):
+        loader.state = {"at": at, "tokens": [at] * at}
+        save_loader(loader)
+    assert len(reads) == 1
+    loader.state = {"at": 1, "tokens": [1], "rng": np.zeros(3)}
+    save_loader(loader)
+    assert len(reads) == 2
+    loader.state = {"at": 1, "tokens": [1], "rng": np.array([pathlib.PurePosixPath("/")], dtype=object)}
+    with pytest.raises(TypeError, match="rng"):
+        save_loader(loader)
+    with pytest.raises(TypeError, match="rng"):
+        save_loader(loader)
+
+
+def test_a_state_that_runs_code_is_not_loaded() -> None:
+    """Whoever sends it: a state comes from another process."""
+
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return print, ("attacked",)
+
+    for packed in (pickle.dumps(Attack(), protocol=2), loader_state._pack({"a": Attack()})):
+        with pytest.raises(pickle.UnpicklingError):
+            load_loader(Loader(), packed)
