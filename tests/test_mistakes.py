@@ -325,8 +325,8 @@ CONFIGS = [
     ),
     Mistake(
         "config mine.toml",
-        "titan-ft: training.dataset must be one of austen, austen_validation, c4, c4_test, c4_validation, got "
-        "'austin'; did you mean austen? set it",
+        "titan-ft: training.dataset must be one of ..., c4, c4_test, c4_validation, got 'austin'; did you mean austen? "
+        "set it",
         toml='dataset = "austen" -> dataset = "austin"',
     ),
     Mistake(

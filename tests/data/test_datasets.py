@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 
 from titan_ft.data import assets
-from titan_ft.data.datasets import TRAIN, VALIDATION, load_documents, load_text, register_datasets
+from titan_ft.data.datasets import (
+    SHUFFLED,
+    STREAMED,
+    TRAIN,
+    VALIDATION,
+    load_documents,
+    load_text,
+    register_datasets,
+)
 from titan_ft.data.documents import read_text
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +54,31 @@ def stream(name: str, tokenizer: Any, rank: int = 0, world_size: int = 1, seq_le
     return HuggingFaceTextDataset(name, None, tokenizer, seq_len=seq_len, dp_rank=rank, dp_world_size=world_size)
 
 
-def test_registration_adds_two_names_and_keeps_the_others(registry: dict[str, Any]) -> None:
+def test_registration_adds_names_and_keeps_the_others(registry: dict[str, Any]) -> None:
     """`c4` and its relatives work as before; registering again changes nothing."""
-    assert {TRAIN, VALIDATION, "c4", "c4_test", "c4_validation"} == set(registry)
+    assert {TRAIN, STREAMED, SHUFFLED, VALIDATION, "c4", "c4_test", "c4_validation"} == set(registry)
     register_datasets()
-    assert len(registry) == 5
+    assert len(registry) == 7
+
+
+def test_streams_have_the_same_documents(registry: dict[str, Any]) -> None:
+    """In the text's order, or shuffled; `training.dataset_path` may name a text of a few documents."""
+    documents, streamed, shuffled = (
+        [sample["text"] for sample in registry[name].loader(registry[name].path)]
+        for name in (TRAIN, STREAMED, SHUFFLED)
+    )
+    assert streamed == documents
+    assert shuffled != documents
+    assert sorted(shuffled) == sorted(documents)
+
+
+def test_a_stream_of_a_short_text(registry: dict[str, Any], tmp_path: Path) -> None:
+    """It is cut into as many shards as it has documents at most."""
+    path = tmp_path / "short.txt"
+    path.write_text("Chapter 1\n\nSome words.\n\nChapter 2\n\nMore words.\n")
+    stream = registry[STREAMED].loader(str(path))
+    assert [sample["text"] for sample in stream] == ["Chapter 1\n\nSome words.", "Chapter 2\n\nMore words."]
+    assert stream.num_shards == 2
 
 
 def test_training_and_validation_share_no_document(registry: dict[str, Any]) -> None:

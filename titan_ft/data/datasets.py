@@ -14,22 +14,37 @@ from titan_ft.data import assets
 from titan_ft.data.documents import read_text, split_documents
 
 TRAIN = "austen"
+STREAMED = "austen_streamed"
+SHUFFLED = "austen_shuffled"
 VALIDATION = "austen_validation"
-KNOWN = {TRAIN: assets.TRAIN_TEXT, VALIDATION: assets.VALIDATION_TEXT}
+KNOWN = {
+    TRAIN: assets.TRAIN_TEXT,
+    STREAMED: assets.TRAIN_TEXT,
+    SHUFFLED: assets.TRAIN_TEXT,
+    VALIDATION: assets.VALIDATION_TEXT,
+}
 """Where the text of each is."""
+NUM_SHARDS = 16
+"""That a stream of the text has, as if it lay in so many files: data ranks and their loaders' workers share them."""
+BUFFER_SIZE = 100
+"""Documents in the shuffle buffer of `austen_shuffled`."""
 
 
 def register_datasets() -> None:
-    """Add ``austen`` and ``austen_validation`` to torchtitan's ``DATASETS``; its own names stay as they are.
+    """Add the packaged texts to torchtitan's ``DATASETS``; its own names stay as they are.
 
-    ``training.dataset_path`` may name another text file (``.txt`` or ``.txt.gz``), which is cut the same way.
+    ``austen`` is in memory, ``austen_streamed`` a stream, ``austen_shuffled`` a stream with a shuffle buffer,
+    ``austen_validation`` another text in memory. ``training.dataset_path`` may name another text file (``.txt`` or
+    ``.txt.gz``), which is cut the same way.
     """
     # Imported here: importing this module does no work, and torchtitan's import takes seconds.
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
+    loaders = {STREAMED: _stream, SHUFFLED: _shuffle}
     for name, path in KNOWN.items():
-        DATASETS[name] = DatasetConfig(path=str(path), loader=load_documents, sample_processor=_text)
+        loader = loaders.get(name, load_documents)
+        DATASETS[name] = DatasetConfig(path=str(path), loader=loader, sample_processor=_text)
 
 
 def load_text(name: str, path: str | None) -> None:
@@ -66,6 +81,15 @@ def _load(path: str, modified: int, size: int) -> Any:
     import datasets
 
     return datasets.Dataset.from_dict({"text": list(split_documents(read_text(Path(path))))})
+
+
+def _stream(path: str) -> Any:
+    documents = load_documents(path)
+    return documents.to_iterable_dataset(num_shards=min(NUM_SHARDS, len(documents)))
+
+
+def _shuffle(path: str) -> Any:
+    return _stream(path).shuffle(seed=1, buffer_size=BUFFER_SIZE)
 
 
 def _text(sample: dict[str, Any]) -> str:
