@@ -19,6 +19,7 @@ from titan_ft.usage import example_of, find_mistake, read_options, refusing
 
 if TYPE_CHECKING:
     from titan_ft.history.record import RunRecord
+    from titan_ft.history.reread import Reread
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,12 +170,27 @@ def _check(command: Check) -> int:
             return 1
         verdicts, audited = nothing_known(str(error)), Audited(unknown=[str(error)])
     else:
-        verdicts, audited = check(record, against), audit(record)
+        again = _reread(record, command.run_dir) if command.reread else None
+        verdicts, audited = check(record, against, again), audit(record)
+        if again is not None:
+            audited = again.apply(audited)
     if command.json:
         print(json.dumps(verdicts.to_dict() | {"audit": audited.to_dict()}, indent=2))
     else:
         show(check_table(verdicts))
     return 0 if verdicts.verdict == "holds" else 1
+
+
+def _reread(record: RunRecord, run_dir: Path) -> Reread:
+    """Read the data of a run again. Data or a config that cannot be read any more make it unknown."""
+    from titan_ft.history.reread import Reread
+    from titan_ft.training.reread import reread
+
+    try:
+        return reread(record, run_dir)
+    except Exception as error:  # noqa: BLE001  # of the user's own loader, a file server, a missing module
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Reread(unknown=[f"the data cannot be read again: {text}"])
 
 
 def _report(command: Report) -> int:

@@ -164,6 +164,9 @@ class Check(_OfRun):
 
     against: Annotated[Path | None, _unset("RUN_DIR")] = None
     """The --run-dir of a run without failures, of the same config: its loss curve must be followed."""
+    reread: Annotated[bool, _FLAG] = False
+    """Read the data that were trained once more, each slot without a break, and compare every batch with what was
+    trained; takes as long as reading and tokenizing them did, and needs what training needed to read them."""
     json: Annotated[bool, _FLAG] = False
     """Print all findings as JSON."""
 

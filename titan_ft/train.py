@@ -129,6 +129,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             config_digest=_config_digest(job_config),
             slurm=_slurm_step(environ),
             store_pid=int(environ.get(store_server.PID_ENV) or os.getppid()),
+            arguments=tuple(args),
             ranks_on_host=int(environ.get("TITAN_FT_RANKS_ON_HOST") or environ.get("LOCAL_WORLD_SIZE") or 1),
         )
         if job_config.metrics.enable_wandb:

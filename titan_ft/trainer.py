@@ -99,7 +99,8 @@ class ReplicaTrainer(Trainer):
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
         self._group = Group(self.device, self._find_loss_group())
         self._state = self._build_state(_Counters(self, self._ledger))
-        self._feed = Feed(self._ledger, loaders.open, partial(iterate, self))
+        self._loaders = loaders
+        self._feed = Feed(self._ledger, loaders.open, partial(iterate, self), self._events.emit)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
         self._watchdog = Watchdog(
@@ -398,13 +399,27 @@ class ReplicaTrainer(Trainer):
     def _begin(self, replica: ReplicaDimension) -> bool:
         """Begin with the job's first step, or go on behind a checkpoint; False if this group must heal."""
         self._begun = True
-        if self._behind or not replica.start(self._updates_of(self.step - 1)):
+        if self._behind:
+            return False
+        self._check_loader()
+        if not replica.start(self._updates_of(self.step - 1)):
             return False
         if self.launch.attempt > 0 and self.step == 1:
             # Without checkpoints there is nothing to come back to when every group is lost; but not silently.
             logger.warning("no group holds the state of the earlier attempt: training starts anew from step 0")
             self._events.emit(StartedAnew(step=0))
         return True
+
+    def _check_loader(self) -> None:
+        """Say whether this rank's data go on exactly where a group that comes back opens them."""
+        found = self._loaders.check()
+        if not found.exact:
+            logger.warning(
+                f"training.dataset {self.job_config.training.dataset}: the data loader ({found.loader}) does not go "
+                f"on exactly where its state was saved: {found.reason}. Whenever a group comes back, batches will be "
+                "lost or repeated; see docs/operations.md, Data"
+            )
+        self._events.emit(found)
 
     def _heal(self, replica: ReplicaDimension) -> None:
         self._begun = True

@@ -71,6 +71,11 @@ class SyntheticRun:
         told = {"config_digest": "c0ffee", "host": "here", "slurm": None, "config": self.config, **fields}
         self.of("worker_started", group, **told)
         self.of("joined", group, quorum=1, participants=[group], step=self.step_number)
+        if not self.ends[group]:
+            self.of("loader_checked", group, loader="Loader", exact=True, batches=4)
+        self.of(
+            "data_opened", group, slot=group, first_batch=self.ends[group], exact=True if self.ends[group] else None
+        )
 
     def own_loss(self, group: int) -> float:
         """Return the mean loss of a group's next batch: falling with the tokens, with some scatter."""

@@ -41,6 +41,7 @@ class Job:
         self.step = 0
         self.ends = dict.fromkeys(range(num_groups), 0)
         self._names = 0
+        self._read: dict[tuple[Any, ...], int] = {}  # process, slot -> end of what it has read
         self._saved: dict[str, tuple[int, dict[int, int]]] = {}
         self._remember()
 
@@ -82,6 +83,7 @@ class Job:
         for group in groups if by is None else by:
             for rank in range(2):
                 data = {slot: reading(slot, starts[slot], rank) for slot in reads.get(group, [])}
+                self._open(data.values(), (group, rank, fields.get("attempt", 0), fields.get("pid", 1)))
                 usual = {
                     "participants": groups,
                     "lineage": self.state,
@@ -94,6 +96,16 @@ class Job:
         self.ends |= {slot: start + 2 for slot, start in starts.items()}
         self._remember()
         return self.state
+
+    def _open(self, data: Iterable[dict[str, Any]], process: tuple[int, int, int, int]) -> None:
+        """Tell of each slot that a process opens, and that it went on where it had ended."""
+        names = ("replica", "rank", "attempt", "pid")
+        for read in data:
+            slot, first = read["slot"], read["first_batch"]
+            if first > self._read.get((process, slot), 0):
+                who = dict(zip(names, process, strict=True))
+                self.say("data_opened", slot=slot, first_batch=first, exact=True, **who)
+            self._read[process, slot] = first + read["num_batches"]
 
 
 def reading(slot: int, first_batch: int, rank: int) -> dict[str, Any]:
@@ -211,7 +223,7 @@ def test_batch_that_differs_when_read_again() -> None:
 def test_cut_history_is_unknown(step: int) -> None:
     """Without the events of one step nobody can tell; the answer says where the history is cut."""
     job = clean_job(5)
-    found = audit(event for event in job.events if event.step != step)
+    found = audit(event for event in job.events if getattr(event, "step", 0) != step)
     assert (found.verdict, found.num_steps, found.lost, found.repeated) == ("unknown", 5 - step, [], [])
     assert f"before step {step + 1} ({step:012x})" in "".join(found.unknown)
     assert found.void == []
@@ -221,7 +233,7 @@ def test_what_is_known_to_be_lost_beats_unknown() -> None:
     """A cut history in which batches are lost behind the cut does not hold."""
     job = clean_job(4)
     job.commit([0, 1], first={0: 10})
-    found = audit(event for event in job.events if event.step != 2)
+    found = audit(event for event in job.events if getattr(event, "step", 0) != 2)
     assert (found.verdict, found.num_lost) == ("does not hold", 2)
     assert found.unknown
 

@@ -141,6 +141,8 @@ class Job:
                 self._log(self.time - 1.1, "heal_started", replica, **known)
                 done = {"bytes": 93 * 2**20 + replica, "seconds": 0.9, "replayed": 4}
                 self._log(self.time, "heal_finished", replica, **known, **done)
+                opened = {"slot": replica, "first_batch": self._batches[replica], "exact": True}
+                self._log(self.time, "data_opened", replica, **opened)
                 self._behind[replica] = False
 
     def _down(self, replica: int, at: float, signal: str, imports: float) -> None:

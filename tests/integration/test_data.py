@@ -26,7 +26,11 @@ LOADERS = {
     "in memory, workers": ["--training.dataloader.num_workers=2"],
     "streamed": ["--training.dataset=stream"],
     "streamed, workers": ["--training.dataset=stream", "--training.dataloader.num_workers=2"],
+    # A slot's texts last for about three steps: the second group is killed in a later epoch.
+    "shuffled, epochs": ["--training.dataset=shuffled"],
+    "shuffled, epochs, workers": ["--training.dataset=shuffled", "--training.dataloader.num_workers=2"],
 }
+TEXTS_OF_AN_EPOCH = 5  # in each file
 POINTS = ("forward", "backward", "exchange_first", "vote_before", "vote_after", "commit", "optimizer")
 
 
@@ -42,13 +46,16 @@ class Loaders:
         self._undisturbed: dict[str, list[Event]] = {}
         self.jobs: list[Job] = []
         self._texts = [folder / f"texts-{number}.jsonl" for number in range(NUM_FILES)]
-        for number, path in enumerate(self._texts):
-            texts = [f"Sentence {n} of {number}, and {n * 7919} words more. " * (1 + n % 4) for n in range(60)]
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        self._few = [folder / f"few-{number}.jsonl" for number in range(NUM_FILES)]
+        for paths, length in ((self._texts, 60), (self._few, TEXTS_OF_AN_EPOCH)):
+            for number, path in enumerate(paths):
+                texts = [f"Sentence {n} of {number}, and {n * 7919} words more. " * (1 + n % 4) for n in range(length)]
+                path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def settings(self, kind: str, **hooks: Any) -> dict[str, Any]:
         """Return the settings of a job."""
-        stream = {"stream": list(map(str, self._texts))} if "streamed" in kind else {}
+        files = {"streamed": self._texts, "shuffled": self._few}.get(kind.partition(",")[0])
+        stream = {} if files is None else {"stream": list(map(str, files))}
         # A step takes 20 ms and a heal half a second where another test runs beside this one.
         return {"groups": 2, "steps": 28, "flags": LOADERS[kind], "hooks": {**stream, **hooks}}
 
@@ -125,7 +132,14 @@ def test_a_killed_group_goes_on_behind_its_last_commit(
 
 @pytest.mark.parametrize(
     "kind",
-    ["streamed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("in memory, workers", "streamed, workers"))],
+    [
+        "shuffled, epochs",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in LOADERS
+            if kind not in ("in memory", "shuffled, epochs")
+        ),
+    ],
 )
 def test_any_loader_goes_on_behind_the_last_commit(make_job: Callable[..., Job], loaders: Loaders, kind: str) -> None:
     """Worker processes, which read ahead, and streams resume at the batch; the survivor meets no timeout for them."""
@@ -136,6 +150,7 @@ def test_any_loader_goes_on_behind_the_last_commit(make_job: Callable[..., Job],
     check_audit(events)
     check_same_data(events, loaders.undisturbed(kind))
     assert resumed(events)[0]["data"]["first_batch"] == STEP - 1
+    assert [event["exact"] for event in named(events, "data_opened") if event["first_batch"]] == [True]
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,17 +17,24 @@ import torch
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.data.assets import resolve
-from titan_ft.replica.feed import Feed, Reading, load_loader, merge, save_loader
+from titan_ft.replica.feed import Feed, Reading, checksum, merge
 from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.loader_state import load_loader
 from titan_ft.training.slot_loaders import SlotLoaders
 
 NUM_SLOTS = 2
 Build = Callable[[int], Any]
 
 
-@pytest.fixture(scope="module", params=["in memory", "streamed", "workers", "streamed, workers"])
+KINDS = ["in memory", "streamed", "shuffled, epochs", "workers", "streamed, workers", "shuffled, epochs, workers"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
-    """torchtitan's own loader over a map-style or a streaming Hugging Face dataset, with and without workers."""
+    """torchtitan's own loader over a map-style or a streaming Hugging Face dataset, with and without workers.
+
+    With "epochs" a step's batches are about all that a slot has: each one is of another epoch.
+    """
     device.prepare()
     import datasets
     from torchtitan.components.tokenizer import build_hf_tokenizer
@@ -37,14 +43,17 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 
     folder = tmp_path_factory.mktemp("texts")
-    texts = [f"The {number}th sentence, and {number * 7919} words more. " * (1 + number % 5) for number in range(80)]
+    count = 8 if "epochs" in request.param else 80
+    texts = [f"The {number}th sentence, and {number * 7919} words more. " * (1 + number % 5) for number in range(count)]
     for file in range(2 * NUM_SLOTS):  # a stream is cut by files: one for each worker of each slot
         lines = [json.dumps({"text": text}) + "\n" for text in texts[file :: 2 * NUM_SLOTS]]
         (folder / f"{file}.jsonl").write_text("".join(lines))
-    streaming = "streamed" in request.param
+    shuffled = "shuffled" in request.param
+    streaming = shuffled or "streamed" in request.param
 
     def load(path: str) -> Any:
-        return datasets.load_dataset("json", data_files=f"{path}/*.jsonl", split="train", streaming=streaming)
+        data = datasets.load_dataset("json", data_files=f"{path}/*.jsonl", split="train", streaming=streaming)
+        return data.shuffle(seed=1, buffer_size=2) if shuffled else data
 
     DATASETS["titan_ft_test"] = DatasetConfig(path=str(folder), loader=load, sample_processor=lambda s: s["text"])
     config = JobConfig()
@@ -151,6 +160,7 @@ def test_the_end_of_the_data_is_told_when_it_is_asked_for(ahead: bool) -> None:
         reading = feed.read(0, 2)
         if ahead:
             feed.read_ahead([reading])
+            feed.read_ahead([reading])  # that much and no more
         assert pulled == list(range(last + 1))
         commit(ledger, reading)
     for _ in range(2):
@@ -309,23 +319,57 @@ def test_the_checksum_is_of_all_that_a_step_reads() -> None:
     assert checksum(numbers) == checksum(list(numbers))
 
 
-class Wilful:
-    """A loader of a user's own, whose state is an object that only pickle could carry."""
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield {"input": torch.zeros(1, 2)}, torch.zeros(1, 2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"where": Path("/")}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise AssertionError("never loaded")
+def opened(events: list[Any]) -> list[tuple[int, int, bool | None]]:
+    return [(event.slot, event.first_batch, event.exact) for event in events]
 
 
-def test_a_state_that_needs_pickle_is_refused() -> None:
-    """A state comes from another group: what could run code is not loaded."""
-    import pickle
+def test_an_opening_says_whether_the_data_go_on(build: Build) -> None:
+    """Compared with what was read ahead; where nobody had, nothing is known; the shard is that of the whole job."""
+    ledger, events = Ledger(NUM_SLOTS), []  # type: ignore[var-annotated]
+    feed = Feed(ledger, build, iter, events.append)
+    for _ in range(2):
+        reading = feed.read(1, 2)
+        feed.read_ahead([reading])
+        commit(ledger, reading)
+    other = Feed(ledger, build, iter, events.append)
+    commit(ledger, other.read(1, 2))
+    Feed(ledger, build, iter, events.append).read(1, 2)
+    assert opened(events) == [(1, 0, None), (1, 4, True), (1, 6, None)]
+    assert [(event.shard, event.num_shards) for event in events] == [(1, NUM_SLOTS)] * 3
 
-    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
-        load_loader(Wilful(), save_loader(Wilful()))
+
+def test_another_batch_than_the_one_that_follows(caplog: pytest.LogCaptureFixture) -> None:
+    """A loader that does not go on is named in the log and in the event, however the first reader was closed."""
+    batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
+
+    class Skipping(Listed):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self._read = state_dict["read"] + 1
+
+    ledger, events = Ledger(1), []  # type: ignore[var-annotated]
+    feed = Feed(ledger, lambda slot: Skipping(batches), iter, events.append)
+    reading = feed.read(0, 2)
+    feed.read_ahead([reading])
+    commit(ledger, reading)
+    joiner = Ledger(1)
+    joiner.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    resumed = Ledger(1)
+    resumed.load_shards(ledger.shards())
+    for healed in (joiner, resumed):
+        Feed(healed, lambda slot: Skipping(batches), iter, events.append).read(0, 1)
+    assert opened(events) == [(0, 0, None), (0, 2, False), (0, 2, False)]
+    assert "slot 0 was opened at batch 2, and this batch is not the one that follows there" in caplog.text
+
+
+def test_a_round_knows_what_follows_on_its_last_step() -> None:
+    """Of the readings that are merged the last one says it."""
+    batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
+    feed = Feed(Ledger(1), lambda slot: Listed(batches), iter)
+    readings: list[Reading] = []
+    for behind in (0, 2, 4):
+        reading = feed.read(0, 2, behind)
+        feed.read_ahead([reading])
+        readings = merge([*readings, reading])
+    (whole,) = readings
+    assert whole.entry.num_batches == 6
+    assert whole.entry.following == checksum(batches[6:7])

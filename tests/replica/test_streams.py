@@ -33,7 +33,7 @@ from titan_ft import device
 from titan_ft.replica import host_memory
 from titan_ft.replica.bucket import Sums
 from titan_ft.replica.exchange import ExchangeError, GradientExchange
-from titan_ft.replica.feed import _checksum
+from titan_ft.replica.feed import checksum
 from titan_ft.replica.member import Member, Quorum
 from titan_ft.replica.outer import OuterModel
 from titan_ft.replica.snapshot import Part, Snapshot, _view
@@ -614,7 +614,7 @@ def read(world: _World) -> Any:
     """The checksum of a batch that a loader has put on the device."""
     where = world.place(0)
     inputs = torch.arange(12).to(where) * 3
-    return [_checksum([({"input": inputs}, inputs + 1)])]
+    return [checksum([({"input": inputs}, inputs + 1)])]
 
 
 SCENARIOS = {

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan_ft.history.record import RunRecord, view
+from titan_ft.history.reopenings import find_reopenings
 from titan_ft.history.rounds import find_partial
 from titan_ft.history.terminal import grid
 from titan_ft.history.timeline import timeline
@@ -80,6 +81,8 @@ class Audit:
     pace. They are void as well, and trained again."""
     unknown: list[str] = field(default_factory=list)
     """Why there is no verdict."""
+    unproved: str = ""
+    """Which openings of data may have gone on elsewhere than where they had ended; empty if none may."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -100,10 +103,17 @@ class Audit:
         return sum(finding.num_batches for finding in self.partial)
 
     def counts(self) -> str:
-        """Return the counts in words."""
+        """Return the counts in words.
+
+        A number of lost batches that may be wrong is not among them: a reader would take it for a proof.
+        """
         once = max(0, self.num_batches - self.num_repeated)
         partial = f" ({self.num_partial} of them partial)" if self.partial else ""
-        return f"{once} trained once{partial}, {self.num_lost} lost, {self.num_repeated} repeated, {self.num_void} void"
+        if (self.unproved or self.differing) and not (self.lost or self.repeated):
+            known = f"{once} trained{partial}, {self.num_void} void"
+            return f"{known}; whether any were lost or repeated is not known"
+        lost = f"{self.num_lost} lost, {self.num_repeated} repeated"
+        return f"{once} trained once{partial}, {lost}, {self.num_void} void"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as plain dictionaries, lists and numbers, for JSON."""
@@ -114,7 +124,12 @@ class Audit:
 @view
 def audit(record: RunRecord) -> Audit:
     """Find the lost and the repeated batches of a run."""
-    common = Audit(unit=record.unit, differing=_differing(record), conflicts=list(record.conflicts))
+    common = Audit(
+        unit=record.unit,
+        differing=_differing(record),
+        conflicts=list(record.conflicts),
+        unproved=find_reopenings(record).unproved,
+    )
     _count_broken_off(record, common)
     common.unknown += [
         f"the data began anew at a resume ({event.reason}): nothing before it compares with it"
@@ -122,10 +137,10 @@ def audit(record: RunRecord) -> Audit:
     ]
     if not record.states:
         common.unknown.append(f"no event tells of a committed {record.unit.noun}")
-        return _decide(common)
+        return decide(common)
     finals, unknown = record.finals
     common.unknown += unknown
-    audits = [_decide(_audit_chain(record, final, common)) for final in finals]
+    audits = [decide(_audit_chain(record, final, common)) for final in finals]
     result = audits[0]
     if len(finals) > 1:
         names = ", ".join(f"{record.unit.noun} {final.step} ({final.lineage})" for final in finals)
@@ -137,12 +152,14 @@ def audit(record: RunRecord) -> Audit:
     return result
 
 
-def _decide(found: Audit) -> Audit:
+def decide(found: Audit) -> Audit:
     """Set the verdict. Where nothing was found and something is missing, it is unknown."""
     if not found.num_batches and not found.unknown:
         found.unknown.append(f"no {found.unit.noun} tells of a batch")
-    failed = found.lost or found.repeated or found.differing or found.conflicts
-    found.verdict = "does not hold" if failed else "unknown" if found.unknown else "holds"
+    if found.lost or found.repeated or found.differing or found.conflicts:
+        found.verdict = "does not hold"
+    else:
+        found.verdict = "unknown" if found.unknown or found.unproved else "holds"
     return found
 
 
@@ -294,7 +311,7 @@ def audit_table(audit: Audit) -> Table:
         ("repeated", audit.repeated),
         ("differing", audit.differing),
         ("conflict", audit.conflicts),
-        ("unknown", audit.unknown),
+        ("unknown", [*audit.unknown, *filter(None, [audit.unproved])]),
         ("note", audit.notes),
         ("void", audit.void),
         ("partial", audit.partial),

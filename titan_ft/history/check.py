@@ -12,6 +12,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,14 @@ from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, merge
 from titan_ft.history.checks.silence import check_silence
 from titan_ft.history.checks.work import check_work
 from titan_ft.history.record import RunRecord
+from titan_ft.history.reread import Reread
 from titan_ft.history.terminal import grid
 from titan_ft.history.unit import STEP, Unit
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+EVERY_BATCH_ONCE = "every batch once"
 MAX_SHOWN = 5
 SYMBOLS: dict[Verdict, str] = {"holds": "\u2713", "does not hold": "\u2717", "unknown": "?"}
 
@@ -73,15 +76,18 @@ class Verdicts:
         return told | {"judgements": judgements}
 
 
-def check(record: RunRecord, against: RunRecord | None = None) -> Verdicts:
+def check(record: RunRecord, against: RunRecord | None = None, reread: Reread | None = None) -> Verdicts:
     """Judge a run.
 
     Args:
         against: a run without failures, of the same config, whose loss curve it must follow.
+        reread: what came of reading the data of the run again.
     """
     whole = _judge("whole history", None, check_whole, record)
     promises = [_judge_arithmetic(record, against)]
-    promises += [_judge(name, promise, checker, record) for promise, name, checker in _CHECKERS]
+    checkers = {name: checker for _, name, checker in _CHECKERS}
+    checkers[EVERY_BATCH_ONCE] = partial(_check_batches, reread=reread)
+    promises += [_judge(name, promise, checkers[name], record) for promise, name, _ in _CHECKERS]
     for each in promises:
         # What is not in the history may be what breaks a promise.
         if whole.unknown and each.asked and not each.offences:
@@ -126,15 +132,17 @@ def _judge_arithmetic(record: RunRecord, reference: RunRecord | None) -> Judgeme
     return other.decide()
 
 
-def _check_batches(record: RunRecord, found: Judgement) -> None:
+def _check_batches(record: RunRecord, found: Judgement, reread: Reread | None = None) -> None:
     """Check that every batch was trained once (see `titan_ft.history.audit`)."""
     audited = audit(record)
+    if reread is not None:
+        audited = reread.apply(audited)
     found.statement = f"{audited.counts()}, in {audited.unit.count(audited.num_steps)}"
     for finding in (*audited.lost, *audited.repeated, *audited.differing):
         step = finding.steps[-1] if finding.steps else None
         found.offences.append(Offence(str(finding), step=step))
     found.offences += [Offence(text) for text in audited.conflicts]
-    found.unknown += audited.unknown
+    found.unknown += [*audited.unknown, *filter(None, [audited.unproved])]
     found.notes += audited.notes
 
 
@@ -143,7 +151,7 @@ _CHECKERS: tuple[tuple[int, str, Checker], ...] = (
     (3, "exact average", check_average),
     (4, "no work lost", check_work),
     (5, "no stall for a joiner", check_joiner),
-    (6, "every batch once", _check_batches),
+    (6, EVERY_BATCH_ONCE, _check_batches),
     (7, "counters follow commits", check_counters),
     (8, "nothing silent", check_silence),
 )

@@ -51,6 +51,14 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
         f"the latest state was lost with its groups: back to {u.name(e.step, ',')}, by {e.lost:,} {u.noun}s"
     ),
     ev.StartedAnew: lambda e, u: "nobody held a state any more: training began again with step 1",
+    ev.LoaderChecked: lambda e, u: (
+        "" if e.exact else f"the data loader does not go on exactly where its state was saved: {e.reason} ({e.loader})"
+    ),
+    ev.DataOpened: lambda e, u: (
+        f"slot {e.slot}, opened at batch {e.first_batch}, gave another batch than the one that follows there"
+        if e.exact is False
+        else ""
+    ),
     ev.DataReset: lambda e, u: f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}",
     ev.CheckpointLoaded: lambda e, u: f"went on from the checkpoint of step {e.step:,}",
     ev.CheckpointFailed: lambda e, u: f"the checkpoint of step {e.step:,} could not be written: {e.error}",
@@ -73,9 +81,10 @@ def find_notes(record: RunRecord) -> list[Note]:
     notes: list[Note] = []
     for event in record.events:
         tell = TEXTS.get(type(event))
-        if tell is None:
+        text = "" if tell is None else tell(event, record.unit)
+        if not text:
             continue
-        time, key, about = event.time - record.begin, (event.name, tell(event, record.unit)), None
+        time, key, about = event.time - record.begin, (event.name, text), None
         if isinstance(event, ev.FaultSkipped) and event.target is not None:
             about = name_target(event.target)
         note, tellers = told.get(key, (None, set()))

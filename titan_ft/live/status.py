@@ -175,12 +175,27 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.StartedAnew: lambda e, u: "starts anew from step 0: no group holds the state of its earlier attempt",
     ev.CheckpointLoaded: lambda e, u: f"goes on from the checkpoint of step {e.step}",
     ev.CheckpointSaved: lambda e, u: f"saved the checkpoint of step {e.step}",
+    ev.LoaderChecked: lambda e, u: (
+        f"has a data loader that does not go on exactly where its state was saved: {e.reason} ({e.loader})"
+    ),
+    ev.DataOpened: lambda e, u: (
+        f"opened slot {e.slot} at batch {e.first_batch} and got another batch than follows there: data are lost or "
+        "repeated"
+    ),
     ev.DataReset: lambda e, u: f"starts its data anew{_because(e.reason)}",
     ev.TrainingFinished: lambda e, u: f"finished at {u.name(e.step)}",
     ev.CameTooLate: lambda e, u: f"came when the job had finished, at {u.name(e.step)}, and ends",
 }
 # Every group comes to the same finding: one line is enough.
-_SEEN_BY_ALL = (ev.Waiting, ev.Straggler, ev.StragglerRecovered, ev.DigestMismatch, ev.GradientExcluded, ev.RolledBack)
+_SEEN_BY_ALL = (
+    ev.DigestMismatch,
+    ev.GradientExcluded,
+    ev.LoaderChecked,
+    ev.RolledBack,
+    ev.Straggler,
+    ev.StragglerRecovered,
+    ev.Waiting,
+)
 
 
 def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
@@ -208,6 +223,10 @@ def describe(before: Groups, after: Groups, event: ev.Event) -> str | None:
             return f"{name}: a spare takes its place (attempt {new.attempt})"
         case ev.Hung():
             return f"{name} hangs: rank {event.rank} made no progress and ends itself; its log has the stacks"
+        case ev.LoaderChecked() if event.exact:
+            return None
+        case ev.DataOpened() if event.exact is not False:
+            return None
         case ev.RankSilent():
             return f"{name}: ranks {_listed(event.ranks)} are silent, so that the group ends"
     if not isinstance(event, ev.RankEvent) or event.rank != 0 or event.attempt < new.attempt:

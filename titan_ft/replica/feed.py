@@ -2,39 +2,47 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The feed: reads batches of slots, on from where the ledger ends.
 
-What was read and not committed is kept and used again. A loader's state is that of torchdata's `StatefulDataLoader`,
-taken after each step's last batch: nothing that was consumed is read again. It is packed by `torch.save` and unpacked
-by `torch.load(weights_only=True)`, because it comes from other groups: plain values and tensors only.
+What was read and not committed is kept and used again. A loader's state is that of torchdata's
+`StatefulDataLoader`, taken after each step's last batch: nothing that was consumed is read again.
+
+A loader that is opened at a state may read other batches than one that was never closed. So each entry
+says the checksum of the batch that follows on it, as far as that was read ahead, and whoever opens a
+slot compares the first batch. An event says what came of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.replica.ledger import Entry, Ledger
-from titan_ft.run.events import Batches
+from titan_ft.replica.loader_state import load_loader, save_loader
+from titan_ft.run.events import Batches, DataOpened, Event
+
+logger = logging.getLogger(__name__)
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # inputs, labels: as torchtitan's loaders yield them
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reading:
     """The batches of one slot for one step.
 
-    `checksum` is a CRC-32 over the bytes of their inputs and labels: the same batch read again must have the same.
+    Attributes:
+        entry: which they are, and the loader's state after them.
+        checksum: CRC-32 over the bytes of their inputs and labels, hex: the same batches have the same.
+        first_checksum: that of the first batch alone.
     """
 
     entry: Entry
     batches: list[Batch]
     checksum: str
+    first_checksum: str = ""
 
     def describe(self) -> Batches:
         """Return its description for events."""
@@ -53,14 +61,17 @@ def merge(readings: Iterable[Reading]) -> list[Reading]:
     for reading in readings:
         slot = reading.entry.slot
         former = of_slots.get(slot)
-        of_slots[slot] = Reading(reading.entry, [], reading.checksum) if former is None else _join(former, reading)
+        if former is None:
+            of_slots[slot] = replace(reading, batches=[])
+        else:
+            of_slots[slot] = _join(former, reading)
     return list(of_slots.values())
 
 
 def _join(former: Reading, reading: Reading) -> Reading:
     first, last = former.entry, reading.entry
-    entry = Entry(first.slot, first.first_batch, first.num_batches + last.num_batches, last.state)
-    return Reading(entry, [], _checksum(reading.batches, int(former.checksum, 16)))
+    entry = replace(last, first_batch=first.first_batch, num_batches=first.num_batches + last.num_batches)
+    return replace(former, entry=entry, checksum=checksum(reading.batches, former.checksum))
 
 
 class Feed:
@@ -70,12 +81,17 @@ class Feed:
         ledger: knows the next batch of each slot.
         build: builds this rank's loader of a slot, from the slot's beginning.
         iterate: yields batches of a loader (torchtitan's `Trainer.batch_generator`).
+        emit: takes the event of each opening of a slot.
     """
 
     def __init__(
-        self, ledger: Ledger, build: Callable[[int], Any], iterate: Callable[[Iterable[Any]], Iterator[Batch]]
+        self,
+        ledger: Ledger,
+        build: Callable[[int], Any],
+        iterate: Callable[[Iterable[Any]], Iterator[Batch]],
+        emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self._ledger, self._build, self._iterate = ledger, build, iterate
+        self._ledger, self._build, self._iterate, self._emit = ledger, build, iterate, emit
         self._readers: dict[int, _Reader] = {}
 
     def read(self, slot: int, num_batches: int, behind: int = 0) -> Reading:
@@ -83,13 +99,17 @@ class Feed:
 
         Raises:
             DataloaderExhaustedError: the data is finite and at its end.
+            LoaderStateError: the loader's state cannot be unpacked by other groups.
         """
         end = self._ledger.end(slot) + behind
         reader = self._readers.get(slot)
-        if reader is None or not reader.can_go_on_at(end):
-            loader = self._open(slot, None if reader is None else reader.loader)
-            reader = self._readers[slot] = _Reader(slot, end, loader, self._iterate(loader))
-        return reader.read(end, num_batches)
+        if reader is not None and reader.can_go_on_at(end):
+            return reader.read(end, num_batches)
+        loader = self._open(slot, None if reader is None else reader.loader)
+        reader = self._readers[slot] = _Reader(slot, end, loader, self._iterate(loader))
+        reading = reader.read(end, num_batches)
+        self._report_opening(slot, reading)
+        return reading
 
     def read_ahead(self, readings: Iterable[Reading]) -> None:
         """Read what follows on these, the last of their slots, before it is asked for: while the device is at them.
@@ -111,6 +131,23 @@ class Feed:
         if state is not None:
             load_loader(loader, state)
         return loader
+
+    def _report_opening(self, slot: int, reading: Reading) -> None:
+        """Emit whether the first batch is the one that follows on the committed ones."""
+        first_batch, expected = reading.entry.first_batch, self._ledger.following(slot)
+        exact: bool | None = None
+        if expected and first_batch == self._ledger.end(slot):
+            exact = reading.first_checksum == expected
+        if exact is False:
+            logger.error(
+                "slot %d was opened at batch %d, and this batch is not the one that follows there: the data loader "
+                "does not go on where its state was saved. Batches are lost or repeated; titan-ft check --reread "
+                "finds out which",
+                slot,
+                first_batch,
+            )
+        shard, num_shards = self._ledger.shard_of(slot)
+        self._emit(DataOpened(slot=slot, shard=shard, num_shards=num_shards, first_batch=first_batch, exact=exact))
 
 
 class _Reader:
@@ -134,9 +171,14 @@ class _Reader:
         return self._readings[0]
 
     def read_ahead(self, num_batches: int) -> None:
-        if len(self._readings) == 1:
-            with contextlib.suppress(Exception):  # told to whoever asks
-                self._read_on(num_batches)
+        if len(self._readings) != 1:
+            return
+        (current,) = self._readings
+        try:
+            self._read_on(num_batches)
+        except Exception:  # noqa: BLE001  # raised again by the read that asks for these batches
+            return
+        current.entry = replace(current.entry, following=self._readings[-1].first_checksum)
 
     def _read_on(self, num_batches: int) -> None:
         if self._error is not None:
@@ -148,32 +190,13 @@ class _Reader:
             self._error = error  # batches are gone, and a generator that has raised ends
             raise
         self._next_batch = entry.end
-        self._readings.append(Reading(entry, batches, _checksum(batches)))
+        first = checksum(batches[:1])
+        self._readings.append(Reading(entry, batches, checksum(batches[1:], first), first))
 
 
-def save_loader(loader: Any) -> bytes:
-    """Pack a loader's state.
-
-    Raises:
-        TypeError: it is of types that another group could not unpack safely.
-    """
-    # torchtitan's loader wraps the state in a pickle of its own, named after the rank; torchdata's is plain.
-    state = StatefulDataLoader.state_dict(loader) if isinstance(loader, StatefulDataLoader) else loader.state_dict()
-    file = io.BytesIO()
-    torch.save(state, file, _use_new_zipfile_serialization=False)
-    return file.getvalue()
-
-
-def load_loader(loader: Any, packed: bytes) -> None:
-    """Let a loader go on where `save_loader` found the other one."""
-    state = torch.load(io.BytesIO(packed), weights_only=True)
-    if isinstance(loader, StatefulDataLoader):
-        StatefulDataLoader.load_state_dict(loader, state)
-    else:
-        loader.load_state_dict(state)
-
-
-def _checksum(batches: Iterable[Batch], value: int = 0) -> str:
+def checksum(batches: Iterable[Batch], former: str = "0") -> str:
+    """Return the CRC-32 (hex) over the bytes of some batches, behind others whose checksum is `former`."""
+    value = int(former, 16)
     for inputs, labels in batches:
         tensors = [inputs[name] for name in sorted(inputs) if isinstance(inputs[name], torch.Tensor)]
         for tensor in (*tensors, labels):

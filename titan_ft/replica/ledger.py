@@ -33,13 +33,16 @@ class Entry:
         slot: whose data.
         first_batch: number of the first one in the slot, counted from 0 over the whole job.
         num_batches: how many.
-        state: the loader's state after the last one (see `titan_ft.replica.feed`).
+        state: the loader's state after the last one (see `titan_ft.replica.loader_state`).
+        following: CRC-32 of the batch after the last one, hex; empty if it was not read yet. Whoever opens the
+            loader's state compares the first batch with it.
     """
 
     slot: int
     first_batch: int
     num_batches: int
     state: bytes
+    following: str = ""
 
     @property
     def end(self) -> int:
@@ -52,7 +55,7 @@ def encode(entries: Iterable[Entry]) -> bytes:
     entries = list(entries)
     if not entries:
         return b""
-    head = [[entry.slot, entry.first_batch, entry.num_batches, len(entry.state)] for entry in entries]
+    head = [[entry.slot, entry.first_batch, entry.num_batches, entry.following, len(entry.state)] for entry in entries]
     return zlib.compress(json.dumps(head).encode() + b"\n" + b"".join(entry.state for entry in entries), 1)
 
 
@@ -62,8 +65,8 @@ def decode(data: bytes) -> list[Entry]:
         return []
     head, _, states = zlib.decompress(data).partition(b"\n")
     entries, offset = [], 0
-    for slot, first_batch, num_batches, size in json.loads(head):
-        entries.append(Entry(slot, first_batch, num_batches, states[offset : offset + size]))
+    for slot, first_batch, num_batches, following, size in json.loads(head):
+        entries.append(Entry(slot, first_batch, num_batches, states[offset : offset + size], following))
         offset += size
     return entries
 
@@ -82,6 +85,7 @@ class Ledger:
         self._shard, self._num_shards = shard, num_shards
         self._ends: dict[int, int] = dict.fromkeys(range(num_slots), 0)
         self._states: dict[int, bytes] = {}
+        self._following: dict[int, str] = {}
         self.readers: tuple[Process, ...] = ()
         """The groups that were ready at the last update: who reads an absent group's data follows from it. A group that
         is started again is another process, which reads nothing before an update knows of it. None: each reads its own.
@@ -95,6 +99,14 @@ class Ledger:
         """Return the state of `slot`'s loader after its last committed batch; None = not begun."""
         return self._states.get(slot)
 
+    def following(self, slot: int) -> str:
+        """Return the CRC-32 (hex) of the batch after `slot`'s last committed one; empty if it is not known."""
+        return self._following.get(slot, "")
+
+    def shard_of(self, slot: int) -> tuple[int, int]:
+        """Return the number of this rank's shard of `slot` in the whole job, and how many shards there are."""
+        return slot * self._num_shards + self._shard, self.num_slots * self._num_shards
+
     def advance(self, entries: Iterable[Entry], readers: Iterable[Process]) -> None:
         """Take in what a committed update was made of.
 
@@ -107,6 +119,7 @@ class Ledger:
                     f"slot {entry.slot} is trained up to batch {self._ends[entry.slot]}, not {entry.first_batch}"
                 )
             self._ends[entry.slot], self._states[entry.slot] = entry.end, entry.state
+            self._following[entry.slot] = entry.following
         self.readers = tuple(readers)
 
     def shares(self) -> dict[Process, list[int]]:
@@ -117,29 +130,37 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger as JSON values."""
         states = {str(slot): base64.b64encode(state).decode() for slot, state in self._states.items()}
-        return {"ends": list(self._ends.values()), "states": states, "readers": list(self.readers)}
+        following = {str(slot): checksum for slot, checksum in self._following.items()}
+        ends, readers = list(self._ends.values()), list(self.readers)
+        return {"ends": ends, "states": states, "following": following, "readers": readers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Overwrite the ledger with what `state_dict` returned."""
         self._ends = dict(enumerate(state_dict["ends"]))
         self._states = {int(slot): base64.b64decode(state) for slot, state in state_dict["states"].items()}
+        self._following = {int(slot): checksum for slot, checksum in state_dict["following"].items()}
         self.readers = tuple((slot, started) for slot, started in state_dict["readers"])
 
     def shards(self) -> dict[str, dict[str, Any]]:
         """Return this rank's part by the number of the shard in the whole job, which does not depend on the groups."""
         return {
-            str(slot * self._num_shards + self._shard): {"batches": end, "state": self._states.get(slot, b"")}
+            str(self.shard_of(slot)[0]): {
+                "batches": end,
+                "state": self._states.get(slot, b""),
+                "following": self.following(slot),
+            }
             for slot, end in self._ends.items()
         }
 
     def load_shards(self, shards: dict[str, dict[str, Any]]) -> None:
         """Overwrite the ledger with `shards()` of a run whose slots times parts made as many."""
         for slot in range(self.num_slots):
-            found = shards[str(slot * self._num_shards + self._shard)]
+            found = shards[str(self.shard_of(slot)[0])]
             self._ends[slot] = int(found["batches"])
             self._states.pop(slot, None)
             if found["state"]:
                 self._states[slot] = bytes(found["state"])
+            self._following[slot] = str(found["following"])
 
 
 def share_out(slots: Iterable[int], readers: Sequence[_Reader]) -> dict[_Reader, list[int]]:

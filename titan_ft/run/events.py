@@ -125,6 +125,7 @@ class WorkerStarted(RankEvent, kw_only=True):
     slurm: dict[str, str] | None  # Slurm's ids of the job and the step that it belongs to, its node; null outside Slurm
     config: WorkerConfig | None = None  # fields of its config; left out by a trainer that is not this project's
     setup: Setup | None = None  # what it trains, on what; left out likewise
+    arguments: list[str] | None = None  # its command line, without the program; left out likewise
 
     @property
     def node(self) -> str:
@@ -193,6 +194,26 @@ class StepCommitted(RankEvent, kw_only=True):
         if self.data is not None:
             yield self.data
         yield from self.extra_data
+
+
+class LoaderChecked(RankEvent, kw_only=True):
+    """At the job's start: whether a copy of the rank's data loader goes on exactly where its state was saved."""
+
+    loader: str  # class of the loader, and of what it reads
+    exact: bool  # whether it gave the batches that a loader gave which was not closed meanwhile
+    batches: int  # that were compared
+    reason: str  # what was found; empty where it is exact
+
+
+class DataOpened(RankEvent, kw_only=True):
+    """The rank has opened a slot's data: at its beginning, or again after the last committed batch."""
+
+    slot: int  # share of the data
+    shard: int  # the rank's part of it, by its number in the whole job
+    num_shards: int  # parts that the data of the whole job is cut into
+    first_batch: int  # number of the batch that it has read first, from 0
+    # whether that was the batch which follows there; null where nobody had read it before, as at the beginning
+    exact: bool | None
 
 
 class TrainingFinished(RankEvent, kw_only=True):

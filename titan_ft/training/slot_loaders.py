@@ -18,7 +18,9 @@ from torchdata.stateful_dataloader import worker
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError, FaultTolerance
+from titan_ft.run.events import LoaderChecked
 from titan_ft.run.process import borrowed_socket, own_sockets
+from titan_ft.training.loader_check import check_loader
 
 if TYPE_CHECKING:
     from torchtitan.train import Trainer
@@ -51,6 +53,14 @@ class SlotLoaders:
         """Return a loader of `slot` that nobody has read from."""
         first, self._first = self._first, None
         return first if first is not None and slot == self._config.replica_id else self._build_slot(slot)
+
+    def check(self) -> LoaderChecked:
+        """Find out whether this group's own data go on exactly where a state of their loader was saved.
+
+        Raises:
+            ConfigError: the loader cannot save its state, or cannot load what it has saved.
+        """
+        return check_loader(functools.partial(self._build_slot, self._config.replica_id))
 
     def _build_slot(self, slot: int) -> Any:
         # Slot r with in-group data rank i reads shard r * degree + i of group_size * degree, as torchtitan's HSDP does.

@@ -30,12 +30,17 @@ def register(model_name: str, fault_tolerance: FaultTolerance, custom_import: st
         custom_import: module that registers it (`experimental.custom_import`). torchtitan's Trainer imports it too, but
             looks the model up right behind that.
     """
-    if custom_import:
-        importlib.import_module(custom_import)
+    import_custom(custom_import)
     loaders = SlotLoaders(fault_tolerance)
     # torchtitan's register_train_spec refuses a name twice; the table itself is what get_train_spec reads.
     train_spec._extra_train_specs[model_name] = wrap(train_spec.get_train_spec(model_name), fault_tolerance, loaders)
     return loaders
+
+
+def import_custom(name: str) -> None:
+    """Import the module that registers a user's models and data (`experimental.custom_import`), if there is one."""
+    if name:
+        importlib.import_module(name)
 
 
 def wrap(

@@ -42,6 +42,7 @@ class Launch:
         slurm: Slurm's ids of the job and the step that this worker belongs to; None = not under Slurm.
         store_pid: process that serves the group's store; 0 = not known.
         ranks_on_host: ranks, of this group and of others, that share this host's memory.
+        arguments: this worker's command line, without the program.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Launch:
     slurm: dict[str, str] | None = None
     store_pid: int = 0
     ranks_on_host: int = 1
+    arguments: tuple[str, ...] = ()
 
 
 def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
@@ -85,6 +87,7 @@ def begin_events(job_config: JobConfig, launch: Launch) -> EventLog:
             slurm=launch.slurm,
             config=settings,
             setup=describe(job_config),
+            arguments=list(launch.arguments),
         )
     )
     return events

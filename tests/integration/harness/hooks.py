@@ -32,7 +32,8 @@ environment variable TITAN_FT_TEST_HOOKS. It also registers the model converter 
              semi-synchronous method behind each round as well: round-1-...
     experts  whether models with experts are known (see `harness.experts`); each rank then leaves its experts' biases at
              the end, and the number of their tokens in each update
-    stream   .jsonl files, which `--training.dataset=stream` streams
+    stream   .jsonl files, which `--training.dataset=stream` streams, and `--training.dataset=shuffled` with a shuffle
+             buffer of three texts
     begin    file of parameters to begin with: torchtitan draws others for another number of shards
 """
 
@@ -500,7 +501,11 @@ def install_stream(files: list[str]) -> None:
     def load(_: str) -> Any:
         return datasets.load_dataset("json", data_files=files, split="train", streaming=True)
 
-    DATASETS["stream"] = DatasetConfig(path="", loader=load, sample_processor=lambda sample: sample["text"])
+    def shuffle(path: str) -> Any:
+        return load(path).shuffle(seed=1, buffer_size=3)
+
+    for name, loader in (("stream", load), ("shuffled", shuffle)):
+        DATASETS[name] = DatasetConfig(path="", loader=loader, sample_processor=lambda sample: sample["text"])
 
 
 def install_begin(path: Path) -> None:

@@ -1,0 +1,117 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the events prove of data that were opened again: all of it, or "unknown" with the reason; never a false zero."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.event_builder import change
+from tests.history.conftest import SyntheticRun
+from titan_ft.cli import main
+from titan_ft.history.audit import audit
+from titan_ft.history.check import check
+from titan_ft.history.notes import find_notes
+from titan_ft.history.record import RunRecord
+from titan_ft.history.reopenings import find_reopenings
+from titan_ft.run.events import DataOpened, Event, LoaderChecked
+from titan_ft.run.log import encode
+
+RANKS = 2
+
+
+def opened_again(events: Sequence[Event]) -> list[DataOpened]:
+    return [event for event in events if isinstance(event, DataOpened) and event.first_batch > 0]
+
+
+def judge(events: Sequence[Event]) -> tuple[str, int, int]:
+    record = RunRecord(events)
+    found = find_reopenings(record)
+    return audit(record).verdict, found.number, found.num_unproved
+
+
+def without(events: Sequence[Event], kind: type[Event]) -> list[Event]:
+    return [event for event in events if not isinstance(event, kind)]
+
+
+def test_reopenings_that_are_proved(good_run: SyntheticRun) -> None:
+    """Each rank of the group that came back opened its slot again, and went on where it had ended."""
+    assert len(opened_again(good_run.events)) == RANKS
+    assert judge(good_run.events) == ("holds", RANKS, 0)
+
+
+def test_a_loader_that_was_checked_proves_what_nobody_had_read_ahead(good_run: SyntheticRun) -> None:
+    for event in opened_again(good_run.events):
+        change(event, exact=None)
+    assert judge(good_run.events) == ("holds", RANKS, 0)
+    assert judge(without(good_run.events, LoaderChecked)) == ("unknown", RANKS, RANKS)
+
+
+def wrong_batch(run: SyntheticRun) -> list[Event]:
+    change(opened_again(run.events)[0], exact=False)
+    return run.events
+
+
+def inexact_loader(run: SyntheticRun) -> list[Event]:
+    """One rank's loader was found inexact; that the first batch is the right one proves nothing then."""
+    checked = next(event for event in run.events if isinstance(event, LoaderChecked))
+    change(checked, exact=False, reason="opened again after batch 2, it gave another batch 4", loader="Mine")
+    return run.events
+
+
+def untold(run: SyntheticRun) -> list[Event]:
+    return without(run.events, DataOpened)
+
+
+@pytest.mark.parametrize(
+    ("damage", "number", "reason"),
+    [
+        (wrong_batch, 1, "slot 2 at batch 6, by replica 2: it was another batch than the one that follows there"),
+        (inexact_loader, RANKS, "Mine: opened again after batch 2, it gave another batch 4"),
+        (untold, RANKS, "no event tells how it was opened"),
+    ],
+)
+def test_what_is_not_proved_is_unknown(
+    good_run: SyntheticRun, damage: Callable[[SyntheticRun], list[Event]], number: int, reason: str
+) -> None:
+    """With the reason and the remedy, and nowhere with "0 lost"."""
+    record = RunRecord(damage(good_run))
+    assert find_reopenings(record).num_unproved == number
+    judged = check(record)["every batch once"]
+    assert judged.verdict == "unknown"
+    text = "\n".join([judged.statement, *judged.details(record.begin)])
+    assert f"{number} reopening" in text
+    assert reason in text
+    assert "--reread" in text
+    assert "0 lost" not in text
+    assert "whether any were lost or repeated is not known" in judged.statement
+
+
+def test_an_inexact_loader_that_nobody_opened_again_does_no_harm(synthetic_run: type[SyntheticRun]) -> None:
+    """It holds, and a note names the loader."""
+    run = synthetic_run()
+    run.begin()
+    run.steps(4)
+    run.finish()
+    record = RunRecord(inexact_loader(run))
+    assert audit(record).verdict == "holds"
+    assert any("does not go on exactly" in note.text and "Mine" in note.text for note in find_notes(record))
+
+
+def test_both_commands_say_so(good_run: SyntheticRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "all.jsonl").write_bytes(b"".join(map(encode, wrong_batch(good_run))))
+    for command in ("check", "audit"):
+        assert main([command, str(tmp_path)]) == 1
+        said = capsys.readouterr().out
+        assert "1 reopening of data not proved" in " ".join(said.split())
+        assert "0 lost" not in said
+    assert main(["check", "--json", str(tmp_path)]) == 1
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["audit"]["verdict"] == "unknown"
+    assert told["audit"]["unproved"].startswith("1 reopening of data not proved")

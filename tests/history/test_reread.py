@@ -1,0 +1,150 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A run's batches held against those of an uninterrupted reader."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.event_builder import event
+from titan_ft.history.audit import Audit, audit
+from titan_ft.history.record import RunRecord
+from titan_ft.history.reread import Reread, Shard, Trained, collect, compare
+from titan_ft.run.events import Event
+
+SHARD = Shard(0, 1, 3, 4)
+SETUP: dict[str, Any] = {"dataset": "texts", "seq_len": 8, "local_batch_size": 2, "parallelism": {}, "versions": {}}
+
+
+def extend(batch: int, former: str) -> str:
+    return f"{zlib.crc32(str(batch).encode(), int(former, 16)):08x}"
+
+
+def trained(first: int, number: int, step: int, content: Iterable[int] | None = None) -> Trained:
+    checksum = "0"
+    for batch in range(first, first + number) if content is None else content:
+        checksum = extend(batch, checksum)
+    return Trained(first, number, checksum, step, 1)
+
+
+def read(all_trained: Iterable[Trained], length: int = 1000) -> Reread:
+    found = Reread()
+    compare(SHARD, all_trained, iter(range(length)), extend, found)
+    return found
+
+
+def test_the_same_batches() -> None:
+    """Of single steps and of rounds, in any order, also those that were trained twice."""
+    found = read([trained(4, 3, 5), trained(0, 1, 1), trained(1, 3, 2), trained(1, 3, 3)])
+    assert (found.num_compared, found.differing, found.unknown, found.num_shards) == (10, [], [], 1)
+
+
+def test_other_batches_are_named() -> None:
+    """Slot, range and steps; what follows on each other is one finding."""
+    wrong = [trained(3, 1, 4, [50]), trained(4, 1, 5, [51]), trained(8, 2, 9, [8, 10])]
+    found = read([trained(0, 3, 1), *wrong, trained(5, 3, 6)])
+    assert [(each.slot, each.first_batch, each.num_batches, each.steps) for each in found.differing] == [
+        (1, 3, 2, (4, 5)),
+        (1, 8, 2, (9, 9)),
+    ]
+    assert "not the batches of an uninterrupted reader (shard 3 of 4, from step 4 on, by replica 1)" in str(
+        found.differing[0]
+    )
+
+
+def test_data_that_differ_from_their_first_batch_on_prove_nothing() -> None:
+    """Nobody opened them again before that: they have changed, or have no order of their own."""
+    found = read([trained(0, 1, 1, [7]), trained(1, 1, 2, [9])])
+    assert found.differing == []
+    assert "differ from the very first batch on" in found.unknown[0]
+
+
+def test_data_that_end_early_are_unknown() -> None:
+    found = read([trained(0, 2, 1), trained(2, 2, 2)], length=3)
+    assert "end with batch 3, and batches from 2 on were trained" in found.unknown[0]
+
+
+def job(*openings: int, arguments: list[str] | None = None, **second: Any) -> list[Event]:
+    """Return the events of a group whose second process went on with batch 2."""
+    arguments = ["--a"] if arguments is None else arguments
+    events = []
+    for attempt, first in enumerate((0, 2)):
+        who = {"pid": attempt, "attempt": attempt, "replica": 1}
+        setup = {**SETUP, **(second if attempt else {})}
+        events.append(event("worker_started", time=10.0 * attempt, setup=setup, arguments=arguments, **who))
+        if first in openings:
+            told = {"slot": 1, "shard": 3, "num_shards": 4, "first_batch": first, "exact": None}
+            events.append(event("data_opened", time=10.0 * attempt + 1, **told, **who))
+        events += [commit(batch, **who) for batch in (first, first + 1)]
+    return events
+
+
+def commit(batch: int, step: int = 0, **who: Any) -> Event:
+    data = {"slot": 1, "first_batch": batch, "num_batches": 1, "checksum": extend(batch, "0")}
+    time = 2.0 + batch + 10.0 * who["attempt"]
+    fields = {"step": step or batch + 1, "participants": [1], "batches": {"1": [batch, 1]}, "data": data}
+    return event("step_committed", time=time, forward_passes=1, **fields, **who)
+
+
+def test_what_is_collected() -> None:
+    """All that was trained of each shard, and the command line that reads it again."""
+    found = collect(RunRecord(job(0, 2)))
+    assert found.unknown == []
+    assert found.shards == {SHARD: {trained(batch, 1, batch + 1) for batch in range(4)}}
+    assert found.readers[0].arguments == ["--a"]
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        (job(2), "nothing tells which shard of slot 1 replica 1, attempt 0, rank 0 read"),
+        (job(0, 2, seq_len=16), "attempt 0, rank 0 read with settings that are not those of the last launch"),
+    ],
+)
+def test_what_cannot_be_compared_is_unknown(events: list[Event], reason: str) -> None:
+    assert reason in collect(RunRecord(events)).unknown[0]
+
+
+def test_a_void_step_is_not_compared() -> None:
+    """Its batches were trained again; what it read is of no account."""
+    events = job(0, 2)
+    void = commit(1, pid=0, attempt=0, replica=1)
+    void.lineage, void.time = "abcdefabcdef", 2.5  # type: ignore[attr-defined]
+    assert len(collect(RunRecord([*events, void])).shards[SHARD]) == 4
+
+
+def test_after_a_reset_the_data_begin_anew() -> None:
+    """Each part of the run is read from the beginning of its own data."""
+    who = {"pid": 1, "attempt": 1, "replica": 1}
+    shard = {"slot": 1, "shard": 3, "num_shards": 4, "first_batch": 0}
+    events = [each for each in job(0, 2) if each.attempt == 0]
+    events.append(event("data_reset", time=9.0, step=2, reason="asked for", **who))
+    events.append(event("worker_started", time=10.0, setup=SETUP, arguments=["--b"], **who))
+    events.append(event("data_opened", time=11.0, **shard, **who))
+    events += [commit(batch, step=batch + 3, **who) for batch in (0, 1)]
+    found = collect(RunRecord(events))
+    assert sorted(found.shards) == [Shard(0, 1, 3, 4), Shard(1, 1, 3, 4)]
+    assert [found.readers[span].arguments for span in (0, 1)] == [["--a"], ["--b"]]
+
+
+def proved(found: Reread) -> Audit:
+    events = [each for each in job(0, 2) if each.name != "loader_checked"]
+    unproved = audit(RunRecord(events))
+    assert unproved.verdict == "unknown"
+    return found.apply(unproved)
+
+
+def test_the_audit_with_what_was_read_again() -> None:
+    """The same batches prove the reopenings; others break the promise; what could not be compared leaves it open."""
+    good = proved(read([trained(0, 2, 1), trained(2, 2, 2)]))
+    assert (good.verdict, good.unproved) == ("holds", "")
+    assert "4 batches of 1 shard compared" in good.notes[-1]
+    bad = proved(read([trained(0, 2, 1), trained(2, 2, 2, [5, 6])]))
+    assert bad.verdict == "does not hold"
+    assert "0 lost" not in bad.counts()
+    assert proved(read([trained(0, 2, 1), trained(2, 2, 2)], length=3)).verdict == "unknown"
+    assert proved(Reread()).verdict == "unknown"

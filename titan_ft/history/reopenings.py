@@ -1,0 +1,76 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Judge whether data that were opened again went on where they had ended.
+
+The numbers of batches come from the ledger, and are right whatever a data loader gives. So a run of
+which no number is lost or repeated may still have lost data: a loader may give other batches when it is
+opened at a saved state. Two events speak of that. `loader_checked` compares a copy of the loader with
+one that was never closed, at the job's start. `data_opened` compares the first batch of each opening
+with the one that was read there before, where there was one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titan_ft.history.checks.judgement import count
+from titan_ft.history.record import ProcessHistory, RunRecord, view
+from titan_ft.run.events import DataOpened, LoaderChecked, StepCommitted
+
+SEE_REREAD = "titan-ft check --reread reads the data again without a break"
+
+
+@dataclass(frozen=True)
+class Reopenings:
+    """Openings of a slot's data after its first batch."""
+
+    number: int
+    num_unproved: int
+    """Openings of which nothing proves that the data went on where they had ended."""
+    reason: str
+    """Why the first one is not proved; empty if all are."""
+
+    @property
+    def unproved(self) -> str:
+        """What is not proved, in a line; empty if all is."""
+        if not self.num_unproved:
+            return ""
+        return f"{count(self.num_unproved, 'reopening')} of data not proved ({self.reason}); {SEE_REREAD}"
+
+
+@view
+def find_reopenings(record: RunRecord) -> Reopenings:
+    """Return what the events say of all openings."""
+    checks = record.of(LoaderChecked)
+    inexact = next((event for event in checks if not event.exact), None)
+    opened = [event for event in record.of(DataOpened) if event.first_batch > 0]
+    reasons: list[str] = []
+    for event in opened:
+        where = f"slot {event.slot} at batch {event.first_batch}, by replica {event.replica}"
+        if event.exact is False:
+            reasons.append(f"{where}: it was another batch than the one that follows there")
+        elif inexact is not None:
+            reasons.append(f"{inexact.loader}: {inexact.reason}")
+        elif event.exact is None and not checks:
+            reasons.append(f"{where}: no event tells of a check of its loader")
+    untold = [where for process in record.processes for where in _untold(process)]
+    reasons += [f"{where}: no event tells how it was opened" for where in untold]
+    return Reopenings(len(opened) + len(untold), len(reasons), reasons[0] if reasons else "")
+
+
+def _untold(process: ProcessHistory) -> Iterator[str]:
+    """Yield the places at which a process read on in a slot without an event of its opening."""
+    ends: dict[int, int] = {}
+    first_opened: dict[int, int] = {}
+    for event in process.events:
+        if isinstance(event, DataOpened):
+            earliest = first_opened.get(event.slot, event.first_batch)
+            first_opened[event.slot] = min(earliest, event.first_batch)
+        elif isinstance(event, StepCommitted):
+            for data in event.readings():
+                known = data.first_batch <= ends.get(data.slot, 0)
+                if not known and first_opened.get(data.slot, data.first_batch + 1) > data.first_batch:
+                    yield f"slot {data.slot} at batch {data.first_batch}, by {process.name}"
+                end = data.first_batch + data.num_batches
+                ends[data.slot] = max(end, ends.get(data.slot, 0))

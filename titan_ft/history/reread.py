@@ -1,0 +1,210 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Compare the batches that a run trained with those of a reader that was never interrupted.
+
+`collect` lists what the events say of each shard. `compare` takes the batches of a shard, read from its
+beginning without a break, and finds what differs. Reading itself is in `titan_ft.training.reread`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from titan_ft.history.audit import Audit, Finding, decide
+from titan_ft.history.checks.judgement import count
+from titan_ft.history.record import ProcessHistory, RunRecord
+from titan_ft.run.events import Batches, DataOpened, DataReset, StepCommitted, WorkerStarted
+
+T = TypeVar("T")
+Settings = tuple[str, int, int]
+"""Dataset, tokens of a sequence, sequences of a batch: with others a reader gets other batches."""
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """A part of a slot's data that one data rank of a group reads.
+
+    Attributes:
+        span: how often the data had begun anew before, because a resume asked for that.
+        number: of the part in the whole job.
+        of: parts of the whole job.
+    """
+
+    span: int
+    slot: int
+    number: int
+    of: int
+
+
+@dataclass(frozen=True, order=True)
+class Trained:
+    """Consecutive batches of a shard that were trained for one update."""
+
+    first_batch: int
+    num_batches: int
+    checksum: str
+    step: int
+    replica: int
+
+
+@dataclass
+class History:
+    """What the events say of the data that a run trained."""
+
+    shards: dict[Shard, set[Trained]] = field(default_factory=lambda: defaultdict(set))
+    readers: dict[int, WorkerStarted] = field(default_factory=dict)
+    """By span: the start of a worker that read in it, which says the config."""
+    unknown: list[str] = field(default_factory=list)
+    """Why something cannot be compared."""
+
+
+@dataclass
+class Reread:
+    """What came of reading the data of a run again."""
+
+    num_compared: int = 0
+    """Trained batches that were compared."""
+    num_shards: int = 0
+    """That were read again."""
+    differing: list[Finding] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def apply(self, found: Audit) -> Audit:
+        """Return the audit with what is known now of the reopenings."""
+        result = deepcopy(found)
+        result.differing += self.differing
+        result.unknown += self.unknown
+        if self.num_compared and not self.unknown:
+            result.unproved = ""
+        shards = count(self.num_shards, "shard")
+        batches = count(self.num_compared, "batch", "batches")
+        result.notes.append(f"read again without a break: {batches} of {shards} compared with what was trained")
+        return decide(result)
+
+
+def collect(record: RunRecord) -> History:
+    """Return the batches on the job's trajectory, by shard."""
+    found = History()
+    resets = [event.time for event in record.of(DataReset)]
+    settings: dict[int, Settings] = {}
+    for process in reversed(record.processes):  # the latest ones first: their config is the one at hand
+        _collect_process(process, record, resets, settings, found)
+    return found
+
+
+def _collect_process(
+    process: ProcessHistory, record: RunRecord, resets: list[float], settings: dict[int, Settings], found: History
+) -> None:
+    started: WorkerStarted | None = None
+    shards: dict[int, tuple[int, int]] = {}
+    for event in process.events:
+        if isinstance(event, WorkerStarted):
+            started = event
+        elif isinstance(event, DataOpened):
+            shards[event.slot] = event.shard, event.num_shards
+        elif isinstance(event, StepCommitted) and event.contributed and event.lineage in record.on_chain:
+            span = bisect_right(resets, event.time)
+            readings = [data for data in event.readings() if data.slot in event.batches]
+            if readings and not _is_comparable(span, started, settings, found):
+                text = f"{process.name} read with settings that are not those of the last launch, or not known"
+                found.unknown += [] if text in found.unknown else [text]
+                return
+            for data in readings:
+                _take(event, data, span, shards, process, found)
+
+
+def _is_comparable(span: int, started: WorkerStarted | None, settings: dict[int, Settings], found: History) -> bool:
+    """Tell whether a process read with the config that the data of its span are read again with."""
+    if started is None or started.setup is None or started.arguments is None:
+        return False
+    setup = started.setup
+    own: Settings = (setup.dataset, setup.seq_len, setup.local_batch_size)
+    found.readers.setdefault(span, started)
+    return settings.setdefault(span, own) == own
+
+
+def _take(
+    event: StepCommitted,
+    data: Batches,
+    span: int,
+    shards: dict[int, tuple[int, int]],
+    process: ProcessHistory,
+    found: History,
+) -> None:
+    if data.slot not in shards:
+        text = f"nothing tells which shard of slot {data.slot} {process.name} read"
+        found.unknown += [] if text in found.unknown else [text]
+        return
+    shard = Shard(span, data.slot, *shards[data.slot])
+    trained = Trained(data.first_batch, data.num_batches, data.checksum, event.step, event.replica)
+    found.shards[shard].add(trained)
+
+
+def compare(
+    shard: Shard, trained: Iterable[Trained], batches: Iterator[T], extend: Callable[[T, str], str], result: Reread
+) -> None:
+    """Compare a shard with its batches, read in order from the first one; adds to `result`.
+
+    Args:
+        extend: returns the checksum (hex) of a batch behind others with the given one.
+    """
+    waiting = sorted(trained, reverse=True)
+    open_: list[tuple[Trained, str]] = []
+    wrong: list[Trained] = []
+    number = 0
+    while waiting or open_:
+        batch = next(batches, None)
+        if batch is None:
+            rest = [each for each, _ in open_] + waiting
+            first = min(each.first_batch for each in rest)
+            result.unknown.append(
+                f"slot {shard.slot}: the data, read again, end with batch {number}, and batches from {first} on "
+                "were trained"
+            )
+            break
+        while waiting and waiting[-1].first_batch == number:
+            open_.append((waiting.pop(), "0"))
+        number += 1
+        still_open: list[tuple[Trained, str]] = []
+        for each, former in open_:
+            checksum = extend(batch, former)
+            if each.first_batch + each.num_batches > number:
+                still_open.append((each, checksum))
+                continue
+            result.num_compared += each.num_batches
+            if checksum != each.checksum:
+                wrong.append(each)
+        open_ = still_open
+    result.num_shards += 1
+    if any(each.first_batch == 0 for each in wrong):
+        # No slot was opened again before its first batch: the reference is wrong, and proves nothing.
+        result.unknown.append(
+            f"slot {shard.slot}: the data, read again, differ from the very first batch on (shard {shard.number} of "
+            f"{shard.of}): they have changed since, or are in another order each time they are opened"
+        )
+    else:
+        result.differing += _findings(shard, sorted(wrong))
+
+
+def _findings(shard: Shard, wrong: list[Trained]) -> Iterator[Finding]:
+    """Yield what differs, consecutive batches together."""
+    place = 0
+    while place < len(wrong):
+        first = last = wrong[place]
+        steps = [first.step]
+        place += 1
+        while place < len(wrong) and wrong[place].first_batch <= last.first_batch + last.num_batches:
+            last = wrong[place]
+            steps.append(last.step)
+            place += 1
+        number = last.first_batch + last.num_batches - first.first_batch
+        detail = (
+            f"not the batches of an uninterrupted reader (shard {shard.number} of {shard.of}, from step {first.step} "
+            f"on, by replica {first.replica})"
+        )
+        yield Finding(shard.slot, first.first_batch, number, (min(steps), max(steps)), detail)
