@@ -574,6 +574,24 @@ MUTATIONS = [
         ("exact average",),
         mode="semi",
     ),
+    Mutation(
+        "an entry has the loader's state before its batches",
+        _one(
+            "feed",
+            "            batches = [next(self._batches) for _ in range(num_batches)]\n"
+            "            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))",
+            "            entry = Entry(self._slot, self._next_batch, num_batches, save_loader(self.loader))\n"
+            "            batches = [next(self._batches) for _ in range(num_batches)]",
+        ),
+        ("kill", "many"),
+        ("every batch once",),
+    ),
+    Mutation(
+        "a group that opens its data elsewhere says that they go on",
+        _one("feed", "exact = reading.first_checksum == expected", "exact = True"),
+        ("kill", "many"),
+        ("nothing silent",),
+    ),
 ]
 
 

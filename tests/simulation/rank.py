@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tests.simulation import folder, training
+from tests.simulation.data import DataJudge, Loader
 from tests.simulation.kernel import Process
 from tests.simulation.saving import Saves
 from tests.simulation.transfer import SnapshotServer
@@ -25,9 +26,10 @@ from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.exchange import GradientExchange
+from titan_ft.replica.feed import Feed, Reading
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
-from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.membership import Membership
 from titan_ft.replica.position import Position
 from titan_ft.replica.rank_watch import RankWatch
@@ -36,7 +38,7 @@ from titan_ft.replica.round import NOTHING, Contribution, Rounds
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog, end_process
 from titan_ft.round_settings import quantizes
-from titan_ft.run.events import Drained, Event, Hung, RankSilent
+from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint_choice import (
     NONE,
     agree_on_step,
@@ -60,6 +62,8 @@ class Events:
     def emit(self, event: Event) -> None:
         """Tell of an event."""
         rank = self._rank
+        if isinstance(event, DataOpened):
+            rank.data.opened(event)
         fields = {n: getattr(event, n) for n in event.__struct_fields__ if n not in Event.__struct_fields__}
         rank.world.saw(rank, event.name, fields)
 
@@ -127,6 +131,7 @@ class Rank:
         self.saves = Saves(self)
         self._sent_before = 0
         self._read: set[tuple[int, int]] = set()
+        self.data = DataJudge(process.name, world.report, forgets=options.forgets)
         self.drain: Drain | None = None
 
     def _is_scarce(self) -> bool:
@@ -209,6 +214,7 @@ class Rank:
         world, config, process = self.world, self.config, self.process
         host, port = world.store_address(self.slot)
         events: Any = Events(self)
+        self._feed = Feed(self.ledger, self._open_loader, iter, events.emit)
         connect: Any = lambda: world.connect_store(host, port, 300.0)  # noqa: E731  # a stand-in for the real store
         self.drain = self._drain = Drain(
             connect if world.options.ranks > 1 else None,
@@ -310,6 +316,19 @@ class Rank:
             pauses_after=self._pauses_after,
             **shared,
         )
+
+    def _open_loader(self, slot: int) -> Loader:
+        return Loader(slot, forgets=self.world.options.forgets)
+
+    def _read_batch(self, slot: int, behind: int = 0) -> Reading:
+        """Read the next batch of a slot, as the trainer does."""
+        reading = self._feed.read(slot, 1, behind)
+        number = reading.entry.first_batch
+        self.data.read(slot, number, reading.batches[0][1])
+        if (slot, number) in self._read:
+            self.world.report("no work lost", f"{self.process.name} computes batch {number} of slot {slot} twice")
+        self._read.add((slot, number))
+        return reading
 
     def _pauses_after(self, step: int) -> bool:
         return step >= self.world.options.steps or self.saves.due_at(step)
@@ -433,7 +452,8 @@ class Rank:
         if not slots:
             return NOTHING
         kernel, options = self.world.kernel, self.world.options
-        entries, valid, values = [], 0, np.zeros(training.SIZE)
+        readings: list[Reading] = []
+        valid, values = 0, np.zeros(training.SIZE)
         seconds = 0.0
         for number, slot in enumerate(slots, start=1):
             self._watchdog.beat()
@@ -444,15 +464,14 @@ class Rank:
             seconds += spent
             while self.hangs:
                 kernel.block()
-            batch = self.ledger.end(slot)
-            if (slot, batch) in self._read:
-                self.world.report("no work lost", f"{self.process.name} computes batch {batch} of slot {slot} twice")
-            self._read.add((slot, batch))
+            readings.append(self._read_batch(slot))
+            batch = readings[-1].entry.first_batch
             tokens = training.valid_tokens(slot, batch)
             mean = training.gradient(slot, batch, self.number, self.state.array[0], options.coupling)
             values += mean * tokens / self.nominal_tokens
             valid += tokens
-            entries.append(Entry(slot, batch, 1, f"{slot}:{batch + 1}".encode()))
+        self._feed.read_ahead(readings)
+        entries = tuple(reading.entry for reading in readings)
         if self.spoiled > 0:
             self.spoiled -= 1
             self.world.oracle.spoiled.update((entry.slot, entry.first_batch) for entry in entries)
@@ -466,7 +485,7 @@ class Rank:
             loss=0.1,
             max_loss=0.1,
             seconds=float(facts[:, 4].max()),
-            entries=tuple(entries),
+            entries=entries,
         )
 
     def _discard(self) -> None:

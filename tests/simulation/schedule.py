@@ -143,6 +143,8 @@ class _Draw:
         scarce = random.Random(f"scarce {seed}")
         if scarce.random() < 0.25:
             drawn["scarce"] = scarce.choice([0.3, 1.0])
+        if random.Random(f"forgets {seed}").random() < 0.15:
+            drawn["forgets"] = True
         self._draw_rounding(random.Random(f"rounding {seed}"))
         options = Options(**drawn | self.changes)
         return Schedule(seed, options, tuple(sorted(self.faults, key=lambda fault: fault.at)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,8 @@ from titan_ft.config import FaultTolerance
 from titan_ft.replica.decision import Update
 from titan_ft.replica.drain import OWN_SHARE, WAITING_SHARE
 from titan_ft.replica.errors import Leaving
-from titan_ft.replica.ledger import Entry, Ledger
+from titan_ft.replica.feed import Reading, merge
+from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.outer import OuterModel, OuterState, join_norm, set_lr
 from titan_ft.replica.round import NOTHING, Contribution, Sign
 from titan_ft.replica.snapshot import Snapshot
@@ -191,6 +192,7 @@ class Work:
     seconds: float = 0.0
     overdue: bool = False
     behind: int = 0  # batches that it has read before and that are not committed yet
+    readings: list[Reading] = field(default_factory=list)
 
 
 class RoundRank(Rank):
@@ -257,9 +259,7 @@ class RoundRank(Rank):
     def _describe_work(self, work: Work) -> Contribution:
         if not work.steps:
             return work.made
-        entry = work.made.entries[0]
-        whole = Entry(entry.slot, entry.first_batch, work.steps, _loader(entry, work.steps))
-        return replace(work.made, entries=(whole,))
+        return replace(work.made, entries=tuple(reading.entry for reading in work.readings))
 
     def _take_changes(self, update: int, late: bool = False) -> None:
         state, oracle = self.state, self.world.oracle
@@ -303,10 +303,8 @@ class RoundRank(Rank):
         kernel.sleep(spent)
         while self.hangs:
             kernel.block()
-        batch = self.ledger.end(slot) + work.behind + work.steps
-        if (slot, batch) in self._read:
-            self.world.report("no work lost", f"{self.process.name} computes batch {batch} of slot {slot} twice")
-        self._read.add((slot, batch))
+        reading = self._read_batch(slot, work.behind + work.steps)
+        batch = reading.entry.first_batch
         values = training.gradient(slot, batch, self.number, self.state.weights, options.coupling)
         if self.spoiled > 0:
             self.spoiled -= 1
@@ -316,7 +314,9 @@ class RoundRank(Rank):
         tokens = training.valid_tokens(slot, batch)
         facts = self._group.gather_losses([tokens, 10, 0.1, 0.1, spent])
         seconds = float(facts[:, 4].max())
-        work.made = work.made.plus(Contribution(tokens, 10, 0.1, 0.1, seconds, (Entry(slot, batch, 1, b""),)))
+        self._feed.read_ahead([reading])
+        work.made = work.made.plus(Contribution(tokens, 10, 0.1, 0.1, seconds))
+        work.readings = merge([*work.readings, reading])
         work.steps, work.seconds = work.steps + 1, work.seconds + spent
         self.state.trained = [sum_ + tokens for sum_ in self.state.trained]
         self.state.expected, self._moments = self.state.weights, self.state.moments
@@ -404,10 +404,6 @@ class RoundRank(Rank):
         if any(self._group.gather(self.drain.spent + needed / timeout > share)):
             self.position.leave()
             raise Leaving
-
-
-def _loader(entry: Entry, num_steps: int) -> bytes:
-    return f"{entry.slot}:{entry.first_batch + num_steps}".encode()
 
 
 # The oracle

@@ -86,6 +86,7 @@ class Options:
         last_steps: of the last round of a semi-synchronous method; 0 = as many as the others have.
         buffers: whether a forward may write a part of the state, so that no group offers it between rounds.
         scarce: chance that a donor's host is short of memory, so that it copies a part.
+        forgets: whether data loaders do not go on where their state was saved.
         room: updates for which that rank of a group has memory which has least; 0 = for as many as there are.
     """
 
@@ -122,6 +123,7 @@ class Options:
     buffers: bool = False
     room: int = 0
     scarce: float = 0.0
+    forgets: bool = False
 
     @property
     def round_steps(self) -> int:

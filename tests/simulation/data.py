@@ -1,0 +1,74 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The data of a simulated job: loaders that go on where their state was saved, and loaders that do not.
+
+The engine's own `Feed` reads them. Its openings of slots are judged by what the loaders really gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from titan_ft.run.events import DataOpened
+
+_LOST = 1000  # batches that a forgetful loader leaves out when it is opened again
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+Report = Callable[[str, str], None]
+
+
+class Loader:
+    """Gives the batches of a slot; each says its slot and its number.
+
+    Args:
+        forgets: whether it goes on elsewhere when it is opened again.
+    """
+
+    def __init__(self, slot: int, *, forgets: bool) -> None:
+        self._slot, self._forgets = slot, forgets
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self._next += 1
+            yield {"slot": torch.tensor([self._slot])}, torch.tensor([self._next - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its place."""
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there, or not."""
+        self._next = state["next"] + (_LOST if self._forgets else 0)
+
+
+class DataJudge:
+    """Holds what a rank's feed gives, and what its events say of it, against the numbers of the ledger.
+
+    Args:
+        name: of the rank's process.
+        report: takes a broken promise and what broke it.
+        forgets: whether the loaders may go on elsewhere.
+    """
+
+    def __init__(self, name: str, report: Report, *, forgets: bool) -> None:
+        self._name, self._report, self._forgets = name, report, forgets
+        self._opened: dict[int, DataOpened] = {}
+
+    def opened(self, event: DataOpened) -> None:
+        """Take what an event says of an opening; the batch itself comes next."""
+        self._opened[event.slot] = event
+
+    def read(self, slot: int, number: int, labels: torch.Tensor) -> None:
+        """Take a batch that the feed gave as the one with a number."""
+        given, exact = int(labels), self._opened[slot].exact
+        what = f"{self._name} reads batch {given} of slot {slot} as batch {number}"
+        if given != number and not self._forgets:
+            self._report("every batch once", what)
+        if given != number and exact:
+            self._report("nothing silent", f"{what}, and says that its data go on exactly")
+        if given == number and exact is False:
+            self._report("nothing silent", f"{what}, and says that its data do not go on")
