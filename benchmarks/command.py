@@ -21,6 +21,7 @@ Only if it is asked for, too (a few minutes each):
 
   transfer  how fast a joiner gets a state from 1, 2, 4 and 8 donors with throttled links, also if one of them is killed
   exchange  how fast 2 and 4 members sum gradients over Gloo, with throttled links too, beside bare Gloo
+  reopening what it takes to open a shuffled stream at a saved state
 
 With --campaign-peer none of these, but torchtitan's own integration under a SIGKILL of a random group each 15 s, to be
 set beside a run of scripts/campaign.sh (--against).
@@ -52,6 +53,7 @@ from benchmarks.diloco import measure_diloco
 from benchmarks.kills import measure_kills
 from benchmarks.links import measure_links
 from benchmarks.recovery import measure_recovery
+from benchmarks.reopening import measure_reopenings
 from benchmarks.run import BenchError, progress
 from benchmarks.steady import LOG_FREQ, WARMUP_STEPS, measure_steady
 from benchmarks.systems import OURS, PEER, STOCK
@@ -62,7 +64,7 @@ from titan_ft.config import ConfigError, load_toml
 PARTS = ("steady", "failure", "rejoin", "recovery")
 ROUNDS = ("rounds-loss", "rounds-diloco", "rounds-links")
 """Not among what is run unless it is asked for: the work of half an hour."""
-TRANSFER, EXCHANGE = "transfer", "exchange"
+TRANSFER, EXCHANGE, REOPENING = "transfer", "exchange", "reopening"
 """Not either."""
 PACKAGES = ("torch", "torchtitan", "torchft", "torchdata")
 
@@ -102,7 +104,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=_at_least(1), default=6, help="SIGKILLs of a group, each with its return")
     parser.add_argument("--recoveries", type=_at_least(1), default=3, help="of each kind of recovery")
-    choices = (*PARTS, TRANSFER, EXCHANGE, "rounds", *ROUNDS)
+    choices = (*PARTS, TRANSFER, EXCHANGE, REOPENING, "rounds", *ROUNDS)
     parser.add_argument("--only", choices=choices, help="one part; failure and rejoin come from the same kills")
     parser.add_argument("--skip-peer", action="store_true", help="without torchtitan.experiments.ft")
     peer = parser.add_argument_group("campaign of torchtitan.experiments.ft")
@@ -162,7 +164,11 @@ def measure_parts(options: argparse.Namespace, parts: Sequence[str], report: dic
         for name, figures in measure_recovery(options.recoveries, base, work_dir):
             report["recovery"][name] = figures
             _save(report, options.json)
-    alone = {TRANSFER: lambda: measure_transfers(work_dir), EXCHANGE: measure_bandwidth}
+    alone = {
+        TRANSFER: lambda: measure_transfers(work_dir),
+        EXCHANGE: measure_bandwidth,
+        REOPENING: measure_reopenings,
+    }
     for part in [part for part in alone if part in parts]:
         report[part] = {}
         for name, figures in alone[part]():

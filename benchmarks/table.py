@@ -40,6 +40,8 @@ def format_report(report: Mapping[str, Any], parts: Sequence[str]) -> str:
         lines += ["", *_transfer_table(report["transfer"])]
     if report.get("exchange"):
         lines += ["", *_bandwidth_table(report["exchange"])]
+    if report.get("reopening"):
+        lines += ["", *_reopening_table(report["reopening"])]
     if "campaign_table" in report:
         lines += ["", *report["campaign_table"]]
     return "\n".join(lines)
@@ -72,6 +74,17 @@ def _transfer_table(transfers: Mapping[str, Any]) -> list[str]:
             f"a donor's copy of {copies['bytes'] / 2**20:.0f} MiB: {first:.3f} s, each later one {later:.3f} s",
         ]
     return lines
+
+
+def _reopening_table(reopenings: Mapping[str, Any]) -> list[str]:
+    head = ["shuffle buffer", "opened after", "seconds", "examples read again", "bytes of the state"]
+    return markdown([head, *map(_reopening_row, reopenings.values())])
+
+
+def _reopening_row(figures: Mapping[str, Any]) -> list[str]:
+    numbers = [f"{figures[name]:,}" for name in ("buffer_size", "place", "examples", "bytes")]
+    buffer_size, place, examples, size = numbers
+    return [buffer_size, f"{place} examples", f"{figures['seconds']:.2f}", examples, size]
 
 
 def _bandwidth_table(exchanges: Mapping[str, Any]) -> list[str]:
