@@ -55,6 +55,7 @@ from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.links import Links
 from titan_ft.training.slot_loaders import iterate
 from titan_ft.training.step_log import StepLog, Work
+from titan_ft.training.validation import ValidationBatches
 from titan_ft.training.worker import Launch, begin_events
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class ReplicaTrainer(Trainer):
             config.hang_timeout_seconds, lambda: self._events.emit(Hung(step=self._num_committed))
         )
         if job_config.validation.enable:
+            self._validate_together()
             self._shard_after_validation()
             if self.parallel_dims.pp_enabled:
                 self._share_validation_loss()
@@ -511,6 +513,20 @@ class ReplicaTrainer(Trainer):
             return True
         tensor_parallel = self.parallel_dims.get_optional_mesh("tp")  # whose ranks all hold the same loss
         return self.pp_has_last_stage and (tensor_parallel is None or tensor_parallel.get_local_rank() == 0)
+
+    def _validate_together(self) -> None:
+        """Let all ranks of the group validate equally many batches."""
+        config = self.job_config.validation
+        loader = getattr(self.validator, "validation_dataloader", None)
+        if loader is None:
+            return  # a validator of the user's with data of its own
+        self.validator.validation_dataloader = ValidationBatches(
+            loader,
+            steps=config.steps,
+            gather=self._group.gather,
+            beat=self._watchdog.beat,
+            whole=config.local_batch_size if self.parallel_dims.pp_enabled else None,
+        )
 
     def _shard_after_validation(self) -> None:
         """Let FSDP shard the weights again after a validation: without a backward its root keeps whole copies.

@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +66,10 @@ class SlotLoaders:
     def _build_slot(self, slot: int) -> Any:
         # Slot r with in-group data rank i reads shard r * degree + i of group_size * degree, as torchtitan's HSDP does.
         assert self._build is not None, "torchtitan builds its loader first"
-        loader = self._build(
-            dp_world_size=self.num_shards * self._config.group_size, dp_rank=self.num_shards * slot + self.shard
-        )
-        if getattr(loader, "num_workers", 0):
-            loader.worker_init_fn = functools.partial(_prepare_worker, loader.worker_init_fn)
+        num_shards = self.num_shards * self._config.group_size
+        with enough_documents("training.dataset", num_shards):
+            loader = self._build(dp_world_size=num_shards, dp_rank=self.num_shards * slot + self.shard)
+        prepare_workers(loader)
         return loader
 
 
@@ -79,6 +79,37 @@ def iterate(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Batch]:
         trainer.ntokens_seen -= labels.numel()
         trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
         yield inputs, labels
+
+
+@contextlib.contextmanager
+def enough_documents(field: str, num_shards: int) -> Iterator[None]:
+    """Explain that a dataset in memory cannot be cut, inside.
+
+    `datasets` raised "Index 1 out of range for dataset of size 1", at each start again.
+
+    Args:
+        field: of the config, which names the dataset.
+        num_shards: shards that the dataset is cut into.
+
+    Raises:
+        ConfigError: there are more shards than documents.
+    """
+    try:
+        yield
+    except IndexError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if not frames[-1].filename.endswith("datasets/arrow_dataset.py"):
+            raise  # of the user's own code
+        raise ConfigError(
+            f"{field} must have a document for each of the {num_shards} ranks that read data, got "
+            f"fewer ({error}); take more data, or fewer ranks"
+        ) from error
+
+
+def prepare_workers(loader: Any) -> None:
+    """Let the worker processes of a loader, if it has any, leave its rank's signals and sockets alone."""
+    if getattr(loader, "num_workers", 0):
+        loader.worker_init_fn = functools.partial(_prepare_worker, loader.worker_init_fn)
 
 
 def _check_workers(loader: Any) -> None:

@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
-from titan_ft.training.slot_loaders import SlotLoaders
+from titan_ft.training.slot_loaders import SlotLoaders, enough_documents
 
 
 def register(model_name: str, fault_tolerance: FaultTolerance, custom_import: str = "") -> SlotLoaders:
@@ -66,8 +66,16 @@ def wrap(
         build = spec.build_metrics_processor_fn or ReplicaMetrics
         return build(*args, **kwargs)
 
+    def build_validator(*, dp_world_size: int, **kwargs: Any) -> Any:
+        assert spec.build_validator_fn is not None, "the config was refused"
+        with enough_documents("validation.dataset", dp_world_size):
+            return spec.build_validator_fn(dp_world_size=dp_world_size, **kwargs)
+
     return dataclasses.replace(
-        wrapped, build_dataloader_fn=build_dataloader, build_metrics_processor_fn=build_metrics_processor
+        wrapped,
+        build_dataloader_fn=build_dataloader,
+        build_metrics_processor_fn=build_metrics_processor,
+        build_validator_fn=spec.build_validator_fn and build_validator,
     )
 
 

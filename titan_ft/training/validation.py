@@ -1,0 +1,126 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Validation: every rank of a replica group reads equally many batches, and counts as alive."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchtitan.tools.logging import logger
+
+from titan_ft.config import ConfigError
+from titan_ft.replica.feed import Batch
+from titan_ft.training.slot_loaders import prepare_workers
+
+TO_THE_END = -1
+"""Value of `validation.steps` with which torchtitan validates on all of the data."""
+
+
+class ValidationBatches:
+    """Stands in for the loader of torchtitan's validator, which iterates it once in each validation.
+
+    With `validation.steps = -1` torchtitan lets each data rank read its own share to the end. The
+    shares are not equally long: the rank whose share ends first went on to the next collective
+    while the others were in a forward, and Gloo aborted it (SIGABRT), at each restart again. Here
+    the ranks agree before each batch, and all of them stop where the first share ends.
+
+    Args:
+        loader: torchtitan's, of this rank.
+        steps: `validation.steps`.
+        gather: gathers an integer of every rank of the group; called before each batch of a
+            validation to the end of the data.
+        beat: called before each batch. All of the data may take longer than
+            `hang_timeout_seconds`, and the watchdog would end each group at each validation.
+        whole: sequences of a batch, if a smaller one cannot be validated: a pipeline's stages have
+            buffers of a fixed shape. None takes the smaller batch at the end of the data as well.
+
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        steps: int,
+        gather: Callable[[int], list[int]],
+        beat: Callable[[], None],
+        whole: int | None = None,
+    ) -> None:
+        self._loader, self._steps, self._gather, self._beat = loader, steps, gather, beat
+        self._whole = whole
+        self._first_state: Any = None
+        self._has_told_end = False
+        prepare_workers(loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a validator of the user's asks of its loader."""
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of one validation.
+
+        Raises:
+            ConfigError: a rank of the group has no batch at all; on all of its ranks.
+        """
+        if self._steps != TO_THE_END:
+            yield from self._read()
+            return
+        self._rewind()
+        batches = self._read()
+        count = 0
+        while True:
+            batch = next(batches, None)
+            has_batch = batch is not None and self._is_whole(batch)
+            have_batch = self._gather(int(has_batch))
+            if batch is None or not all(have_batch):
+                break
+            yield batch
+            count += 1
+        ended = [rank for rank, has in enumerate(have_batch) if not has]
+        if count == 0:
+            raise ConfigError(self._no_batch(ended))
+        if len(ended) < len(have_batch):
+            self._tell_end(count, ended)
+
+    def _read(self) -> Iterator[Batch]:
+        for batch in self._loader:
+            self._beat()
+            yield batch
+
+    def _rewind(self) -> None:
+        """Let the loader begin with its first batch.
+
+        torchtitan's dataset remembers that it is at its end. The second validation had no batch,
+        and ended every group with "stack expects a non-empty TensorList".
+        """
+        if not hasattr(self._loader, "load_state_dict"):
+            return
+        if self._first_state is None:
+            self._first_state = copy.deepcopy(self._loader.state_dict())
+        self._loader.load_state_dict(copy.deepcopy(self._first_state))
+
+    def _is_whole(self, batch: Batch) -> bool:
+        _, labels = batch
+        return self._whole is None or len(labels) >= self._whole
+
+    def _no_batch(self, ranks: list[int]) -> str:
+        least = "a sequence" if self._whole is None else f"{self._whole} sequences"
+        return (
+            f"validation.dataset must have {least} of validation.seq_len tokens for each rank that "
+            f"reads data, got none for {_name_ranks(ranks)} of a group; take more data, "
+            "lower validation.seq_len or local_batch_size, or set validation.enable = false"
+        )
+
+    def _tell_end(self, count: int, ranks: list[int]) -> None:
+        if self._has_told_end:
+            return
+        self._has_told_end = True
+        logger.info(
+            f"validation.steps = {TO_THE_END}: the loss is of the first {count} batches of each "
+            f"rank, where the data of {_name_ranks(ranks)} ends"
+        )
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
