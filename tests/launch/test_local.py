@@ -448,8 +448,27 @@ raise KeyError("nope")
 
 
 @pytest.mark.slow
-def test_groups_crash_alike_at_a_step(run: Any) -> None:
+@pytest.mark.parametrize(
+    ("crash", "cause"),
+    [
+        ("raise ModuleNotFoundError('safetensors')", "ModuleNotFoundError: safetensors"),
+        ("import os; os.abort()", "SIGABRT ((empty log))"),
+        ("import os; os._exit(7)", "exit status 7 ((empty log))"),
+    ],
+)
+def test_groups_crash_alike_at_a_step(run: Any, crash: str, cause: str) -> None:
     """With commits between, too: whoever comes back to that step ends there again."""
-    code, _, errors = crashing(run, "for step in range(1, 8): commit(step)\nraise ModuleNotFoundError('safetensors')")
+    code, _, errors = crashing(run, f"for step in range(1, 8): commit(step)\n{crash}")
     assert code == 1
-    assert "all groups end with ModuleNotFoundError: safetensors (after step 7, 2 times; see " in errors
+    assert f"all groups end with {cause} (after step 7, 2 times; see " in errors
+
+
+def test_all_groups_abort(run: Any) -> None:
+    """A native crash of all groups stops the run as an exception does, and its line has the log's last words."""
+    words = "  what():  [enforce fail at pair.cc] 8 vs 4\nFatal Python error: Aborted\n"
+    code, printed, errors = crashing(run, f"import os; print({words!r}, flush=True); os.abort()")
+    assert code == 1
+    log = run.paths.logs(0, 0, 0)
+    assert f"replica 0 died: rank 0 was killed by SIGABRT; see {log}" in printed
+    assert "all groups end with SIGABRT (what():  [enforce fail at pair.cc] 8 vs 4) (before any step, 2 times" in errors
+    assert run.all_gone()

@@ -4,29 +4,51 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.event_builder import build
+from titan_ft.launch.own_end import OWN_SIGNALS, kind_of_end
 from titan_ft.launch.restart_policy import (
+    CRASH_LOOP,
     FINAL_CODE,
+    MAX_SAME_ENDS,
+    NETWORK,
+    NETWORK_SECONDS,
+    RESTARTS,
     WINDOW_SECONDS,
     AttemptEnd,
     CommonEnd,
+    GiveUp,
     RestartPolicy,
     backoff_seconds,
+    has_trained,
 )
 from titan_ft.run.error_file import WorkerError
-from titan_ft.run.events import ReplicaGaveUp, WorkerExited
+from titan_ft.run.events import Event, LaunchStarted, ReplicaGaveUp, StepCommitted, WorkerExited, WorkerStarted
+from titan_ft.run.log import EventLog
+from titan_ft.run.paths import RunPaths
 
 KILLED = AttemptEnd(-9, alive_seconds=5.0)
 FAILED = AttemptEnd(1, alive_seconds=5.0)
+AWAY = replace(FAILED, error=WorkerError("ConnectionError: away", transient=True, time=0.0, network=True))
+ALONE = replace(FAILED, error=WorkerError("GaveUpError: too few came", transient=True, time=0.0))
 
 
 def raised(text: str, **fields: Any) -> AttemptEnd:
     return replace(FAILED, error=WorkerError(text, transient=False, time=0.0), **fields)
+
+
+def reason(decision: float | GiveUp) -> str:
+    """Return why a group is given up."""
+    assert isinstance(decision, GiveUp)
+    return decision.reason
 
 
 def test_backoff_starts_at_once_and_is_capped() -> None:
@@ -38,14 +60,14 @@ def test_backoff_starts_at_once_and_is_capped() -> None:
 def test_backoff_grows_in_a_crash_loop() -> None:
     """A group that dies young each time waits longer and longer."""
     policy = RestartPolicy(max_restarts=10)
-    assert [policy.decide(FAILED) for _ in range(4)] == [0.0, 0.5, 1.0, 2.0]
+    assert [policy.decide(KILLED) for _ in range(4)] == [0.0, 0.5, 1.0, 2.0]
 
 
 def test_backoff_is_reset_by_health() -> None:
     """A group that committed a step, or lived long, is restarted at once when it dies."""
     policy = RestartPolicy(max_restarts=10)
     for _ in range(3):
-        policy.decide(FAILED)
+        policy.decide(KILLED)
     assert policy.decide(replace(KILLED, committed=True)) == 0.0
     assert policy.decide(KILLED) == 0.5
     assert policy.decide(replace(KILLED, alive_seconds=61.0)) == 0.0
@@ -55,7 +77,8 @@ def test_restarts_are_limited() -> None:
     """After max_restarts, healthy or not, the group has failed."""
     policy = RestartPolicy(max_restarts=2)
     decisions = [policy.decide(replace(KILLED, alive_seconds=100.0, committed=True)) for _ in range(3)]
-    assert decisions == [0.0, 0.0, "no restart left (--max-restarts 2 within 24 hours)"]
+    assert decisions[:2] == [0.0, 0.0]
+    assert decisions[2] == GiveUp(RESTARTS, "no restart left (--max-restarts 2 within 24 hours)")
 
 
 def test_restarts_long_ago_do_not_count() -> None:
@@ -67,7 +90,7 @@ def test_restarts_long_ago_do_not_count() -> None:
             now = day * WINDOW_SECONDS + hour * 3600.0
             assert isinstance(policy.decide(replace(KILLED, committed=True)), float), (day, hour)
     now += 1.0
-    assert isinstance(policy.decide(replace(KILLED, committed=True)), str)
+    assert isinstance(policy.decide(replace(KILLED, committed=True)), GiveUp)
 
 
 def test_restarts_without_a_commit_come_to_an_end() -> None:
@@ -79,13 +102,13 @@ def test_restarts_without_a_commit_come_to_an_end() -> None:
         now += WINDOW_SECONDS
         assert isinstance(policy.decide(waits), float)
     now += WINDOW_SECONDS
-    assert policy.decide(waits) == "no restart left (--max-restarts 3 within 24 hours)"
+    assert reason(policy.decide(waits)) == "no restart left (--max-restarts 3 within 24 hours)"
 
 
 def test_bad_config_is_never_restarted() -> None:
     """Exit status 2 says that the configuration is wrong, which another start would find again."""
-    reason = RestartPolicy(max_restarts=5).decide(replace(FAILED, code=2))
-    assert reason == "the configuration is wrong (exit status 2); it is not started again"
+    decision = RestartPolicy(max_restarts=5).decide(replace(FAILED, code=2))
+    assert reason(decision) == "the configuration is wrong (exit status 2); it is not started again"
 
 
 def test_the_same_exception_again_and_again() -> None:
@@ -94,8 +117,69 @@ def test_the_same_exception_again_and_again() -> None:
     assert policy.decide(raised("KeyError: 'nope' at 0x7f30 of pid 12")) == 0.0
     assert isinstance(policy.decide(KILLED), float)
     assert isinstance(policy.decide(raised("KeyError: 'nope' at 0x7f9c of pid 4711")), float)
-    reason = policy.decide(raised("KeyError: 'nope' at 0x1 of pid 7"))
-    assert reason == "the same exception 3 times in a row, and no step committed between"
+    decision = policy.decide(raised("KeyError: 'nope' at 0x1 of pid 7"))
+    assert decision == GiveUp(CRASH_LOOP, "the same exception 3 times in a row, and no step committed between")
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        *((-signum, signum.name) for signum in sorted(OWN_SIGNALS)),
+        (128 + signal.SIGSEGV, "SIGSEGV"),  # of a worker that is the child of a shell
+        (1, "exit status 1"),
+        (7, "exit status 7"),
+        (255, "exit status 255"),
+    ],
+)
+def test_the_same_end_without_an_exception(code: int, name: str) -> None:
+    """However a process ends of itself: a crash in native code, an assertion, `os._exit`. Kills change nothing."""
+    policy = RestartPolicy(max_restarts=100)
+    end = replace(FAILED, code=code)
+    for between in (end, KILLED, end):
+        assert isinstance(policy.decide(between), float)
+    expected = f"the same end ({name}) 3 times in a row, and no step committed between"
+    assert policy.decide(end) == GiveUp(CRASH_LOOP, expected)
+
+
+@pytest.mark.parametrize("code", [0, *(-s for s in signal.valid_signals() - OWN_SIGNALS if s < signal.SIGRTMIN)])
+def test_an_end_from_outside_never_counts(code: int) -> None:
+    """Kills by a person, Slurm, the OOM killer, chaos: such a group has all of its restarts, and no row is ended."""
+    assert kind_of_end(code, None) == ""
+    policy = RestartPolicy(max_restarts=1000)
+    assert all(isinstance(policy.decide(replace(KILLED, code=code)), float) for _ in range(1000))
+    assert isinstance(policy.decide(replace(KILLED, code=code)), GiveUp)
+
+
+@pytest.mark.parametrize("status", [128 + signal.SIGKILL, 128 + signal.SIGTERM])
+def test_a_status_that_tells_of_a_kill(status: int) -> None:
+    """Of a rank that could not leave in order (143), or of a shell between."""
+    policy = RestartPolicy(max_restarts=1000)
+    assert all(isinstance(policy.decide(replace(FAILED, code=status)), float) for _ in range(100))
+
+
+@pytest.mark.parametrize("end", [replace(FAILED, code=-signal.SIGABRT), replace(FAILED, code=7), raised("E: a")])
+def test_the_same_step_again_and_again(end: AttemptEnd) -> None:
+    """Steps that lead to the same end each time are no progress: nobody else sees that on a cluster."""
+    policy = RestartPolicy(max_restarts=100)
+    ends = [replace(end, committed=True, step=80), end, replace(end, committed=True, step=80)]
+    assert [isinstance(policy.decide(one), float) for one in ends] == [True, True, False]
+    policy = RestartPolicy(max_restarts=100)
+    for step in (80, 81, 82, 81, 80):
+        assert isinstance(policy.decide(replace(end, committed=True, step=step)), float)
+    policy = RestartPolicy(max_restarts=100)
+    decisions = [policy.decide(replace(end, committed=True, step=80)) for _ in range(3)]
+    assert reason(decisions[-1]).endswith(" 3 times in a row, each time after step 80")
+
+
+def test_a_suspected_host_is_left_before_a_group_is_given_up() -> None:
+    """Crashes in native code may be the host's: with --host-deaths the group goes elsewhere. Exceptions are not."""
+    crash = replace(FAILED, code=-signal.SIGSEGV)
+    for deaths, most in ((0, MAX_SAME_ENDS), (1, MAX_SAME_ENDS), (5, 6)):
+        policy = RestartPolicy(max_restarts=100, host_deaths=deaths)
+        number = next(number for number in count(1) if isinstance(policy.decide(crash), GiveUp))
+        assert number == most
+    policy = RestartPolicy(max_restarts=100, host_deaths=5)
+    assert [isinstance(policy.decide(raised("E: a")), float) for _ in range(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +189,28 @@ def test_the_same_exception_again_and_again() -> None:
         [raised("ValueError: a", committed=True)] * 9,
         [raised("ValueError: a", disturbed=True)] * 9,
         [replace(FAILED, error=WorkerError("DistStoreError: a", transient=True, time=0.0))] * 9,
-        [FAILED] * 9,
         [KILLED] * 9,
+        [FAILED, replace(FAILED, code=7)] * 5,
+        [replace(FAILED, code=-signal.SIGABRT), replace(FAILED, code=-signal.SIGSEGV)] * 5,
+        [raised("ValueError: a"), FAILED] * 5,
+        [replace(FAILED, committed=True)] * 9,
+        [replace(FAILED, code=-signal.SIGSEGV, disturbed=True)] * 9,
     ],
-    ids=["other exceptions", "commits between", "injected", "may go by itself", "no exception", "kills"],
+    ids=[
+        "other exceptions",
+        "commits between",
+        "injected",
+        "may go by itself",
+        "kills",
+        "other statuses",
+        "other signals",
+        "an exception and a status",
+        "a status, commits between",
+        "an injected crash",
+    ],
 )
 def test_no_crash_loop(ends: list[AttemptEnd]) -> None:
-    """What is no row of the same exception is left to the number of restarts."""
+    """What is no row of the same cause is left to the number of restarts."""
     policy = RestartPolicy(max_restarts=9)
     assert all(isinstance(policy.decide(end), float) for end in ends[:9])
 
@@ -121,11 +220,115 @@ def test_a_commit_begins_the_row_anew() -> None:
     policy = RestartPolicy(max_restarts=100)
     for end in (raised("E: a"), raised("E: a"), replace(KILLED, committed=True), raised("E: a"), raised("E: a")):
         assert isinstance(policy.decide(end), float)
-    assert isinstance(policy.decide(raised("E: a")), str)
+    assert isinstance(policy.decide(raised("E: a")), GiveUp)
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "given_up_at"),
+    [
+        # Seconds from the start of the first attempt; three of them were over soon.
+        ([5, 6, 7, 65, 119, 120], 120),
+        # Attempts that wait for long: three of them.
+        ([300, 600, 900], 900),
+    ],
+)
+def test_a_dead_network_before_the_first_step(ends_at: list[float], given_up_at: float) -> None:
+    """Three attempts and two minutes from the start of the first one, and not before both."""
+    clock = Clock()
+    policy = RestartPolicy(max_restarts=100, clock=clock)
+    begin = clock.now
+    for moment in ends_at:
+        clock.now = begin + moment
+        decision = policy.decide(replace(AWAY, alive_seconds=ends_at[0]))
+        assert isinstance(decision, GiveUp) == (moment == given_up_at), moment
+    assert isinstance(decision, GiveUp)
+    assert decision.cause == NETWORK
+    assert decision.reason == f"{len(ends_at)} network errors within {given_up_at} s, and no step committed"
+
+
+@pytest.mark.parametrize(
+    ("ends", "trains"),
+    [
+        ([AWAY] * 50, True),
+        ([replace(AWAY, committed=True, step=1), *[AWAY] * 50], False),
+        ([replace(KILLED, committed=True, step=1), *[AWAY] * 50], False),
+        ([ALONE] * 50, False),
+        ([replace(AWAY, disturbed=True)] * 50, False),
+        ([AWAY, AWAY, *[KILLED] * 50], False),
+    ],
+    ids=["others train", "it has trained", "it was killed", "groups are missing", "injected", "kills"],
+)
+def test_no_dead_network(ends: list[AttemptEnd], trains: bool) -> None:
+    """Once the run has made a step a network error ends nothing, and what is no network error never does.
+
+    Groups that are missing may be in a queue for hours.
+    """
+    clock = Clock()
+    policy = RestartPolicy(max_restarts=1000, clock=clock, run_trains=lambda: trains)
+    for end in ends:
+        clock.now += NETWORK_SECONDS
+        assert isinstance(policy.decide(end), float)
+
+
+def test_a_run_that_began_to_train_meanwhile() -> None:
+    """Another group's first step comes just before this one would be given up; nobody looks again afterwards."""
+    clock, answers = Clock(), iter([False, False, True])
+    policy = RestartPolicy(max_restarts=100, clock=clock, run_trains=lambda: next(answers))
+    for _ in range(9):
+        clock.now += NETWORK_SECONDS
+        assert isinstance(policy.decide(AWAY), float)
+
+
+def write(path: Path, *events: Event, time: float) -> None:
+    """Write events that happened at `time`."""
+    log = EventLog(path)
+    for event in events:
+        log.emit(event)
+    log.close()
+    path.write_text(re.sub(r'"time": [^,]+', f'"time": {time}', path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("launched", "committed", "trains"),
+    [
+        ((), (), False),
+        ((), (5.0,), True),  # groups that were started one by one
+        ((10.0,), (), False),
+        ((10.0,), (5.0,), False),  # the launch before
+        ((10.0,), (5.0, 11.0), True),
+        ((1.0, 10.0), (5.0,), False),
+        ((1.0, 10.0), (12.0,), True),
+    ],
+)
+def test_whether_the_run_trains(
+    tmp_path: Path, launched: tuple[float, ...], committed: tuple[float, ...], trains: bool
+) -> None:
+    """By the events of any group, of this launch."""
+    paths = RunPaths(tmp_path)
+    paths.events.mkdir()
+    for pid, moment in enumerate(launched):
+        event = LaunchStarted(replicas=2, ranks_per_replica=1, spares=0, job_id="x")
+        write(paths.launcher_events(pid), event, time=moment)
+    for pid, moment in enumerate(committed):
+        started = build(WorkerStarted, replica=1, rank=0, attempt=pid)
+        step = build(StepCommitted, replica=1, rank=0, attempt=pid, step=7)
+        write(paths.worker_events(1, 0, pid, pid), started, step, time=moment)
+    paths.worker_events(0, 0, 0, 99).write_text('{"event":"worker_started"\ndamaged\n')
+    assert has_trained(paths) == trains
 
 
 def exited(replica: int, error: str | None = "KeyError: 'nope'", attempt: int = 0, **fields: Any) -> WorkerExited:
-    return build(WorkerExited, replica=replica, attempt=attempt, error=error, log=f"rank-{replica}.log", **fields)
+    fields = {"log": f"rank-{replica}.log", **fields}
+    return build(WorkerExited, replica=replica, attempt=attempt, error=error, **fields)
 
 
 def rounds(*ends: tuple[WorkerExited, int], groups: tuple[int, ...] = (0, 1)) -> list[str]:
@@ -139,6 +342,19 @@ def test_all_groups_end_alike_twice() -> None:
     *before, reason = rounds(*again)
     assert before == ["", "", ""]
     assert reason == "all groups end with KeyError: 'nope' (after step 80, 2 times; see rank-1.log)"
+
+
+@pytest.mark.parametrize(("fields", "name"), [({"signal": "SIGABRT"}, "SIGABRT"), ({"code": 7}, "exit status 7")])
+def test_all_groups_end_alike_without_an_exception(tmp_path: Path, fields: dict[str, Any], name: str) -> None:
+    """Gloo aborted a rank of each group at the same step, again and again."""
+    log = tmp_path / "rank-1.log"
+    log.write_text("  what():  [enforce fail at pair.cc] 8 vs 4\nFatal Python error: Aborted\n\nThread 0x1:\n")
+    again = [(exited(replica, None, attempt, log=str(log), **fields), 80) for attempt in (0, 1) for replica in (0, 1)]
+    *before, reason = rounds(*again)
+    assert before == ["", "", ""]
+    assert reason == (
+        f"all groups end with {name} (what():  [enforce fail at pair.cc] 8 vs 4) (after step 80, 2 times; see {log})"
+    )
 
 
 def test_groups_that_are_gone_do_not_count() -> None:
@@ -155,12 +371,30 @@ def test_groups_that_are_gone_do_not_count() -> None:
         [(exited(0, attempt=attempt), 80) for attempt in range(9)],
         [(exited(replica, attempt=attempt), attempt) for attempt in range(9) for replica in (0, 1)],
         [(exited(replica, f"E: {'ab'[replica]}", attempt), 80) for attempt in range(9) for replica in (0, 1)],
-        [(exited(replica, None, attempt), 80) for attempt in range(9) for replica in (0, 1)],
+        [(exited(replica, None, attempt, signal="SIGKILL"), 80) for attempt in range(9) for replica in (0, 1)],
+        [(exited(replica, None, attempt, signal="SIGTERM"), 80) for attempt in range(9) for replica in (0, 1)],
+        [(exited(replica, None, attempt, code=7 + replica), 80) for attempt in range(9) for replica in (0, 1)],
+        [
+            (exited(replica, None, attempt, signal="SIGSEGV", transient=True), 80)
+            for attempt in range(9)
+            for replica in (0, 1)
+        ],
         [(exited(replica, attempt=attempt, transient=True), 80) for attempt in range(9) for replica in (0, 1)],
         [(exited(replica, attempt=attempt, stopped=True), 80) for attempt in range(9) for replica in (0, 1)],
         [(exited(replica, attempt=attempt, code=FINAL_CODE), 80) for attempt in range(9) for replica in (0, 1)],
     ],
-    ids=["one group", "other steps", "other exceptions", "no exception", "may go by itself", "stopped", "final"],
+    ids=[
+        "one group",
+        "other steps",
+        "other exceptions",
+        "killed",
+        "terminated",
+        "other statuses",
+        "an injected crash",
+        "may go by itself",
+        "stopped",
+        "final",
+    ],
 )
 def test_no_common_end(ends: list[tuple[WorkerExited, int]]) -> None:
     """What is not the same for all groups twice says nothing about the run."""
@@ -178,11 +412,20 @@ def test_the_first_rank_counts() -> None:
     assert [bool(reason) for reason in rounds(*ends)] == [False] * 6 + [True, False]
 
 
-def test_a_crash_loop_before_any_step_stops_the_run() -> None:
+@pytest.mark.parametrize("cause", [CRASH_LOOP, NETWORK])
+def test_a_group_that_is_given_up_before_any_step_stops_the_run(cause: str) -> None:
     """Later on the other groups train on; and a group that is out of restarts does not stop them at any time."""
-    loop = build(ReplicaGaveUp, replica=1, reason="x; the same exception 3 times in a row", error="E: a", log="a.log")
-    assert CommonEnd.observe_loss(loop, any_committed=False) == (
+    loss = build(
+        ReplicaGaveUp,
+        replica=1,
+        cause=cause,
+        reason="x; the same exception 3 times in a row",
+        error="E: a",
+        log="a.log",
+    )
+    assert CommonEnd.observe_loss(loss, any_committed=False) == (
         "replica 1 ends with E: a (x; the same exception 3 times in a row by any group; see a.log)"
     )
-    assert not CommonEnd.observe_loss(loop, any_committed=True)
-    assert not CommonEnd.observe_loss(build(ReplicaGaveUp, reason="no restart left"), any_committed=False)
+    assert not CommonEnd.observe_loss(loss, any_committed=True)
+    out = build(ReplicaGaveUp, cause=RESTARTS, reason="no restart left")
+    assert not CommonEnd.observe_loss(out, any_committed=False)

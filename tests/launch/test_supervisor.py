@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.event_builder import event as make
+from titan_ft.launch import restart_policy
 from titan_ft.launch import supervisor as supervisor_module
 from titan_ft.launch.supervisor import SENT_AWAY, point_to, root_failure
 from titan_ft.launch.worker_group import WorkerExit, visible_devices
@@ -304,6 +305,23 @@ def test_root_failure() -> None:
     assert root_failure([finished]) is None
 
 
+def test_a_peer_of_an_aborted_rank_is_not_the_cause() -> None:
+    """Gloo and NCCL abort a rank that lost a peer, and peers of an aborted rank lose it."""
+    aborted, crashed = WorkerExit(0, 1, -signal.SIGABRT), WorkerExit(3, 1, -signal.SIGSEGV)
+    lost = WorkerExit(1, 1, 1, WorkerError("ConnectionError: x", transient=True, time=1.0))
+    mistaken = WorkerExit(2, 1, 1, WorkerError("KeyError: x", transient=False, time=2.0))
+    silent = WorkerExit(4, 1, 7)
+    assert root_failure([lost, aborted]) == aborted
+    told_to_end = WorkerExit(5, 1, 128 + signal.SIGTERM)
+    assert root_failure([lost, silent, told_to_end]) == silent
+    assert root_failure([told_to_end, lost]) == lost
+    assert root_failure([silent, mistaken]) == mistaken
+    assert root_failure([aborted, mistaken]) == mistaken
+    assert root_failure([mistaken, aborted, crashed]) == crashed
+    # A network error of the first rank may well be the cause of all that follows.
+    assert root_failure([lost, mistaken]) == lost
+
+
 def test_the_earliest_exception_is_the_cause() -> None:
     """Of ranks that ended with exceptions the first counts, whatever its number; one that told of none comes last."""
     told = [WorkerExit(rank, 1, 1, WorkerError("E: x", transient=False, time=30.0 - rank)) for rank in (1, 2)]
@@ -335,6 +353,71 @@ raise KeyError(f"nope {os.getpid()}")
         "rank 1 ended with exit status 1; the same exception 3 times in a row, and no step committed between"
     )
     assert gave_up["error"].startswith("KeyError: 'nope ")
+
+
+@pytest.mark.parametrize(
+    ("crash", "end", "how"),
+    [
+        ("os.abort()", "SIGABRT", "was killed by SIGABRT"),
+        ("import ctypes; ctypes.string_at(0)", "SIGSEGV", "was killed by SIGSEGV"),
+        ("os._exit(7)", "exit status 7", "ended with exit status 7"),
+    ],
+)
+def test_a_crash_loop_without_an_exception(
+    run: Any, monkeypatch: pytest.MonkeyPatch, crash: str, end: str, how: str
+) -> None:
+    """However the rank ends of itself: three times. Its peer loses it, and a network error is not the cause."""
+    crashes = """
+import os, pathlib, time
+mark = paths.root / f"pid-{attempt}"
+if rank == 1:
+    mark.write_text(str(os.getpid()))
+    CRASH
+while not (mark.exists() and mark.read_text()): time.sleep(0.01)
+status = pathlib.Path(f"/proc/{mark.read_text()}/stat")
+while status.read_text().rpartition(")")[2].split()[0] != "Z": time.sleep(0.01)
+raise ConnectionResetError("Connection closed by peer")
+"""
+    monkeypatch.setenv("CRASH", crashes.replace("CRASH", crash))
+    with Supervised(run, 2, module="crashing_worker", max_restarts=100) as supervised:
+        assert supervised.wait(60.0) == 1
+    (gave_up,) = run.events("replica_gave_up")
+    assert gave_up["reason"] == (f"rank 1 {how}; the same end ({end}) 3 times in a row, and no step committed between")
+    assert (gave_up["cause"], gave_up["rank"]) == ("crash loop", 1)
+    causes = [event for event in run.events("worker_exited") if event["rank"] == 1]
+    assert [event["attempt"] for event in causes] == [0, 1, 2]
+    assert [event["log"] for event in causes] == [str(run.paths.logs(0, attempt, 1)) for attempt in range(3)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGUSR1])
+def test_kills_are_no_crash_loop(run: Any, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals) -> None:
+    """Whoever sends them: such a group has as many restarts as any."""
+    monkeypatch.setenv("CRASH", f"import os; os.kill(os.getpid(), {int(signum)})")
+    with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
+        assert supervised.wait(60.0) == 1
+    (gave_up,) = run.events("replica_gave_up")
+    assert gave_up["reason"].endswith(
+        f"was killed by {signum.name}; no restart left (--max-restarts 3 within 24 hours)"
+    )
+    assert gave_up["cause"] == "restarts"
+    assert not any("log" in event for event in run.events("worker_exited"))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_dead_network(run: Any, monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
+    """Before the run's first step it ends the group after three attempts; later it never does."""
+    monkeypatch.setattr(restart_policy, "NETWORK_SECONDS", 0.1)
+    if trains:
+        log = EventLog(run.paths.worker_events(1, 0, 0, 4711), replica=1, rank=0, attempt=0)
+        log.emit(make("step_committed", step=1))
+        log.close()
+    monkeypatch.setenv("CRASH", "raise ConnectionError('Couldn\\'t reach the Hub')")
+    with Supervised(run, 1, module="crashing_worker", max_restarts=3) as supervised:
+        assert supervised.wait(60.0) == 1
+    (gave_up,) = run.events("replica_gave_up")
+    assert gave_up["cause"] == ("restarts" if trains else "network")
+    assert gave_up["attempt"] == (3 if trains else 2)
+    assert gave_up["error"] == "ConnectionError: Couldn't reach the Hub"
 
 
 @pytest.mark.parametrize(

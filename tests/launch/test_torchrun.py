@@ -256,6 +256,30 @@ if rank == 1: raise KeyError("nope")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("crash", "end"), [("os.abort()", "SIGABRT"), ("os._exit(7)", "exit status 7")])
+def test_a_crash_loop_without_an_exception(run: Any, crash: str, end: str) -> None:
+    """At the same step each time: on a cluster nobody sees all groups, and each notices it by itself."""
+    code = f"import os\nfor step in (1, 2, 3): commit(step)\nif rank == 1: {crash}"
+    process = torchrun(run, code, "--standalone")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"the same end ({end}) 3 times in a row, each time after step 3; see its output" in errors
+    (gave_up,) = run.events("replica_gave_up")
+    assert (gave_up["cause"], gave_up["attempt"], gave_up["rank"]) == ("crash loop", 2, 1)
+
+
+@pytest.mark.slow
+def test_a_suspected_host_comes_before_a_crash_loop(run: Any) -> None:
+    """With --host-deaths 4 the fourth crash sends the group elsewhere; the third one has not given it up."""
+    run.env["TITAN_FT_HOST_DEATHS"] = "4"
+    process = torchrun(run, "import os; os.abort()", "--standalone", ranks=1)
+    process.communicate(timeout=120)
+    assert process.returncode == 4
+    (gave_up,) = run.events("replica_gave_up")
+    assert (gave_up["cause"], gave_up["attempt"]) == ("host", 3)
+
+
+@pytest.mark.slow
 def test_all_nodes_of_a_group_end(run: Any) -> None:
     """Where the group must not come back, the agent of the other node ends as well."""
     with socket.create_server(("127.0.0.1", 0)) as server:

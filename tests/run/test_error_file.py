@@ -12,8 +12,23 @@ import pytest
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 
-from titan_ft.replica.errors import DivergedError, LighthouseError
-from titan_ft.run.error_file import FILE_ENV, beside, is_transient, kind_of, read_error, write_error
+from titan_ft.replica.errors import (
+    DivergedError,
+    GaveUpError,
+    HungError,
+    JobLostError,
+    LighthouseError,
+    RankSilentError,
+)
+from titan_ft.run.error_file import (
+    FILE_ENV,
+    beside,
+    is_network_error,
+    is_transient,
+    kind_of,
+    read_error,
+    write_error,
+)
 
 
 @pytest.fixture
@@ -121,6 +136,23 @@ def test_other_exceptions(one: str, other: str) -> None:
 def test_what_may_go_by_itself(error: Exception) -> None:
     """Networks, file servers, lost peers, and what the engine knows to be worth another start."""
     assert is_transient(error)
+    assert is_network_error(error)
+
+
+@pytest.mark.parametrize("error", [GaveUpError("too few groups came"), JobLostError("gone"), RankSilentError("frozen")])
+def test_what_other_groups_and_hosts_may_mend(error: Exception) -> None:
+    """They may be in a queue for hours: their absence is no dead network, however long it lasts."""
+    assert is_transient(error)
+    assert not is_network_error(error)
+
+
+def test_a_network_error_is_told_as_one(path: Path) -> None:
+    """It reaches whoever decides about the next start."""
+    for error, network in ((ConnectionRefusedError("no"), True), (GaveUpError("alone"), False), (KeyError("x"), False)):
+        write_error(error)
+        read = read_error(path)
+        assert read is not None
+        assert read.network is network
 
 
 @pytest.mark.parametrize(
@@ -131,7 +163,9 @@ def test_what_may_go_by_itself(error: Exception) -> None:
         OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("CUDA error: device-side assert triggered"),
         DivergedError("two states"),
+        HungError("no progress"),  # a deadlock comes back at each start
     ],
 )
 def test_what_somebody_must_mend(error: Exception) -> None:
     assert not is_transient(error)
+    assert not is_network_error(error)

@@ -111,12 +111,20 @@ def test_lines_of_any_file(tmp_path: Path) -> None:
         ("one\nValueError: x\n[rank0]: done\n\n", "ValueError: x"),
         ("[rank1]: torch.OutOfMemoryError: y\nafter\n", "[rank1]: torch.OutOfMemoryError: y"),
         ("one\ntwo\n", "two"),
+        (
+            "one\nFatal Python error: Segmentation fault\n\nThread 0x1\nExtension modules: a, b\n",
+            "Fatal Python error: Segmentation fault",
+        ),
+        (
+            "RuntimeError: long ago\nterminate called\n  what():  8 vs 4\nFatal Python error: Aborted\n\nThread 0x1\n",
+            "what():  8 vs 4",
+        ),
         ("\n", "(empty log)"),
         (None, "(no log)"),
     ],
 )
 def test_why_a_worker_failed(tmp_path: Path, text: str | None, line: str) -> None:
-    """The last line that names an exception, else the last that says anything, else a note."""
+    """The last line that names an exception, else the last that says anything, else a note; before a crash's stacks."""
     path = tmp_path / "rank-0.log"
     if text is not None:
         path.write_text(text)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 
 from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.replica.group import Group  # noqa: E402
+from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
 from titan_ft.run.events import Event, RankSilent  # noqa: E402
 from titan_ft.training import links  # noqa: E402
 from titan_ft.training.links import _group_shape  # noqa: E402
@@ -146,8 +148,15 @@ def test_all_links_are_closed_although_one_cannot_be() -> None:
     assert closed == ["membership", "ranks", "server"]
 
 
-def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without heartbeats the training thread's vote fails, and that may end the process first."""
+def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without heartbeats the training thread's vote fails, and that may end the process first.
+
+    To the supervisor the end is one that may go by itself: the host of the silent rank is frozen.
+    """
+    error_file = tmp_path / "rank-0.error.json"
+    monkeypatch.setenv(FILE_ENV, str(error_file))
     ended: list[Any] = []
     monkeypatch.setattr(links, "end_process", lambda status, *words: ended.extend((status, *words)))
     emitted: list[Event] = []
@@ -156,8 +165,13 @@ def test_a_group_with_a_silent_rank_says_why_before_it_falls_silent(monkeypatch:
         _config=FaultTolerance(enable=True), membership=membership, _events=SimpleNamespace(emit=emitted.append)
     )
     links.Links._end_without(this, {3: "node7"}, 1.5)
-    status, emit, _, last = ended
+    status, tell, emit, _, last = ended
+    tell()
     emit()
+    read = read_error(error_file)
+    assert read is not None
+    assert (read.transient, read.network) == (True, False)
+    assert read.text.startswith("RankSilentError: no heartbeat from rank 3 on node7 for 1.5 s")
     assert status == 1
     assert emitted == [RankSilent(ranks=[3], hosts=["node7"], seconds=1.5)]
     assert last is membership.fall_silent

@@ -4,15 +4,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_ft.run.error_file import WorkerError, kind_of
-from titan_ft.run.events import Drained, FaultInjected, ReplicaGaveUp, StepCommitted, WorkerExited
-from titan_ft.run.tail import EventTail
+from titan_ft.launch.own_end import code_of, kind_of_end, name_end
+from titan_ft.run.error_file import WorkerError
+from titan_ft.run.events import (
+    Drained,
+    FaultInjected,
+    LaunchStarted,
+    ReplicaGaveUp,
+    StepCommitted,
+    WorkerExited,
+)
+from titan_ft.run.log import decode
+from titan_ft.run.paths import RunPaths
+from titan_ft.run.tail import EventTail, last_error_line
 
 CONFIG_ERROR_CODE = 2
 """Exit status of a worker whose configuration is wrong: starting it again cannot help."""
@@ -23,11 +34,21 @@ HOST_SUSPECTED_CODE = 4
 WINDOW_SECONDS = 24 * 3600.0
 """Restarts before it are forgotten when the group commits: a run of weeks does not end of what has happened in all."""
 MAX_SAME_ENDS = 3
-"""Ends of a group in a row with the same exception, no step committed between, after which it is not started again."""
+"""Ends of a group in a row of the same cause, without progress between, after which it is given up."""
 MAX_SAME_ROUNDS = 2
-"""How often all groups may end with the same exception at the same step."""
-CRASH_LOOP = "the same exception"
-"""Begins the reason of a group that is not started again because of a crash loop."""
+"""How often all groups may end of the same cause after the same step."""
+MAX_NETWORK_ENDS = 3
+"""Ends of a group with a network error before the run's first step; see `NETWORK_SECONDS`."""
+NETWORK_SECONDS = 120.0
+"""What a network gets to come up, from the start of a group's first attempt.
+
+A file server or a lighthouse may take a minute to be there, and three attempts can be over within
+seconds. A network that is not there after both was named wrong, or is cut off: no start mends that.
+"""
+
+# Why a group is given up: `ReplicaGaveUp.cause`.
+CONFIG, FINAL, CRASH_LOOP, NETWORK, RESTARTS = "config", "final", "crash loop", "network", "restarts"
+HOST = "host"
 
 
 def backoff_seconds(streak: int) -> float:
@@ -51,6 +72,30 @@ class AttemptEnd:
     """The exception of that worker; None where a signal ended it, or it left none."""
     disturbed: bool = False
     """Whether a fault was injected into it, so that its end says nothing about the run."""
+    step: int | None = None
+    """Last step that it contributed to; None without any, or where nobody knows."""
+
+    @property
+    def kind(self) -> str:
+        """What it has in common with ends of the same cause; empty if it says nothing about them."""
+        if self.disturbed or (self.error is not None and self.error.transient):
+            return ""
+        return kind_of_end(self.code, None if self.error is None else self.error.text)
+
+    @property
+    def is_network_error(self) -> bool:
+        """Whether a network, a file server or the lighthouse did not answer."""
+        return self.error is not None and self.error.network and not self.disturbed
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """A group is not started again."""
+
+    cause: str
+    """One of the causes above."""
+    reason: str
+    """In words."""
 
 
 class AttemptEvents:
@@ -62,23 +107,53 @@ class AttemptEvents:
 
     def __init__(self, folder: Path, pattern: str) -> None:
         self._tail = EventTail(folder, StepCommitted, Drained, FaultInjected, pattern=pattern, from_start=True)
-        self.committed = False
-        """Whether the group contributed to a step."""
+        self.step: int | None = None
+        """Last step that the group contributed to; None without any."""
         self.drained = False
         """Whether it was asked to leave, and did."""
         self.disturbed = False
         """Whether a fault was injected into it."""
 
+    @property
+    def committed(self) -> bool:
+        """Whether the group contributed to a step."""
+        return self.step is not None
+
     def poll(self) -> None:
         """Take in what is new; call it every now and then, so that it is never much."""
         for event in self._tail.poll():
             match event:
-                case StepCommitted():
-                    self.committed = self.committed or event.own_tokens > 0
+                case StepCommitted() if event.own_tokens > 0:
+                    self.step = event.step
                 case Drained():
                     self.drained = True
                 case FaultInjected():
                     self.disturbed = True
+
+
+def has_trained(paths: RunPaths) -> bool:
+    """Tell whether any group of the run has made a step.
+
+    Of a run that `titan-ft launch` started, in its latest launch: a resumed run whose network is
+    gone has not begun. Groups that are started one by one share one history, and no launch.
+    """
+    launches = EventTail(paths.events, LaunchStarted, pattern="launcher-*.jsonl", from_start=True).poll()
+    since = max((event.time for event in launches), default=0.0)
+    return any(_has_commit(path, since) for path in paths.events.glob(paths.workers_pattern()))
+
+
+def _has_commit(path: Path, since: float) -> bool:
+    """Tell whether the first step in a worker's events is not older than `since` (Unix seconds)."""
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):  # a damaged line
+                    event = decode(line, StepCommitted)
+                    if event is not None:
+                        return event.time >= since
+    except OSError:  # a file server that has no answer right now
+        pass
+    return False
 
 
 def exit_status(code: int) -> int:
@@ -95,29 +170,45 @@ class RestartPolicy:
     healthy_seconds: float = 60.0
     """An attempt that lived this long had got going."""
     clock: Callable[[], float] = time.monotonic
+    run_trains: Callable[[], bool] = lambda: False
+    """Tells whether any group of the run has made a step; asked after a network error only."""
+    host_deaths: int = 0
+    """Deaths on a host after which the group leaves it (`suspect`); 0 = it never does."""
     streak: int = 0
     """Restarts since the last attempt that had got going."""
     _restarts: deque[float] = field(default_factory=deque)
     _last_kind: str = ""
+    _last_step: int | None = None
+    """Last step before the last end that had made one."""
     _num_same: int = 0
-    """Ends with the exception `_last_kind` since the last commit, and since the last end with another one."""
+    """Ends of the kind `_last_kind`, without progress between."""
+    _num_network: int = 0
+    """Ends with a network error."""
+    _first_start: float | None = None
+    """When the first attempt began, by `clock`."""
+    _trains: bool = False
+    """Whether the run is known to have made a step."""
 
-    def decide(self, end: AttemptEnd) -> float | str:
+    def decide(self, end: AttemptEnd) -> float | GiveUp:
         """Return the seconds to wait before the group is started again, or why it is not.
 
         A group that is killed again and again but commits in between is no crash loop, however short its lives are.
         """
+        if self._first_start is None:
+            self._first_start = self.clock() - end.alive_seconds
         if end.code == CONFIG_ERROR_CODE:
-            return "the configuration is wrong (exit status 2); it is not started again"
+            return GiveUp(CONFIG, "the configuration is wrong (exit status 2); it is not started again")
         if end.code == FINAL_CODE:
-            return "the group must not come back by itself (exit status 3); see its log"
-        if self._count_same(end) >= MAX_SAME_ENDS:
-            return f"{CRASH_LOOP} {self._num_same} times in a row, and no step committed between"
+            return GiveUp(FINAL, "the group must not come back by itself (exit status 3); see its log")
+        hopeless = self._find_loop(end) or self._find_dead_network(end)
+        if hopeless is not None:
+            return hopeless
         # Not without a commit: attempts that each wait long for what never comes (a file server) would go on for ever.
         while end.committed and self._restarts and self._restarts[0] <= self.clock() - WINDOW_SECONDS:
             self._restarts.popleft()
         if len(self._restarts) >= self.max_restarts:
-            return f"no restart left (--max-restarts {self.max_restarts} within {WINDOW_SECONDS / 3600:g} hours)"
+            hours = WINDOW_SECONDS / 3600
+            return GiveUp(RESTARTS, f"no restart left (--max-restarts {self.max_restarts} within {hours:g} hours)")
         if end.committed or end.alive_seconds >= self.healthy_seconds:
             self.streak = 0
         delay = backoff_seconds(self.streak)
@@ -125,19 +216,55 @@ class RestartPolicy:
         self.streak += 1
         return delay
 
-    def _count_same(self, end: AttemptEnd) -> int:
-        """Return how often in a row the group has ended with this exception; 0 for an end that does not count.
+    def _find_loop(self, end: AttemptEnd) -> GiveUp | None:
+        """Return why the group is given up if it ends again and again of one cause, else None.
 
-        A kill, an injected fault and an error that may go by itself neither count nor end the row: they do not say
-        that the exception before them is gone.
+        Commits between are progress, unless they lead to the same step each time: the group then
+        went on from the same checkpoint, and met the same end.
+
+        A kill, an injected fault and an error that may go by itself neither count nor end the row:
+        they do not say that the cause before them is gone.
         """
-        if end.committed:
-            self._last_kind, self._num_same = "", 0
-        if end.error is None or end.error.transient or end.disturbed:
-            return 0
-        same = end.error.kind == self._last_kind
-        self._last_kind, self._num_same = end.error.kind, self._num_same + 1 if same else 1
-        return self._num_same
+        if end.committed and (end.step is None or end.step != self._last_step):
+            self._last_kind, self._last_step, self._num_same = "", end.step, 0
+        if not end.kind:
+            return None
+        self._num_same = self._num_same + 1 if end.kind == self._last_kind else 1
+        self._last_kind = end.kind
+        if self._num_same < self._most_ends(end):
+            return None
+        what = "the same exception" if end.error is not None else f"the same end ({name_end(end.code)})"
+        where = f"each time after step {end.step}" if end.committed else "and no step committed between"
+        return GiveUp(CRASH_LOOP, f"{what} {self._num_same} times in a row, {where}")
+
+    def _most_ends(self, end: AttemptEnd) -> int:
+        """Return how many ends like this one make a crash loop.
+
+        An end without an exception may be the fault of the host. Where the group leaves a suspected
+        host, it has to die there often enough to do so before it is given up.
+        """
+        if end.error is not None or not self.host_deaths:
+            return MAX_SAME_ENDS
+        return max(MAX_SAME_ENDS, self.host_deaths + 1)
+
+    def _find_dead_network(self, end: AttemptEnd) -> GiveUp | None:
+        """Return why the group is given up if there is no network, else None.
+
+        Only before the first step of the run: the group may be one that comes back late, and the
+        others, who train, wait for it.
+        """
+        self._trains = self._trains or end.committed
+        if not end.is_network_error or self._trains:
+            return None
+        self._trains = self.run_trains()
+        if self._trains:
+            return None
+        assert self._first_start is not None, "it was set when this end was taken"
+        self._num_network += 1
+        seconds = self.clock() - self._first_start
+        if self._num_network < MAX_NETWORK_ENDS or seconds < NETWORK_SECONDS:
+            return None
+        return GiveUp(NETWORK, f"{self._num_network} network errors within {seconds:.0f} s, and no step committed")
 
 
 class CommonEnd:
@@ -145,7 +272,7 @@ class CommonEnd:
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, str]] = {}
-        """By group: step and exception of its last end, since the last time that these were the same for all."""
+        """By group: step and kind of its last end, since the last time that these were the same for all."""
         self._attempts: dict[int, int] = {}
         """By group: the attempt of which the first end, that of the cause, was seen."""
         self._rounds: Counter[tuple[int, str]] = Counter()
@@ -163,9 +290,12 @@ class CommonEnd:
             return ""
         self._attempts[event.replica] = event.attempt
         # Who is not started again anyway says nothing of starts: others may yet save the last step that it could not.
-        if event.error is None or event.transient or event.code in (CONFIG_ERROR_CODE, FINAL_CODE):
+        if event.transient or event.code in (CONFIG_ERROR_CODE, FINAL_CODE):
             return ""
-        self._latest[event.replica] = end = (step, kind_of(event.error))
+        kind = kind_of_end(code_of(event), event.error)
+        if not kind:
+            return ""
+        self._latest[event.replica] = end = (step, kind)
         if {self._latest.get(replica) for replica in groups} != {end}:
             return ""
         self._latest = {}
@@ -173,7 +303,7 @@ class CommonEnd:
         if self._rounds[end] < MAX_SAME_ROUNDS:
             return ""
         where = f"after step {step}" if step else "before any step"
-        return f"all groups end with {event.error} ({where}, {self._rounds[end]} times; see {event.log})"
+        return f"all groups end with {_describe_cause(event)} ({where}, {self._rounds[end]} times; see {event.log})"
 
     @staticmethod
     def observe_loss(event: ReplicaGaveUp, any_committed: bool) -> str:
@@ -182,9 +312,17 @@ class CommonEnd:
         As long as no group has made a step nobody loses anything by an end, and whoever has started the run is there to
         see it. Later on the other groups train on.
         """
-        if any_committed or CRASH_LOOP not in event.reason:
+        if any_committed or event.cause not in (CRASH_LOOP, NETWORK):
             return ""
         return f"replica {event.replica} ends with {event.error} ({event.reason} by any group; see {event.log})"
+
+
+def _describe_cause(event: WorkerExited) -> str:
+    """Return the exception that ended a worker, or its signal or status with the last line of its log."""
+    if event.error is not None:
+        return event.error
+    name = name_end(code_of(event))
+    return name if event.log is None else f"{name} ({last_error_line(Path(event.log))})"
 
 
 def may_replace(code: int | None, gave_up: bool) -> bool:

@@ -22,7 +22,16 @@ import tyro
 
 from titan_ft.config import FaultTolerance
 from titan_ft.launch.forks import preload
-from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, AttemptEnd, AttemptEvents, RestartPolicy, exit_status
+from titan_ft.launch.own_end import kind_of_end
+from titan_ft.launch.restart_policy import (
+    CONFIG_ERROR_CODE,
+    AttemptEnd,
+    AttemptEvents,
+    GiveUp,
+    RestartPolicy,
+    exit_status,
+    has_trained,
+)
 from titan_ft.launch.worker_group import (
     LOOPBACK,
     ForkStarter,
@@ -97,7 +106,7 @@ class Supervisor:
         self.spec = spec
         self._stop = stop
         self._starter = starter
-        self._policy = RestartPolicy(spec.max_restarts)
+        self._policy = RestartPolicy(spec.max_restarts, run_trains=lambda: has_trained(spec.paths))
         self._events = EventLog(spec.paths.supervisor_events(spec.replica, os.getpid()), replica=spec.replica)
         self._group: WorkerGroup | None = None
         # From now on: what the folder holds of an earlier run keeps nobody away.
@@ -132,13 +141,14 @@ class Supervisor:
                     break
                 code, error = (0, None) if failure is None else (failure.code, failure.error)
                 alive = time.monotonic() - started
-                delay = self._policy.decide(AttemptEnd(code, alive, told.committed, error, told.disturbed))
-                if isinstance(delay, str):
+                end = AttemptEnd(code, alive, told.committed, error, told.disturbed, told.step)
+                decision = self._policy.decide(end)
+                if isinstance(decision, GiveUp):
                     if failure is None:
                         return 0
-                    self._give_up(attempt, failure, delay)
+                    self._give_up(attempt, failure, decision)
                     return exit_status(code)
-                self._pause(delay)
+                self._pause(decision)
                 attempt += 1
                 restarted_because = SENT_AWAY if failure is None else failure.describe()
             return 1
@@ -262,12 +272,21 @@ class Supervisor:
             self._finish_time = next((event.time for event in self._finishes.poll()), None)
         return self._finish_time is not None and self._finish_time <= time.time() - seconds
 
-    def _give_up(self, attempt: int, failure: WorkerExit, why: str) -> None:
+    def _give_up(self, attempt: int, failure: WorkerExit, why: GiveUp) -> None:
         log = self._log(attempt, failure.rank)
         line = last_error_line(log) if failure.error is None else failure.error.text
-        reason = f"{failure.describe()}; {why}"
-        self._events.emit(ReplicaGaveUp(attempt=attempt, rank=failure.rank, reason=reason, log=str(log), error=line))
-        print(f"replica {self.spec.replica}: {failure.describe()}; {why}; {log}: {line}", file=sys.stderr, flush=True)
+        reason = f"{failure.describe()}; {why.reason}"
+        self._events.emit(
+            ReplicaGaveUp(
+                attempt=attempt,
+                rank=failure.rank,
+                cause=why.cause,
+                reason=reason,
+                log=str(log),
+                error=line,
+            )
+        )
+        print(f"replica {self.spec.replica}: {reason}; {log}: {line}", file=sys.stderr, flush=True)
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -290,11 +309,27 @@ def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
 
     A rank that was killed brings its peers down with a connection error before the next look, not the other way round.
     Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: later ones may follow.
-    """
 
-    def order(exit: WorkerExit) -> tuple[bool, bool, float, int]:
+    A SIGABRT and an exit status without an exception may follow from a lost peer, for Gloo and NCCL abort the process.
+    So an exception that does not go by itself comes before them. A connection error comes after them: it is what the
+    peers of a rank end with that has aborted.
+    """
+    errors = [exit.error for exit in exits if exit.error is not None]
+    earliest = min(errors, key=lambda error: error.time, default=None)
+    is_explained = earliest is not None and not earliest.transient
+
+    def place(exit: WorkerExit) -> int:
+        if exit.code < 0 and exit.code != -signal.SIGABRT:
+            return 0
+        if exit.error is not None:
+            return 1 if is_explained else 2
+        if kind_of_end(exit.code, None):
+            return 2 if is_explained else 1
+        return 3  # a rank that was told to end, and could not do so in order
+
+    def order(exit: WorkerExit) -> tuple[bool, int, float, int]:
         when = exit.error.time if exit.error is not None else float("inf")
-        return exit.code != CONFIG_ERROR_CODE, exit.code > 0, when, exit.rank
+        return exit.code != CONFIG_ERROR_CODE, place(exit), when, exit.rank
 
     return min((exit for exit in exits if exit.failed), key=order, default=None)
 

@@ -45,11 +45,14 @@ from torch.distributed.launcher import api
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags
 from titan_ft.launch.restart_policy import (
     CONFIG_ERROR_CODE,
+    HOST,
     HOST_SUSPECTED_CODE,
     AttemptEnd,
     AttemptEvents,
+    GiveUp,
     RestartPolicy,
     exit_status,
+    has_trained,
 )
 from titan_ft.launch.supervisor import DEFAULT_MODULE, root_failure
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
@@ -83,7 +86,12 @@ class GroupAgent(LocalElasticAgent):
     """Exit status of this process where workers failed for good."""
 
     def __init__(self, spec: WorkerSpec, *args: Any, **settings: Any) -> None:
-        self._policy = RestartPolicy(spec.max_restarts)
+        self._suspects, self._host = SuspectPolicy.of(os.environ), node_name()
+        self._policy = RestartPolicy(
+            spec.max_restarts,
+            run_trains=self._run_trains,
+            host_deaths=self._suspects.deaths,
+        )
         spec.max_restarts = UNLIMITED
         super().__init__(spec, *args, **settings)
         self._paths, self._replica = _run_of([str(arg) for arg in spec.args])
@@ -91,7 +99,6 @@ class GroupAgent(LocalElasticAgent):
         self._events = EventLog(file, replica=self._replica)
         self._zygotes = _Zygotes([str(word) for word in (spec.entrypoint, *spec.args)], self._say)
         self._metrics: GroupMetrics | None = None
-        self._suspects, self._host = SuspectPolicy.of(os.environ), node_name()
         self._deaths = None
         if self._paths is not None and self._suspects.deaths:
             pattern, window = self._paths.supervisors_pattern(), self._suspects.window_seconds
@@ -188,26 +195,46 @@ class GroupAgent(LocalElasticAgent):
         ]
         first = root_failure([exit for exit in exits if exit.pid in ended]) or root_failure(exits)
         assert first is not None, "torchrun says that a worker failed"
-        told = self._look_back(first.rank)
-        committed, disturbed = (told.committed, told.disturbed) if told else (False, False)
+        end = self._describe_end(first)
         for exit in sorted(exits, key=lambda exit: exit is not first):
             why = "" if exit.pid in {first.pid, *ended} else first.describe()
-            self._events.emit(exit.event(self._attempt, why, disturbed=disturbed, log=None))
-        alive = time.monotonic() - self._started
-        delay = self._policy.decide(AttemptEnd(first.code, alive, committed, first.error, disturbed))
+            self._events.emit(exit.event(self._attempt, why, disturbed=end.disturbed, log=None))
+        decision = self._policy.decide(end)
         status = exit_status(first.code)
-        if isinstance(delay, float) and (suspicion := self._suspect()):
-            delay, status = suspicion, HOST_SUSPECTED_CODE
-        if isinstance(delay, float):
+        if isinstance(decision, float) and (suspicion := self._suspect()):
+            decision, status = GiveUp(HOST, suspicion), HOST_SUSPECTED_CODE
+        if isinstance(decision, float):
             self._restarted_because = first.describe()
-            time.sleep(delay)
+            time.sleep(decision)
             return
         self._remaining_restarts, attempt = 0, self._attempt
         GroupAgent.status = status
         text = "see its output" if first.error is None else first.error.text
-        reason = f"{first.describe()}; {delay}"
-        self._events.emit(ReplicaGaveUp(attempt=attempt, rank=first.rank, reason=reason, log=NO_LOG, error=text))
+        reason = f"{first.describe()}; {decision.reason}"
+        self._events.emit(
+            ReplicaGaveUp(
+                attempt=attempt,
+                rank=first.rank,
+                cause=decision.cause,
+                reason=reason,
+                log=NO_LOG,
+                error=text,
+            )
+        )
         self._say(f"{reason}; {text}")
+
+    def _describe_end(self, first: WorkerExit) -> AttemptEnd:
+        """Return how the attempt has ended, by the worker that was the cause."""
+        alive = time.monotonic() - self._started
+        told = self._look_back(first.rank)
+        if told is None:
+            # Workers that write no events say nothing of their steps. Three crashes in a month would end them.
+            return AttemptEnd(first.code, alive, alive >= self._policy.healthy_seconds, first.error)
+        return AttemptEnd(first.code, alive, told.committed, first.error, told.disturbed, told.step)
+
+    def _run_trains(self) -> bool:
+        """Tell whether the run has made a step; one that writes no events may have."""
+        return self._paths is None or has_trained(self._paths)
 
     def _suspect(self) -> str:
         """Return why this host is suspected, after whoever is to know was told; nothing if it is not."""
@@ -322,14 +349,14 @@ def _module_of(command: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:
-    """Return the run and the group that a worker's command line names; None where it names no folder."""
+    """Return the run and the group that a worker's command line names; None where it writes no events."""
     flags = dict(read_flags(worker_args))
     folder, replica = flags.get("job.dump_folder"), flags.get(f"{TABLE}.replica_id", "")
     if folder is None or not replica.isdigit():
         return None, 0
     table = load_toml(flags["job.config_file"]).get(TABLE, {}) if "job.config_file" in flags else {}
     events = flags.get(f"{TABLE}.events_folder", table.get("events_folder", FaultTolerance.events_folder))
-    return RunPaths(folder, str(events)), int(replica)
+    return (RunPaths(folder, str(events)) if events else None), int(replica)
 
 
 def main() -> int:

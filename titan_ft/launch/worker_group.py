@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 from titan_ft.launch import store_server
 from titan_ft.launch.forks import ForkedProcess, fork_module
 from titan_ft.launch.gpus import listed_gpus, num_gpus
+from titan_ft.launch.own_end import kind_of_end
 from titan_ft.run import error_file
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import WorkerExited
@@ -70,7 +71,7 @@ class WorkerExit:
             event.code = self.code
         else:
             event.signal = signal.Signals(-self.code).name
-        if self.code > 0 and log is not None:
+        if log is not None and kind_of_end(self.code, None):
             event.log = str(log)
         if self.error is not None:
             event.error = self.error.text

@@ -7,6 +7,8 @@ class ReplicaError(RuntimeError):
     """Base of the errors below."""
 
     restart = True  # whether a supervisor may start the group again
+    transient = True  # whether it may go by itself; else three in a row are a crash loop
+    network = False  # whether the network or the lighthouse is what did not answer
 
 
 class FinalError(ReplicaError):
@@ -31,9 +33,24 @@ def first_line(error: BaseException) -> str:
 class LighthouseError(ReplicaError):
     """The lighthouse cannot be reached."""
 
+    network = True
+
 
 class GaveUpError(ReplicaError):
     """The exchange kept failing, or too few groups came."""
+
+
+class HungError(ReplicaError):
+    """The training thread made no progress for `hang_timeout_seconds`.
+
+    A deadlock of the code comes back at each start, and so do its ends of `hang_timeout_seconds`.
+    """
+
+    transient = False
+
+
+class RankSilentError(ReplicaError):
+    """Other ranks of this group fell silent: their hosts are stopped, frozen or cut off."""
 
 
 class NonFiniteError(ReplicaError):

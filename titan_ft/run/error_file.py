@@ -38,6 +38,8 @@ class WorkerError:
     """Whether it may go by itself: a network, a file server, other groups."""
     time: float
     """Unix seconds."""
+    network: bool = False
+    """Whether it may go because a network, a file server or the lighthouse answers again."""
 
     @property
     def kind(self) -> str:
@@ -62,7 +64,8 @@ def write_error(error: BaseException) -> None:
         return
     now = time.time()
     stack = "".join(traceback.format_exception(error))
-    more = {"py_callstack": stack, "timestamp": str(int(now)), "time": now, "transient": is_transient(error)}
+    more = {"py_callstack": stack, "timestamp": str(int(now)), "time": now}
+    more |= {"transient": is_transient(error), "network": is_network_error(error)}
     data = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}}
     try:
         Path(path).write_text(json.dumps(data), encoding="utf-8", errors="replace")
@@ -83,7 +86,8 @@ def parse_error(message: object) -> WorkerError | None:
     match message:
         case {"message": str(text), "extraInfo": dict(more)}:
             when = float(more.get("time") or more.get("timestamp") or 0.0)
-            return WorkerError(_first_line(text), more.get("transient") is True, when)
+            transient, network = more.get("transient") is True, more.get("network") is True
+            return WorkerError(_first_line(text), transient, when, network)
     return None
 
 
@@ -94,7 +98,19 @@ def is_transient(error: BaseException) -> bool:
     the remedy is to try again. The engine's own errors say it themselves.
     """
     if getattr(error, "restart", False):  # of a `ReplicaError`
-        return True
+        return bool(getattr(error, "transient", True))
+    return _is_of_a_network(error)
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Tell whether a network, a file server or the lighthouse did not answer.
+
+    Other transient errors wait for other groups, who may be in a queue for hours.
+    """
+    return bool(getattr(error, "network", False)) or _is_of_a_network(error)
+
+
+def _is_of_a_network(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         return True
     if _TRANSIENT_CLASSES & {kind.__name__ for kind in type(error).__mro__}:

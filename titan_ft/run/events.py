@@ -492,7 +492,7 @@ class WorkerExited(GroupEvent, kw_only=True):
     # true where the reason may go by itself (a network, a lighthouse, other groups), or a fault was injected into the
     # attempt
     transient: bool | None = None
-    log: str | None = None  # path of its log, where it failed
+    log: str | None = None  # path of its log, where it failed of itself
     host: str | None = None  # name of its host, Slurm's where it has one; not in older histories
 
     @property
@@ -523,6 +523,9 @@ class ReplicaGaveUp(GroupEvent, kw_only=True):
     reason: str  # why its last attempt ended, and why there is no other
     log: str  # path of the log of the rank that failed first, which `rank` names
     error: str  # the exception that ended that rank; without one the line of its log that says why
+    # why, as a code: "config", "final", "crash loop", "network", "restarts" (none is left), "host" (it is suspected);
+    # not in older histories
+    cause: str | None = None
 
 
 class SpareTookOver(GroupEvent, kw_only=True):

@@ -14,6 +14,12 @@ from titan_ft.run.log import decode
 _MAX_LOG_BYTES = 65536  # at the end of a log, in which its last error is looked for
 _EXCEPTION = re.compile(r"^(\[rank\d+\]:\s*)?([A-Za-z_][\w.]*\.)?\w*(Error|Exception|Interrupt|Exit)\b")
 
+_CRASH = "Fatal Python error: "
+"""Begins what faulthandler writes when a signal ends a process. Its last line is a list of modules, 2,000 characters
+of which a launch showed as the reason."""
+_WHAT = "what(): "
+"""Begins the line in which C++ tells of the exception that nobody caught, just before its SIGABRT."""
+
 
 class FileTail:
     """Read the lines that a file has grown by since the last call.
@@ -86,6 +92,7 @@ def last_error_line(path: Path) -> str:
     """Return the line of a worker's log that says why it failed.
 
     That is the last one that names an exception, else the last that is not empty, else a note that there is none.
+    Of a process that a signal ended, it is the line before faulthandler's stacks.
     """
     try:
         with path.open("rb") as file:
@@ -95,5 +102,10 @@ def last_error_line(path: Path) -> str:
     except OSError:
         return "(no log)"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    crashes = [number for number, line in enumerate(lines) if line.startswith(_CRASH)]
+    if crashes:
+        last = crashes[-1]
+        says_what = last > 0 and lines[last - 1].startswith(_WHAT)
+        return lines[last - 1] if says_what else lines[last]
     exceptions = [line for line in lines if _EXCEPTION.match(line)]
     return (exceptions or lines or ["(empty log)"])[-1]

@@ -21,7 +21,7 @@ from titan_ft import device, versions
 from titan_ft.config import FaultTolerance
 from titan_ft.replica.bucket import local
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.errors import LighthouseError
+from titan_ft.replica.errors import LighthouseError, RankSilentError
 from titan_ft.replica.exchange import GradientExchange
 from titan_ft.replica.group import Group
 from titan_ft.replica.membership import Membership
@@ -35,6 +35,7 @@ from titan_ft.replica.state_server import StateServer
 from titan_ft.replica.watchdog import end_process
 from titan_ft.round_settings import quantizes
 from titan_ft.run.address import join_address, split_address
+from titan_ft.run.error_file import write_error
 from titan_ft.run.events import RankSilent, StateServed
 from titan_ft.run.lighthouse import LighthouseAddress
 from titan_ft.run.log import EventLog
@@ -134,8 +135,10 @@ class Links:
 
     def _end_without(self, hosts: dict[int, str], seconds: float) -> None:
         """End this process because other ranks of the group are silent; the whole group is then started again."""
-        line = f"titan_ft: {describe_silence(self._config, hosts, seconds)}\n"
+        text = describe_silence(self._config, hosts, seconds)
+        line = f"titan_ft: {text}\n"
         last_words: list[Callable[[], object]] = [
+            lambda: write_error(RankSilentError(text)),
             lambda: self._events.emit(RankSilent(ranks=sorted(hosts), hosts=[*hosts.values()], seconds=seconds)),
             lambda: os.write(2, line.encode()),  # sys.stderr may be locked by a thread that hangs
         ]

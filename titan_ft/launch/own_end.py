@@ -1,0 +1,69 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tell whether a worker ended of itself, and whether two ends have the same cause."""
+
+from __future__ import annotations
+
+import signal
+
+from titan_ft.run.error_file import kind_of
+from titan_ft.run.events import WorkerExited
+
+OWN_SIGNALS = frozenset(
+    {
+        signal.SIGABRT,  # abort(): an assertion, an uncaught C++ exception, Gloo's checks, NCCL's watchdog
+        signal.SIGBUS,  # memory that is mapped and not there, such as a full /dev/shm
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGSEGV,
+        signal.SIGSYS,  # a system call that a container forbids
+        signal.SIGTRAP,  # __builtin_trap(): an assertion in a release build
+        signal.SIGXCPU,  # a limit (`ulimit`) that the next start runs into as well
+        signal.SIGXFSZ,
+    }
+)
+"""Signals that a process gets for an act of its own, so that another start may get it again.
+
+Any other signal may be sent by somebody else: by a person, Slurm, Kubernetes, a fault of chaos, the
+kernel's OOM killer (SIGKILL). A group that is killed every few seconds is no crash loop, so an end
+by such a signal never counts. A signal that is in neither list here is taken for one from outside:
+a restart too many costs less than a group that is given up.
+"""
+_SHELL_OFFSET = 128
+"""A shell, and a rank that ends at SIGTERM, report signal N as exit status 128 + N."""
+
+
+def kind_of_end(code: int, error: str | None) -> str:
+    """Return what ends of the same cause have in common; empty if the end is no act of the worker.
+
+    Args:
+        code: exit status; negative: the signal.
+        error: the exception that ended the worker; None if it left none.
+    """
+    if error is not None:
+        return f"exception {kind_of(error)}"
+    signum = _signal_of(code)
+    if code == 0 or (signum is not None and signum not in OWN_SIGNALS):
+        return ""
+    return name_end(code)
+
+
+def name_end(code: int) -> str:
+    """Return an end in words: "SIGABRT", "exit status 7"."""
+    signum = _signal_of(code)
+    return f"exit status {code}" if signum is None else signum.name
+
+
+def code_of(event: WorkerExited) -> int:
+    """Return the exit status that an event tells of; negative: the signal."""
+    if event.signal is None:
+        return event.code or 0
+    return -signal.Signals[event.signal]
+
+
+def _signal_of(code: int) -> signal.Signals | None:
+    number = -code if code < 0 else code - _SHELL_OFFSET
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        return None
