@@ -10,6 +10,7 @@ usage='usage: campaign.sh [options] [-- torchtitan flags]
   --config FILE   the job                                         (configs/llama3_debug.toml; above 8 groups its halved model)
   --semi-sync M   local_sgd or diloco, in rounds of 5 steps       (synchronous)
   --resume        go on for M minutes with the campaign in DIR, which was cut or is over; what is not given is as it was
+  --resume-with NAME[,NAME]  of what is given, what may change the arithmetic or the data: as of titan-ft launch
   --reference     run once more for as long without faults, and compare the loss curves at equal tokens
 Exit status: 0 every promise holds, 1 one does not or cannot be told or training failed, 2 bad usage or config.'
 set -euo pipefail
@@ -17,12 +18,13 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 source "$root/scripts/common.sh"
 
-minutes="" seed="" groups="" ranks="" run_dir="" plan="" config="" semi_sync="" resume="" reference=""
-read_options "minutes seed groups ranks run-dir plan config semi-sync" "resume reference" "$@"
+minutes="" seed="" groups="" ranks="" run_dir="" plan="" config="" semi_sync="" resume="" resume_with="" reference=""
+read_options "minutes seed groups ranks run-dir plan config semi-sync resume-with" "resume reference" "$@"
 
 # What the campaign is, for --resume: a name and a value a line. `launches` counts, for each one draws faults of its own.
 kept="seed groups ranks plan config semi_sync launches"
 launches=""
+[[ $resume || ! $resume_with ]] || refuse "--resume-with must come with --resume, got '$resume_with' alone"
 if [[ $resume ]]; then
     [[ -n $run_dir ]] || refuse "--resume needs --run-dir: the folder of the campaign that is to go on"
     [[ -z $reference ]] || refuse "--reference must be left out with --resume: its length would be another one"
@@ -85,14 +87,19 @@ launches=$((${launches:-0} + 1))
     for name in $kept; do echo "$name=${!name}"; done
     for flag in "${rest[@]}"; do echo "flag=$flag"; done
 } >"$run_dir/campaign.new"
+[[ ! $resume ]] || cp "$run_dir/campaign" "$run_dir/campaign.before"
 mv "$run_dir/campaign.new" "$run_dir/campaign"
 fault_seed=$((seed + launches - 1))
 echo "campaign.sh: seed $fault_seed, $minutes minutes, $groups groups x $ranks ranks; $run_dir"
 job=("${config:-configs/llama3_debug.toml}" --replicas "$groups" --ranks-per-replica "$ranks")
 status=0
 launch "${job[@]}" --run-dir "$run_dir" --chaos "$plan" --chaos-seed "$fault_seed" --minutes "$minutes" \
-    ${resume:+--resume} -- "${flags[@]}" --fault_tolerance.chaos "${rest[@]}" || status=$?
-((status != 2)) || exit 2
+    ${resume:+--resume} ${resume_with:+--resume-with "$resume_with"} -- \
+    "${flags[@]}" --fault_tolerance.chaos "${rest[@]}" || status=$?
+if ((status == 2)); then # refused: the next --resume goes on from what the campaign was
+    [[ ! $resume ]] || mv "$run_dir/campaign.before" "$run_dir/campaign"
+    exit 2
+fi
 if ((status != 0)); then
     echo "campaign.sh: the run did not end in order (status $status); its logs are in $run_dir/logs" >&2
 fi

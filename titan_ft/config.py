@@ -307,6 +307,15 @@ def read_flags(args: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name.replace("-", "_"), value if equals else follows
 
 
+def flat_values(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables with their full names, such as "optimizer.lr"."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from flat_values(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def load_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file.
 

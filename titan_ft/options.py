@@ -58,7 +58,11 @@ class Launch:
     no_standby: Annotated[bool, _FLAG] = False
     """Taken, and without effect: no processes are kept ready any more."""
     resume: Annotated[bool, _FLAG] = False
-    """Go on from the last checkpoint of the earlier run in --run-dir."""
+    """Go on from the last checkpoint of the earlier run in --run-dir. TOML, flags and numbers may differ from those of
+    its latest launch where that changes neither the arithmetic nor the data."""
+    resume_with: Annotated[str, _unset("NAME[,NAME]")] = ""
+    """With --resume: fields that may differ although they change the arithmetic or the data, such as
+    lr,training.seq_len."""
     dry_run: Annotated[bool, _FLAG] = False
     """Check everything and print what the job would be: batch, memory of a rank, what a step and a heal move; ports,
     folders, environment, commands. Start nothing and leave no files."""
@@ -227,10 +231,10 @@ class Audit(_OfRun):
 
 @dataclass(frozen=True)
 class ShowConfig:
-    """Print the config that workers would train with, every field resolved, or the first mistake in it.
+    """Print the config that workers would train with, or the first mistake in it.
 
-    What follows a -- are torchtitan's own flags, as for launch. The exit status is 0 when the config is right, 2 when
-    it is not.
+    TOML, flags and defaults are put together: the fields that matter most, with --json every field. What follows a --
+    are torchtitan's own flags, as for launch. The exit status is 0 when the config is right, 2 when it is not.
 
     Example: titan-ft config llama3_debug --replicas 4 -- --training.steps=60
     """
@@ -240,6 +244,8 @@ class ShowConfig:
     replicas: Annotated[int | None, _unset("REPLICAS")] = None
     """Resolve it as `titan-ft launch --replicas` does, which sets enable and group_size; when left out, as a worker
     of torchrun does."""
+    json: Annotated[bool, _FLAG] = False
+    """Print every field as JSON."""
 
 
 COMMANDS: dict[str, type] = {

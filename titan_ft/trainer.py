@@ -52,6 +52,7 @@ from titan_ft.training.checkpoint import ReplicaCheckpoints
 from titan_ft.training.checkpoint_host import CheckpointHost
 from titan_ft.training.curves import keep_curves, keep_traces
 from titan_ft.training.finished import finished_step, mark_finished
+from titan_ft.training.hyperparameters import Hyperparameters
 from titan_ft.training.links import Links
 from titan_ft.training.slot_loaders import iterate
 from titan_ft.training.step_log import StepLog, Work
@@ -97,6 +98,7 @@ class ReplicaTrainer(Trainer):
         keep_traces(job_config)
         super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
+        self._hyperparameters = Hyperparameters(self.optimizers, self.lr_schedulers)
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
         self._group = Group(self.device, self._find_loss_group())
         self._state = self._build_state(_Counters(self, self._ledger))
@@ -203,6 +205,7 @@ class ReplicaTrainer(Trainer):
 
     def _take_checkpoint(self) -> None:
         """Go on from the weights that a checkpoint had."""
+        self._hyperparameters.restore()
         self._refresh_converters()
 
     def _agreed_parameters(self) -> dict[str, torch.Tensor]:

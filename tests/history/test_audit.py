@@ -20,7 +20,7 @@ from titan_ft.history.audit import Audit, audit_table
 from titan_ft.history.record import RunRecord
 from titan_ft.history.terminal import text_of
 from titan_ft.history.trajectory import ROOT
-from titan_ft.run.events import Event
+from titan_ft.run.events import ChangedField, Event
 
 
 def audit(events: Iterable[Event]) -> Audit:
@@ -455,6 +455,31 @@ def test_data_that_began_anew() -> None:
     assert "4 shards instead of 2" in found.unknown[0]
     job.commit([0, 1], first={0: 5})
     assert audit(job.events).verdict == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"), [("data", "unknown"), ("arithmetic", "does not hold"), ("harmless", "does not hold")]
+)
+def test_data_that_a_resume_was_allowed_to_change(kind: str, verdict: str) -> None:
+    """A batch of twice the size is another batch of the same number: nobody can tell that each was trained once."""
+    job = clean_job(3)
+    saved = job.state
+    job.commit([0, 1])
+    job.go_back(saved)
+    job.say("launch_started", changed={"training.local_batch_size": ChangedField(before=2, now=4, kind=kind)})
+    job.say("checkpoint_loaded", replica=0, step=3, lineage=saved)
+    job.commit([0, 1])
+    for event in job.events[-4:]:
+        if event.name == "step_committed":
+            event.data.checksum = "other"
+    found = audit(job.events)
+    assert found.verdict == verdict
+    assert (found.num_lost, found.num_repeated) == (0, 0)
+    if kind == "data":
+        assert found.unknown[0] == (
+            "the data was changed at a resume (training.local_batch_size = 4 (was 2, of the data)): nothing before it "
+            "compares with it"
+        )
 
 
 def test_random_faults() -> None:

@@ -223,10 +223,9 @@ def test_refusals(config: Path, tmp_path: Path) -> None:
         plan(config)
 
 
-def test_resume_needs_the_same_config_and_a_checkpoint(config: Path) -> None:
-    """A used folder is taken only if training would go on from a checkpoint, with the config that it began with."""
-    text = config.read_text()
-    config.write_text(text + "[checkpoint]\nenable = true\n[training]\nsteps = 60\n")
+def test_resume_needs_an_earlier_run_and_a_checkpoint(config: Path) -> None:
+    """A used folder is taken only if training would go on from a checkpoint; `test_resume.py` has what may differ."""
+    config.write_text(config.read_text() + "[checkpoint]\nenable = true\n[training]\nsteps = 60\n")
     with pytest.raises(ConfigError, match=r"--resume needs an earlier run in --run-dir, got .*/run, which holds none"):
         plan(config, resume=True)
     first = plan(config)
@@ -243,16 +242,6 @@ def test_resume_needs_the_same_config_and_a_checkpoint(config: Path) -> None:
     assert LaunchPlan(Launch(first.paths.config, 3, 2, first.paths.root, resume=True)).num_replicas == 3
     with pytest.raises(ConfigError, match=r"checkpoint.enable = true, got false; .* start anew"):
         plan(config, resume=True, worker_args=["--checkpoint.enable", "False"])
-
-    config.write_text(text + "[checkpoint]\nenable = true\n[training]\nsteps = 60\n# a comment may change\n")
-    assert plan(config, resume=True).num_replicas == 3
-    config.write_text(text + "[checkpoint]\nenable = true\n[training]\nsteps = 80\n")
-    with pytest.raises(ConfigError, match=r"training.steps was 60, got 80; .*-- --training.steps=") as caught:
-        plan(config, resume=True)
-    assert "\n" not in str(caught.value)
-    config.write_text(text + "[checkpoint]\nenable = true\n[comm]\n[training]\nsteps = 60\nlocal_batch_size = 4\n")
-    with pytest.raises(ConfigError, match=r"training.local_batch_size was not set, got 4"):
-        plan(config, resume=True)
 
 
 def test_fields_of_a_foreign_config_module_are_left_to_the_workers(config: Path) -> None:

@@ -33,7 +33,7 @@ from titan_ft.history.terminal import clock
 from titan_ft.live.run_status import MAX_POINTS, CommittedSteps, LossCourse, RunStatus
 from titan_ft.live.top import FollowedRun, top
 from titan_ft.live.top_view import Screen, frame, sparkline
-from titan_ft.run.events import Event, Target
+from titan_ft.run.events import ChangedField, Event, Target
 from titan_ft.run.log import EventLog
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the terminal's other screen
@@ -68,6 +68,20 @@ def shown(run: RunStatus, width: int = 80, height: int | None = None, now: float
     rendered = console.render_lines(frame(run, "/runs/a", now, Screen(width, height, **options)), pad=False)
     assert all(cell_len("".join(segment.text for segment in line)) <= width for line in rendered)
     return ["".join(segment.text for segment in line).rstrip() for line in rendered][:height]
+
+
+def test_what_a_resume_changed_is_said() -> None:
+    """Whoever looks on learns that the run goes on with another LR; a harmless change is no news."""
+    run = fold(launched(2))
+    assert [text for _, text in run.lines] == ["launched: 2 groups x 2 ranks"]
+    start = launched(2)
+    start.changed = {
+        "optimizer.lr": ChangedField(before=8e-4, now=1e-3, kind="arithmetic"),
+        "metrics.log_freq": ChangedField(before=1, now=10, kind="harmless"),
+    }
+    run = fold(start)
+    said = "launched: 2 groups x 2 ranks; optimizer.lr = 0.001 (was 0.0008, of the arithmetic)"
+    assert [text for _, text in run.lines] == [said]
 
 
 def story(replicas: int = 4, steps: int = 30) -> RunStatus:

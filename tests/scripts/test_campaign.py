@@ -116,6 +116,22 @@ def test_a_campaign_that_was_cut_goes_on(campaign: Campaign, tmp_path: Path) -> 
     assert calls[0].endswith(" --metrics.log_freq=5 --metrics.log_freq=1")
 
 
+def test_a_resume_that_was_refused_changes_nothing(campaign: Campaign, tmp_path: Path) -> None:
+    """Another number of groups is, unless it is named; the next resume goes on with what the campaign was."""
+    run_dir = tmp_path / "run"
+    campaign("--seed", "7", "--groups", "5", "--run-dir", str(run_dir))
+    more = ["--resume", "--run-dir", str(run_dir), "--groups", "6"]
+    ended, calls = campaign(*more, LAUNCH="2")
+    assert (ended.returncode, len(calls)) == (2, 1)
+    ended, calls = campaign("--resume", "--run-dir", str(run_dir))
+    assert ended.returncode == 0, ended.stderr
+    assert "--replicas 5 " in calls[0]
+    assert "--chaos-seed 8 " in calls[0]
+    ended, calls = campaign(*more, "--resume-with", "replicas,lr")
+    assert "--replicas 6 " in calls[0]
+    assert "--resume --resume-with replicas,lr -- " in calls[0]
+
+
 def test_a_command_that_was_refused_can_be_corrected_in_the_same_folder(campaign: Campaign, tmp_path: Path) -> None:
     ended, _ = campaign("--run-dir", str(tmp_path / "run"), LAUNCH="2")
     assert ended.returncode == 2
@@ -201,6 +217,7 @@ def test_a_reference_that_fails_is_no_comparison(campaign: Campaign, tmp_path: P
         (["--resume"], "--resume needs --run-dir: the folder of the campaign that is to go on"),
         (["--resume", "--run-dir", "."], "--resume needs a campaign in --run-dir, got '.', which holds none"),
         (["--resume", "--run-dir", ".", "--reference"], "--reference must be left out with --resume"),
+        (["--resume-with", "lr"], "--resume-with must come with --resume, got 'lr' alone"),
         (["--training.steps=3"], "no option '--training.steps=3' (torchtitan flags go after --)"),
     ],
 )
@@ -214,7 +231,8 @@ def test_bad_usage_is_one_line(campaign: Campaign, arguments: list[str], message
 def test_the_usage_names_every_option(campaign: Campaign) -> None:
     ended, _ = campaign("--help")
     assert ended.returncode == 0
-    for name in ("minutes", "seed", "groups", "ranks", "run-dir", "plan", "config", "resume", "reference"):
+    names = ("minutes", "seed", "groups", "ranks", "run-dir", "plan", "config", "resume", "resume-with", "reference")
+    for name in names:
         assert f"--{name}" in ended.stdout
 
 

@@ -27,7 +27,7 @@ from titan_ft.history.terminal import grid
 from titan_ft.history.timeline import timeline
 from titan_ft.history.trajectory import ROOT, State, chain_to
 from titan_ft.history.unit import STEP, Unit
-from titan_ft.run.events import DataReset, Drained, StepCommitted
+from titan_ft.run.events import DataReset, Drained, LaunchStarted, StepCommitted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -135,6 +135,11 @@ def audit(record: RunRecord) -> Audit:
         f"the data began anew at a resume ({event.reason}): nothing before it compares with it"
         for event in record.of(DataReset)
     ]
+    common.unknown += [
+        f"the data was changed at a resume ({'; '.join(_data_changes(event))}): nothing before it compares with it"
+        for event in record.of(LaunchStarted)
+        if _data_changes(event)
+    ]
     if not record.states:
         common.unknown.append(f"no event tells of a committed {record.unit.noun}")
         return decide(common)
@@ -164,8 +169,16 @@ def decide(found: Audit) -> Audit:
 
 
 def _resets(record: RunRecord) -> list[float]:
-    """Return the times at which batches began to be numbered anew."""
-    return [event.time for event in record.of(DataReset)]
+    """Return the times from which on a number may stand for another batch, in order."""
+    anew = [event.time for event in record.of(DataReset)]
+    changed = [event.time for event in record.of(LaunchStarted) if _data_changes(event)]
+    return sorted([*anew, *changed])
+
+
+def _data_changes(launch: LaunchStarted) -> list[str]:
+    """Return the changes of the data that a resume was allowed to make: a batch of twice the size, for example."""
+    changed = (launch.changed or {}).items()
+    return [change.describe(name) for name, change in changed if change.kind == "data"]
 
 
 def _differing(record: RunRecord) -> list[Finding]:

@@ -29,7 +29,8 @@ class Note:
     count: int = 1
 
 
-# How an event is told. Groups tell of one happening in one and the same text, so it names nobody's own figures.
+# How an event is told. Groups tell of one happening in one and the same text, so it names nobody's own figures. An
+# event whose text is empty is no news.
 TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.FaultSkipped: lambda e, u: f"fault skipped: {e.fault} ({e.reason})",
     ev.DonorLost: lambda e, u: f"lost group {e.donor}, which it fetched a part of the state from: {e.error}",
@@ -70,6 +71,7 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.LighthouseMoved: lambda e, u: f"followed the lighthouse from {e.former} to {e.address}",
     ev.HostLeft: lambda e, u: f"left host {e.host}, on which {e.deaths} workers had died, to be started elsewhere",
     ev.Waiting: lambda e, u: f"{u.name(e.step + 1, ',')} had to wait: {e.reason}",
+    ev.LaunchStarted: lambda e, u: f"went on with other values: {'; '.join(e.allowed)}" if e.allowed else "",
     ev.LaunchStopping: lambda e, u: f"all groups were asked to leave: {e.reason}",
 }
 

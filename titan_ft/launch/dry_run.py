@@ -44,6 +44,7 @@ def describe(plan: LaunchPlan) -> str:
     lines = [
         f"run folder   {paths.root}",
         f"config       {plan.config}, copied to {paths.config}",
+        *(f"changed      {change.describe(name)}" for name, change in plan.changes.items()),
         f"groups       {plan.num_replicas} x {plan.num_ranks} ranks, {options.spares} spares",
         f"job id       {plan.job_id}",
         f"restarts     {options.max_restarts} of each group at most",

@@ -12,17 +12,29 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import dropwhile, takewhile
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, load_toml, read_flags
+from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, flat_values, load_toml, read_flags
 from titan_ft.data.assets import find_config
 from titan_ft.launch.failed_start import is_failed_start, set_aside
 from titan_ft.launch.gpus import num_gpus
 from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
+from titan_ft.launch.resume import (
+    HEADER,
+    Changes,
+    Command,
+    Resolve,
+    check_allowed,
+    find_changes,
+    is_header,
+    read_command,
+    resolve_in_child,
+    without_headers,
+)
 from titan_ft.launch.supervisor import DEFAULT_MODULE
 from titan_ft.live.metrics import split_address
 from titan_ft.options import Launch, LighthouseSettings
@@ -37,9 +49,6 @@ if TYPE_CHECKING:
 
 # Config modules whose [fault_tolerance] table is known here; any other may add fields, which its workers check.
 KNOWN_MODULES = ("", "titan_ft.config", "torchtitan.components.ft.config")
-
-HEADER = "# titan-ft launch "
-"""Begins the lines of a run's config that name the commands of its launches; they stand above the TOML as given."""
 
 # Fields of the table that concern the launcher too, with the type that a worker's flag for them is read as.
 SHARED_FIELDS: dict[str, type] = {
@@ -70,9 +79,11 @@ class LaunchPlan:
         worker_args: torchtitan's flags, added to the workers' command line last, so that they win.
         chaos: the faults to inject; None injects none.
         module: Python module that the workers run.
+        resolve: finds the values of two launches, for a resume.
 
     Attributes:
         notes: what does not count of the config, and what the user may not expect, a line each.
+        changes: fields that differ from the launch that it goes on from; empty without --resume.
 
     Raises:
         ConfigError: an option or the TOML is wrong.
@@ -85,9 +96,12 @@ class LaunchPlan:
         *,
         chaos: Plan | None = None,
         module: str = DEFAULT_MODULE,
+        resolve: Resolve = resolve_in_child,
     ) -> None:
         self.options, self.worker_args, self.chaos, self.module = options, list(worker_args), chaos, module
         self.notes: list[str] = []
+        self.changes: Changes = {}
+        self._resolve = resolve
         self.num_replicas, self.num_ranks = options.replicas, options.ranks_per_replica
         self.paths = RunPaths(options.run_dir.absolute())
         _check_options(options)
@@ -111,6 +125,10 @@ class LaunchPlan:
         self._replaces_failed_start = not options.resume and is_failed_start(self.paths)
         if options.resume:
             self._check_resume(values)
+        elif options.resume_with:
+            raise ConfigError(
+                f"--resume-with must come with --resume, got {options.resume_with} alone; add it, or leave this out"
+            )
         elif self.paths.has_events() and not self._replaces_failed_start:
             raise ConfigError(
                 f"--run-dir must hold no events of an earlier run, got {options.run_dir}; give another folder, remove "
@@ -222,20 +240,27 @@ class LaunchPlan:
                 "--resume needs checkpoint.enable = true, got false; without checkpoints training would start anew "
                 f"in {self.paths.root}: give another --run-dir"
             )
-        if not self.paths.has_checkpoint():
+        folder = self.paths.root / self._checkpoint_folder(values)
+        if not any(folder.glob("step-*")):
             raise ConfigError(
-                f"--resume needs a checkpoint in {self.paths.checkpoint}, got none; training would start anew in this "
+                f"--resume needs a checkpoint in {folder}, got none; training would start anew in this "
                 "folder: give another --run-dir, or remove this one"
             )
-        config = self.paths.config
-        earlier, now = dict(_flat(load_toml(config) if config.exists() else {})), dict(_flat(values))
-        for name in {**earlier, **now}:
-            if earlier.get(name) != now.get(name):
-                old, new = (repr(table[name]) if name in table else "not set" for table in (earlier, now))
-                raise ConfigError(
-                    f"--resume needs the config of the earlier run ({config}): {name} was {old}, got {new}; set it "
-                    f"back, or give the change after a --, as in -- --{name}=..."
-                )
+        now = Command(self.config, self.num_replicas, self.num_ranks, tuple(self.worker_args))
+        self.changes, note = find_changes(read_command(self.paths.config), now, self._resolve)
+        check_allowed(self.changes, self._resume_with)
+        self.notes += [note] if note else []
+
+    def _checkpoint_folder(self, values: Mapping[str, Any]) -> str:
+        """Return the folder that the workers look for a checkpoint in, below the run's."""
+        given = str(values.get("checkpoint", {}).get("folder", self.paths.checkpoint.name))
+        flags = [value for name, value in read_flags(self.worker_args) if name == "checkpoint.folder"]
+        return flags[-1] if flags else given
+
+    @property
+    def _resume_with(self) -> list[str]:
+        """Return the names of the fields that may differ from the earlier launch."""
+        return [name.strip() for name in self.options.resume_with.split(",") if name.strip()]
 
     def write(self) -> None:
         """Make the run directory and put the config there, headed by the command that made it, then by earlier ones.
@@ -252,10 +277,10 @@ class LaunchPlan:
                 print(f"a launch that ended before any step was in {self.paths.root}; it is in {folder.name} now")
             self.paths.events.mkdir(parents=True, exist_ok=True)
             self.paths.finished.unlink(missing_ok=True)
-            given = self.config.read_text(encoding="utf-8").splitlines(keepends=True)
+            given = without_headers(self.config)
             held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
-            earlier = takewhile(_is_header, held.splitlines(keepends=True))
-            lines = [f"{HEADER}{shlex.join(self._arguments())}\n", *earlier, *dropwhile(_is_header, given)]
+            earlier = takewhile(is_header, held.splitlines(keepends=True))
+            lines = [f"{HEADER}{shlex.join(self._arguments())}\n", *earlier, *given]
             self.paths.config.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
@@ -296,6 +321,7 @@ class LaunchPlan:
         shown += ["--run-dir", str(options.run_dir)]
         shown += ["--spares", str(options.spares)] if options.spares else []
         shown += ["--resume"] if options.resume else []
+        shown += ["--resume-with", options.resume_with] if options.resume_with else []
         return shown + (["--", *self.worker_args] if self.worker_args else [])
 
     def lighthouse_command(self, port: int) -> list[str]:
@@ -377,7 +403,7 @@ def _check_ranks(values: Mapping[str, Any], worker_args: Sequence[str], num_repl
         },
         "training": {"seq_len": None, "local_batch_size": None, "global_batch_size": None},
     }
-    given = [(name, value) for name, value in _flat(values) if name.partition(".")[0] in asked]
+    given = [(name, value) for name, value in flat_values(values) if name.partition(".")[0] in asked]
     for name, value in [*given, *read_flags(worker_args)]:
         section, _, key = name.partition(".")
         if key in asked.get(section, {}):
@@ -387,19 +413,6 @@ def _check_ranks(values: Mapping[str, Any], worker_args: Sequence[str], num_repl
                 return
     tables = {section: SimpleNamespace(**fields) for section, fields in asked.items()}
     check_ranks(SimpleNamespace(**tables, fault_tolerance=SimpleNamespace(group_size=num_replicas)), num_ranks)
-
-
-def _is_header(line: str) -> bool:
-    return line.startswith(HEADER)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a TOML with their dotted names."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _is_enabled(switch: str, values: Mapping[str, Any], worker_args: Sequence[str]) -> bool:

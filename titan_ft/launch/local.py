@@ -123,15 +123,17 @@ class LocalRun:
 
     def _run(self) -> tuple[int, str]:
         plan = self.plan
-        self._events.emit(
-            LaunchStarted(
-                replicas=plan.num_replicas,
-                ranks_per_replica=plan.num_ranks,
-                spares=plan.options.spares,
-                job_id=plan.job_id,
-                config_file=str(plan.options.config),
-            )
+        started = LaunchStarted(
+            replicas=plan.num_replicas,
+            ranks_per_replica=plan.num_ranks,
+            spares=plan.options.spares,
+            job_id=plan.job_id,
+            config_file=str(plan.options.config),
+            changed=dict(plan.changes) or None,
         )
+        self._events.emit(started)
+        for change in started.allowed:
+            self.view.line(f"goes on with another value: {change}")
         self._lighthouse.poll()
         if not plan.options.no_zygote:
             self._start_zygote()

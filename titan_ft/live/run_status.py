@@ -34,7 +34,7 @@ def shape(groups: int, ranks: int = 0) -> str:
 
 # What the launcher prints by itself, so that `status.describe` leaves it out.
 _OF_LAUNCH: dict[type[ev.Event], Callable[[Any], str]] = {
-    ev.LaunchStarted: lambda e: f"launched: {shape(e.replicas, e.ranks_per_replica)}",
+    ev.LaunchStarted: lambda e: "; ".join([f"launched: {shape(e.replicas, e.ranks_per_replica)}", *e.allowed]),
     ev.LaunchStopping: lambda e: f"all groups are asked to leave: {e.reason}",
     ev.LaunchFinished: lambda e: f"over: {e.reason} (exit status {e.code})",
 }

@@ -10,8 +10,10 @@ when it has a value. Numbers that are not finite are null. The comment beside a 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -104,6 +106,20 @@ class Batches(msgspec.Struct, kw_only=True):
     first_batch: int  # number of the first one in its slot, from 0
     num_batches: int  # how many
     checksum: str  # CRC-32 over the bytes of their inputs and labels, hex
+
+
+class ChangedField(msgspec.Struct):
+    """A field of the config that differs between two launches of a run; null where it is not set."""
+
+    before: Any  # its value in the launch before
+    now: Any  # its value in this one
+    kind: str  # what the change may do: "harmless", or it changes the "arithmetic" or the "data"
+
+    def describe(self, name: str) -> str:
+        """Return the change of the field `name` in words."""
+        before, now = ("not set" if value is None else json.dumps(value) for value in (self.before, self.now))
+        kind = "" if self.kind == "harmless" else f", of the {self.kind}"
+        return f"{name} = {now} (was {before}{kind})"
 
 
 class Target(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -543,6 +559,15 @@ class LaunchStarted(LaunchEvent, kw_only=True):
     spares: int  # spare groups
     job_id: str  # name of the job at the lighthouse
     config_file: str | None = None  # path of the job's TOML, as it was given
+    # fields that differ from the launch that it goes on from, by their full names; only with --resume, where
+    # --resume-with has named those that are not harmless
+    changed: dict[str, ChangedField] | None = None
+
+    @property
+    def allowed(self) -> list[str]:
+        """Return the changes of the arithmetic and of the data, in words."""
+        changed = (self.changed or {}).items()
+        return [change.describe(name) for name, change in changed if change.kind != "harmless"]
 
 
 class LaunchStopping(LaunchEvent, kw_only=True):
@@ -685,7 +710,7 @@ def markdown() -> str:
             fields = [row for row in _rows(kind) if row[0] not in Event.__struct_fields__]
             parts.append(f"### `{_snake(kind.__name__)}`\n\n{_summary(kind)}\n")
             parts += [_table(*fields)] if fields else []
-    for part in (Batches, Setup, Target, WorkerConfig):
+    for part in (Batches, ChangedField, Setup, Target, WorkerConfig):
         parts.append(f"## {part.__name__}\n\n{_summary(part)}\n\n{_table(*_rows(part))}")
     return "\n".join(parts)
 

@@ -31,6 +31,23 @@ def read_config(*args: str) -> Any:
 @functools.cache  # a worker is a fork of a process that has read it
 def _read_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
     """Read the config whose TOML was last changed at this time (ns)."""
+    job_config = parse_config(args, toml)
+    ft_config.validate(job_config)
+    register_flavors(job_config.model.name)
+    _check_model(job_config)
+    return job_config
+
+
+def parse_config(args: Sequence[str], toml: str | None) -> Any:
+    """Put TOML, flags and defaults together, as torchtitan does; only names and types are checked.
+
+    Args:
+        args: torchtitan's flags, `--job.config_file` among them.
+        toml: path of that file; None if the flags name none.
+
+    Raises:
+        ConfigError: a name or a type is wrong.
+    """
     values: dict[str, Any] = {}
     if toml is not None:
         values = ft_config.load_toml(toml)
@@ -57,15 +74,11 @@ def _read_config(args: tuple[str, ...], toml: str | None, modified: int) -> Any:
         return usage.find_mistake(args, list(usage.flatten(schema)), _unknown_flag)
 
     try:
-        job_config: Any = usage.refusing(lambda: manager.parse_args(list(args)), explain)
+        return usage.refusing(lambda: manager.parse_args(list(args)), explain)
     except ConfigError:
         raise
     except ValueError as error:  # torchtitan's own rules
         raise ConfigError(" ".join(str(error).split())) from error
-    ft_config.validate(job_config)
-    register_flavors(job_config.model.name)
-    _check_model(job_config)
-    return job_config
 
 
 def _unknown_flag(name: str, known: list[str]) -> str:
