@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +27,13 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset  # noqa:
 from torchtitan.train import Trainer  # noqa: E402
 
 from tests.fake_accelerator import installed  # noqa: E402
+from titan_ft.config import FaultTolerance  # noqa: E402
 from titan_ft.replica.errors import Leaving  # noqa: E402
 from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
 from titan_ft.replica.round import NOTHING, Contribution  # noqa: E402
+from titan_ft.run.error_file import FILE_ENV, read_error  # noqa: E402
+from titan_ft.run.events import Event, Hung  # noqa: E402
 from titan_ft.semi_sync import RoundWork, SemiSyncTrainer  # noqa: E402
 from titan_ft.trainer import ReplicaTrainer  # noqa: E402
 from titan_ft.training.slot_loaders import iterate  # noqa: E402
@@ -182,6 +186,21 @@ def world() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_hang_is_told_to_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the reason of the end: three hangs in a row are a crash loop, whose line names them."""
+    path = tmp_path / "rank-0.error.json"
+    monkeypatch.setenv(FILE_ENV, str(path))
+    emitted: list[Event] = []
+    config = SimpleNamespace(fault_tolerance=FaultTolerance(hang_timeout_seconds=20))
+    this = trainer(job_config=config, _events=SimpleNamespace(emit=emitted.append), _num_committed=7)
+    ReplicaTrainer._tell_hang(this)
+    read = read_error(path)
+    assert read is not None
+    assert read.text == "HungError: no progress of the training thread for 20 s; its log has the stacks"
+    assert not read.transient
+    assert emitted == [Hung(step=7)]
 
 
 def test_the_state_after_a_validation_is_the_one_before_it(world: None) -> None:

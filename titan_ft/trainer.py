@@ -32,7 +32,7 @@ from titan_ft.config import check_replicate
 from titan_ft.replica.decision import Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
-from titan_ft.replica.errors import JobFinished, Leaving
+from titan_ft.replica.errors import HungError, JobFinished, Leaving
 from titan_ft.replica.feed import Feed, Reading
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
@@ -45,6 +45,7 @@ from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.replica.watchdog import Watchdog
 from titan_ft.round_settings import unit_of
+from titan_ft.run.error_file import write_error
 from titan_ft.run.events import Batches, CameTooLate, Drained, Hung, StartedAnew, TrainingFinished
 from titan_ft.run.paths import RunPaths
 from titan_ft.training import spec
@@ -106,9 +107,7 @@ class ReplicaTrainer(Trainer):
         self._feed = Feed(self._ledger, loaders.open, partial(iterate, self), self._events.emit)
         self._step_log = StepLog(self._events, self.metrics_processor, config.replica_id)
         # Made after the model is built: how long that may take is unknown, and it must not count as a hang.
-        self._watchdog = Watchdog(
-            config.hang_timeout_seconds, lambda: self._events.emit(Hung(step=self._num_committed))
-        )
+        self._watchdog = Watchdog(config.hang_timeout_seconds, self._tell_hang)
         if job_config.validation.enable:
             self._validate_together()
             self._shard_after_validation()
@@ -258,6 +257,12 @@ class ReplicaTrainer(Trainer):
                     rest.callback(self._chaos.close)
                 rest.callback(self._watchdog.close)
                 rest.callback(self._end_step_log)  # first: what it waits for may hang
+
+    def _tell_hang(self) -> None:
+        """Say that this rank ends because of a hang, to the run and to whoever may start it again."""
+        seconds = self.job_config.fault_tolerance.hang_timeout_seconds
+        write_error(HungError(f"no progress of the training thread for {seconds:g} s; its log has the stacks"))
+        self._events.emit(Hung(step=self._num_committed))
 
     def _end_step_log(self) -> None:
         try:

@@ -10,11 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-
-from titan_ft.run.error_file import FILE_ENV, read_error
 
 DEADLINE = 60.0  # seconds; only ever reached by a bug
 
@@ -62,17 +59,6 @@ stuck_in_a_lock()
     assert "stuck_in_a_lock" in errors
     assert "another_thread" in errors
     assert "hang_timeout_seconds" in errors.splitlines()[-1]
-
-
-def test_a_hang_is_told_to_the_supervisor(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the reason of the end: three hangs in a row are a crash loop, whose line names them."""
-    monkeypatch.setenv(FILE_ENV, str(tmp_path / "rank-0.error.json"))
-    process = start("Watchdog(0.5, told)\ntime.sleep(1000)\n")
-    process.communicate(timeout=DEADLINE)
-    read = read_error(tmp_path / "rank-0.error.json")
-    assert read is not None
-    assert read.text == "HungError: no progress of the training thread for 0.5 s; its log has the stacks"
-    assert not read.transient
 
 
 def test_last_words_come_in_their_order(start: Start) -> None:

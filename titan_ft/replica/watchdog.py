@@ -11,9 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from titan_ft.replica.errors import HungError
-from titan_ft.run.error_file import write_error
-
 _STDERR = 2  # the descriptor: sys.stderr may be replaced, or locked by the thread that hangs
 _TICKS = 20  # per timeout
 _BACKSTOP = 2.0  # timeouts
@@ -75,10 +72,7 @@ class Watchdog:
                 seen, idle = self._beats, 0
             else:
                 idle += 1
-        end_process(1, self._tell_supervisor, self._explain, self._on_hang)
-
-    def _tell_supervisor(self) -> None:
-        write_error(HungError(f"no progress of the training thread for {self._seconds:g} s; its log has the stacks"))
+        end_process(1, self._explain, self._on_hang)
 
     def _explain(self) -> None:
         """Print the stacks, then what to do."""
