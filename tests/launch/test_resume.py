@@ -529,6 +529,10 @@ def test_a_refusal_is_one_line(run: LaunchPlan) -> None:
         "titan-ft: --resume must keep the arithmetic and the data of the earlier launch, got"
     )
     assert ended.stderr.count("\n") == 1
+    named = [*command, "--resume-with", "lr", "--dry-run"]
+    shown = subprocess.run(named, capture_output=True, text=True, timeout=120, check=False)
+    assert "changed      optimizer.lr = 0.0008 (was 0.002, of the arithmetic)\n" in shown.stdout
+    assert "changed      metrics.log_freq = 10 (was 5)\n" in shown.stdout
     assert sorted(path for path in run.paths.root.rglob("*")) == before
 
 

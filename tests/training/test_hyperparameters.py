@@ -129,3 +129,14 @@ def test_what_an_optimizer_of_the_user_s_keeps_stays_loaded() -> None:
     group["weight_sum"] = 7.0
     made.hyperparameters.restore()
     assert group["weight_sum"] == 7.0
+
+
+def test_a_scheduler_of_the_user_s_keeps_what_it_has_loaded() -> None:
+    """One without torchtitan's function of the step: nobody here knows what its LR follows from."""
+    made = Training()
+    optimizer = next(iter(made.optimizers))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    kept = Hyperparameters(made.optimizers, [scheduler])
+    scheduler.base_lrs = [7.0]
+    kept.restore()
+    assert scheduler.base_lrs == [7.0]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchtitan.tools.logging import logger
 
 _OPTIMIZER_FIELDS = ("betas", "eps", "weight_decay", "foreach", "fused")
@@ -28,8 +28,10 @@ class Hyperparameters:
         schedulers: torchtitan's LRSchedulersContainer, likewise; one for each optimizer.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[LambdaLR]) -> None:
-        self._optimizers, self._schedulers = list(optimizers), list(schedulers)
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[LRScheduler]) -> None:
+        self._optimizers = list(optimizers)
+        # torchtitan knows this kind only; another one of the user's keeps what it has loaded.
+        self._schedulers = [scheduler for scheduler in schedulers if isinstance(scheduler, LambdaLR)]
         self._settings = [[_settings_of(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._base_lrs = [list(scheduler.base_lrs) for scheduler in self._schedulers]
 
