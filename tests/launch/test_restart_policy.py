@@ -180,6 +180,8 @@ def test_a_suspected_host_is_left_before_a_group_is_given_up() -> None:
         assert number == most
     policy = RestartPolicy(max_restarts=100, host_deaths=5)
     assert [isinstance(policy.decide(raised("E: a")), float) for _ in range(3)] == [True, True, False]
+    policy = RestartPolicy(max_restarts=100, host_deaths=5)
+    assert [isinstance(policy.decide(raised("HungError: x")), float) for _ in range(6)] == [True] * 5 + [False]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from titan_ft.run.error_file import kind_of
@@ -31,6 +32,22 @@ a restart too many costs less than a group that is given up.
 """
 _SHELL_OFFSET = 128
 """A shell, and a rank that ends at SIGTERM, report signal N as exit status 128 + N."""
+_OF_A_HOST = re.compile(
+    r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)|No CUDA GPUs are available"
+    r"|^HungError:",
+    re.IGNORECASE,
+)
+"""What PyTorch says of a GPU that is broken or gone (a mistake in the code has other CUDA errors); and
+a hang, which a GPU or a disk may cause."""
+
+
+def may_be_the_host(error: str | None) -> bool:
+    """Tell whether an end may be the host's fault.
+
+    Args:
+        error: the exception that ended the worker; None if it left none, as a crash in native code.
+    """
+    return error is None or _OF_A_HOST.search(error) is not None
 
 
 def kind_of_end(code: int, error: str | None) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_ft.launch.own_end import code_of, kind_of_end, name_end
+from titan_ft.launch.own_end import code_of, kind_of_end, may_be_the_host, name_end
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
     Drained,
@@ -240,10 +240,10 @@ class RestartPolicy:
     def _most_ends(self, end: AttemptEnd) -> int:
         """Return how many ends like this one make a crash loop.
 
-        An end without an exception may be the fault of the host. Where the group leaves a suspected
-        host, it has to die there often enough to do so before it is given up.
+        A crash may be the fault of the host. Where the group leaves a suspected host, it has to die
+        there often enough to do so before it is given up.
         """
-        if end.error is not None or not self.host_deaths:
+        if not (self.host_deaths and may_be_the_host(None if end.error is None else end.error.text)):
             return MAX_SAME_ENDS
         return max(MAX_SAME_ENDS, self.host_deaths + 1)
 

@@ -8,7 +8,6 @@ whatever runs there. The whole job's ends on the host count, for groups may foll
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -18,16 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ft.config import ConfigError
+from titan_ft.launch.own_end import may_be_the_host
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.run.events import WorkerExited
 from titan_ft.run.tail import EventTail
 
 _COMMAND_SECONDS = 60.0
-_GPU_FAILED = re.compile(
-    r"CUDA error: .*(ECC|NVLink|hardware|busy or unavailable|no CUDA-capable device)|No CUDA GPUs are available",
-    re.IGNORECASE,
-)
-"""What PyTorch says of a GPU that is broken or gone; a mistake in the code has other CUDA errors."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +85,12 @@ def counts_against_host(event: WorkerExited) -> bool:
     """Say whether the end of a worker may be its host's fault.
 
     Not that of one that was stopped because of another; nor where the config is wrong, the group must not come back,
-    the reason may go by itself, or a fault was injected. Nor is an exception, but for a GPU's own: a mistake in the
-    code would follow the group from host to host, until all were excluded.
+    the reason may go by itself, or a fault was injected. Nor is an exception, but for a hang and a GPU's own: a mistake
+    in the code would follow the group from host to host, until all were excluded.
     """
     if event.stopped or event.transient or event.code in (0, CONFIG_ERROR_CODE, FINAL_CODE):
         return False
-    return event.error is None or _GPU_FAILED.search(event.error) is not None
+    return may_be_the_host(event.error)
 
 
 class HostDeaths:
