@@ -12,7 +12,7 @@ from titan_ft.run.events import WorkerExited
 
 OWN_SIGNALS = frozenset(
     {
-        signal.SIGABRT,  # abort(): an assertion, an uncaught C++ exception, Gloo's checks, NCCL's watchdog
+        signal.SIGABRT,  # abort(): an assertion, an uncaught C++ exception, Gloo, NCCL's watchdog
         signal.SIGBUS,  # memory that is mapped and not there, such as a full /dev/shm
         signal.SIGFPE,
         signal.SIGILL,
@@ -37,8 +37,8 @@ _OF_A_HOST = re.compile(
     r"|^HungError:",
     re.IGNORECASE,
 )
-"""What PyTorch says of a GPU that is broken or gone (a mistake in the code has other CUDA errors); and
-a hang, which a GPU or a disk may cause."""
+"""What PyTorch says of a GPU that is broken or gone (a mistake in the code has other CUDA errors);
+and a hang, which a GPU or a disk may cause."""
 
 
 def may_be_the_host(error: str | None) -> bool:

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decide what may differ between a run's earlier launch and the one that goes on from its checkpoint.
+"""Decide what may differ between a run's launch and the one that goes on from its checkpoint.
 
 The effective values of both launches are compared: TOML, flags and defaults together. A field that
 only says how a run is carried out may change. A field of the arithmetic or of the data makes
@@ -29,7 +29,7 @@ from titan_ft.run.events import ChangedField
 from titan_ft.usage import refusing
 
 HEADER = "# titan-ft launch "
-"""Begins the lines of a run's config that name the commands of its launches; they stand above the TOML as given."""
+"""Begins the lines of a run's config that name the commands of its launches, above the TOML."""
 
 HARMLESS, ARITHMETIC, DATA = "harmless", "arithmetic", "data"
 """What a change of a field may do: `ChangedField.kind`."""
@@ -40,11 +40,12 @@ _WAITS = "how long somebody waits"
 _WATCHING = "what is told of a run"
 _SAVING = "when and how checkpoints are written"
 _NETWORK = "how groups reach each other"
+_NOT_READ = "not read where there is a checkpoint of the run"
 _ROUNDS = "what a round of a semi-synchronous method makes of the groups' steps"
 
-# Each field of the config by its table and name, or a whole table, with the reason. The longest name
-# that fits counts. A field that nothing here names, such as one of a user's config module, counts
-# as arithmetic: nobody here knows what it does.
+# Each field of the config by its table and name, or a whole table, with the reason. The longest
+# name that fits counts. A field that nothing here names, such as one of a user's config module,
+# counts as arithmetic: nobody here knows what it does.
 FIELDS: Mapping[str, Mapping[str, str]] = {
     HARMLESS: {
         "job": _WATCHING,
@@ -62,7 +63,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "training.gc_debug": _WATCHING,
         "training.dataloader.persistent_workers": _SPEED,
         "training.dataloader.pin_memory": _SPEED,
-        "training.dataloader.prefetch_factor": "how far workers read ahead; their place is that of the batch trained",
+        "training.dataloader.prefetch_factor": "how far workers read ahead of the batch that is trained",
         "parallelism.fsdp_reshard_after_forward": _SPEED,
         "parallelism.tensor_parallel_degree": _ROUNDING,
         "parallelism.disable_loss_parallel": _ROUNDING,
@@ -86,10 +87,10 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "checkpoint.enable_ft_dataloader_checkpoints": "of torchft's manager, which is not used",
         "checkpoint.folder": "it must hold a checkpoint, which says of which run it is",
         "checkpoint.interval": _SAVING,
-        "checkpoint.initial_load_path": "not read where there is a checkpoint of the run",
-        "checkpoint.initial_load_model_only": "not read where there is a checkpoint of the run",
-        "checkpoint.initial_load_in_hf": "not read where there is a checkpoint of the run",
-        "checkpoint.initial_load_in_hf_quantized": "not read where there is a checkpoint of the run",
+        "checkpoint.initial_load_path": _NOT_READ,
+        "checkpoint.initial_load_model_only": _NOT_READ,
+        "checkpoint.initial_load_in_hf": _NOT_READ,
+        "checkpoint.initial_load_in_hf_quantized": _NOT_READ,
         "checkpoint.last_save_model_only": _SAVING,
         "checkpoint.last_save_in_hf": _SAVING,
         "checkpoint.export_dtype": _SAVING,
@@ -107,7 +108,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         f"{TABLE}.process_group": _ROUNDING,
         f"{TABLE}.process_group_timeout_ms": _WAITS,
         f"{TABLE}.replica_id": "given to each group by titan-ft launch",
-        f"{TABLE}.min_replica_size": "whom a step waits for; it is the exact mean of those who took part",
+        f"{TABLE}.min_replica_size": "whom a step waits for; it is the mean of those who took part",
         f"{TABLE}.job_id": "each launch has a name of its own",
         f"{TABLE}.lighthouse": _NETWORK,
         f"{TABLE}.quorum_timeout_seconds": _WAITS,
@@ -128,7 +129,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         f"{TABLE}.transfer_connections": _SPEED,
         f"{TABLE}.transfer_timeout_seconds": _WAITS,
         f"{TABLE}.transfer_max_mbps": _SPEED,
-        f"{TABLE}.catch_up": "a group that replays updates comes to the bytes of those that made them",
+        f"{TABLE}.catch_up": "replayed updates lead to the bytes of those that made them",
         f"{TABLE}.catch_up_max_gb": _SPEED,
         f"{TABLE}.catch_up_max_steps": _SPEED,
         f"{TABLE}.drain_timeout_seconds": _WAITS,
@@ -149,8 +150,8 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "training.dtype": "what weights and optimizer are rounded to",
         "training.mixed_precision_param": "what a forward is rounded to",
         "training.mixed_precision_reduce": "what gradients are rounded to",
-        "checkpoint.exclude_from_loading": "what is not loaded begins anew: moments, schedule, the place in the data",
-        "activation_checkpoint.preserve_rng_state": "without it a dropout that is computed again draws anew",
+        "checkpoint.exclude_from_loading": "what is not loaded begins anew, such as the moments",
+        "activation_checkpoint.preserve_rng_state": "a recomputed dropout would draw anew",
         "debug.seed": "what is random from here on, such as dropout",
         "debug.moe_force_load_balance": "which expert a token goes to",
         "experimental": "code of the user's, which may change anything",
@@ -177,7 +178,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "training.seq_len": "how text is cut into sequences",
         "training.local_batch_size": "how sequences are cut into batches, which are counted",
         "training.global_batch_size": "how many sequences an update is made from",
-        "training.dataloader.num_workers": "each worker of a loader has a place of its own in the data",
+        "training.dataloader.num_workers": "each worker has a place of its own in the data",
         # These three only where their product differs, see `compare`.
         f"{TABLE}.group_size": "how the data is cut",
         "parallelism.data_parallel_replicate_degree": "how the data is cut",
@@ -227,7 +228,7 @@ class Command:
         return [*own, f"--{_REPLICAS}={self.replicas}", *self.flags]
 
     def is_same_as(self, other: Command) -> bool:
-        """Tell whether nothing can differ: same TOML but for its headers, same numbers, same flags."""
+        """Tell whether nothing can differ: TOML (but for its headers), numbers and flags are the same."""
         mine = (self.replicas, self.ranks, self.flags, without_headers(self.toml))
         return mine == (other.replicas, other.ranks, other.flags, without_headers(other.toml))
 
@@ -267,7 +268,7 @@ def read_command(config: Path) -> Command:
 
 
 Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Values, Values]]
-"""Takes the flags of an earlier launch and of this one; returns the values of both, the latter checked."""
+"""Takes the flags of an earlier launch and of this one; returns the values of both, these checked."""
 
 
 def find_changes(earlier: Command, now: Command, resolve: Resolve) -> tuple[Changes, str]:
@@ -284,7 +285,7 @@ def find_changes(earlier: Command, now: Command, resolve: Resolve) -> tuple[Chan
 
 
 def resolve_in_child(earlier: Sequence[str], now: Sequence[str]) -> tuple[Values, Values]:
-    """Resolve the flags of two launches in a process of its own: the launcher never imports torchtitan.
+    """Resolve the flags of two launches in another process: the launcher never imports torchtitan.
 
     Raises:
         ConfigError: there is a mistake in the config.
@@ -373,7 +374,7 @@ def kind_of_field(name: str) -> str:
 
 
 def lr_schedule_note(before: Values, now: Values) -> str:
-    """Return a line if the LR schedule becomes another one because the run becomes longer, or shorter."""
+    """Return a line if the LR schedule becomes another one because the run's length does."""
     old, new = before[_STEPS], now[_STEPS]
     follows = before[_TOTAL_STEPS] is None and now[_TOTAL_STEPS] is None
     is_constant = now["lr_scheduler.min_lr_factor"] == 1.0 or now["lr_scheduler.decay_ratio"] == 0.0
@@ -392,7 +393,7 @@ def lr_schedule_note(before: Values, now: Values) -> str:
 
 
 def check_allowed(changes: Changes, named: Sequence[str]) -> None:
-    """Check that `--resume-with` names each change of the arithmetic and of the data, and nothing else.
+    """Check that `--resume-with` names each change that is not harmless, and only changes.
 
     Args:
         named: what it names; full names, or the last part of them.

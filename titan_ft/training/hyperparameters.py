@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The optimizers' settings of this launch, which a checkpoint of an earlier one must not replace."""
+"""The optimizers' settings of this launch, which a checkpoint must not replace."""
 
 from __future__ import annotations
 

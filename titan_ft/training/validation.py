@@ -19,7 +19,7 @@ TO_THE_END = -1
 
 
 class ValidationBatches:
-    """Stands in for the loader of torchtitan's validator, which iterates it once in each validation.
+    """Stands in for the loader of torchtitan's validator, which iterates it in each validation.
 
     With `validation.steps = -1` torchtitan lets each data rank read its own share to the end. The
     shares are not equally long: the rank whose share ends first went on to the next collective
