@@ -1,0 +1,198 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A replica group of one rank with its checkpoints, and no other group: what the tests of checkpoints train."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.event_builder import untyped
+from titan_ft import device
+from titan_ft.run.events import Event
+
+device.prepare()
+
+from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
+from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
+from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
+from torchtitan.config import Checkpoint  # noqa: E402
+
+from titan_ft.config import FaultTolerance  # noqa: E402
+from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
+from titan_ft.replica.position import Position  # noqa: E402
+from titan_ft.training.checkpoint import ReplicaCheckpoints  # noqa: E402
+
+LINEAGE = 0xABCDEF
+
+
+class Progress:
+    """What torchtitan's Trainer is as a Stateful."""
+
+    def __init__(self) -> None:
+        self.step = self.ntokens_seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"]
+
+
+class Events:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, event: Event) -> None:
+        fields = untyped(event)
+        self.told.append((fields.pop("event"), fields))
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.told if event == name]
+
+
+class Run:
+    """A group of one rank: its state, its checkpoints and their host."""
+
+    def __init__(
+        self,
+        base: Path,
+        *,
+        slots: int = 2,
+        slot: int = 0,
+        flavor: str = "tiny",
+        dataset: str = "austen",
+        adapter: Any = None,
+        method: dict[str, Any] = {},  # noqa: B006  # read only
+        job_id: str = "",
+        load_step: int = -1,
+        **more: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 3)
+        optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
+        schedulers = LRSchedulersContainer(optimizers, lambda step: 1 / (step + 1))
+        self.optimizers, self.schedulers = optimizers, schedulers
+        self.progress = Progress()
+        self.ledger, self.events = Ledger(slots), Events()
+        self.position = Position()
+        self.is_writer, self.heals = True, False
+        self.outer, self.per_round = None, 1
+        self.lent: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.gathered: list[int] = []
+        self.claimed = -1  # step that this group said it can load
+        self.loaded: list[int] = []  # steps, as the state is when `on_load` is called
+        self.config = SimpleNamespace(
+            model=SimpleNamespace(name="llama3", flavor=flavor),
+            training=SimpleNamespace(dataset=dataset, seq_len=32),
+            checkpoint=SimpleNamespace(load_step=load_step),
+            fault_tolerance=FaultTolerance(
+                replica_id=slot, job_id=job_id, drain_timeout_seconds=10.0, **method
+            ),
+        )
+        self.checkpoints = ReplicaCheckpoints(
+            dataloader=object(),
+            model_parts=[self.model],
+            optimizers=optimizers,
+            lr_schedulers=schedulers,
+            states={"train_state": self.progress},
+            checkpoint_config=Checkpoint(**{"enable": True, "interval": 5, "last_save_model_only": False, **more}),
+            sd_adapter=adapter,
+            base_folder=str(base),
+        )
+        self.folder = Path(self.checkpoints.folder) if more.get("enable", True) else base / "checkpoint"
+        self.checkpoints.attach(self)  # type: ignore[arg-type]
+
+    # The host
+
+    def heals_instead(self, step: int) -> bool:
+        self.claimed = step
+        return self.heals
+
+    def on_load(self) -> None:
+        self.loaded.append(self.progress.step)
+
+    def updates(self, step: int) -> int:
+        return -(-step // self.per_round)
+
+    def steps(self, updates: int) -> int:
+        return updates * self.per_round
+
+    def gather(self, value: int) -> list[int]:
+        self.gathered.append(value)
+        return [value]
+
+    # What a test does with it
+
+    def load(self) -> bool:
+        """Load as the trainer does: by `checkpoint.load_step`."""
+        return self.checkpoints.load(self.config.checkpoint.load_step)
+
+    def train(self, until: int) -> None:
+        """Make steps and offer each for saving."""
+        while self.progress.step < until:
+            self.step()
+            self.checkpoints.save(self.progress.step)
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 4)).square().sum().backward()
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        self.schedulers.step()
+        self.progress.step += self.per_round
+        self.progress.ntokens_seen += 64
+        self.position.start_at(self.updates(self.progress.step))
+        self.position.restore(LINEAGE + self.progress.step)
+        slots = range(self.ledger.num_slots)
+        entries = [Entry(slot, self.ledger.end(slot), 1, b"place %d" % self.progress.step) for slot in slots]
+        self.ledger.advance(entries, slots)
+
+    def settle(self) -> None:
+        """Wait for the save under way; on a slow machine it may be over, and settled, when `save` returns."""
+        save = self.checkpoints._under_way
+        if save is not None:
+            concurrent.futures.wait([save.done], timeout=60)
+
+    def values(self) -> dict[str, Any]:
+        """The state by value."""
+        optimizer = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in self.optimizers.state_dict().items()
+        }
+        return {
+            "weight": self.model.weight.detach().clone(),
+            "optimizer": optimizer,
+            "scheduler": self.schedulers.state_dict()["last_epoch"],
+            "progress": self.progress.state_dict(),
+            "ledger": self.ledger.shards(),
+            "lineage": self.position.lineage,
+        }
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError("No space left on device")
+
+
+class Gate:
+    """Holds back the writing of data until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, write = threading.Event(), FileSystemWriter.write_data
+
+        def wait(*args: Any) -> Any:
+            assert self.open.wait(60)
+            return write(*args)
+
+        monkeypatch.setattr(FileSystemWriter, "write_data", wait)
