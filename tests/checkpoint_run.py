@@ -7,6 +7,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.event_builder import untyped
 from titan_ft import device
@@ -21,17 +23,27 @@ from titan_ft.run.events import Event
 
 device.prepare()
 
-from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
+from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageReader  # noqa: E402
+from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft.config import FaultTolerance  # noqa: E402
+from titan_ft.replica.feed import save_loader  # noqa: E402
 from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
+from titan_ft.training import checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import ReplicaCheckpoints  # noqa: E402
+from titan_ft.training.checkpoint_folder import is_complete  # noqa: E402
+from titan_ft.training.checkpoint_load import Load  # noqa: E402
 
 LINEAGE = 0xABCDEF
+
+
+def loader_state(place: int) -> bytes:
+    """Return the state of a loader that has come to a place, as the feed packs it."""
+    return save_loader(SimpleNamespace(state_dict=lambda: {"place": place}))
 
 
 class Progress:
@@ -94,9 +106,7 @@ class Run:
             model=SimpleNamespace(name="llama3", flavor=flavor),
             training=SimpleNamespace(dataset=dataset, seq_len=32),
             checkpoint=SimpleNamespace(load_step=load_step),
-            fault_tolerance=FaultTolerance(
-                replica_id=slot, job_id=job_id, drain_timeout_seconds=10.0, **method
-            ),
+            fault_tolerance=FaultTolerance(replica_id=slot, job_id=job_id, drain_timeout_seconds=10.0, **method),
         )
         self.checkpoints = ReplicaCheckpoints(
             dataloader=object(),
@@ -152,7 +162,8 @@ class Run:
         self.position.start_at(self.updates(self.progress.step))
         self.position.restore(LINEAGE + self.progress.step)
         slots = range(self.ledger.num_slots)
-        entries = [Entry(slot, self.ledger.end(slot), 1, b"place %d" % self.progress.step) for slot in slots]
+        state = loader_state(self.progress.step)
+        entries = [Entry(slot, self.ledger.end(slot), 1, state) for slot in slots]
         self.ledger.advance(entries, slots)
 
     def settle(self) -> None:
@@ -160,6 +171,17 @@ class Run:
         save = self.checkpoints._under_way
         if save is not None:
             concurrent.futures.wait([save.done], timeout=60)
+
+    def wait_for_purge(self) -> None:
+        """Wait until what is to be deleted is deleted."""
+        deadline = time.monotonic() + 30
+        while any("purged" in name for name in self.names()):
+            assert time.monotonic() < deadline, self.names()
+            time.sleep(0.01)
+
+    def names(self) -> list[str]:
+        """Return what is in the folder of checkpoints."""
+        return sorted(path.name for path in self.folder.iterdir())
 
     def values(self) -> dict[str, Any]:
         """The state by value."""
@@ -196,3 +218,80 @@ class Gate:
             return write(*args)
 
         monkeypatch.setattr(FileSystemWriter, "write_data", wait)
+
+
+class Ranks:
+    """The ranks of one group, which load at the same time; reading the data itself is left out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Run], number: int = 2) -> None:
+        self.runs = [make_run() for _ in range(number)]
+        self.loaded: list[str | None] = [None] * number  # name of the folder
+        self._rank = threading.local()
+        self._barrier = threading.Barrier(number, timeout=20)
+        self._told = [0] * number
+        for run in self.runs:
+            run.gather = self._gather  # type: ignore[method-assign]
+        monkeypatch.setattr(dist, "get_rank", lambda *_: self.rank)
+        monkeypatch.setattr(CheckpointManager, "dcp_load", self._load)
+        monkeypatch.setattr(Load, "check", lambda *_: None)
+
+    @property
+    def rank(self) -> int:
+        """Return the rank whose thread asks; 0 for the test's own."""
+        return getattr(self._rank, "number", 0)
+
+    def load(self, step: int = -1) -> list[BaseException | None]:
+        """Let all ranks load; returns with what each of them failed."""
+
+        def load(rank: int) -> BaseException | None:
+            self._rank.number = rank
+            try:
+                self.runs[rank].checkpoints.load(step)
+            except Exception as error:  # noqa: BLE001  # the test's to judge
+                return error
+            return None
+
+        with concurrent.futures.ThreadPoolExecutor(len(self.runs)) as threads:
+            return list(threads.map(load, range(len(self.runs))))
+
+    def _gather(self, value: int) -> list[int]:
+        self._told[self.rank] = value
+        self._barrier.wait()
+        told = [*self._told]
+        self._barrier.wait()
+        return told
+
+    def _load(self, state_dict: dict[str, Any], checkpoint_id: str, *_: Any) -> None:
+        self.loaded[self.rank] = Path(checkpoint_id).name
+
+    def see(self, monkeypatch: pytest.MonkeyPatch, when: Callable[[Path], bool]) -> None:
+        """Let rank 1 see a folder only if `when` says so."""
+
+        def is_complete_here(folder: Path) -> bool:
+            return is_complete(folder) and (self.rank == 0 or when(folder))
+
+        monkeypatch.setattr(checkpoint_choice, "is_complete", is_complete_here)
+
+
+class Exporter:
+    """An adapter to Hugging Face's format, for any model."""
+
+    fqn_to_index_mapping: dict[Any, int] | None = None
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses, self.calls = refuses, 0
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        self.calls += 1
+        if self.refuses:
+            raise KeyError("layers.7.router.weight")
+        return {f"model.{name}": value for name, value in state.items()}
+
+    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("model."): value for name, value in state.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+        return HuggingFaceStorageReader(path)
+
+
+EXPORT: dict[str, Any] = {"last_save_in_hf": True, "last_save_model_only": True}

@@ -297,8 +297,8 @@ MUTATIONS = [
         "each rank lists the folder of checkpoints by itself",
         _one(
             "titan_ft.training.checkpoint_choice",
-            "rank == 0 else NONE, folder, gather))[0]",
-            "True else NONE, folder, gather))[rank]",
+            "if rank == 0 else Choice(NONE), folder, gather)\n        step = gather(choice.step)[0]",
+            "if True else Choice(NONE), folder, gather)\n        step = gather(choice.step)[rank]",
         ),
         ("checkpoint",),
         ("ranks never part", "no state given up", "liveness"),

@@ -41,6 +41,7 @@ from titan_ft.round_settings import quantizes
 from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint_choice import (
     NONE,
+    Wish,
     agree_on_step,
     check_same_state,
     check_still_there,
@@ -233,7 +234,8 @@ class Rank:
         if world.folder is None:
             self.found = NONE
         else:
-            self.found = agree_on_step(folder.PATH, -1, None, self.number, self._group.gather)
+            wish = Wish(folder.PATH, inspect=lambda _: "")
+            self.found = agree_on_step(wish, self.number, self._group.gather).step
             world.chose(self, self.found)
         address = f"{world.host(self.node)}:{9000 + self.group.attempt}"
         server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import errno
 import functools
 import itertools
 import json
+import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint_run import LINEAGE, Gate, Run, assert_equal, fail
+from tests.checkpoint_run import EXPORT, LINEAGE, Exporter, Gate, Ranks, Run, assert_equal, fail, loader_state
 from titan_ft import device
 
 device.prepare()
@@ -31,7 +32,6 @@ import safetensors.torch  # noqa: E402
 from torch.distributed.checkpoint import (  # noqa: E402
     FileSystemReader,
     FileSystemWriter,
-    HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
     _consolidate_hf_safetensors,
 )
@@ -51,7 +51,6 @@ from titan_ft.training.checkpoint_folder import (  # noqa: E402
     MANIFEST,
     Manifest,
     complete_steps,
-    is_complete,
     publish,
     writer_of,
 )
@@ -85,10 +84,13 @@ def test_a_checkpoint_brings_everything_back(make_run: Callable[..., Run], mode:
 
 
 def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[..., Run]) -> None:
-    """A manifest lies beside the data; per-rank loader states are not in the data."""
+    """A manifest lies beside the data; the data has the ledger, and what stock torchtitan reads in its place."""
     run = make_run()
     run.train(5)
     manifest = json.loads((run.folder / "step-5" / MANIFEST).read_text())
+    assert len(manifest.pop("save_id")) == 32
+    digests = manifest.pop("digests")
+    assert digests.keys() == {"model", "optimizer", "lr_scheduler", "train_state", "dataloader", "titan_ft"}
     assert manifest | {"version": ""} == {
         "step": 5,
         "lineage": f"{LINEAGE + 5:012x}",
@@ -99,12 +101,14 @@ def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[...
         "model_only": False,
         "writer": "group-0",
         "round_steps": 1,
+        "job_id": "",
+        "load_step": -1,
         "version": "",
     }
     keys = FileSystemReader(run.folder / "step-5").read_metadata().state_dict_metadata
-    assert {key for key in keys if key.startswith("dataloader")} == {
-        f"dataloader.{slot}.{name}" for slot in (0, 1) for name in ("batches", "state")
-    }
+    ledger = {f"dataloader.{slot}.{name}" for slot in (0, 1) for name in ("batches", "state")}
+    stock = {"dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size"}
+    assert {key for key in keys if key.startswith("dataloader")} == ledger | stock
     assert [path.name for path in run.folder.iterdir()] == ["step-5"]
 
 
@@ -378,30 +382,6 @@ def test_a_last_save_that_fails_ends_the_group_once_the_others_need_it_no_more(
     assert not raised.value.restart
 
 
-class Exporter:
-    """An adapter to Hugging Face's format, for any model."""
-
-    fqn_to_index_mapping: dict[Any, int] | None = None
-
-    def __init__(self, refuses: bool = False) -> None:
-        self.refuses, self.calls = refuses, 0
-
-    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
-        self.calls += 1
-        if self.refuses:
-            raise KeyError("layers.7.router.weight")
-        return {f"model.{name}": value for name, value in state.items()}
-
-    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
-        return {name.removeprefix("model."): value for name, value in state.items()}
-
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
-        return HuggingFaceStorageReader(path)
-
-
-EXPORT: dict[str, Any] = {"last_save_in_hf": True, "last_save_model_only": True}
-
-
 def test_the_last_save_in_hugging_faces_format(make_run: Callable[..., Run]) -> None:
     """What is written is the model, converted once, as one file of that format."""
     run = make_run(adapter=Exporter(), **EXPORT)
@@ -622,16 +602,23 @@ def test_an_incomplete_checkpoint_is_never_loaded(make_run: Callable[..., Run]) 
 
 
 def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run]) -> None:
-    """Another writer's remains of the same step do not matter; those of earlier steps go with the next checkpoint."""
+    """A save takes the remains of its own group with it, and those that nobody has written for long."""
     run = make_run()
-    for name in ("partial-3-group-1", "partial-5-group-0", "partial-5-group-1", "step-5"):
+    for name in ("partial-3-group-0", "partial-3-group-1", "partial-5-group-0", "partial-5-group-1", "step-5"):
         (run.folder / name).mkdir(parents=True)
         (run.folder / name / "__7_0.distcp").touch()
     run.train(5)
-    assert sorted(path.name for path in run.folder.iterdir()) == ["partial-5-group-1", "step-5"]
+    run.wait_for_purge()
+    # Another group may be writing just now, also of an earlier step: its save takes as long as it takes.
+    assert run.names() == ["partial-3-group-1", "partial-5-group-1", "step-5"]
     assert not (run.folder / "step-5" / "__7_0.distcp").exists()
+    long_ago = time.time() - 3700
+    for path in (run.folder / "partial-3-group-1", run.folder / "partial-3-group-1" / "__7_0.distcp"):
+        os.utime(path, (long_ago, long_ago))
+    os.utime(run.folder / "partial-5-group-1", (long_ago, long_ago))  # but not the file that is written in it
     run.train(10)
-    assert sorted(path.name for path in run.folder.iterdir()) == ["step-10", "step-5"]
+    run.wait_for_purge()
+    assert run.names() == ["partial-5-group-1", "step-10", "step-5"]
 
 
 def test_a_step_can_be_saved_again(make_run: Callable[..., Run]) -> None:
@@ -742,58 +729,6 @@ def test_purge_counts_complete_checkpoints(make_run: Callable[..., Run]) -> None
 
 
 # Ranks of one group
-
-
-class Ranks:
-    """The ranks of one group, which load at the same time; reading the data itself is left out."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Run], number: int = 2) -> None:
-        self.runs = [make_run() for _ in range(number)]
-        self.loaded: list[str | None] = [None] * number  # name of the folder
-        self._rank = threading.local()
-        self._barrier = threading.Barrier(number, timeout=20)
-        self._told = [0] * number
-        for run in self.runs:
-            run.gather = self._gather  # type: ignore[method-assign]
-        monkeypatch.setattr(dist, "get_rank", lambda *_: self.rank)
-        monkeypatch.setattr(CheckpointManager, "dcp_load", self._load)
-
-    @property
-    def rank(self) -> int:
-        """Return the rank whose thread asks; 0 for the test's own."""
-        return getattr(self._rank, "number", 0)
-
-    def load(self, step: int = -1) -> list[BaseException | None]:
-        """Let all ranks load; returns with what each of them failed."""
-
-        def load(rank: int) -> BaseException | None:
-            self._rank.number = rank
-            try:
-                self.runs[rank].checkpoints.load(step)
-            except Exception as error:  # noqa: BLE001  # the test's to judge
-                return error
-            return None
-
-        with concurrent.futures.ThreadPoolExecutor(len(self.runs)) as threads:
-            return list(threads.map(load, range(len(self.runs))))
-
-    def _gather(self, value: int) -> list[int]:
-        self._told[self.rank] = value
-        self._barrier.wait()
-        told = [*self._told]
-        self._barrier.wait()
-        return told
-
-    def _load(self, state_dict: dict[str, Any], checkpoint_id: str, *_: Any) -> None:
-        self.loaded[self.rank] = Path(checkpoint_id).name
-
-    def see(self, monkeypatch: pytest.MonkeyPatch, when: Callable[[Path], bool]) -> None:
-        """Let rank 1 see a folder only if `when` says so."""
-
-        def is_complete_here(folder: Path) -> bool:
-            return is_complete(folder) and (self.rank == 0 or when(folder))
-
-        monkeypatch.setattr(checkpoint_choice, "is_complete", is_complete_here)
 
 
 def test_a_checkpoint_that_comes_between_two_looks(
@@ -966,8 +901,8 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
 
-    def load(*_: Any) -> None:
-        ranks.runs[ranks.rank].checkpoints.host.position.restore(7 + ranks.rank)
+    def load(_: Any, state_dict: dict[str, Any], *__: Any) -> None:
+        state_dict["titan_ft"]["lineage"] = 7 + ranks.rank
 
     monkeypatch.setattr(CheckpointManager, "dcp_load", load)
     for error in ranks.load():
@@ -1177,7 +1112,7 @@ def test_the_same_shards_in_other_groups_go_on(make_run: Callable[..., Run]) -> 
     run = make_run(slots=4)
     run.train(5)
     for slot in (0, 1, 2, 3):
-        run.ledger.advance([Entry(slot, 5, slot, b"slot %d" % slot)], [])
+        run.ledger.advance([Entry(slot, 5, slot, loader_state(slot))], [])
     run.progress.step = 9
     run.train(10)
     for rank in (0, 1):
@@ -1289,15 +1224,6 @@ def test_excluded_data_begins_anew(make_run: Callable[..., Run]) -> None:
     assert "exclude_from_loading" in reset["reason"]
     with pytest.raises(ConfigError, match="nonsense not found"):
         make_run(exclude_from_loading=["nonsense"]).checkpoints.load()
-
-
-def test_a_damaged_manifest_is_refused(make_run: Callable[..., Run]) -> None:
-    """It is named; nobody guesses."""
-    run = make_run()
-    run.train(5)
-    (run.folder / "step-5" / MANIFEST).write_text("{")
-    with pytest.raises(ConfigError, match=f"{MANIFEST} must be a manifest"):
-        make_run().checkpoints.load()
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,12 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.DataReset: lambda e, u: f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}",
     ev.CheckpointLoaded: lambda e, u: f"went on from the checkpoint of step {e.step:,}",
     ev.CheckpointFailed: lambda e, u: f"the checkpoint of step {e.step:,} could not be written: {e.error}",
+    ev.CheckpointSkipped: lambda e, u: (
+        f"the checkpoint of step {e.step:,} is damaged, and that of step {e.instead:,} was loaded instead: {e.reason}"
+    ),
+    ev.CheckpointSetAside: lambda e, u: (
+        f"a checkpoint of a branch that the job went back before is {e.folder} now, since the save of step {e.step:,}"
+    ),
     ev.CheckpointWithdrawn: lambda e, u: f"the checkpoint of step {e.step:,} was removed: its state was corrupt",
     ev.ReplicaGaveUp: lambda e, u: f"was not started again: {e.reason}",
     ev.SpareTookOver: lambda e, u: "a spare took its place",

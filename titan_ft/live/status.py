@@ -173,6 +173,10 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.Drained: lambda e, u: f"left after {u.name(e.step)}{_because(e.reason)}",
     ev.ForeignMember: lambda e, u: f"leaves {e.member} aside{_because(e.reason)}",
     ev.StartedAnew: lambda e, u: "starts anew from step 0: no group holds the state of its earlier attempt",
+    ev.CheckpointSkipped: lambda e, u: (
+        f"goes on from the checkpoint of step {e.instead}, for that of step {e.step} is damaged{_because(e.reason)}"
+    ),
+    ev.CheckpointSetAside: lambda e, u: f"set a checkpoint of another branch aside as {e.folder}",
     ev.CheckpointLoaded: lambda e, u: f"goes on from the checkpoint of step {e.step}",
     ev.CheckpointSaved: lambda e, u: f"saved the checkpoint of step {e.step}",
     ev.LoaderChecked: lambda e, u: (

@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
@@ -309,12 +309,7 @@ class TrainState:
         Returns:
             32 hex digits, equal on CPU and GPU for equal bytes.
         """
-        names, sums = [], []
-        for name, tensor, _ in self._tensors(self._agreed):
-            shard = local(tensor)
-            names.append([name, str(shard.dtype), list(shard.shape)])
-            sums.append(_lane_sum(shard))
-        values = [value.item() for value in _to_host(sums)]
+        names, values = hash_tensors((name, tensor) for name, tensor, _ in self._tensors(self._agreed))
         groups = [_plain(group) for optimizer in self._agreed for group in optimizer.param_groups]
         text = json.dumps([names, values, groups], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -470,6 +465,20 @@ def _to_host(scalars: list[torch.Tensor]) -> list[torch.Tensor]:
         for place, value in zip(places, torch.stack([scalars[place] for place in places]).cpu(), strict=True):
             result[place] = value
     return result
+
+
+def hash_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list[Any]], list[int]]:
+    """Hash the bytes of this rank's shards where they live.
+
+    Returns:
+        Name, dtype and shape of each shard, and the 64-bit hash of its bytes; see `TrainState.digest`.
+    """
+    names, sums = [], []
+    for name, tensor in tensors:
+        shard = local(tensor)
+        names.append([name, str(shard.dtype), list(shard.shape)])
+        sums.append(_lane_sum(shard))
+    return names, [int(value.item()) for value in _to_host(sums)]
 
 
 def _lane_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -478,6 +478,21 @@ class CheckpointWithdrawn(RankEvent, kw_only=True):
     step: int  # torchtitan's step after which it was
 
 
+class CheckpointSkipped(RankEvent, kw_only=True):
+    """Rank 0: a damaged checkpoint is passed over for an older one, or for the one of load_step."""
+
+    step: int  # torchtitan's step after which the damaged one is
+    reason: str  # what is wrong with it
+    instead: int  # step of the checkpoint that is loaded
+
+
+class CheckpointSetAside(RankEvent, kw_only=True):
+    """Rank 0 of the writing group: a checkpoint of a branch that the job went back before is renamed."""
+
+    step: int  # torchtitan's step after which the checkpoint is that was saved just now
+    folder: str  # new name of the other one, in the folder of checkpoints
+
+
 class CheckpointLoaded(RankEvent, kw_only=True):
     """The worker goes on from a checkpoint."""
 

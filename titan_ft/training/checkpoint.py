@@ -6,102 +6,88 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import importlib
 import os
+import queue
 import shutil
 import textwrap
+import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components import checkpoint as stock
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError
-from titan_ft.replica.errors import FinalError
-from titan_ft.replica.ledger import Ledger
 from titan_ft.round_settings import steps_per_round
-from titan_ft.run.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved, CheckpointWithdrawn, DataReset
+from titan_ft.run.events import (
+    CheckpointFailed,
+    CheckpointLoaded,
+    CheckpointSaved,
+    CheckpointSetAside,
+    CheckpointSkipped,
+    CheckpointWithdrawn,
+    DataReset,
+)
 from titan_ft.training.checkpoint_choice import (
     NONE,
+    Choice,
+    LoadError,
+    Wish,
     agree_on_step,
     check_same_state,
     check_still_there,
-    together,
 )
+from titan_ft.training.checkpoint_damage import find_defect, one_line
+from titan_ft.training.checkpoint_digest import take_digests
 from titan_ft.training.checkpoint_export import (
     Converted,
+    ExportError,
     check_export,
     check_import,
-    check_importable,
+    describe_tensors,
+    gather_tensors,
     merge_together,
 )
 from titan_ft.training.checkpoint_folder import (
-    ELSEWHERE,
+    LATEST,
+    DamagedError,
     Manifest,
-    check_model,
-    check_rounds,
     complete_steps,
-    data_change,
     discard,
     partial_folder,
     publish,
+    take_abandoned,
     writer_of,
 )
 from titan_ft.training.checkpoint_host import CheckpointHost
+from titan_ft.training.checkpoint_load import OUTER_STATE, QUORUM_STATE, Load
+from titan_ft.training.checkpoint_save import (
+    ELSEWHERE_IN_GROUP,
+    PartError,
+    Save,
+    SaveError,
+    SaveState,
+    agree_on_reason,
+    describe_latest,
+    explain,
+    latest_due,
+)
+from titan_ft.training.checkpoint_states import QuorumState, Shards, stock_loaders
 
-QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
-OUTER_STATE = "outer"  # the outer optimizer's, with a semi-synchronous method
 T = TypeVar("T")
-
-
-ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
-
-
-class SaveError(FinalError):
-    """The last step could not be saved as it was asked for.
-
-    Training is over. A group that was started again would make the steps since its last checkpoint once more, only to
-    fail at the same save.
-    """
-
-
-class _PartError(Exception):
-    """A part of a save failed on a rank of this group; raised on all of them."""
-
-
-class _State(IntEnum):
-    UNDER_WAY = 0
-    COMPLETE = 1
-    FAILED = 2
-
-
-@dataclass
-class _Save:
-    """A save of this group; `done` once its checkpoint is published, as far as this rank knows."""
-
-    step: int
-    updates: int  # committed ones in its state
-    started: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0
-    done: Future[None] = field(default_factory=Future)
-
-    @property
-    def state(self) -> _State:
-        if not self.done.done():
-            return _State.UNDER_WAY
-        return _State.COMPLETE if self.done.exception() is None else _State.FAILED
 
 
 class ReplicaCheckpoints(CheckpointManager):
@@ -112,38 +98,43 @@ class ReplicaCheckpoints(CheckpointManager):
     """
 
     folder: str
+    purge_thread: threading.Thread | None
     sd_adapter: Any
     last_save_in_hf: bool
     last_save_model_only: bool
 
     def __init__(self, **kwargs: Any) -> None:
         self._host: CheckpointHost | None = None
-        self._under_way: _Save | None = None
+        self._under_way: Save | None = None
+        self._load: Load | None = None
         self._published: dict[int, int] = {}  # steps that this process saved, with the updates in their state
-        self._failed: _Save | None = None  # the latest save of this group that did
+        self._failed: Save | None = None  # the latest save of this group that did
         self._failure = ""  # why it did
         self._last_failure: SaveError | None = None
         self._num_shards = 0
-        self._reset = ""  # why the data begins anew after the load under way
         check_export(kwargs["checkpoint_config"], kwargs["sd_adapter"])
         check_import(kwargs["checkpoint_config"], kwargs["sd_adapter"])
         try:
             # In place of the loaders' states the ledger's shards are saved.
             super().__init__(**{**kwargs, "dataloader": None})
         except ValueError as error:
-            raise ConfigError(f"checkpoint: {_one_line(error)}") from error
+            raise ConfigError(f"checkpoint: {one_line(error)}") from error
         if self.enable_staging and not torch.accelerator.is_available():
             raise ConfigError(
                 f'checkpoint.async_mode must be "disabled" or "async" without a GPU, got {self.async_mode.value!r}; '
                 "the staging of the other modes is for GPUs"
             )
+        if self.enable and self.purge_thread is None:  # torchtitan has one with keep_latest_k only
+            self.purge_queue: queue.Queue[Any] = queue.Queue()
+            self.purge_thread = threading.Thread(target=stock.purge_thread, args=(self.purge_queue,), daemon=True)
+            self.purge_thread.start()
 
     def attach(self, host: CheckpointHost) -> None:
         """Connect to the replica dimension. All ranks of a group."""
         self._host = host
         if self.enable:
-            self.states[DATALOADER] = _Shards(host.ledger)
-            self.states[QUORUM_STATE] = _QuorumState(host)
+            self.states[DATALOADER] = Shards(host.ledger)
+            self.states[QUORUM_STATE] = QuorumState(host.position)
             if host.outer is not None and host.outer.has_state:
                 self.states[OUTER_STATE] = host.outer
             # Shards are numbered from 0 through the whole job; the last data rank of a group has the largest number.
@@ -160,19 +151,31 @@ class ReplicaCheckpoints(CheckpointManager):
         """Return what this group is called as a writer of checkpoints."""
         return f"group-{self.host.config.fault_tolerance.replica_id}"
 
-    def load(self, step: int = -1) -> bool:
-        """Load the latest complete checkpoint (or that of `step`), unless the job goes on in other groups.
+    def load(self, step: int = LATEST) -> bool:
+        """Load the latest sound checkpoint (or that of `step`), unless the job goes on in other groups.
+
+        A job that begins at `step` goes on from what it has saved since: a start after a failure is
+        no reason to go back there again.
 
         Raises:
-            ConfigError: the checkpoint is not one of this run, or not complete.
-            LoadError: it cannot be read, or has vanished.
+            ConfigError: the checkpoint is not one of this run, or not complete, or no sound one is left.
+            LoadError: it cannot be read, is damaged, or has vanished; the next start may find another one.
         """
         if not self.enable:
+            if step != LATEST:
+                raise ConfigError(
+                    f"checkpoint.load_step needs checkpoint.enable = true, got {step}; set it, or leave load_step out"
+                )
             return False
-        found = agree_on_step(self.folder, step, self.initial_load_path, dist.get_rank(), self.host.gather)
+        wish = Wish(self.folder, find_defect, step, self._job_id, self.initial_load_path)
+        choice = agree_on_step(wish, dist.get_rank(), self.host.gather)
+        found = choice.step
+        if dist.get_rank() == 0 and not self.load_only:
+            self._purge_abandoned()
         # Said before it is loaded: else a group that is first with its own load would seem to be ahead.
         if self.host.heals_instead(max(found, 0)):
             return False
+        self._report_skipped(choice)
         if found != NONE:
             check_still_there(self.folder, found, self.host.gather)
         try:
@@ -180,8 +183,10 @@ class ReplicaCheckpoints(CheckpointManager):
                 loaded = super().load(found)
         except ConfigError:
             raise
+        except (DamagedError, LoadError) as error:
+            self._end_load(wish, found, error)
         except ValueError as error:  # torchtitan's answer to a setting that it cannot use
-            raise ConfigError(f"checkpoint: {_one_line(error)}") from error
+            raise ConfigError(f"checkpoint: {one_line(error)}") from error
         if loaded:
             check_same_state(self.folder, found, self.host.position.lineage, self.host.gather)
             self.host.on_load()
@@ -259,11 +264,11 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def close(self) -> None:
         """Wait for a save under way, as long as a group may take to leave."""
-        save: _Save | None = getattr(self, "_under_way", None)  # torchtitan calls this from __del__, too
+        save: Save | None = getattr(self, "_under_way", None)  # torchtitan calls this from __del__, too
         if save is not None:
             self._under_way = None
             concurrent.futures.wait([save.done], timeout=self.host.config.fault_tolerance.drain_timeout_seconds)
-            if save.state is _State.COMPLETE:
+            if save.state is SaveState.COMPLETE:
                 self._emit_saved(save)
             else:
                 logger.warning("the checkpoint of step %d remains incomplete: this group ends", save.step)
@@ -280,8 +285,14 @@ class ReplicaCheckpoints(CheckpointManager):
         """Save in a folder of this group, and publish that as `checkpoint_id` once it is complete."""
         assert self._under_way is not None
         save, target = self._under_way, Path(checkpoint_id)
-        manifest = self._describe(save.step, model_only=TRAIN_STATE not in state_dict)
-        partial = partial_folder(target, save.step, self._name)
+        states = _read_states(state_dict)
+        digests = {} if to_hf else take_digests(states, self.states, self.host.gather)
+        if DATALOADER in states:
+            states[DATALOADER] |= stock_loaders(states[DATALOADER], self._num_shards)
+        manifest = dataclasses.replace(
+            self._describe(), step=save.step, model_only=TRAIN_STATE not in state_dict, digests=digests
+        )
+        partial = save.partial = partial_folder(target, save.step, self._name)
         coordinates = dist.get_rank() == 0  # in DCP: its part ends when all ranks have written theirs
         if coordinates:
             # What an earlier attempt left. The other ranks write nothing before this one has planned.
@@ -291,25 +302,20 @@ class ReplicaCheckpoints(CheckpointManager):
             try:
                 if written is not None:
                     written.result()
-                if coordinates:
-                    # Another group may have saved this step in the meantime, and that is not to be replaced.
-                    if self.host.position.saved_corrupt:
-                        raise OSError("what this group saves is not the job's state any more")
-                    publish(partial, target, manifest)
-                save.seconds = time.monotonic() - save.started
-                save.done.set_result(None)
+                save.done.set_result(self._publish(save, target, manifest) if coordinates else [])
             except BaseException as error:  # noqa: BLE001  # a thread's edge; DCP's are BaseExceptions. _settle reports it
                 save.done.set_exception(error)
 
         save_in = super().dcp_save
         if to_hf:
-            with self._converted(state_dict):
+            with self._converted(states) as export:
                 self._on_all_ranks(
-                    lambda: merge_together(lambda: save_in(state_dict, str(partial), async_mode, to_hf=True))
+                    lambda: merge_together(lambda: save_in(states, str(partial), async_mode, to_hf=True))
                 )
+            self._on_all_ranks(lambda: export.check(partial) if coordinates else None)
             conclude(None)
             return None
-        result = save_in(state_dict, str(partial), async_mode, enable_garbage_collection)
+        result = save_in(states, str(partial), async_mode, enable_garbage_collection)
         written = result.upload_completion if isinstance(result, AsyncSaveResponse) else result
         if isinstance(written, Future):
             written.add_done_callback(conclude)
@@ -317,26 +323,42 @@ class ReplicaCheckpoints(CheckpointManager):
             conclude(None)
         return result
 
+    def _publish(self, save: Save, target: Path, manifest: Manifest) -> list[Path]:
+        """Publish what all ranks have written; returns what was set aside. On rank 0, on any thread.
+
+        Raises:
+            OSError: it is not to be published, cannot be read back, or could not be renamed.
+        """
+        assert save.partial is not None
+        # Another group may have saved this step in the meantime, and that is not to be replaced.
+        if self.host.position.saved_corrupt:
+            raise OSError("what this group saves is not the job's state any more")
+        if defect := find_defect(save.partial):
+            raise OSError(f"what was written cannot be read back: {defect}")
+        aside = publish(save.partial, target, manifest)
+        save.seconds = time.monotonic() - save.started
+        self._purge_abandoned()
+        return aside
+
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load what the checkpoint has of `state_dict`.
+        """Load what the checkpoint has of `state_dict`, and check that this is what was saved.
 
         Raises:
             ConfigError: it is another model's, or no training state.
-            LoadError: what it is made of cannot be read.
+            LoadError: it cannot be read.
+            DamagedError: its bytes are wrong.
         """
-        self._reset = ""
-        if from_hf:
-            together(lambda: check_importable(checkpoint_id), checkpoint_id, self.host.gather)
-        else:
-            together(lambda: self._prepare(state_dict, checkpoint_id), checkpoint_id, self.host.gather)
+        load = self._load = Load(Path(checkpoint_id), self._describe(), self.host.gather)
+        load.prepare(state_dict, from_hf)
+        states = _read_states(state_dict)
         try:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            super().dcp_load(states, checkpoint_id, from_hf, from_quantized)
         except CheckpointException as error:
-            holds = "weights of this run's model" if from_hf else "state of this run's model and optimizer"
-            remedy = "give those of model.flavor as checkpoint.initial_load_path" if from_hf else ELSEWHERE
-            raise ConfigError(
-                f"checkpoint: {checkpoint_id} must hold the {holds}, got: {_one_line(error)}; {remedy}"
-            ) from error
+            load.fail(error, from_hf)
+        load.check(states, self.states)
+        for name, part in state_dict.items():
+            if isinstance(part, Stateful):
+                part.load_state_dict(states[name])
 
     # torchtitan's steps of a save and a load
 
@@ -348,12 +370,68 @@ class ReplicaCheckpoints(CheckpointManager):
 
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k > 0 and dist.get_rank() == 0:
-            for step in complete_steps(self.folder)[: -self.keep_latest_k]:
-                doomed = discard(Path(self._create_checkpoint_id(step)), step)
-                if doomed is not None:
-                    self.purge_queue.put(str(doomed))
+            # Later steps are damaged ones, before which the job went back: they are no candidates.
+            latest = self._latest_step()
+            steps = [step for step in complete_steps(self.folder) if step <= latest]
+            for step in steps[: -self.keep_latest_k]:
+                self._purge(discard(Path(self._create_checkpoint_id(step)), step))
 
     # Ours
+
+    def _purge(self, doomed: Path | None) -> None:
+        """Let the purge thread delete a folder."""
+        if doomed is not None:
+            self.purge_queue.put(str(doomed))
+
+    def _purge_abandoned(self) -> None:
+        """Delete what writers have left that died; while this group writes nothing. On rank 0, on any thread."""
+        for doomed in take_abandoned(Path(self.folder), self._name):
+            self._purge(doomed)
+
+    def _end_load(self, wish: Wish, step: int, error: DamagedError | LoadError) -> NoReturn:
+        """End a load that failed, so that the next start of every group chooses an older checkpoint.
+
+        It is too late to take another one in this start: the step was announced to the other groups.
+
+        Raises:
+            ConfigError: there is no other one that the job may load.
+            LoadError: another start may do better.
+        """
+        reason = str(error)
+        if step == NONE:
+            if isinstance(error, LoadError):
+                raise error
+            raise ConfigError(
+                f"checkpoint.initial_load_path must be a checkpoint that can be read, got {self.initial_load_path}, "
+                f"which is damaged: {reason}; give another one"
+            ) from error
+        assert self._load is not None
+        self._load.check_not_replaced()
+        is_noted = self._load.note(error, self._name)
+        if isinstance(error, LoadError):
+            raise error
+        other = agree_on_step(dataclasses.replace(wish, damaged={step: reason}), dist.get_rank(), self.host.gather)
+        folder = self._create_checkpoint_id(step)
+        if not is_noted:
+            raise ConfigError(
+                f"checkpoint: {folder} must be sound, got a damaged one ({reason}) that cannot be marked for all "
+                f"groups, for its folder is not writable; set checkpoint.load_step = {other.step}, or mend it"
+            ) from error
+        raise LoadError(
+            f"checkpoint: {folder} is damaged: {reason}; the next start goes on from step {other.step} "
+            "(checkpoint.load_step chooses another one)"
+        ) from error
+
+    def _report_skipped(self, choice: Choice) -> None:
+        for step, reason in choice.damaged.items():
+            logger.error(
+                "the checkpoint of step %d is damaged (%s): going on from step %d; "
+                "checkpoint.load_step chooses another one",
+                step,
+                reason,
+                choice.step,
+            )
+            self.host.events.emit(CheckpointSkipped(step=step, reason=reason, instead=choice.step))
 
     @contextlib.contextmanager
     def _as_without_folder(self) -> Iterator[None]:
@@ -365,7 +443,7 @@ class ReplicaCheckpoints(CheckpointManager):
             self.folder = folder
 
     @contextlib.contextmanager
-    def _converted(self, state_dict: dict[str, Any]) -> Iterator[None]:
+    def _converted(self, state_dict: dict[str, Any]) -> Iterator[Converted]:
         """Make what a save in Hugging Face's format needs of each rank; if it fails on one, it fails on all.
 
         Else the others would go on into collectives of the save, in which that one never comes.
@@ -374,11 +452,15 @@ class ReplicaCheckpoints(CheckpointManager):
 
         def convert() -> Any:
             importlib.import_module("safetensors.torch")  # torch would miss it in mid-save
-            return adapter.to_hf(state_dict)
+            state = adapter.to_hf(state_dict)
+            return state, describe_tensors(state)
 
-        self.sd_adapter = Converted(adapter.fqn_to_index_mapping, self._on_all_ranks(convert))
+        state, own = self._on_all_ranks(convert)
+        tensors = gather_tensors(own, self.host.gather)
+        export = self._on_all_ranks(lambda: Converted(state, adapter.fqn_to_index_mapping, tensors))
+        self.sd_adapter = export
         try:
-            yield
+            yield export
         finally:
             self.sd_adapter = adapter
 
@@ -386,19 +468,19 @@ class ReplicaCheckpoints(CheckpointManager):
         """Return what `act` returns; if it fails on one rank of this group, it fails on all. A collective.
 
         Raises:
-            _PartError: it has failed, here or elsewhere.
+            PartError: it has failed, here or elsewhere.
         """
         reason = ""
         try:
             done = act()
-        except (OSError, ImportError, CheckpointException) as error:
-            reason = _one_line(error)
+        except (OSError, ImportError, CheckpointException, ExportError) as error:
+            reason = explain(error)
         except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
             reason = f"{type(error).__name__}: {error}"
             # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
             logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
         if any(self.host.gather(int(bool(reason)))):
-            raise _PartError(reason or ELSEWHERE_IN_GROUP)
+            raise PartError(reason or ELSEWHERE_IN_GROUP)
         return done
 
     def _write(self, step: int, last_step: bool) -> None:
@@ -409,7 +491,7 @@ class ReplicaCheckpoints(CheckpointManager):
         reason, target = self._failure, self._create_checkpoint_id(step)
         text = (
             f"checkpoint.folder ({self.folder}) must take the checkpoint of the last step, got: {reason}; "
-            f"{_latest(self._latest_step())}; make room there, or give another one, and start the run again"
+            f"{describe_latest(self._latest_step())}; make room there, or give another one, and start the run again"
         )
         # What keeps it from being saved as asked may be mended, and that save made up for: not the training.
         for model_only, what in self._other_ways():
@@ -433,11 +515,11 @@ class ReplicaCheckpoints(CheckpointManager):
             yield True, "the model"  # a third of the size: there may be room for that
 
     def _write_once(self, step: int, last_step: bool) -> None:
-        self._under_way = save = _Save(step, self.host.position.step)
+        self._under_way = save = Save(step, self.host.position.step)
         try:
             with self.host.lent():
                 super().save(step, last_step)
-        except (CheckpointException, _PartError) as error:
+        except (CheckpointException, PartError) as error:
             # On all ranks, or on none. What one rank alone meets ends it: the others are in a collective of the save.
             save.done.set_exception(error)
         self._settle(wait=last_step)
@@ -460,12 +542,17 @@ class ReplicaCheckpoints(CheckpointManager):
         if wait:
             concurrent.futures.wait([save.done])
         states = self.host.gather(save.state)
-        if _State.UNDER_WAY in states:
+        if SaveState.UNDER_WAY in states:
             return
         self._under_way = None
-        if _State.FAILED in states:
-            reason, latest = _reason_of_all(save.done.exception()), self._latest_step()
-            logger.error("the checkpoint of step %d could not be written: %s; %s", save.step, reason, _latest(latest))
+        if SaveState.FAILED in states:
+            reason, latest = agree_on_reason(save.done.exception(), Path(self.folder)), self._latest_step()
+            if dist.get_rank() == 0 and save.partial is not None:
+                # At once: it takes the room that the next save needs, or the last one in another format.
+                shutil.rmtree(save.partial, ignore_errors=True)
+            logger.error(
+                "the checkpoint of step %d could not be written: %s; %s", save.step, reason, describe_latest(latest)
+            )
             if self._failed_at() < save.step:  # once, in however many ways the last step is tried
                 self._failed, self._failure = save, reason
                 self.host.events.emit(CheckpointFailed(step=save.step, error=reason, latest=latest))
@@ -491,110 +578,47 @@ class ReplicaCheckpoints(CheckpointManager):
         """Return the step of the latest complete checkpoint that this group knows of; 0 = none."""
         return self.host.steps(self.host.position.saved)
 
-    def _emit_saved(self, save: _Save) -> None:
-        if dist.get_rank() == 0:
-            self.host.events.emit(CheckpointSaved(step=save.step, seconds=save.seconds))
+    def _emit_saved(self, save: Save) -> None:
+        if dist.get_rank() != 0:
+            return
+        self.host.events.emit(CheckpointSaved(step=save.step, seconds=save.seconds))
+        for folder in save.done.result():
+            logger.warning("a checkpoint of another branch, which this job went back before, is %s now", folder)
+            self.host.events.emit(CheckpointSetAside(step=save.step, folder=folder.name))
 
     def _emit_loaded(self) -> None:
         host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
         host.position.note_saved(host.updates(step))
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
-        if self._reset:
-            logger.warning("training goes on after step %d, but its data begins anew: %s", step, self._reset)
-            host.events.emit(DataReset(step=step, reason=self._reset))
+        assert self._load is not None
+        if reset := self._load.reset:
+            logger.warning("training goes on after step %d, but its data begins anew: %s", step, reset)
+            host.events.emit(DataReset(step=step, reason=reset))
 
-    def _describe(self, step: int = 0, model_only: bool = False) -> Manifest:
+    @property
+    def _job_id(self) -> str:
+        """Return the name of this job; that of Slurm's array stays the same when elements are requeued."""
+        return self.host.config.fault_tolerance.job_id or os.environ.get("SLURM_ARRAY_JOB_ID", "")
+
+    def _describe(self) -> Manifest:
+        """Return the manifest of a save of this run as it is now; the step is the caller's."""
         config = self.host.config
         return Manifest(
-            step=step,
+            step=0,
             lineage=f"{self.host.position.lineage:012x}",
             model=f"{config.model.name} {config.model.flavor}",
             dataset=config.training.dataset,
             seq_len=config.training.seq_len,
             num_shards=self._num_shards,
-            model_only=model_only,
+            model_only=False,
             writer=self._name,
             round_steps=steps_per_round(config.fault_tolerance),
+            job_id=self._job_id,
+            load_step=config.checkpoint.load_step,
+            save_id=uuid.uuid4().hex,
         )
 
-    def _prepare(self, state_dict: dict[str, Any], folder: str) -> None:
-        """Check that the checkpoint is of this run's model, and leave out of `state_dict` what it cannot give."""
-        manifest = Manifest.read(Path(folder))
-        check_model(manifest, self._describe(), folder)
-        if QUORUM_STATE in state_dict:  # else only the model is wanted
-            self._choose(state_dict, manifest, folder)
 
-    def _choose(self, state_dict: dict[str, Any], manifest: Manifest | None, folder: str) -> None:
-        """Leave out of `state_dict` what the checkpoint cannot give: DCP takes a missing key for an error."""
-        has_data = Path(folder, ".metadata").is_file()
-        keys = FileSystemReader(folder).read_metadata().state_dict_metadata if has_data else ()
-        if not any(key.startswith(f"{TRAIN_STATE}.") for key in keys):
-            raise ConfigError(
-                f"checkpoint: {folder} must hold a training state, got a model only (checkpoint.last_save_model_only); "
-                "give the step of a full one as checkpoint.load_step, or begin with this model: as "
-                "checkpoint.initial_load_path, with another checkpoint.folder"
-            )
-        check_rounds(manifest, self._describe(), folder)
-        if manifest is None:
-            del state_dict[QUORUM_STATE]
-        if OUTER_STATE in state_dict and not any(key.startswith(f"{OUTER_STATE}.") for key in keys):
-            logger.warning("%s has no outer optimizer: it begins without momentum", folder)
-            del state_dict[OUTER_STATE]
-        self._reset = "" if DATALOADER in state_dict else "checkpoint.exclude_from_loading names it"
-        self._reset = self._reset or data_change(manifest, self._describe())
-        if self._reset:
-            state_dict.pop(DATALOADER, None)
-
-
-class _Shards(Stateful):
-    """The ledger in a checkpoint, by shards of the whole job; each rank gives and takes its own."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._ledger.shards())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._ledger.load_shards(state_dict)
-
-
-class _QuorumState(Stateful):
-    """What the groups must agree on about the state, in a checkpoint."""
-
-    def __init__(self, host: CheckpointHost) -> None:
-        self._host = host
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"lineage": self._host.position.lineage}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._host.position.restore(int(state_dict["lineage"]))
-
-
-def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
-    """Return the latest step up to `step` whose state torchtitan would save; 0 = none."""
-    return step if last else max(step // interval * interval, int(first and step >= 1))
-
-
-def _reason_of_all(error: BaseException | None) -> str:
-    """Return why a save failed on this rank, or else on the first that knows. A collective of the group.
-
-    Each rank may be the one whose line is shown for all.
-    """
-    reasons = [""] * dist.get_world_size()
-    dist.all_gather_object(reasons, "" if error is None else _one_line(error))
-    own = reasons[dist.get_rank()]
-    known = (f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason not in ("", ELSEWHERE_IN_GROUP))
-    return own if own not in ("", ELSEWHERE_IN_GROUP) else next(known, ELSEWHERE_IN_GROUP)
-
-
-def _latest(step: int) -> str:
-    """Say what there is to go back to, in words."""
-    return f"the latest complete one is that of step {step}" if step else "there is none to go back to"
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return " ".join(str(error).split()) or type(error).__name__
+def _read_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of objects in their place; tensors stay as they are."""
+    return {name: part.state_dict() if isinstance(part, Stateful) else part for name, part in state_dict.items()}

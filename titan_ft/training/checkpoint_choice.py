@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from titan_ft.config import ConfigError
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.row import fold48
-from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, is_complete
+from titan_ft.training.checkpoint_folder import (
+    LATEST,
+    MANIFEST,
+    DamagedError,
+    Manifest,
+    complete_steps,
+    is_complete,
+    torn_steps,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +37,9 @@ _CHOICES = 3  # of checkpoints that vanish right after they were chosen
 _SIGHT_SECONDS = 60.0  # NFS's default for how old a host's view of a folder may be
 _LOOK_SECONDS = 0.05
 _GONE, _UNREADABLE = 0, -1  # instead of a fingerprint
-_PAUSE_SECONDS = 0.5  # before another choice: what vanished may be replaced just now
+_PAUSE_SECONDS = 0.5  # before another choice, or another look at damage: a checkpoint may be replaced just now
+_MAX_LOOKS_AT_DAMAGE = 10
+_MAX_NAMED = 10  # steps that an error names
 
 Gather = Callable[[int], list[int]]
 """Gathers an integer of every rank of the group, in rank order."""
@@ -40,30 +50,63 @@ class LoadError(ReplicaError):
     """A checkpoint could not be read, or vanished; the group's next start may find one."""
 
 
-def agree_on_step(folder: str, wanted: int, initial: str | None, rank: int, gather: Gather) -> int:
-    """Return the step of the checkpoint in `folder` to load, or `NONE`: the same on all ranks. A collective.
+@dataclass(frozen=True)
+class Wish:
+    """The checkpoint that a job asks for.
 
-    Args:
-        wanted: the step to load; -1 = the latest.
-        initial: folder of a model to begin with if there is no checkpoint yet; may be empty.
+    Attributes:
+        folder: of its checkpoints.
+        inspect: returns what is wrong with the checkpoint in a folder, empty if nothing is; may
+            raise OSError.
+        step: `checkpoint.load_step`: where the job begins.
+        job_id: of the job. It goes on from what it has saved since it began at `step`.
+        initial: folder of a model to begin with if there is no checkpoint; may be empty.
+        damaged: why steps cannot be loaded that a load has just found damaged.
+    """
+
+    folder: str
+    inspect: Callable[[Path], str]
+    step: int = LATEST
+    job_id: str = ""
+    initial: str | None = None
+    damaged: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to load.
+
+    Attributes:
+        step: of it, or `NONE`.
+        damaged: later steps that are damaged, with the reason; known to rank 0.
+    """
+
+    step: int
+    damaged: Mapping[int, str] = field(default_factory=dict)
+
+
+def agree_on_step(wish: Wish, rank: int, gather: Gather) -> Choice:
+    """Return the checkpoint to load: the same step on all ranks. A collective.
 
     Raises:
-        ConfigError: the checkpoint is not complete, or not all ranks see it. On all ranks.
+        ConfigError: the checkpoint that is asked for is not complete or is damaged, or no sound one is left, or not
+            all ranks see it. On all ranks.
         LoadError: the folder cannot be read, or what was chosen there vanished. On all ranks.
     """
-    choices = _CHOICES if wanted == -1 else 1
-    for _ in range(choices):
-        step = gather(together(lambda: _choose(folder, wanted) if rank == 0 else NONE, folder, gather))[0]
+    folder = wish.folder
+    for _ in range(_CHOICES):
+        choice = together(lambda: _Search(wish).choose() if rank == 0 else Choice(NONE), folder, gather)
+        step = gather(choice.step)[0]
         if step == NONE:
-            if initial:
-                _check_all_see_model(Path(initial), gather)
-            return NONE
+            if wish.initial:
+                _check_initial(wish, Path(wish.initial), rank, gather)
+            return Choice(NONE)
         if _all_see(Path(folder, f"step-{step}"), gather):
-            return step
+            return Choice(step, choice.damaged)
         logger.warning("the checkpoint of step %d vanished from %s right after it was chosen", step, folder)
         time.sleep(_PAUSE_SECONDS)
     raise LoadError(
-        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {choices} that vanished "
+        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {_CHOICES} that vanished "
         "right after they were chosen; see what deletes them there"
     )
 
@@ -147,31 +190,164 @@ def _num_looks() -> int:
     return round(_SIGHT_SECONDS / _LOOK_SECONDS)
 
 
-def _choose(folder: str, wanted: int) -> int:
-    """Return the step to load by a look into the folder."""
-    steps = complete_steps(folder)
-    if wanted == -1:
-        return _latest(folder, steps)
-    if wanted in steps:
-        return wanted
-    if not os.path.isdir(folder):
-        return NONE  # the run's first start, with its flags complete
-    raise ConfigError(
-        f"checkpoint.load_step must name a complete checkpoint in {folder}, got {wanted}; "
-        f"there are {', '.join(map(str, steps)) or 'none'}"
-    )
+class _Search:
+    """Rank 0's search in the folder, for all ranks."""
+
+    def __init__(self, wish: Wish) -> None:
+        self._wish = wish
+        self._tries = _num_looks()
+        """Looks that are left, for all checkpoints together, at what the file system does not show."""
+
+    def choose(self) -> Choice:
+        """Return the checkpoint to load.
+
+        Raises:
+            ConfigError: the one that is asked for is not there or is damaged, or no sound one is.
+        """
+        wish = self._wish
+        found = {*complete_steps(wish.folder), *torn_steps(wish.folder)}
+        steps = sorted(found, reverse=True)
+        if wish.step == LATEST:
+            return self._choose_latest(steps)
+        own = [step for step in steps if step > wish.step and self._is_own(step)]
+        choice = self._find_sound(own)
+        if choice.step != NONE:
+            return choice
+        self._check_wished(steps)
+        return Choice(wish.step, choice.damaged)
+
+    def _choose_latest(self, steps: list[int]) -> Choice:
+        choice = self._find_sound(steps)
+        if choice.step != NONE or not steps:
+            return choice
+        if choice.damaged:
+            raise ConfigError(
+                f"checkpoint.folder ({self._wish.folder}) must hold a training state that can be "
+                f"read, got {_list_damage(choice.damaged)}; mend one of them, or give another "
+                "checkpoint.folder to begin anew"
+            )
+        return Choice(steps[0])  # of a model only: the load says what to do
+
+    def _find_sound(self, steps: Iterable[int]) -> Choice:
+        """Return the first of `steps` that is a sound training state, with the damaged before it."""
+        damaged: dict[int, str] = {}
+        of_model = NONE
+        for step in steps:
+            if defect := self._find_defect(step):
+                damaged[step] = defect
+                continue
+            manifest = Manifest.read(self._folder_of(step))
+            if manifest is not None and manifest.model_only:
+                of_model = max(of_model, step)
+                continue
+            if of_model != NONE:
+                # The last save may be of the model only. A run that was killed after it must be
+                # able to come back.
+                logger.warning(
+                    "the checkpoint of step %d is of the model only: loading that of step %d",
+                    of_model,
+                    step,
+                )
+            return Choice(step, damaged)
+        return Choice(NONE, damaged)
+
+    def _check_wished(self, steps: list[int]) -> None:
+        """Check the checkpoint that the user has named: another one is not what was asked for.
+
+        Raises:
+            ConfigError: it is not there, or damaged.
+        """
+        wish = self._wish
+        if wish.step not in steps:
+            complete = complete_steps(wish.folder)
+            remedy = "" if complete else "; leave it out to begin anew"
+            raise ConfigError(
+                f"checkpoint.load_step must name a complete checkpoint in {wish.folder}, got "
+                f"{wish.step}; there are {_list(complete)}{remedy}"
+            )
+        defect = self._find_defect(wish.step)
+        if not defect:
+            return
+        others = [step for step in steps if step != wish.step][:_MAX_NAMED]
+        sound = [step for step in reversed(others) if not self._find_defect(step)]
+        raise ConfigError(
+            f"checkpoint.load_step must name a sound checkpoint in {wish.folder}, got {wish.step}, "
+            f"which is damaged: {defect}; sound ones are {_list(sound)}"
+        )
+
+    def _is_own(self, step: int) -> bool:
+        """Say whether this job has saved `step` since it began at the step that it asks for.
+
+        Later steps of others are of a branch that the user has turned away from.
+        """
+        try:
+            manifest = Manifest.read(self._folder_of(step))
+        except DamagedError:
+            return False
+        return manifest is not None and manifest.branch == (self._wish.job_id, self._wish.step)
+
+    def _find_defect(self, step: int) -> str:
+        """Return what is wrong with a checkpoint; empty if nothing is, or if it vanished.
+
+        Damage must be seen twice, in the same checkpoint: one look may fall into the moment in
+        which another group replaces or purges it.
+        """
+        if step in self._wish.damaged:
+            return self._wish.damaged[step]
+        folder = self._folder_of(step)
+        former, defect = None, ""
+        for _ in range(_MAX_LOOKS_AT_DAMAGE):
+            defect = self._inspect(folder)
+            if not defect or not folder.is_dir():
+                return ""
+            seen = (defect, _look(folder))
+            if seen == former:
+                break
+            former = seen
+            time.sleep(_PAUSE_SECONDS)
+        return defect
+
+    def _inspect(self, folder: Path) -> str:
+        """Return what is wrong with a checkpoint, or that it cannot be read if that lasts.
+
+        An error of the file system is no damage: a server may be away for a moment.
+        """
+        while True:
+            try:
+                return self._wish.inspect(folder)
+            except OSError as error:
+                # To wait does not give a permission.
+                if self._tries <= 0 or isinstance(error, PermissionError):
+                    return f"it cannot be read ({error})"
+            self._tries -= 1
+            time.sleep(_LOOK_SECONDS)
+
+    def check_initial(self, folder: Path) -> None:
+        """Check the model to begin with.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        defect = self._inspect(folder) if is_complete(folder) else ""
+        if defect:
+            raise ConfigError(
+                f"checkpoint.initial_load_path must be a checkpoint that can be read, got {folder}, "
+                f"which is damaged: {defect}; give another one"
+            )
+
+    def _folder_of(self, step: int) -> Path:
+        return Path(self._wish.folder, f"step-{step}")
 
 
-def _latest(folder: str, steps: list[int]) -> int:
-    """Return the latest of `steps` that is of a training state; if none is, the latest."""
-    manifests = ((step, Manifest.read(Path(folder, f"step-{step}"))) for step in reversed(steps))
-    full = next((step for step, manifest in manifests if manifest is None or not manifest.model_only), None)
-    if full is None:
-        return max(steps, default=NONE)
-    if full < steps[-1]:
-        # The last save may be of the model only. A run that was killed behind it must be able to come back.
-        logger.warning("the checkpoint of step %d is of the model only: loading that of step %d", steps[-1], full)
-    return full
+def _list(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+def _list_damage(damaged: Mapping[int, str]) -> str:
+    named = [f"step {step} ({defect})" for step, defect in damaged.items()]
+    hidden = len(named) - _MAX_NAMED
+    more = f" and {hidden} more" if hidden > 0 else ""
+    return ", ".join(named[:_MAX_NAMED]) + more
 
 
 def _all_see(folder: Path, gather: Gather) -> bool:
@@ -196,8 +372,17 @@ def _all_see(folder: Path, gather: Gather) -> bool:
     return True
 
 
-def _check_all_see_model(folder: Path, gather: Gather) -> None:
-    seen = together(lambda: _fingerprint(folder) if folder.is_dir() else _GONE, str(folder), gather)
+def _check_initial(wish: Wish, folder: Path, rank: int, gather: Gather) -> None:
+    """Check that all ranks see the model to begin with, and that it is not damaged."""
+
+    def look() -> int:
+        if not folder.is_dir():
+            return _GONE
+        if rank == 0:
+            _Search(wish).check_initial(folder)
+        return _fingerprint(folder)
+
+    seen = together(look, str(folder), gather)
     _check_same(gather(seen), folder, "checkpoint.initial_load_path")
 
 

@@ -1,16 +1,30 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints in Hugging Face's format: what can be loaded and saved, and how a save fails on all ranks or on none."""
+"""Checkpoints in Hugging Face's format: what can be loaded and saved, and whether an export can be read.
+
+torch writes each file by a table of names (`model.safetensors.index.json` of `model.hf_assets_path`). A name without a
+tensor makes that whole file unreadable, and torch does not look: old Llama indexes name `rotary_emb.inv_freq`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import _consolidate_hf_safetensors
+from torchtitan.tools.logging import logger
 
 from titan_ft.config import ConfigError
+from titan_ft.replica.row import fold48
+from titan_ft.training.checkpoint_choice import Gather
+from titan_ft.training.checkpoint_damage import check_safetensors
+from titan_ft.training.checkpoint_folder import INDEX, DamagedError
+
+_MAX_NAMED = 3  # tensors that a line names
 
 MERGING = ("_consolidate_safetensors_files", "_write_overall_metadata_file")
 """What may fail on one rank between torch's collectives when files of Hugging Face's format are merged."""
@@ -48,14 +62,131 @@ def merge_together(save: Callable[[], Any]) -> None:
         raise failures[0]
 
 
-class Converted:
-    """In place of an adapter to Hugging Face's format: what it has made of the state."""
+class ExportError(Exception):
+    """An export would not be, or is not, what the model is."""
 
-    def __init__(self, fqn_to_index_mapping: dict[Any, int] | None, state: dict[str, Any]) -> None:
-        self.fqn_to_index_mapping, self._state = fqn_to_index_mapping, state
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the whole group, as the adapter gives it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Converted:
+    """In place of an adapter to Hugging Face's format: what it has made of the state.
+
+    Args:
+        state: this rank's tensors by name.
+        index: number of the file of each name, as the adapter has read it; None = all in one file.
+        tensors: those of all ranks, see `gather_tensors`.
+    """
+
+    def __init__(self, state: dict[str, Any], index: Mapping[str, int] | None, tensors: Mapping[str, Tensor]) -> None:
+        self._state, self._tensors = state, tensors
+        for name, tensor in tensors.items():
+            if not tensor.shape:
+                raise ExportError(f"torch would write {name} as 0, for it has no dimensions")
+        self.fqn_to_index_mapping = _assign_files(tensors, index) if index else None
 
     def to_hf(self, _: dict[str, Any]) -> dict[str, Any]:
         return self._state
+
+    def check(self, folder: Path) -> None:
+        """Check that the files in `folder` hold exactly the tensors, and the index exactly the files.
+
+        Opens every file, and reads none of the data.
+
+        Raises:
+            ExportError: they do not.
+            OSError: they cannot be read.
+        """
+        files = _read_weight_map(folder)
+        _compare("model.safetensors.index.json", files, self._tensors)
+        _compare("the folder", (path.name for path in folder.glob("*.safetensors")), files.values())
+        for name in sorted(set(files.values())):
+            expected = {key: self._tensors[key] for key, file in files.items() if file == name}
+            _check_file(folder / name, expected)
+
+
+def describe_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return shape and dtype of each tensor; of a sharded one those of the whole."""
+    return {name: Tensor(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in state.items()}
+
+
+def gather_tensors(own: dict[str, Tensor], gather: Gather) -> dict[str, Tensor]:
+    """Return the tensors of all ranks: those of a pipeline have parts of the model. A collective."""
+    if len(set(gather(fold48(repr(sorted(own.items(), key=str)))))) == 1:
+        return own
+    every: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return {name: tensor for tensors in every for name, tensor in tensors.items()}
+
+
+def _assign_files(tensors: Iterable[str], index: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of the file of each tensor, from 1 on without gaps.
+
+    A name without a tensor is left out. A tensor without a name goes into the last file.
+    """
+    tensors = list(tensors)
+    absent = [name for name in index if name not in tensors]
+    unnamed = [name for name in tensors if name not in index]
+    if absent:
+        logger.warning(f"{INDEX} of model.hf_assets_path names tensors that the model lacks; left out: {_list(absent)}")
+    if unnamed:
+        logger.warning(
+            f"{INDEX} of model.hf_assets_path lacks tensors of the model; the last file gets them: {_list(unnamed)}"
+        )
+    named = {name: number for name, number in index.items() if name not in absent}
+    last = max(named.values(), default=1)
+    files = {**named, **dict.fromkeys(unnamed, last)}
+    numbers = {old: new for new, old in enumerate(sorted(set(files.values())), start=1)}
+    return {name: numbers[old] for name, old in files.items()}
+
+
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    try:
+        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+    except FileNotFoundError as error:
+        raise ExportError(f"{INDEX} was not written") from error
+    return {str(name): str(file) for name, file in weights.items()}
+
+
+def _check_file(path: Path, expected: Mapping[str, Tensor]) -> None:
+    from safetensors import SafetensorError, safe_open  # a model without an export does not need it
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            _compare(path.name, file.keys(), expected)
+            found = {}
+            for name in expected:
+                part = file.get_slice(name)
+                dtype = str(part[:0].dtype).removeprefix("torch.")
+                found[name] = Tensor(tuple(part.get_shape()), dtype)
+    except SafetensorError as error:
+        raise ExportError(f"{path.name} cannot be read: {error}") from error
+    for name, tensor in expected.items():
+        if found[name] != tensor:
+            raise ExportError(f"{path.name} holds {name} as {found[name]}, which is {tensor}")
+
+
+def _compare(where: str, found: Iterable[str], expected: Iterable[str]) -> None:
+    """Compare two sets of names.
+
+    Raises:
+        ExportError: they are not equal.
+    """
+    names, wanted = set(found), set(expected)
+    if missing := sorted(wanted - names):
+        raise ExportError(f"{where} lacks {_list(missing)}")
+    if surplus := sorted(names - wanted):
+        raise ExportError(f"{where} has {_list(surplus)}, which the model lacks")
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def check_export(config: Any, adapter: object | None) -> None:
@@ -103,14 +234,23 @@ def check_import(config: Any, adapter: object | None) -> None:
         )
 
 
-def check_importable(folder: str) -> None:
-    """Check that there is a model in Hugging Face's format in `folder`.
+def check_importable(folder: Path) -> None:
+    """Check that there is a model in Hugging Face's format in `folder`, whole.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or a file of it is damaged.
     """
-    if not any(Path(folder).glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise ConfigError(
             f"checkpoint: {folder} must hold a model in Hugging Face's format (*.safetensors), got none; give its "
             "folder as checkpoint.initial_load_path, or set checkpoint.initial_load_in_hf = false"
         )
+    try:
+        for path in files:
+            check_safetensors(path)
+    except DamagedError as error:
+        raise ConfigError(
+            f"checkpoint: {folder} must hold a model that can be read, got: {error}; give another one as "
+            "checkpoint.initial_load_path"
+        ) from error

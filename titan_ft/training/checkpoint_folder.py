@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The folder of a run's checkpoints: which are complete, and what each was made of.
 
-A checkpoint is written in a folder of its writer (`partial-10-group-0`), which becomes `step-10` by one rename once all
-of it is there, the manifest included. So a `step-` folder is complete, and two writers never share files.
+A writer fills a folder of its own (`partial-10-group-0`), the manifest included, and one rename
+makes it `step-10`. So a `step-` folder is complete, and two writers never share files.
 """
 
 from __future__ import annotations
@@ -11,55 +11,92 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
+import secrets
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import titan_ft
 from titan_ft.config import TABLE, ConfigError
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "titan_ft.json"
+METADATA = ".metadata"
+"""DCP's table of what is in which file of a checkpoint."""
+INDEX = "model.safetensors.index.json"
+"""The table of an export in Hugging Face's format."""
 ELSEWHERE = "give another checkpoint.folder or job.dump_folder"
-_SIGNS = (".metadata", "model.safetensors.index.json")  # what torchtitan takes for the sign of a whole checkpoint
+LATEST = -1
+"""`checkpoint.load_step` of a job that goes on from the latest checkpoint."""
+_SIGNS = (METADATA, INDEX)  # torchtitan takes either for the sign of a whole checkpoint
 _STEP = re.compile(r"step-(\d+)")
-_PARTIAL = re.compile(r"partial-(\d+)-.*")
+_PARTIAL = re.compile(r"partial-(\d+)-(.+)")
+_ABANDONED_SECONDS = 3600.0
+"""After so long without a change no writer is left. A file of 100 GB may take 20 minutes to sync."""
+_TYPES: dict[str, type] = {"int": int, "str": str, "bool": bool, "dict[str, str]": dict}
+
+
+class DamagedError(Exception):
+    """The bytes of a checkpoint are wrong; to read them again does not help."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint was made of; lies beside its data."""
+    """The origin of a checkpoint; lies beside its data.
+
+    Attributes:
+        lineage: of the state, 12 hex digits.
+        model: name and flavor.
+        num_shards: that the data was cut into: group_size x the data-parallel degree of a group.
+        writer: the group, as in "group-0".
+        round_steps: of a group in a round, 1 without a semi-synchronous method; 0 = unknown.
+        job_id: `fault_tolerance.job_id` of the writer.
+        load_step: `checkpoint.load_step` of the writer.
+        save_id: differs between any two saves, also of one step; hex digits.
+        digests: of the parts of the state by name, see `checkpoint_digest`.
+    """
 
     step: int
-    lineage: str  # 12 hex digits
-    model: str  # name and flavor
+    lineage: str
+    model: str
     dataset: str
     seq_len: int
-    num_shards: int  # that the data was cut into: group_size x the data-parallel degree of a group
+    num_shards: int
     model_only: bool
     version: str = titan_ft.__version__
-    writer: str = ""  # the group, as in "group-0"
-    round_steps: int = 0  # of a group in a round, 1 without a semi-synchronous method; 0 = it does not say
+    writer: str = ""
+    round_steps: int = 0
+    job_id: str = ""
+    load_step: int = LATEST
+    save_id: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def branch(self) -> tuple[str, int]:
+        """The job and the step that it began with: saves of one branch follow on each other."""
+        return self.job_id, self.load_step
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
         """Read a checkpoint's manifest; None if it has none, as stock torchtitan's.
 
         Raises:
-            ConfigError: it is damaged.
+            DamagedError: it is no manifest.
+            OSError: the file system does not answer.
         """
         path = folder / MANIFEST
         try:
-            values = json.loads(path.read_text())
-            return Manifest(**{f.name: values[f.name] for f in dataclasses.fields(Manifest) if f.name in values})
+            return _parse(json.loads(path.read_text()))
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"checkpoint: {path} must be a manifest, got {error!r}; remove it to begin the data anew, or give "
-                "another checkpoint.folder"
-            ) from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedError(f"{MANIFEST} is no manifest ({error!r})") from error
 
     def write(self, folder: Path) -> None:
         """Write it into a checkpoint's folder."""
@@ -67,6 +104,17 @@ class Manifest:
             file.write(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())  # as DCP does with the data
+
+
+def _parse(values: Any) -> Manifest:
+    known = {}
+    for each in dataclasses.fields(Manifest):
+        if each.name not in values:
+            continue
+        value = known[each.name] = values[each.name]
+        if type(value) is not _TYPES[str(each.type)]:
+            raise TypeError(f"{each.name} is {value!r}")
+    return Manifest(**known)
 
 
 def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
@@ -113,8 +161,25 @@ def data_change(earlier: Manifest | None, now: Manifest) -> str:
 
 def complete_steps(folder: str | Path) -> list[int]:
     """Return the steps of the complete checkpoints in `folder`, in order."""
-    found = ((_STEP.fullmatch(path.name), path) for path in _children(Path(folder)))
-    return sorted(int(match[1]) for match, path in found if match and is_complete(path))
+    return _steps(folder, is_complete)
+
+
+def torn_steps(folder: str | Path) -> list[int]:
+    """Return the steps of checkpoints that were complete once: somebody took their table away."""
+
+    def is_torn(path: Path) -> bool:
+        return (path / MANIFEST).is_file() and not is_complete(path)
+
+    return _steps(folder, is_torn)
+
+
+def _steps(folder: str | Path, counts: Callable[[Path], bool], after: int = -1) -> list[int]:
+    found = []
+    for path in _children(Path(folder)):
+        match = _STEP.fullmatch(path.name)
+        if match and int(match[1]) > after and counts(path):
+            found.append(int(match[1]))
+    return sorted(found)
 
 
 def is_complete(folder: Path) -> bool:
@@ -127,10 +192,16 @@ def partial_folder(target: Path, step: int, name: str) -> Path:
     return target.with_name(f"partial-{step}-{name}")
 
 
-def publish(partial: Path, target: Path, manifest: Manifest) -> None:
-    """Turn a folder that holds all of a checkpoint into the checkpoint `target`, in place of one that is there.
+def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
+    """Turn a folder that holds all of a checkpoint into the checkpoint `target`.
 
-    Partial folders of earlier steps are removed: what they hold is of no use any more.
+    A former checkpoint of this step and branch is replaced. One of another branch is set aside,
+    and so are later steps of other branches: a job that went back has turned away from them. Left
+    where they are, they would be the latest checkpoint of the next launch, and torchtitan would
+    purge the new branch, whose steps are earlier, first.
+
+    Returns:
+        The folders of checkpoints that were set aside.
 
     Raises:
         OSError: it could not be written or renamed.
@@ -144,32 +215,107 @@ def publish(partial: Path, target: Path, manifest: Manifest) -> None:
         partial.rename(target)
     except OSError:
         if not is_complete(target):
+            with contextlib.suppress(OSError):
+                replaced.rename(target)  # the former one is better than none
             raise
         # Another group has published the same step in this very moment: nothing is lacking.
         shutil.rmtree(partial, ignore_errors=True)
+    aside = []
+    if is_complete(replaced) and _branch_of(replaced) != manifest.branch:
+        aside.append(_set_aside(replaced, manifest.step))
     shutil.rmtree(replaced, ignore_errors=True)
-    for path in _children(target.parent):
+    for step in _steps(target.parent, is_complete, after=manifest.step):
+        later = target.with_name(f"step-{step}")
+        if _branch_of(later) not in (manifest.branch, None):
+            aside.append(_set_aside(later, step))
+    return [path for path in aside if path is not None]
+
+
+def _branch_of(folder: Path) -> tuple[str, int] | None:
+    """Return the branch of a checkpoint; None if the file system does not answer."""
+    try:
+        manifest = Manifest.read(folder)
+    except DamagedError:
+        manifest = None
+    except OSError:
+        return None
+    return ("", LATEST - 1) if manifest is None else manifest.branch  # of nobody's
+
+
+def _set_aside(folder: Path, step: int) -> Path | None:
+    """Rename a checkpoint so that nobody takes it for one; None if that is not possible.
+
+    torchtitan would still take a name with "step-20" anywhere in it for a checkpoint.
+    """
+    for number in range(100):
+        target = folder.with_name(f"aside-{step}-{number}")
+        if target.exists():
+            continue
+        try:
+            folder.rename(target)
+        except FileNotFoundError:  # another group was faster
+            return None
+        except OSError as error:
+            logger.warning("%s cannot be set aside as %s: %s", folder, target.name, error)
+            continue
+        return target
+    return None
+
+
+def take_abandoned(folder: Path, name: str) -> list[Path]:
+    """Rename partial folders that have no writer any more, to be deleted.
+
+    Those are the ones of the group `name`, which writes nothing just now, and any that died long
+    ago. Another group may be writing the rest.
+
+    Returns:
+        What to delete.
+    """
+    doomed = []
+    now = _newest_change([folder, *_children(folder)])  # by the clock of the file server
+    for path in _children(folder):
         match = _PARTIAL.fullmatch(path.name)
-        if match and int(match[1]) < manifest.step:
-            shutil.rmtree(path, ignore_errors=True)
+        if not match:
+            continue
+        is_own = match[2] in (name, f"{name}-replaced")
+        if is_own or now - _newest_change(_all_in(path)) > _ABANDONED_SECONDS:
+            doomed.append(discard(path, int(match[1])))
+    return [path for path in doomed if path is not None]
+
+
+def _all_in(folder: Path) -> Iterator[Path]:
+    """Yield a folder and all that is below it; passes over what vanishes meanwhile."""
+    for place, _, files in os.walk(folder):
+        yield Path(place)
+        yield from (Path(place, name) for name in files)
+
+
+def _newest_change(paths: Iterable[Path]) -> float:
+    """Return when the last of `paths` changed, in seconds; 0 if all of them are gone."""
+    newest = 0.0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.stat().st_mtime)
+    return newest
 
 
 def writer_of(target: Path) -> str:
     """Return the writer of the checkpoint `target`; empty if it is gone, or does not say it."""
     try:
         manifest = Manifest.read(target)
-    except (ConfigError, OSError):
+    except (DamagedError, OSError):
         return ""
     return "" if manifest is None else manifest.writer
 
 
 def discard(target: Path, step: int) -> Path | None:
-    """Rename a checkpoint that is to be deleted, so that half of it never looks complete; None if it is gone already.
+    """Rename a folder that is to be deleted, so that half of it never looks complete.
 
     Returns:
-        What to delete.
+        What to delete; None if it is gone already.
     """
-    doomed = partial_folder(target, step, "purged")
+    # With a name of its own: the remains of a deletion that was killed would be in the way.
+    doomed = partial_folder(target, step, f"purged-{secrets.token_hex(4)}")
     try:
         target.rename(doomed)
     except OSError:  # another group was faster

@@ -23,6 +23,7 @@ NOTED: tuple[type[ev.Event], ...] = (
     ev.DataReset,
     ev.ForeignMember,
     ev.CheckpointFailed,
+    ev.CheckpointSkipped,
     ev.ReplicaGaveUp,
     ev.LighthouseRestarted,
     ev.LighthouseMoved,

@@ -1,0 +1,258 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""checkpoint.load_step: where a job begins, where it goes on, and what becomes of the steps that it turns away from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint_run import Run, assert_equal
+from titan_ft.config import ConfigError
+from titan_ft.training import checkpoint_choice, checkpoint_folder
+from titan_ft.training.checkpoint_folder import MANIFEST, Manifest, complete_steps, publish
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_choice, "_PAUSE_SECONDS", 0.01)
+
+
+def begin(make_run: MakeRun, **settings: object) -> Run:
+    """Start a group and load, as the trainer does."""
+    run = make_run(**settings)
+    run.heals = False
+    run.load()
+    run.position.start_at(run.progress.step)
+    return run
+
+
+def test_a_job_begins_at_load_step_once(make_run: MakeRun) -> None:
+    """Both groups die at 18 with 15 saved: they go on from there, and not from 10 again."""
+    make_run(job_id="first").train(20)
+    branch = {"job_id": "second", "load_step": 10}
+    run = begin(make_run, **branch)
+    assert run.progress.step == 10
+    run.train(15)
+    expected = run.values()
+    run.train(18)
+    for slot in (0, 1):
+        assert_equal(begin(make_run, slot=slot, **branch).values(), expected)
+
+
+def test_a_job_that_dies_before_its_first_save_begins_at_load_step_again(make_run: MakeRun) -> None:
+    """Later steps in the folder are of the branch that the user has turned away from."""
+    make_run(job_id="first").train(20)
+    branch = {"job_id": "second", "load_step": 10}
+    begin(make_run, **branch).train(13)
+    assert begin(make_run, **branch).progress.step == 10
+    assert complete_steps(make_run().folder) == [5, 10, 15, 20]
+
+
+def test_another_launch_with_load_step_goes_back_again(make_run: MakeRun) -> None:
+    """It is another job, and its user has asked for it."""
+    make_run(job_id="first").train(20)
+    begin(make_run, job_id="second", load_step=10).train(15)
+    third = begin(make_run, job_id="third", load_step=10)
+    assert third.progress.step == 10
+    assert begin(make_run, job_id="second", load_step=5).progress.step == 5
+
+
+def test_a_requeued_array_of_slurm_is_the_same_job(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fault_tolerance.job_id: elements keep their array's number when they are requeued."""
+    make_run().train(20)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4711")
+    begin(make_run, load_step=10).train(16)
+    assert begin(make_run, load_step=10).progress.step == 15
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4712")
+    assert begin(make_run, load_step=10).progress.step == 10
+
+
+def test_steps_that_a_job_has_turned_away_from_are_set_aside(make_run: MakeRun) -> None:
+    """With its first save of its own: nothing is deleted, and the latest is the new branch's from then on."""
+    first = make_run(job_id="first")
+    first.train(20)
+    weights = first.model.weight.detach().clone()
+    run = begin(make_run, job_id="second", load_step=10)
+    with torch.no_grad():
+        run.model.weight.fill_(7.0)
+    run.train(15)
+    assert run.names() == ["aside-15-0", "aside-20-0", "step-10", "step-15", "step-5"]
+    told = {each["folder"] for each in run.events.named("checkpoint_set_aside")}
+    assert told == {"aside-15-0", "aside-20-0"}
+    later = begin(make_run, job_id="third")
+    assert later.progress.step == 15
+    assert torch.equal(later.model.weight, run.model.weight)
+    # A user who wants the former branch back renames it.
+    (run.folder / "aside-20-0").rename(run.folder / "step-20")
+    back = begin(make_run, job_id="fourth")
+    assert back.progress.step == 20
+    assert torch.equal(back.model.weight, weights)
+
+
+def test_torchtitan_itself_takes_nothing_that_is_set_aside(make_run: MakeRun) -> None:
+    """It searches for "step-" and a number anywhere in a name."""
+    make_run(job_id="first").train(20)
+    run = begin(make_run, job_id="second", load_step=10)
+    run.train(15)
+    assert run.checkpoints._find_load_step() == 15
+
+
+def test_a_name_that_is_taken_is_passed_over(make_run: MakeRun) -> None:
+    """A user turns away from step 20 twice."""
+    make_run(job_id="first").train(20)
+    begin(make_run, job_id="second", load_step=15).train(20)
+    run = begin(make_run, job_id="third", load_step=15)
+    run.train(20)
+    assert run.names() == ["aside-20-0", "aside-20-1", "step-10", "step-15", "step-20", "step-5"]
+
+
+def test_the_new_branch_is_not_purged_before_the_old_one(make_run: MakeRun) -> None:
+    """keep_latest_k counts the steps of this branch: the later ones of the other are none of the latest."""
+    make_run(job_id="first").train(30)
+    run = begin(make_run, job_id="second", load_step=10, keep_latest_k=2)
+    run.train(15)
+    assert complete_steps(run.folder) == [10, 15]
+    run.train(20)
+    assert complete_steps(run.folder) == [15, 20]
+
+
+def test_damaged_later_steps_do_not_count_for_keep_latest_k(make_run: MakeRun) -> None:
+    """A job that went back before them keeps as many sound ones as it was asked to."""
+    run = make_run(job_id="first")
+    run.train(20)
+    for step in (15, 20):
+        (run.folder / f"step-{step}" / "__0_0.distcp").write_bytes(b"")
+    again = begin(make_run, job_id="first", keep_latest_k=2)
+    assert again.progress.step == 10
+    again.train(12)
+    again.checkpoints.save(12, last_step=True)
+    assert complete_steps(again.folder) == [10, 12, 15, 20]
+
+
+def test_a_group_that_comes_back_when_load_step_is_purged_heals(make_run: MakeRun) -> None:
+    """It was refused, and with it the run: the job's own later steps are there, and the others train."""
+    make_run(job_id="first").train(10)
+    branch = {"job_id": "second", "load_step": 10, "keep_latest_k": 2}
+    run = begin(make_run, **branch)
+    run.train(20)
+    assert complete_steps(run.folder) == [15, 20]
+    joiner = make_run(slot=1, **branch)
+    joiner.heals = True
+    assert not joiner.load()
+    assert joiner.claimed == 20
+
+
+def test_a_damaged_step_of_the_branch_leaves_the_one_before(make_run: MakeRun) -> None:
+    """And in the end the step that the job began at; never one of the other branch."""
+    make_run(job_id="first").train(20)
+    branch = {"job_id": "second", "load_step": 10}
+    run = begin(make_run, **branch)
+    run.train(20)
+    for step, expected in ((20, 15), (15, 10)):
+        (run.folder / f"step-{step}" / "__0_0.distcp").write_bytes(b"")
+        again = begin(make_run, **branch)
+        assert again.progress.step == expected
+        assert {told["instead"] for told in again.events.named("checkpoint_skipped")} == {expected}
+
+
+@pytest.mark.parametrize("initial", ["", "some/model"])
+def test_load_step_in_a_new_folder_is_refused(make_run: MakeRun, initial: str) -> None:
+    """It trained from random weights without a word."""
+    run = make_run(load_step=50, initial_load_path=initial)
+    with pytest.raises(ConfigError, match=r"load_step must name a complete .*got 50; there are none; leave it out"):
+        run.load()
+    run.folder.mkdir()
+    with pytest.raises(ConfigError, match="got 50; there are none"):
+        run.load()
+
+
+def test_load_step_without_checkpoints_is_refused(make_run: MakeRun) -> None:
+    """checkpoint.enable = false would pass over it as silently."""
+    with pytest.raises(ConfigError, match=r"checkpoint\.load_step needs checkpoint\.enable = true, got 50"):
+        make_run(load_step=50, enable=False).load()
+
+
+# The folder
+
+
+def manifest_of(step: int, **more: object) -> Manifest:
+    return Manifest(step, "0" * 12, "llama3 tiny", "austen", 32, 2, False, **more)  # type: ignore[arg-type]
+
+
+def write_checkpoint(folder: Path, manifest: Manifest | None) -> Path:
+    folder.mkdir()
+    (folder / ".metadata").write_text(folder.name)
+    if manifest is not None:
+        manifest.write(folder)
+    return folder
+
+
+def test_a_slow_save_sets_nothing_of_its_own_job_aside(tmp_path: Path) -> None:
+    """Another group has published a later step meanwhile."""
+    write_checkpoint(tmp_path / "step-15", manifest_of(15, job_id="a"))
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", None)
+    assert publish(partial, tmp_path / "step-10", manifest_of(10, job_id="a")) == []
+    assert complete_steps(tmp_path) == [10, 15]
+
+
+@pytest.mark.parametrize("damage", ["", "{"])
+def test_later_steps_of_nobody_are_set_aside(tmp_path: Path, damage: str) -> None:
+    """Of stock torchtitan, or with a damaged manifest: a job that has begun before them does not go on from them."""
+    later = write_checkpoint(tmp_path / "step-15", None)
+    if damage:
+        (later / MANIFEST).write_text(damage)
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", None)
+    assert [path.name for path in publish(partial, tmp_path / "step-10", manifest_of(10))] == ["aside-15-0"]
+    assert complete_steps(tmp_path) == [10]
+
+
+def test_a_step_whose_manifest_cannot_be_read_just_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be this job's own."""
+    write_checkpoint(tmp_path / "step-15", manifest_of(15))
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", None)
+    read = Manifest.read
+
+    def fail(folder: Path) -> Manifest | None:
+        if folder.name == "step-15":
+            raise OSError(5, "Input/output error")
+        return read(folder)
+
+    monkeypatch.setattr(checkpoint_folder.Manifest, "read", fail)
+    assert publish(partial, tmp_path / "step-10", manifest_of(10)) == []
+    assert complete_steps(tmp_path) == [10, 15]
+
+
+def test_a_publication_that_fails_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was out of the way already."""
+    write_checkpoint(tmp_path / "step-10", manifest_of(10, save_id="former"))
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", None)
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path == partial:
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="No space left"):
+        publish(partial, tmp_path / "step-10", manifest_of(10))
+    found = Manifest.read(tmp_path / "step-10")
+    assert found is not None
+    assert found.save_id == "former"
+
+
+def test_the_remains_of_a_deletion_are_in_nobodys_way(make_run: MakeRun) -> None:
+    """A purge that was killed left half of step 5, and the job saves step 5 again, and purges it."""
+    run = make_run(keep_latest_k=2)
+    run.train(5)
+    shutil.copytree(run.folder / "step-5", run.folder / "partial-5-purged")
+    run.train(15)
+    run.checkpoints.close()
+    assert complete_steps(run.folder) == [10, 15]

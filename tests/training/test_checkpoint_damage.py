@@ -1,0 +1,573 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Damaged checkpoints: the job goes on from the latest sound one, and says which it has passed over."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint_run import EXPORT, Exporter, Ranks, Run, assert_equal
+from titan_ft import device
+
+device.prepare()
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # noqa: E402
+from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
+from torchtitan.config import Checkpoint  # noqa: E402
+
+from titan_ft.config import ConfigError  # noqa: E402
+from titan_ft.training import checkpoint_choice, checkpoint_damage  # noqa: E402
+from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
+from titan_ft.training.checkpoint_damage import NOTES, find_defect  # noqa: E402
+from titan_ft.training.checkpoint_folder import MANIFEST, complete_steps  # noqa: E402
+
+Damage = Callable[[Path], None]
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_choice, "_PAUSE_SECONDS", 0.01)
+
+
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def data_of(folder: Path) -> Path:
+    (path,) = folder.glob("*.distcp")
+    return path
+
+
+def change_data(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: rewrite(data_of(folder), change)
+
+
+def change_table(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: rewrite(folder / ".metadata", change)
+
+
+def change_manifest(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: rewrite(folder / MANIFEST, change)
+
+
+def _table_is_a_folder(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    (folder / ".metadata").mkdir()
+
+
+SHOWN_BY_TABLES: dict[str, tuple[Damage, str]] = {
+    "data cut": (change_data(lambda data: data[: len(data) // 2]), "__0_0.distcp has"),
+    "data cut by a byte": (change_data(lambda data: data[:-1]), "__0_0.distcp has"),
+    "data empty": (change_data(lambda data: b""), "__0_0.distcp has 0 of"),
+    "data missing": (lambda folder: data_of(folder).unlink(), "__0_0.distcp is missing"),
+    "table cut": (change_table(lambda data: data[: len(data) // 2]), ".metadata cannot be read"),
+    "table empty": (change_table(lambda data: b""), ".metadata cannot be read"),
+    "table zeroed": (change_table(lambda data: bytes(len(data))), ".metadata cannot be read"),
+    "table garbage": (change_table(lambda data: b"garbage" * 100), ".metadata cannot be read"),
+    "table of another kind": (change_table(lambda data: pickle.dumps({})), ".metadata cannot be read"),
+    "table is a folder": (_table_is_a_folder, ".metadata is"),
+    "table missing": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
+    "manifest cut": (change_manifest(lambda data: data[:20]), f"{MANIFEST} is no manifest"),
+    "manifest empty": (change_manifest(lambda data: b""), f"{MANIFEST} is no manifest"),
+    "manifest of bytes": (change_manifest(lambda data: b"\xff\xfe"), f"{MANIFEST} is no manifest"),
+    "manifest a list": (change_manifest(lambda data: b"[1]"), f"{MANIFEST} is no manifest"),
+    "manifest without fields": (change_manifest(lambda data: b"{}"), f"{MANIFEST} is no manifest"),
+    "manifest of another type": (
+        change_manifest(lambda data: data.replace(b'"num_shards": 2', b'"num_shards": "2"')),
+        f"{MANIFEST} is no manifest",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN_BY_TABLES)
+def test_damage_that_tables_show_costs_no_start(make_run: MakeRun, name: str) -> None:
+    """The older checkpoint is chosen before any is announced to the other groups; an event names both."""
+    damage, reason = SHOWN_BY_TABLES[name]
+    run = make_run()
+    run.train(5)
+    expected = run.values()
+    run.train(10)
+    damage(run.folder / "step-10")
+    for slot in (0, 1):
+        other = make_run(slot=slot)
+        assert other.load()
+        assert other.claimed == 5
+        assert_equal(other.values(), expected)
+        (skipped,) = other.events.named("checkpoint_skipped")
+        assert (skipped["step"], skipped["instead"]) == (10, 5)
+        assert reason in skipped["reason"]
+
+
+def test_a_group_that_heals_does_not_speak_of_damage(make_run: MakeRun) -> None:
+    """It loads nothing, so it passes nothing over."""
+    run = make_run()
+    run.train(10)
+    rewrite(data_of(run.folder / "step-10"), lambda data: b"")
+    joiner = make_run(slot=1)
+    joiner.heals = True
+    assert not joiner.load()
+    assert joiner.claimed == 5
+    assert joiner.events.told == []
+
+
+def weight_in(data: bytes, run: Run) -> int:
+    """Return where the bytes of the model's weight are in a file."""
+    place = data.index(run.model.weight.detach().numpy().tobytes())
+    assert place > 0
+    return place
+
+
+def _flip(run: Run) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        place = weight_in(data, run) + 5
+        return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
+
+    return change
+
+
+def _zero(run: Run) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        place = weight_in(data, run)
+        return data[:place] + bytes(16) + data[place + 16 :]
+
+    return change
+
+
+def _flip_counter(run: Run) -> Callable[[bytes], bytes]:
+    """Change the number of tokens, which DCP has pickled."""
+    tokens = run.progress.ntokens_seen
+    return lambda data: data.replace(b"M" + tokens.to_bytes(2, "little"), b"M" + (tokens + 1).to_bytes(2, "little"))
+
+
+def _flip_ledger(run: Run) -> Callable[[bytes], bytes]:
+    """Change the place in the data that lies in a loader's state."""
+    place = re.compile(rb"(place.{2,3}K)\x0a", re.DOTALL)
+    return lambda data: place.sub(lambda found: found[1] + b"\x0b", data)
+
+
+def _forge(run: Run) -> Callable[[bytes], bytes]:
+    return lambda data: bytes(len(data))
+
+
+FOUND_BY_THE_LOAD: dict[str, tuple[Callable[[Run], Callable[[bytes], bytes]], str]] = {
+    "a flipped bit": (_flip, "the model in it is not what was saved"),
+    "a zeroed block": (_zero, "the model in it is not what was saved"),
+    "a counter": (_flip_counter, "the train_state in it is not what was saved"),
+    "a place in the data": (_flip_ledger, "the dataloader in it is not what was saved"),
+    "all zeroed": (_forge, ""),
+}
+
+
+@pytest.mark.parametrize("name", FOUND_BY_THE_LOAD)
+def test_damage_that_a_load_finds_is_passed_over_by_the_next_start(make_run: MakeRun, name: str) -> None:
+    """Of every group: the step was announced by then, so this start takes no other one, and leaves a note."""
+    make, reason = FOUND_BY_THE_LOAD[name]
+    run = make_run()
+    run.train(5)
+    expected = run.values()
+    run.train(10)
+    data = data_of(run.folder / "step-10")
+    before = data.read_bytes()
+    rewrite(data, make(run))
+    assert data.read_bytes() != before
+    other = make_run()
+    with pytest.raises(LoadError) as raised:
+        other.load()
+    assert raised.value.restart
+    text = str(raised.value)
+    assert other.loaded == []
+    assert "\n" not in text
+    for part in ("step-10 is damaged", reason, "goes on from step 5", "checkpoint.load_step"):
+        assert part in text
+    for slot in (0, 1):
+        again = make_run(slot=slot)
+        assert again.load()
+        assert again.claimed == 5
+        assert_equal(again.values(), expected)
+        (skipped,) = again.events.named("checkpoint_skipped")
+        assert (skipped["step"], skipped["instead"]) == (10, 5)
+        assert reason in skipped["reason"]
+        assert "group-0 could not load it" in skipped["reason"]
+    for note in (run.folder / "step-10").glob(NOTES):
+        note.unlink()  # as the line says; once the bytes are mended
+    data.write_bytes(before)
+    mended = make_run()
+    assert mended.load()
+    assert mended.progress.step == 10
+
+
+def test_a_note_does_not_hold_for_the_checkpoint_that_comes_in_its_place(make_run: MakeRun) -> None:
+    """The job saves the step again: it is sound now. And a note that comes late is of the former one."""
+    run = make_run()
+    run.train(10)
+    rewrite(data_of(run.folder / "step-10"), _flip(run))
+    with pytest.raises(LoadError):
+        make_run().load()
+    (note,) = (run.folder / "step-10").glob(NOTES)
+    text = note.read_text()
+    again = make_run()
+    assert again.load()
+    again.train(10)
+    assert list((run.folder / "step-10").glob(NOTES)) == []
+    (run.folder / "step-10" / note.name).write_text(text)
+    last = make_run()
+    assert last.load()
+    assert last.progress.step == 10
+
+
+@pytest.mark.parametrize("found_by", ["tables", "load"])
+def test_without_a_sound_one_the_job_ends_with_one_line(make_run: MakeRun, found_by: str) -> None:
+    """Neither does it begin anew, nor is it started again and again."""
+    run = make_run()
+    run.train(10)
+    rewrite(data_of(run.folder / "step-5"), lambda data: data[:-1])
+    rewrite(data_of(run.folder / "step-10"), _flip(run) if found_by == "load" else lambda data: data[:-1])
+    with pytest.raises(ConfigError) as raised:
+        make_run().load()
+    text = str(raised.value)
+    assert "\n" not in text
+    for part in (str(run.folder), "step 10 (", "step 5 (__0_0.distcp has", "checkpoint.folder"):
+        assert part in text
+
+
+@pytest.mark.parametrize("found_by", ["tables", "load"])
+def test_the_checkpoint_that_was_asked_for_is_not_replaced_by_another(make_run: MakeRun, found_by: str) -> None:
+    """checkpoint.load_step = 10: it is refused, and the sound ones are named."""
+    run = make_run()
+    run.train(15)
+    rewrite(data_of(run.folder / "step-10"), lambda data: bytes(len(data)) if found_by == "load" else data[:-1])
+    other = make_run(load_step=10)
+    with pytest.raises(ConfigError, match=r"checkpoint\.load_step must name a sound .*got 10.*ones are 5, 15$"):
+        other.load()
+    assert other.loaded == []
+
+
+def test_what_stock_torchtitan_has_saved_is_looked_through_too(make_run: MakeRun, tmp_path: Path) -> None:
+    """It has no manifest; DCP's table tells how long its files must be."""
+    run = make_run()
+    stock = CheckpointManager(
+        dataloader=None,
+        model_parts=[run.model],
+        optimizers=run.optimizers,
+        lr_schedulers=run.schedulers,
+        states={"train_state": run.progress},
+        checkpoint_config=Checkpoint(enable=True, interval=1, last_save_model_only=False),
+        sd_adapter=None,
+        base_folder=str(tmp_path),
+    )
+    stock.states.pop("dataloader")
+    for step in (1, 2):
+        run.step()
+        stock.save(step)
+    rewrite(data_of(run.folder / "step-2"), lambda data: data[:-1])
+    other = make_run()
+    assert other.load()
+    assert other.progress.step == 1
+    (skipped,) = other.events.named("checkpoint_skipped")
+    assert (skipped["step"], skipped["instead"]) == (2, 1)
+
+
+def test_more_bytes_than_the_table_names_are_no_damage(make_run: MakeRun) -> None:
+    """DCP reads by place and length."""
+    run = make_run()
+    run.train(10)
+    rewrite(data_of(run.folder / "step-10"), lambda data: data + b"more")
+    other = make_run()
+    assert other.load()
+    assert other.progress.step == 10
+    assert other.events.named("checkpoint_skipped") == []
+
+
+def test_other_settings_are_no_damage(make_run: MakeRun) -> None:
+    """A checkpoint that lacks a key of this run's optimizer is refused, and left as it is for others."""
+    run = make_run()
+    run.train(5)
+    del run.checkpoints.states["optimizer"]
+    run.train(10)
+    with pytest.raises(ConfigError, match="Missing key in checkpoint state_dict: optimizer"):
+        make_run().load()
+    assert list(run.folder.glob(f"*/{NOTES}")) == []
+
+
+def test_other_ranks_and_parts_are_not_compared(make_run: MakeRun) -> None:
+    """A digest is of the ranks' shards; of the parts that are not loaded there is none."""
+    run = make_run()
+    run.train(5)
+    path = run.folder / "step-5" / MANIFEST
+    values = json.loads(path.read_text())
+    values["digests"] = dict.fromkeys(values["digests"], f"{1:012x}{2:012x}")  # of another layout
+    path.write_text(json.dumps(values))
+    assert make_run().load()
+    run.train(10)
+    rewrite(path.parent.parent / "step-10" / MANIFEST, lambda data: data)
+    assert make_run(exclude_from_loading=["optimizer", "dataloader"]).load()
+    assert make_run(slots=3).load()
+
+
+@pytest.mark.parametrize("counter", ["step", "lineage"])
+def test_counters_are_compared_with_the_manifest_for_any_number_of_ranks(make_run: MakeRun, counter: str) -> None:
+    """Also where the digest is of another layout."""
+    run = make_run()
+    run.train(10)
+    path = run.folder / "step-10" / MANIFEST
+    values = json.loads(path.read_text())
+    values |= {"digests": {}, counter: {"step": 9, "lineage": "0" * 12}[counter]}
+    path.write_text(json.dumps(values))
+    with pytest.raises(LoadError, match=f"the {counter} in it is "):
+        make_run().load()
+
+
+# File systems
+
+
+def _error(number: int) -> OSError:
+    return OSError(number, os.strerror(number), "step-10")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_server_that_is_away_for_a_moment_is_no_damage(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The newest one is loaded when it answers."""
+    run = make_run()
+    run.train(10)
+    looks, read = itertools.count(), FileSystemReader.read_metadata
+
+    def fail_at_first(reader: FileSystemReader, *args: Any, **more: Any) -> Any:
+        if next(looks) < 5:
+            raise _error(number)
+        return read(reader, *args, **more)
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", fail_at_first)
+    other = make_run()
+    assert other.load()
+    assert other.progress.step == 10
+    assert other.events.named("checkpoint_skipped") == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_checkpoint_that_stays_unreadable_is_passed_over(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """For this start: it may be sound, so nothing is noted."""
+    run = make_run()
+    run.train(10)
+    read = FileSystemReader.read_metadata
+
+    def fail(reader: FileSystemReader, *args: Any, **more: Any) -> Any:
+        if "step-10" in str(reader.path):
+            raise _error(number)
+        return read(reader, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_metadata", fail)
+        patch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+        other = make_run()
+        assert other.load()
+    assert other.progress.step == 5
+    (skipped,) = other.events.named("checkpoint_skipped")
+    assert f"it cannot be read ({_error(number)})" in skipped["reason"]
+    assert make_run().load()
+    assert list(run.folder.glob(f"*/{NOTES}")) == []
+
+
+def test_one_glance_does_not_make_damage(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another group replaces the checkpoint while this one looks at it: the first look sees half of the files."""
+    run = make_run()
+    run.train(10)
+    looks = itertools.count()
+
+    def look(folder: Path) -> str:
+        return "__0_0.distcp is missing" if next(looks) == 0 else find_defect(folder)
+
+    monkeypatch.setattr("titan_ft.training.checkpoint.find_defect", look)
+    other = make_run()
+    assert other.load()
+    assert other.progress.step == 10
+
+
+def test_loads_that_fail_for_the_file_system_are_tried_again_but_not_for_ever(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be away for a moment. Three starts that could not read the data have an older one loaded."""
+    run = make_run()
+    run.train(10)
+
+    def fail(*_: Any) -> None:
+        raise _error(errno.EIO)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_data", fail)
+        for _ in range(3):
+            with pytest.raises(LoadError, match=r"step-10 cannot be read: .*Input/output error") as raised:
+                make_run().load()
+            assert raised.value.restart
+            assert "damaged" not in str(raised.value)
+    other = make_run()
+    assert other.load()
+    assert other.progress.step == 5
+    (skipped,) = other.events.named("checkpoint_skipped")
+    assert "Input/output error" in skipped["reason"]
+
+
+def test_a_file_that_vanishes_in_the_load_is_damage_if_it_stays_away(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To DCP that is an error of the file system; the tables tell."""
+    run = make_run()
+    run.train(10)
+    other = make_run()
+    monkeypatch.setattr(other, "heals_instead", lambda _: data_of(run.folder / "step-10").unlink() and False)
+    with pytest.raises(LoadError, match=r"step-10 is damaged: __0_0\.distcp is missing; .* step 5"):
+        other.load()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_called_damaged(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are of two saves. The next start finds the new one, which has no note."""
+    run = make_run()
+    run.train(10)
+    other = make_run()
+
+    def replace_and_fail(*_: Any) -> None:
+        run.position.start_at(11)
+        run.checkpoints.save(10, last_step=True)
+        raise RuntimeError("PytorchStreamReader failed reading zip archive")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_data", replace_and_fail)
+        with pytest.raises(LoadError, match=r"step-10 was replaced while it was loaded"):
+            other.load()
+    last = make_run()
+    assert last.load()
+    assert last.progress.step == 10
+
+
+def test_a_folder_that_is_for_reading_only_gets_no_note(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start would choose the same one again: the line says what to set."""
+    run = make_run()
+    run.train(10)
+    rewrite(data_of(run.folder / "step-10"), _flip(run))
+
+    def refuse(*_: Any) -> None:
+        raise _error(errno.EROFS)
+
+    monkeypatch.setattr(checkpoint_damage.FailedLoad, "write", refuse)
+    with pytest.raises(ConfigError, match=r"got a damaged one .*set checkpoint\.load_step = 5"):
+        make_run().load()
+
+
+# Ranks of one group
+
+
+def test_damage_that_one_rank_finds_ends_all(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks end alike, and one note is left."""
+    run = make_run()
+    run.train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    monkeypatch.setattr(
+        "titan_ft.training.checkpoint_load.Load.check",
+        lambda load, *_: load._gather(0) and ranks.rank is not None and _raise_damage(ranks),
+    )
+    for error in ranks.load():
+        assert isinstance(error, LoadError)
+        assert "step-10 is damaged" in str(error)
+        assert "step 5" in str(error)
+    assert len(list((run.folder / "step-10").glob(NOTES))) == 1
+    monkeypatch.undo()
+    again = make_run()
+    assert again.load()
+    assert again.claimed == 5
+
+
+def _raise_damage(ranks: Ranks) -> None:
+    from titan_ft.training.checkpoint_folder import DamagedError
+
+    raise DamagedError(f"the model in it is not what was saved, says rank {ranks.rank}")
+
+
+def test_what_rank_0_finds_damaged_is_passed_over_by_all(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others load what it has chosen, whatever they see themselves."""
+    run = make_run()
+    run.train(10)
+    ranks = Ranks(monkeypatch, make_run)
+    monkeypatch.setattr(
+        "titan_ft.training.checkpoint.find_defect",
+        lambda folder: "cut" if folder.name == "step-10" and ranks.rank == 0 else "",
+    )
+    assert ranks.load() == [None, None]
+    assert ranks.loaded == ["step-5", "step-5"]
+    told = [each.events.named("checkpoint_skipped") for each in ranks.runs]
+    assert [len(each) for each in told] == [1, 0]
+
+
+# Models to begin with
+
+
+def test_a_damaged_model_to_begin_with_is_refused(make_run: MakeRun) -> None:
+    """There is no other one: the line names it."""
+    run = make_run()
+    run.train(5)
+    source = run.folder / "step-5"
+    cut = shutil.copytree(source, run.folder.parent / "cut")
+    rewrite(data_of(cut), lambda data: data[:-1])
+    flipped = shutil.copytree(source, run.folder.parent / "flipped")
+    rewrite(data_of(flipped), _flip(run))
+    for path, reason in ((cut, "__0_0.distcp has"), (flipped, "the model in it is not what was saved")):
+        other = make_run(folder="new", initial_load_path=str(path))
+        with pytest.raises(ConfigError, match=rf"initial_load_path must be .*{path}.*damaged: {reason}"):
+            other.load()
+
+
+def test_a_damaged_model_of_hugging_faces_format_is_refused(make_run: MakeRun) -> None:
+    """The file is named, in place of what its parser says."""
+    run = make_run(adapter=Exporter(), **EXPORT)
+    run.train(6)
+    run.checkpoints.save(6, last_step=True)
+    folder = run.folder / "step-6"
+    (path,) = folder.glob("*.safetensors")
+    settings = {"initial_load_in_hf": True, "initial_load_model_only": True, "initial_load_path": str(folder)}
+    for change in (lambda data: data[:-1], lambda data: data[:10], lambda data: b"", lambda data: bytes(len(data))):
+        before = path.read_bytes()
+        rewrite(path, change)
+        with pytest.raises(ConfigError, match=rf"{path.name} has "):
+            make_run(folder="new", adapter=Exporter(), **settings).load()
+        path.write_bytes(before)
+    assert make_run(folder="new", adapter=Exporter(), **settings).load()
+
+
+# What is written is read back
+
+
+def test_a_save_that_cannot_be_read_back_is_not_published(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may report an error of writing to nobody."""
+    run = make_run()
+    run.train(5)
+    finish = FileSystemWriter.finish
+
+    def cut(writer: FileSystemWriter, **more: Any) -> None:
+        finish(writer, **more)
+        rewrite(data_of(Path(writer.path)), lambda data: data[:-1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "finish", cut)
+        run.train(10)
+    (failed,) = run.events.named("checkpoint_failed")
+    assert "cannot be read back: __0_0.distcp has" in failed["error"]
+    assert run.names() == ["step-5"]
+    assert complete_steps(run.folder) == [5]
+    run.train(15)
+    assert complete_steps(run.folder) == [5, 15]

@@ -1,0 +1,220 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Damage to a checkpoint: what its tables show before it is chosen, and what a load has found.
+
+DCP notices a file that is cut in the midst of the load, and a changed byte in a tensor not at all.
+By then the group has announced the step to the other groups, and cannot take another one. So each
+load that fails leaves a note in the checkpoint's folder, and all later choices pass it over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from titan_ft.training.checkpoint_folder import INDEX, METADATA, DamagedError, Manifest
+
+NOTES = "failed-load-*.json"
+_UNREADABLE_LOADS = 3
+"""Loads of a checkpoint that end with errors of the file system, after which it counts as damaged."""
+_HEADER_BYTES = 8  # of a safetensors file: the length of its table, little-endian
+_MAX_TABLE_BYTES = 100_000_000  # as safetensors itself limits it
+
+
+class Failure(enum.Enum):
+    """Reason of a load that failed."""
+
+    OTHER_STATE = enum.auto()  # the checkpoint is sound, and another model's or another run's
+    UNREADABLE = enum.auto()  # the file system did not answer; the next try may succeed
+    DAMAGED = enum.auto()
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """A load that failed, as it is noted beside the data.
+
+    Attributes:
+        save_id: of the manifest. A checkpoint that replaced the damaged one has another.
+        damaged: whether the bytes were wrong; else they could not be read.
+        reason: on one line.
+        by: name of the group.
+        time: local time, for people.
+    """
+
+    save_id: str
+    damaged: bool
+    reason: str
+    by: str
+    time: str
+
+    def write(self, folder: Path) -> None:
+        """Leave it beside the data, for the choices of all groups.
+
+        A file for each note: two groups that find the same at once overwrite nothing.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = folder / NOTES.replace("*", uuid.uuid4().hex[:12])
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def find_defect(folder: Path) -> str:
+    """Return what is wrong with a checkpoint as far as its tables tell; empty if nothing is.
+
+    Reads the manifest, the tables and the sizes of the files, and none of the data.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    try:
+        manifest = Manifest.read(folder)
+        _check_notes(folder, "" if manifest is None else manifest.save_id)
+        _check_tables(folder)
+    except DamagedError as error:
+        return str(error)
+    return ""
+
+
+def classify(error: CheckpointException) -> tuple[Failure, str]:
+    """Return why DCP's load failed, with the reason of the first rank on one line.
+
+    The plan of a load compares names and shapes; after it only bytes are read.
+    """
+    phase = error.args[0]
+    causes = [cause for cause, _ in error.failures.values()]
+    for cause in causes:
+        if isinstance(cause, OSError) or "metadata is None" in str(cause):
+            return Failure.UNREADABLE, one_line(cause)
+    kind = Failure.OTHER_STATE if phase == "plan" else Failure.DAMAGED
+    return kind, one_line(causes[0])
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line; DCP's is that of the first rank that failed."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _check_notes(folder: Path, save_id: str) -> None:
+    notes = [note for note in _read_notes(folder) if note.save_id == save_id]
+    damage = next((note for note in notes if note.damaged), None)
+    if damage is None and len(notes) < _UNREADABLE_LOADS:
+        return
+    note = damage or notes[-1]
+    raise DamagedError(
+        f"{note.by} could not load it ({note.time}): {note.reason}; "
+        f"to have it tried again, mend it and remove {NOTES} there"
+    )
+
+
+def _read_notes(folder: Path) -> Iterator[FailedLoad]:
+    for path in sorted(folder.glob(NOTES)):
+        with contextlib.suppress(ValueError, TypeError):  # a note that a full disk has cut
+            yield FailedLoad(**json.loads(path.read_text()))
+
+
+def _check_tables(folder: Path) -> None:
+    if (folder / METADATA).exists():
+        _check_files(folder, _read_extents(folder))
+    elif (folder / INDEX).exists():
+        for name in _read_index(folder):
+            check_safetensors(folder / name)
+    else:
+        raise DamagedError(f"{METADATA} is missing")
+
+
+def _read_extents(folder: Path) -> dict[str, int]:
+    """Return how many bytes each file must have, by DCP's table.
+
+    Raises:
+        DamagedError: it is none. Unpickling half of a file may raise anything.
+        OSError: the file system does not answer.
+    """
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except IsADirectoryError as error:
+        raise DamagedError(f"{METADATA} is a folder") from error
+    except OSError:
+        raise
+    except Exception as error:
+        raise DamagedError(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from error
+    items = metadata.storage_data if isinstance(metadata, Metadata) else None
+    if not isinstance(items, Mapping):
+        raise DamagedError(f"{METADATA} is no table of a checkpoint")
+    extents: dict[str, int] = defaultdict(int)
+    for item in items.values():
+        extents[item.relative_path] = max(extents[item.relative_path], item.offset + item.length)
+    return extents
+
+
+def _check_files(folder: Path, extents: Mapping[str, int]) -> None:
+    with os.scandir(folder) as entries:
+        sizes = {entry.name: entry.stat().st_size for entry in entries}
+    for name, extent in extents.items():
+        if sizes.get(name, -1) >= extent:
+            continue
+        size = _size_of(folder / name)
+        if size is None:
+            raise DamagedError(f"{name} is missing")
+        if size < extent:
+            raise DamagedError(f"{name} has {size:,} of {extent:,} bytes")
+
+
+def _size_of(path: Path) -> int | None:
+    """Return the size of a file as its server has it; None if it is missing.
+
+    A host may go by an old listing of NFS for a minute. To open a file asks the server.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.seek(0, os.SEEK_END)
+    except FileNotFoundError:
+        return None
+
+
+def _read_index(folder: Path) -> set[str]:
+    """Return the names of the files of an export."""
+    try:
+        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        return set(weights.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{INDEX} is no table of files ({error!r})") from error
+
+
+def check_safetensors(path: Path) -> None:
+    """Check that a file of Hugging Face's format has all of its bytes.
+
+    Raises:
+        DamagedError: it has not.
+        OSError: the file system does not answer.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_HEADER_BYTES), "little")
+            table: Any = json.loads(file.read(min(length, _MAX_TABLE_BYTES)))
+            size = file.seek(0, os.SEEK_END)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path.name} is missing") from error
+    except ValueError as error:
+        raise DamagedError(f"{path.name} has no table of tensors ({error})") from error
+    try:
+        ends = [each["data_offsets"][1] for name, each in table.items() if name != "__metadata__"]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise DamagedError(f"{path.name} has no place for a tensor ({error!r})") from error
+    expected = _HEADER_BYTES + length + max(ends, default=0)
+    if size != expected:
+        raise DamagedError(f"{path.name} has {size:,} of {expected:,} bytes")

@@ -1,0 +1,186 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One load of a group: what the checkpoint can give, and whether it has given what was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE
+
+from titan_ft.config import ConfigError
+from titan_ft.training.checkpoint_choice import Gather, LoadError, together
+from titan_ft.training.checkpoint_damage import FailedLoad, Failure, classify, find_defect
+from titan_ft.training.checkpoint_digest import find_change, take_digests
+from titan_ft.training.checkpoint_export import check_importable
+from titan_ft.training.checkpoint_folder import (
+    ELSEWHERE,
+    METADATA,
+    DamagedError,
+    Manifest,
+    check_model,
+    check_rounds,
+    data_change,
+)
+
+QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
+OUTER_STATE = "outer"  # the outer optimizer's, with a semi-synchronous method
+
+logger = logging.getLogger(__name__)
+
+
+class Load:
+    """A load from one folder. All ranks of a group call the same methods.
+
+    Args:
+        folder: of the checkpoint.
+        now: the manifest that a save of this run would have.
+        gather: gathers an integer of every rank of the group.
+
+    Attributes:
+        reset: why the data begins anew; empty if it goes on.
+    """
+
+    def __init__(self, folder: Path, now: Manifest, gather: Gather) -> None:
+        self._folder, self._now, self._gather = folder, now, gather
+        self._manifest: Manifest | None = None
+        self.reset = ""
+
+    def prepare(self, state: dict[str, Any], from_hf: bool) -> None:
+        """Check that the checkpoint is of this run's model, and leave out of `state` what it cannot give.
+
+        Raises:
+            ConfigError: it is another model's, or no training state.
+            LoadError: it cannot be read.
+        """
+
+        def look() -> None:
+            if from_hf:
+                check_importable(self._folder)
+                return
+            self._manifest = Manifest.read(self._folder)
+            check_model(self._manifest, self._now, str(self._folder))
+            if QUORUM_STATE in state:  # else only the model is wanted
+                self._leave_out(state)
+
+        together(look, str(self._folder), self._gather)
+
+    def _leave_out(self, state: dict[str, Any]) -> None:
+        """Leave out of `state` what the checkpoint cannot give: DCP takes a missing key for an error."""
+        folder, manifest = self._folder, self._manifest
+        has_data = Path(folder, METADATA).is_file()
+        keys = FileSystemReader(folder).read_metadata().state_dict_metadata if has_data else ()
+        if not any(key.startswith(f"{TRAIN_STATE}.") for key in keys):
+            raise ConfigError(
+                f"checkpoint: {folder} must hold a training state, got a model only (checkpoint.last_save_model_only); "
+                "give the step of a full one as checkpoint.load_step, or begin with this model: as "
+                "checkpoint.initial_load_path, with another checkpoint.folder"
+            )
+        check_rounds(manifest, self._now, str(folder))
+        if manifest is None:
+            del state[QUORUM_STATE]
+        if OUTER_STATE in state and not any(key.startswith(f"{OUTER_STATE}.") for key in keys):
+            logger.warning("%s has no outer optimizer: it begins without momentum", folder)
+            del state[OUTER_STATE]
+        self.reset = "" if DATALOADER in state else "checkpoint.exclude_from_loading names it"
+        self.reset = self.reset or data_change(manifest, self._now)
+        if self.reset:
+            state.pop(DATALOADER, None)
+
+    def fail(self, error: CheckpointException, from_hf: bool) -> NoReturn:
+        """End the load for an error of DCP's, which all ranks have met. A collective.
+
+        Raises:
+            ConfigError: the checkpoint holds another state.
+            LoadError: the file system did not answer.
+            DamagedError: the bytes are wrong.
+        """
+        failure, reason = classify(error)
+        if failure is Failure.OTHER_STATE:
+            holds = "weights of this run's model" if from_hf else "state of this run's model and optimizer"
+            remedy = "give those of model.flavor as checkpoint.initial_load_path" if from_hf else ELSEWHERE
+            raise ConfigError(f"checkpoint: {self._folder} must hold the {holds}, got: {reason}; {remedy}") from error
+        if failure is Failure.UNREADABLE:
+            # A missing file is an error of the file system to DCP, and so is a table that it cannot read.
+            defect = together(self._find_defect, str(self._folder), self._gather)
+            if not any(self._gather(int(bool(defect)))):
+                raise LoadError(f"checkpoint: {self._folder} cannot be read: {reason}") from error
+            reason = defect or reason
+        raise DamagedError(reason) from error
+
+    def _find_defect(self) -> str:
+        return find_defect(self._folder) if dist.get_rank() == 0 else ""
+
+    def check(self, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+        """Check that the load has brought back what was saved. A collective.
+
+        Args:
+            state: as DCP has loaded it.
+            parts: the names of all parts.
+
+        Raises:
+            DamagedError: it has not. On all ranks.
+        """
+        if self._manifest is None:
+            return
+        change = find_change(self._manifest.digests, take_digests(state, parts, self._gather))
+        reason = f"the {change} in it is not what was saved (its digest is another one)" if change else ""
+        reason = reason or self._find_other_counters(state)
+        if any(self._gather(int(bool(reason)))):
+            raise DamagedError(reason or "another rank of this group has not loaded what was saved")
+
+    def _find_other_counters(self, state: Mapping[str, Any]) -> str:
+        """Return how the state contradicts the manifest, which holds for any number of ranks."""
+        assert self._manifest is not None
+        expected = {
+            (TRAIN_STATE, "step"): self._manifest.step,
+            (QUORUM_STATE, "lineage"): int(self._manifest.lineage, 16),
+        }
+        for (part, name), value in expected.items():
+            if part in state and state[part][name] != value:
+                return f"the {name} in it is {state[part][name]}, not {value} as in its manifest"
+        return ""
+
+    def check_not_replaced(self) -> None:
+        """Check that the folder holds the same checkpoint as when the load began. A collective.
+
+        Else the wrong bytes may be of two checkpoints: another group has saved the step again.
+
+        Raises:
+            LoadError: it holds another one, or is gone. On all ranks.
+        """
+
+        def look() -> None:
+            then, now = _save_id(self._manifest), _save_id(Manifest.read(self._folder))
+            if dist.get_rank() == 0 and (then != now or not self._folder.is_dir()):
+                raise LoadError(f"{self._folder} was replaced while it was loaded; another start chooses anew")
+
+        together(look, str(self._folder), self._gather)
+
+    def note(self, error: DamagedError | LoadError, by: str) -> bool:
+        """Leave a note of this load's failure beside the data; returns False if that is not possible. A collective."""
+        is_noted = False
+        if dist.get_rank() == 0:
+            note = FailedLoad(
+                save_id=_save_id(self._manifest),
+                damaged=isinstance(error, DamagedError),
+                reason=str(error),
+                by=by,
+                time=time.strftime("%Y-%m-%d %H:%M:%S"),
+            )
+            with contextlib.suppress(OSError):  # a folder that is for reading only
+                note.write(self._folder)
+                is_noted = True
+        return bool(self._gather(int(is_noted))[0])
+
+
+def _save_id(manifest: Manifest | None) -> str:
+    return "" if manifest is None else manifest.save_id

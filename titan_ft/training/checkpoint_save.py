@@ -1,0 +1,141 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A save of a group: when it is due, how far it is, why it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import TypeGuard
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titan_ft.replica.errors import FinalError
+from titan_ft.training.checkpoint_damage import one_line
+
+ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_PROBE_BYTES = 1 << 20  # more than what a file that could not be written whole has left free
+
+
+class SaveError(FinalError):
+    """The last step could not be saved as it was asked for.
+
+    Training is over. A group that was started again would make the steps since its last checkpoint once more, only to
+    fail at the same save.
+    """
+
+
+class PartError(Exception):
+    """A part of a save failed on a rank of this group; raised on all of them."""
+
+
+class SaveState(IntEnum):
+    """How far a save is, as one rank sees it."""
+
+    UNDER_WAY = 0
+    COMPLETE = 1
+    FAILED = 2
+
+
+@dataclass
+class Save:
+    """A save of this group.
+
+    Attributes:
+        step: torchtitan's, after which the state is.
+        updates: committed ones in the state.
+        started: by this process's clock, in seconds.
+        seconds: that the save took.
+        partial: the folder that it writes; None before it writes.
+        done: resolved once the checkpoint is published, as far as this rank knows.
+    """
+
+    step: int
+    updates: int
+    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    partial: Path | None = None
+    done: Future[list[Path]] = field(default_factory=Future)
+
+    @property
+    def state(self) -> SaveState:
+        if not self.done.done():
+            return SaveState.UNDER_WAY
+        return SaveState.COMPLETE if self.done.exception() is None else SaveState.FAILED
+
+
+def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
+    """Return the latest step up to `step` whose state torchtitan would save; 0 = none."""
+    return step if last else max(step // interval * interval, int(first and step >= 1))
+
+
+def explain(error: BaseException) -> str:
+    """Return on one line why something of a save failed."""
+    for cause in _causes(error):
+        if is_full(cause):
+            return f"the disk is full ({os.strerror(cause.errno or 0)})"
+    return one_line(error)
+
+
+def is_full(error: BaseException) -> TypeGuard[OSError]:
+    """Say whether there is no room left, on the disk or in the user's quota."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def agree_on_reason(error: BaseException | None, folder: Path) -> str:
+    """Return why a save failed, by the first rank that knows: the same reason on all. A collective.
+
+    torch writes tensors by a zip writer that reports a full disk as "unexpected pos 704 vs 598",
+    and DCP passes on no cause. So rank 0 asks the file system, before the remains are removed.
+
+    Args:
+        error: of this rank; None if its own part did not fail.
+        folder: of the checkpoints.
+    """
+    own = "" if error is None else explain(error)
+    if dist.get_rank() == 0 and isinstance(error, CheckpointException):
+        full = _probe(folder)
+        own = own if full is None else explain(full)
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, own)
+    known = {rank: reason for rank, reason in enumerate(reasons) if reason not in ("", ELSEWHERE_IN_GROUP)}
+    if not known:
+        return ELSEWHERE_IN_GROUP
+    rank, reason = next(iter(known.items()))
+    return reason if dist.get_rank() in known else f"{reason} (rank {rank})"
+
+
+def describe_latest(step: int) -> str:
+    """Say what there is to go back to, in words."""
+    return f"the latest complete one is that of step {step}" if step else "there is none to go back to"
+
+
+def _causes(error: BaseException) -> Iterable[BaseException]:
+    if isinstance(error, CheckpointException):
+        return [cause for cause, _ in error.failures.values()]
+    return [error]
+
+
+def _probe(folder: Path) -> OSError | None:
+    """Return the error with which the disk of `folder` refuses more data because it is full."""
+    path = folder / f".room-{os.getpid()}"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error if is_full(error) else None
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None

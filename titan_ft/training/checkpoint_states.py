@@ -1,0 +1,81 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The parts of a checkpoint that torchtitan's own checkpoints lack, and the loaders that those have."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.tools.logging import logger
+
+from titan_ft.replica.errors import first_line
+from titan_ft.replica.feed import load_loader
+from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.position import Position
+
+
+class Shards(Stateful):
+    """The ledger in a checkpoint, by shards of the whole job; each rank gives and takes its own."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._ledger.shards())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._ledger.load_shards(state_dict)
+
+
+class QuorumState(Stateful):
+    """The groups' agreement about the state, in a checkpoint."""
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lineage": self._position.lineage}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._position.restore(int(state_dict["lineage"]))
+
+
+def stock_loaders(shards: dict[str, Any], num_shards: int) -> dict[str, Any]:
+    """Return the states of the loaders under the names that stock torchtitan reads.
+
+    torchtitan pickles them (`ParallelAwareDataloader`), and wants the number of its data ranks.
+    This project reads neither: its own keys hold the same states, packed without a pickle.
+
+    Args:
+        shards: this rank's part of the ledger, see `Ledger.shards`.
+        num_shards: of the whole job.
+    """
+    found: dict[str, Any] = {"world_size": num_shards}
+    for number, shard in shards.items():
+        try:
+            state = _unpack(shard["state"])
+        except Exception as error:  # noqa: BLE001  # of a user's loader; the save is not to fail for it
+            logger.warning(f"stock torchtitan will not find its place in shard {number}: {first_line(error)}")
+            continue
+        found[f"dp_rank_{number}"] = pickle.dumps(state)
+    return found
+
+
+def _unpack(packed: bytes) -> Any:
+    """Return the state of a loader; of one that has not begun the state that lets it begin."""
+    if not packed:
+        return {}
+    kept = _Kept()
+    load_loader(kept, packed)
+    return kept.state
+
+
+class _Kept:
+    """Keeps the state that a loader would load."""
+
+    state: Any = None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
