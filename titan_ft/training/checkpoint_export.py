@@ -73,6 +73,9 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
 
 class Converted:
     """In place of an adapter to Hugging Face's format: what it has made of the state.
