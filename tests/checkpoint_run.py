@@ -83,13 +83,14 @@ class Run:
         flavor: str = "tiny",
         dataset: str = "austen",
         adapter: Any = None,
+        model: torch.nn.Module | None = None,
         method: dict[str, Any] = {},  # noqa: B006  # read only
         job_id: str = "",
         load_step: int = -1,
         **more: Any,
     ) -> None:
         torch.manual_seed(0)
-        self.model = torch.nn.Linear(4, 3)
+        self.model: Any = torch.nn.Linear(4, 3) if model is None else model
         optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
         schedulers = LRSchedulersContainer(optimizers, lambda step: 1 / (step + 1))
         self.optimizers, self.schedulers = optimizers, schedulers

@@ -20,6 +20,9 @@ device.prepare()
 import safetensors  # noqa: E402
 import safetensors.torch  # noqa: E402
 from torch.distributed.checkpoint import _consolidate_hf_safetensors  # noqa: E402
+from torchtitan.models.llama3 import llama3_args  # noqa: E402
+from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
 
 from titan_ft.training.checkpoint import SaveError  # noqa: E402
 from titan_ft.training.checkpoint_export import (  # noqa: E402
@@ -233,3 +236,55 @@ def test_a_folder_without_an_index_is_no_export(tmp_path: Path) -> None:
     """Nothing in it can be found."""
     with pytest.raises(ExportError, match="was not written"):
         Converted({}, None, {"a": Tensor((2,), "float32")}).check(tmp_path)
+
+
+def test_transformers_loads_an_export(make_run: MakeRun, tmp_path: Path) -> None:
+    """The model of configs/llama3_debug.toml: it computes the same there. By an index with names of old exports."""
+    transformers = pytest.importorskip("transformers")
+    args = llama3_args["debugmodel"]
+    model = Transformer(args)
+    with torch.no_grad():
+        model.init_weights(torch.device("cpu"))
+    weights = _names_of_llama(args.n_layers)
+    old = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(args.n_layers)]
+    files = {name: f"model-0000{1 + place % 2}-of-00003.safetensors" for place, name in enumerate([*weights, *old])}
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / INDEX).write_text(json.dumps({"weight_map": {**files, "gone": "model-00003-of-00003"}}))
+    adapter = Llama3StateDictAdapter(args, str(tmp_path / "assets"))
+    run = make_run(adapter=adapter, model=model, **EXPORT)
+    run.position.start_at(6)
+    run.progress.step = 6
+    run.checkpoints.save(6, last_step=True)
+    run.checkpoints.raise_last_failure()
+    config = transformers.LlamaConfig(
+        hidden_size=args.dim,
+        intermediate_size=model.layers["0"].feed_forward.w1.weight.shape[0],
+        num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads,
+        vocab_size=args.vocab_size,
+        rms_norm_eps=args.norm_eps,
+        max_position_embeddings=args.max_seq_len,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": args.rope_theta,
+            "factor": args.rope_scaling_args.scaling_factor,
+            "low_freq_factor": args.rope_scaling_args.low_freq_factor,
+            "high_freq_factor": args.rope_scaling_args.high_freq_factor,
+            "original_max_position_embeddings": args.rope_scaling_args.original_max_position_embeddings,
+        },
+    )
+    config.save_pretrained(run.folder / "step-6")  # a user copies the one of the model that was begun with
+    loaded, report = transformers.LlamaForCausalLM.from_pretrained(
+        run.folder / "step-6", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    tokens = torch.arange(48).reshape(2, 24) % args.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def _names_of_llama(num_layers: int) -> list[str]:
+    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj"]
+    parts += ["mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+    layers = [f"model.layers.{layer}.{part}.weight" for layer in range(num_layers) for part in parts]
+    return ["model.embed_tokens.weight", *layers, "model.norm.weight", "lm_head.weight"]
