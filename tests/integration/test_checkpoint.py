@@ -18,6 +18,7 @@ from harness.client import REPOSITORY, ZygoteClient
 from harness.events import Event
 from harness.job import CONFIG, Job
 from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
+from torch.distributed.checkpoint import FileSystemReader
 
 from titan_ft.run.events import CheckpointFailed, ReplicaGaveUp, ReplicaRestarted, StepCommitted
 from titan_ft.run.log import read_events
@@ -164,6 +165,85 @@ def test_all_groups_lost_while_one_saves(make_job: Callable[..., Job], flags: Fl
     check_killed(job, events, [(0, 0, "sigkill:save"), (1, 0, "sigkill:forward")])
     check_resumed(job, [event for event in events if event["attempt"] == 1], 5)
     batches(events)
+
+
+def damage(folder: Path) -> None:
+    """Zero a block in the midst of a checkpoint's largest tensor, of which DCP takes no notice."""
+    items = FileSystemReader(folder).read_metadata().storage_data.values()
+    item = max(items, key=lambda each: each.length)
+    with (folder / item.relative_path).open("r+b") as file:
+        file.seek(item.offset + item.length // 2)
+        file.write(bytes(4096))
+
+
+def test_bytes_that_changed_on_disk_cost_a_start_and_the_steps_since_the_one_before(
+    make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
+) -> None:
+    """Both groups find it out in their load, and go on from the older one: to the bytes of a run that never stopped."""
+    make_job(groups=2, steps=STOP, flags=flags()).run()
+    damage(folder / f"step-{STOP}")
+    job = make_job(groups=2, steps=STEPS, flags=flags())
+    job.run()
+    events = job.events()
+    assert {code for group in job.groups for attempt in group.ended for code in attempt} == {1}, exits(job)
+    assert "in it is not what was saved (its digest is another one); the next start goes on from step 5" in job.output(
+        0
+    )
+    last = [event for event in events if event["attempt"] == max(group.attempt for group in job.groups)]
+    check_resumed(job, last, 5)
+    skipped = named(events, "checkpoint_skipped")
+    assert {(event["step"], event["instead"]) for event in skipped} == {(STOP, 5)}
+    assert digests(events) == digests(straight)
+    assert complete_steps(folder) == [5, 10, 15, 20]
+
+
+@pytest.mark.slow
+def test_a_file_that_is_cut_costs_no_start(
+    make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
+) -> None:
+    """The tables show it before the choice."""
+    make_job(groups=2, steps=STOP, flags=flags()).run()
+    os.truncate(folder / f"step-{STOP}" / "__0_0.distcp", 1000)
+    job = make_job(groups=2, steps=STEPS, flags=flags())
+    job.run()
+    check_resumed(job, job.events(), 5)
+    skipped = named(job.events(), "checkpoint_skipped")
+    assert [(event["step"], event["instead"]) for event in skipped] == [(STOP, 5)] * 2
+    assert digests(job.events()) == digests(straight)
+
+
+@pytest.mark.slow
+def test_without_a_sound_checkpoint_the_job_ends(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+    """One line, exit status 2, no restart: neither does it begin anew."""
+    make_job(groups=1, steps=STOP, flags=flags()).run()
+    for step in (5, STOP):
+        os.truncate(folder / f"step-{step}" / "__0_0.distcp", 1000)
+    job = make_job(groups=1, steps=STEPS, flags=flags())
+    job.run()
+    assert [worker.code for worker in job.groups[0].workers] == [2], exits(job)
+    assert job.groups[0].attempt == 0
+    (line,) = [line for line in job.output(0).splitlines() if line.startswith("titan_ft: ")]
+    for part in (str(folder), "step 5 (__0_0.distcp has 1,000 of", "step 10 (__0_0.distcp has 1,000 of"):
+        assert part in line
+
+
+@pytest.mark.slow
+def test_load_step_counts_once(make_job: Callable[..., Job], flags: Flags, folder: Path) -> None:
+    """Both groups of a job that began at 5 are killed with 10 of its own saved: they go on there, and not at 5."""
+    make_job(groups=2, steps=STEPS, flags=flags()).run()
+    faults = [{"replica": replica, "point": "backward", "step": 13} for replica in (0, 1)]
+    begin = ["--checkpoint.load_step=5", "--fault_tolerance.job_id=branch", "--optimizer.lr=1e-3"]
+    job = make_job(groups=2, steps=STEPS, flags=[*flags(), *begin], hooks={"faults": faults})
+    job.run()
+    events = job.events()
+    check_killed(job, events, [(replica, 0, "sigkill:backward") for replica in (0, 1)])
+    for attempt, step in ((0, 5), (1, 10)):
+        loaded = [event["step"] for event in named(events, "checkpoint_loaded") if event["attempt"] == attempt]
+        assert loaded == [step, step]
+    check_finished(job, events, STEPS)
+    assert complete_steps(folder) == [5, 10, 15, 20]
+    aside = sorted(path.name for path in folder.iterdir() if path.name.startswith("aside"))
+    assert aside == ["aside-10-0", "aside-15-0", "aside-20-0"]
 
 
 @pytest.mark.slow
