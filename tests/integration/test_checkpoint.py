@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -179,18 +180,22 @@ def damage(folder: Path) -> None:
 def test_bytes_that_changed_on_disk_cost_a_start_and_the_steps_since_the_one_before(
     make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
 ) -> None:
-    """Both groups find it out in their load, and go on from the older one: to the bytes of a run that never stopped."""
+    """Groups that find it out in their load go on from the older one: to the bytes of a run that never stopped.
+
+    A group that chooses when another one has found it out needs no second start.
+    """
     make_job(groups=2, steps=STOP, flags=flags()).run()
     damage(folder / f"step-{STOP}")
     job = make_job(groups=2, steps=STEPS, flags=flags())
     job.run()
     events = job.events()
-    assert {code for group in job.groups for attempt in group.ended for code in attempt} == {1}, exits(job)
-    assert "in it is not what was saved (its digest is another one); the next start goes on from step 5" in job.output(
-        0
-    )
-    last = [event for event in events if event["attempt"] == max(group.attempt for group in job.groups)]
-    check_resumed(job, last, 5)
+    failed = [group for group in job.groups if group.ended]
+    assert [group.ended for group in failed] == [[[1]]] * len(failed), exits(job)
+    assert failed
+    said = "in it is not what was saved (its digest is another one); the next start goes on from step 5"
+    assert all(said in job.output(group.replica) for group in failed)
+    last = {group.replica: group.attempt for group in job.groups}
+    check_resumed(job, [event for event in events if event["attempt"] == last[event["replica"]]], 5)
     skipped = named(events, "checkpoint_skipped")
     assert {(event["step"], event["instead"]) for event in skipped} == {(STOP, 5)}
     assert digests(events) == digests(straight)
@@ -447,3 +452,71 @@ def test_a_last_save_that_cannot_be_made_as_asked(make_job: Callable[..., Job], 
     second = make_job(groups=2, steps=7, flags=goes_on, tiny=False)
     second.run()
     check_resumed(second, second.events(), 5)
+
+
+STOCK = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
+
+
+def records(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What each rank of HSDP 2 x 2, or of two groups of two ranks, has logged: steps, then the final digest."""
+    found = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        replica, rank = map(int, path.stem.split("-"))
+        found[2 * replica + rank] = [json.loads(line) for line in path.read_text().splitlines()]
+    return found
+
+
+@pytest.mark.slow
+def test_stock_goes_on_from_a_checkpoint_of_ours(make_job: Callable[..., Job], flags: Flags, tmp_path: Path) -> None:
+    """Stock HSDP on as many data ranks: bit for bit the run of two groups that never stopped, so the same batches."""
+    shape: dict[str, Any] = {"groups": 2, "ranks": 2}
+    logs = {name: tmp_path / name for name in ("whole", "stock")}
+    for path in logs.values():
+        path.mkdir()
+    make_job(steps=STOP, flags=SCHEDULE, hooks={"record": str(logs["whole"])}, **shape).run()
+    make_job(steps=5, flags=flags(), **shape).run()
+    job = make_job(
+        groups=1,
+        ranks=4,
+        steps=STOP,
+        flags=["--fault_tolerance.no-enable", *flags(100), *STOCK],
+        hooks={"record": str(logs["stock"])},
+    )
+    job.run(120)
+    assert job.groups[0].finished, job.output(0)
+    whole, stock = (records(path) for path in logs.values())
+    assert stock.keys() == whole.keys() == {0, 1, 2, 3}
+    for rank, found in stock.items():
+        assert [each.get("step") for each in found] == [6, 7, 8, 9, 10, None]
+        for each in (*found, *whole[rank]):
+            each.pop("loss", None)  # the same sum of the same losses, which stock adds in float32
+        assert found == whole[rank][5:]
+
+
+@pytest.mark.slow
+def test_ours_goes_on_from_a_checkpoint_of_stock(
+    make_job: Callable[..., Job], flags: Flags, folder: Path, tmp_path: Path
+) -> None:
+    """With its weights, moments and counters; the data begins anew, which is an event."""
+    record = tmp_path / "record"
+    record.mkdir()
+    stock = make_job(
+        groups=1,
+        ranks=4,
+        steps=5,
+        flags=["--fault_tolerance.no-enable", *flags(), *STOCK],
+        hooks={"record": str(record)},
+    )
+    stock.run(120)
+    assert stock.groups[0].finished, stock.output(0)
+    assert complete_steps(folder) == [5]
+    job = make_job(groups=2, ranks=2, steps=7, flags=flags())
+    job.run()
+    events = job.events()
+    check_resumed(job, events, 5)
+    resets = {(event["step"], event["reason"]) for event in named(events, "data_reset")}
+    assert resets == {(5, "the checkpoint is not of a fault-tolerant run")}
+    first = [event for event in named(events, "step_committed") if event["step"] == 6]
+    assert {event["data"]["first_batch"] for event in first} == {0}
+    (last,) = {records(record)[rank][-2]["loss"] for rank in range(4)}
+    assert all(event["loss"] < last + 0.5 for event in first)  # random weights are far above

@@ -182,3 +182,29 @@ def test_ours_goes_on_from_stock_with_new_data(make_run: MakeRun, tmp_path: Path
     assert other.progress.step == 3
     (reset,) = other.events.named("data_reset")
     assert "not of a fault-tolerant run" in reset["reason"]
+
+
+def test_tokens_are_counted_as_each_of_them_counts(make_run: MakeRun, tmp_path: Path) -> None:
+    """Stock counts those of a data rank, we those of the job: each would have the other's count, times its ranks."""
+    run, _ = save_in_mid_data(make_run, {0: 3, 1: 3})
+    run.progress.ntokens_seen = 1001
+    run.position.start_at(10)
+    run.progress.step = 10
+    run.checkpoints.save(10)
+    other = make_run()
+    loader = make_loader(0)
+    inputs(iter(loader), 1)
+    stock = make_stock(other, tmp_path, loader, folder="checkpoint")
+    assert stock.load()
+    assert other.progress.ntokens_seen == 500
+    assert make_run_and_load(make_run).progress.ntokens_seen == 1001
+    other.progress.step = 11
+    stock.save(11, last_step=True)
+    stock.close()
+    assert make_run_and_load(make_run).progress.ntokens_seen == 1000
+
+
+def make_run_and_load(make_run: MakeRun) -> Run:
+    run = make_run()
+    assert run.load()
+    return run

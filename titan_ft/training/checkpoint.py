@@ -85,7 +85,7 @@ from titan_ft.training.checkpoint_save import (
     explain,
     latest_due,
 )
-from titan_ft.training.checkpoint_states import QuorumState, Shards, stock_loaders
+from titan_ft.training.checkpoint_states import QuorumState, Shards, TrainCounters, stock_loaders
 
 T = TypeVar("T")
 
@@ -139,6 +139,9 @@ class ReplicaCheckpoints(CheckpointManager):
                 self.states[OUTER_STATE] = host.outer
             # Shards are numbered from 0 through the whole job; the last data rank of a group has the largest number.
             self._num_shards = max(host.gather(max(map(int, host.ledger.shards())))) + 1
+            counters = self.states[TRAIN_STATE]
+            if not isinstance(counters, TrainCounters):  # attached for the first time
+                self.states[TRAIN_STATE] = TrainCounters(counters, self._num_shards)
 
     @property
     def host(self) -> CheckpointHost:
@@ -349,15 +352,15 @@ class ReplicaCheckpoints(CheckpointManager):
             DamagedError: its bytes are wrong.
         """
         load = self._load = Load(Path(checkpoint_id), self._describe(), self.host.gather)
-        load.prepare(state_dict, from_hf)
         states = _read_states(state_dict)
+        load.prepare(states, from_hf)
         try:
             super().dcp_load(states, checkpoint_id, from_hf, from_quantized)
         except CheckpointException as error:
             load.fail(error, from_hf)
         load.check(states, self.states)
         for name, part in state_dict.items():
-            if isinstance(part, Stateful):
+            if isinstance(part, Stateful) and name in states:
                 part.load_state_dict(states[name])
 
     # torchtitan's steps of a save and a load

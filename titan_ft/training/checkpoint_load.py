@@ -30,9 +30,11 @@ from titan_ft.training.checkpoint_folder import (
     check_rounds,
     data_change,
 )
+from titan_ft.training.checkpoint_states import JOB_TOKENS
 
 QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
 OUTER_STATE = "outer"  # the outer optimizer's, with a semi-synchronous method
+STOCK_RANKS = f"{DATALOADER}.world_size"  # how many data ranks stock torchtitan had
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,9 @@ class Load:
 
     def prepare(self, state: dict[str, Any], from_hf: bool) -> None:
         """Check that the checkpoint is of this run's model, and leave out of `state` what it cannot give.
+
+        Args:
+            state: the parts by name, and the tensors of the model; all of it is loaded.
 
         Raises:
             ConfigError: it is another model's, or no training state.
@@ -87,6 +92,10 @@ class Load:
         check_rounds(manifest, self._now, str(folder))
         if manifest is None:
             del state[QUORUM_STATE]
+        if TRAIN_STATE in state and f"{TRAIN_STATE}.{JOB_TOKENS}" not in keys:
+            del state[TRAIN_STATE][JOB_TOKENS]
+        if STOCK_RANKS in keys and manifest is None:
+            state[STOCK_RANKS] = 0
         if OUTER_STATE in state and not any(key.startswith(f"{OUTER_STATE}.") for key in keys):
             logger.warning("%s has no outer optimizer: it begins without momentum", folder)
             del state[OUTER_STATE]
@@ -130,6 +139,7 @@ class Load:
             DamagedError: it has not. On all ranks.
         """
         if self._manifest is None:
+            _count_tokens_of_stock(state)
             return
         change = find_change(self._manifest.digests, take_digests(state, parts, self._gather))
         reason = f"the {change} in it is not what was saved (its digest is another one)" if change else ""
@@ -180,6 +190,13 @@ class Load:
                 note.write(self._folder)
                 is_noted = True
         return bool(self._gather(int(is_noted))[0])
+
+
+def _count_tokens_of_stock(state: Mapping[str, Any]) -> None:
+    """Make the count of one of stock torchtitan's data ranks that of the job."""
+    counters = state.get(TRAIN_STATE)
+    if counters is not None:
+        counters[JOB_TOKENS] = counters["ntokens_seen"] * state.get(STOCK_RANKS, 1)
 
 
 def _save_id(manifest: Manifest | None) -> str:

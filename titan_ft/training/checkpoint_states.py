@@ -15,6 +15,9 @@ from titan_ft.replica.feed import load_loader
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.position import Position
 
+JOB_TOKENS = "job_tokens"
+"""Our key beside torchtitan's `ntokens_seen`."""
+
 
 class Shards(Stateful):
     """The ledger in a checkpoint, by shards of the whole job; each rank gives and takes its own."""
@@ -40,6 +43,31 @@ class QuorumState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._position.restore(int(state_dict["lineage"]))
+
+
+class TrainCounters(Stateful):
+    """torchtitan's counters in a checkpoint: the tokens as stock torchtitan counts them, and those of the whole job.
+
+    Its trainer counts the tokens of its own data rank, and all ranks go on from the count of rank 0. The trainer of a
+    replica group counts those of the job: stock would multiply them by its ranks.
+
+    Args:
+        trainer: has the counters.
+        num_shards: of the whole job; as many data ranks stock would have.
+    """
+
+    def __init__(self, trainer: Stateful, num_shards: int) -> None:
+        self._trainer, self._num_shards = trainer, num_shards
+
+    def state_dict(self) -> dict[str, Any]:
+        counters = self._trainer.state_dict()
+        tokens = counters["ntokens_seen"]
+        return {**counters, "ntokens_seen": tokens // self._num_shards, JOB_TOKENS: tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        counters = dict(state_dict)
+        counters["ntokens_seen"] = counters.pop(JOB_TOKENS, counters["ntokens_seen"])
+        self._trainer.load_state_dict(counters)
 
 
 def stock_loaders(shards: dict[str, Any], num_shards: int) -> dict[str, Any]:
