@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from harness.job import CONFIG, Job
 from harness.trajectory import by_process, check, check_finished, check_killed, check_one_trajectory, exits, named
 from torch.distributed.checkpoint import FileSystemReader
 
+from titan_ft.data.assets import TOKENIZER
 from titan_ft.run.events import CheckpointFailed, ReplicaGaveUp, ReplicaRestarted, StepCommitted
 from titan_ft.run.log import read_events
 from titan_ft.training.checkpoint_folder import complete_steps
@@ -203,6 +205,22 @@ def test_bytes_that_changed_on_disk_cost_a_start_and_the_steps_since_the_one_bef
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("degree", ["data_parallel_shard", "tensor_parallel", "pipeline_parallel"])
+def test_bytes_that_changed_are_found_however_a_group_is_sharded(
+    make_job: Callable[..., Job], flags: Flags, folder: Path, degree: str
+) -> None:
+    """Each rank takes the digest of its own shards; a load of what has not changed is sound to it."""
+    shape: dict[str, Any] = {"groups": 1, "ranks": 2, "flags": [*flags(), f"--parallelism.{degree}_degree=2"]}
+    make_job(steps=STOP, **shape).run()
+    damage(folder / f"step-{STOP}")
+    job = make_job(steps=STOP + 2, **shape)
+    job.run()
+    assert [group.ended for group in job.groups] == [[[1, 1]]], exits(job)
+    assert "in it is not what was saved" in job.output(0)
+    check_resumed(job, [event for event in job.events() if event["attempt"] == 1], 5)
+
+
+@pytest.mark.slow
 def test_a_file_that_is_cut_costs_no_start(
     make_job: Callable[..., Job], flags: Flags, straight: list[Event], folder: Path
 ) -> None:
@@ -353,7 +371,7 @@ def test_other_ranks_and_other_groups_go_on(make_job: Callable[..., Job], flags:
     for event in named(events, "step_committed"):
         assert event["loss"] == pytest.approx(losses[event["step"]], rel=1e-5)
 
-    more = make_job(groups=3, steps=STOP + 4, flags=[*flags(), *load])
+    more = make_job(groups=3, steps=STOP + 4, flags=[*flags(), *load, "--fault_tolerance.job_id=another"])
     more.run()
     events = more.events()
     check_resumed(more, events, STOP)
@@ -384,10 +402,13 @@ def test_a_foreign_folder_is_refused(make_job: Callable[..., Job], flags: Flags)
 def test_hugging_faces_format_there_and_back(make_job: Callable[..., Job], tmp_path: Path, ranks: int) -> None:
     """One group writes the last model; another job begins with it, heals from its own groups and writes it again.
 
-    With an LR of 0 an update changes nothing, so that both files hold the same weights, bit for bit.
+    With an LR of 0 an update changes nothing, so that both hold the same weights, bit for bit. Groups of two ranks
+    write two files, by an index that names what the model lacks, too.
     """
     shape: dict[str, Any] = {"groups": 2, "ranks": ranks}
     save = ["--checkpoint.enable", "--checkpoint.interval=100", "--checkpoint.last_save_in_hf"]
+    if ranks > 1:
+        save.append(f"--model.hf_assets_path={write_assets(tmp_path / 'assets')}")
     first = make_job(steps=4, flags=[*save, f"--checkpoint.folder={tmp_path / 'first'}"], **shape)
     first.run()
     check(first, survivors=[0, 1])
@@ -406,14 +427,24 @@ def test_hugging_faces_format_there_and_back(make_job: Callable[..., Job], tmp_p
     for job, step in ((first, 4), (second, 12)):
         saved = named(job.events(), "checkpoint_saved")
         assert [event["step"] for event in saved] == [step]
-    files = [safetensors.numpy.load_file(_only_file(tmp_path / name)) for name in ("first", "second")]
-    assert files[0].keys() == files[1].keys()
-    assert all(files[0][name].tobytes() == files[1][name].tobytes() for name in files[0])
+    weights: list[dict[str, bytes]] = []
+    for name in ("first", "second"):
+        paths = list((tmp_path / name).glob("step-*/*.safetensors"))
+        assert len(paths) == ranks
+        files = [safetensors.numpy.load_file(path) for path in paths]
+        weights.append({key: value.tobytes() for file in files for key, value in file.items()})
+    assert weights[0] == weights[1]
+    assert len(weights[0]) == 30  # of 3 layers
 
 
-def _only_file(folder: Path) -> Path:
-    (path,) = folder.glob("step-*/*.safetensors")
-    return path
+def write_assets(folder: Path) -> Path:
+    """Write the tokenizer, and an index as that of an old export."""
+    shutil.copytree(TOKENIZER, folder)
+    files = {"model.embed_tokens.weight": "model-00001-of-00003.safetensors"}
+    files |= {"model.norm.weight": "model-00003-of-00003.safetensors"}
+    files |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": "model-00002-of-00003" for layer in range(3)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
 
 
 @pytest.mark.slow

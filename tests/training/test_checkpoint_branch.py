@@ -46,6 +46,19 @@ def test_a_job_begins_at_load_step_once(make_run: MakeRun) -> None:
         assert_equal(begin(make_run, slot=slot, **branch).values(), expected)
 
 
+def test_a_job_without_a_name_says_that_it_goes_on(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by hand, nobody knows whether it is the same one; the line says what to do if it is not."""
+    said: list[str] = []
+    monkeypatch.setattr("titan_ft.training.checkpoint.logger.warning", lambda text, *values: said.append(text % values))
+    make_run(job_id="first").train(10)
+    begin(make_run, load_step=5).train(10)
+    assert not any("load_step" in line for line in said)
+    assert begin(make_run, load_step=5).progress.step == 10
+    (line,) = [line for line in said if "load_step" in line]
+    for part in ("checkpoint.load_step = 5 counts no longer", "job_id = ''", "step 10", "another name"):
+        assert part in line
+
+
 def test_a_job_that_dies_before_its_first_save_begins_at_load_step_again(make_run: MakeRun) -> None:
     """Later steps in the folder are of the branch that the user has turned away from."""
     make_run(job_id="first").train(20)

@@ -422,6 +422,24 @@ def test_loads_that_fail_for_the_file_system_are_tried_again_but_not_for_ever(
     assert "Input/output error" in skipped["reason"]
 
 
+def test_a_file_without_permission_is_passed_over_at_once(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a minute nor a hundred starts give the permission; the reason is in the event."""
+    run = make_run()
+    run.train(10)
+
+    def fail(*_: Any) -> None:
+        raise _error(errno.EACCES)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_data", fail)
+        with pytest.raises(LoadError, match=r"step-10 is damaged: .*Permission denied"):
+            make_run().load()
+    other = make_run()
+    assert other.load()
+    (skipped,) = other.events.named("checkpoint_skipped")
+    assert "Permission denied" in skipped["reason"]
+
+
 def test_a_file_that_vanishes_in_the_load_is_damage_if_it_stays_away(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,15 +11,13 @@ import importlib
 import os
 import queue
 import shutil
-import textwrap
 import threading
 import time
-import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +52,6 @@ from titan_ft.training.checkpoint_damage import find_defect, one_line
 from titan_ft.training.checkpoint_digest import take_digests
 from titan_ft.training.checkpoint_export import (
     Converted,
-    ExportError,
     check_export,
     check_import,
     describe_tensors,
@@ -75,19 +72,16 @@ from titan_ft.training.checkpoint_folder import (
 from titan_ft.training.checkpoint_host import CheckpointHost
 from titan_ft.training.checkpoint_load import OUTER_STATE, QUORUM_STATE, Load
 from titan_ft.training.checkpoint_save import (
-    ELSEWHERE_IN_GROUP,
     PartError,
     Save,
     SaveError,
     SaveState,
     agree_on_reason,
     describe_latest,
-    explain,
     latest_due,
+    on_all_ranks,
 )
 from titan_ft.training.checkpoint_states import QuorumState, Shards, TrainCounters, stock_loaders
-
-T = TypeVar("T")
 
 
 class ReplicaCheckpoints(CheckpointManager):
@@ -178,7 +172,7 @@ class ReplicaCheckpoints(CheckpointManager):
         # Said before it is loaded: else a group that is first with its own load would seem to be ahead.
         if self.host.heals_instead(max(found, 0)):
             return False
-        self._report_skipped(choice)
+        self._report_choice(wish, choice)
         if found != NONE:
             check_still_there(self.folder, found, self.host.gather)
         try:
@@ -187,7 +181,8 @@ class ReplicaCheckpoints(CheckpointManager):
         except ConfigError:
             raise
         except (DamagedError, LoadError) as error:
-            self._end_load(wish, found, error)
+            assert self._load is not None
+            self._load.give_up(error, wish, found)
         except ValueError as error:  # torchtitan's answer to a setting that it cannot use
             raise ConfigError(f"checkpoint: {one_line(error)}") from error
         if loaded:
@@ -311,11 +306,14 @@ class ReplicaCheckpoints(CheckpointManager):
 
         save_in = super().dcp_save
         if to_hf:
+            gather = self.host.gather
+
+            def save_in_hf() -> None:
+                merge_together(lambda: save_in(states, str(partial), async_mode, to_hf=True))
+
             with self._converted(states) as export:
-                self._on_all_ranks(
-                    lambda: merge_together(lambda: save_in(states, str(partial), async_mode, to_hf=True))
-                )
-            self._on_all_ranks(lambda: export.check(partial) if coordinates else None)
+                on_all_ranks(save_in_hf, gather)
+            on_all_ranks(lambda: export.check(partial) if coordinates else None, gather)
             conclude(None)
             return None
         result = save_in(states, str(partial), async_mode, enable_garbage_collection)
@@ -391,41 +389,15 @@ class ReplicaCheckpoints(CheckpointManager):
         for doomed in take_abandoned(Path(self.folder), self._name):
             self._purge(doomed)
 
-    def _end_load(self, wish: Wish, step: int, error: DamagedError | LoadError) -> NoReturn:
-        """End a load that failed, so that the next start of every group chooses an older checkpoint.
-
-        It is too late to take another one in this start: the step was announced to the other groups.
-
-        Raises:
-            ConfigError: there is no other one that the job may load.
-            LoadError: another start may do better.
-        """
-        reason = str(error)
-        if step == NONE:
-            if isinstance(error, LoadError):
-                raise error
-            raise ConfigError(
-                f"checkpoint.initial_load_path must be a checkpoint that can be read, got {self.initial_load_path}, "
-                f"which is damaged: {reason}; give another one"
-            ) from error
-        assert self._load is not None
-        self._load.check_not_replaced()
-        is_noted = self._load.note(error, self._name)
-        if isinstance(error, LoadError):
-            raise error
-        other = agree_on_step(dataclasses.replace(wish, damaged={step: reason}), dist.get_rank(), self.host.gather)
-        folder = self._create_checkpoint_id(step)
-        if not is_noted:
-            raise ConfigError(
-                f"checkpoint: {folder} must be sound, got a damaged one ({reason}) that cannot be marked for all "
-                f"groups, for its folder is not writable; set checkpoint.load_step = {other.step}, or mend it"
-            ) from error
-        raise LoadError(
-            f"checkpoint: {folder} is damaged: {reason}; the next start goes on from step {other.step} "
-            "(checkpoint.load_step chooses another one)"
-        ) from error
-
-    def _report_skipped(self, choice: Choice) -> None:
+    def _report_choice(self, wish: Wish, choice: Choice) -> None:
+        if wish.step not in (LATEST, choice.step):
+            logger.warning(
+                "checkpoint.load_step = %d counts no longer: this job (fault_tolerance.job_id = %r) has saved step %d "
+                "since; to begin there again, give the job another name",
+                wish.step,
+                wish.job_id,
+                choice.step,
+            )
         for step, reason in choice.damaged.items():
             logger.error(
                 "the checkpoint of step %d is damaged (%s): going on from step %d; "
@@ -458,33 +430,15 @@ class ReplicaCheckpoints(CheckpointManager):
             state = adapter.to_hf(state_dict)
             return state, describe_tensors(state)
 
-        state, own = self._on_all_ranks(convert)
+        state, own = on_all_ranks(convert, self.host.gather)
         tensors = gather_tensors(own, self.host.gather)
-        export = self._on_all_ranks(lambda: Converted(state, adapter.fqn_to_index_mapping, tensors))
+        index = adapter.fqn_to_index_mapping
+        export = on_all_ranks(lambda: Converted(state, index, tensors), self.host.gather)
         self.sd_adapter = export
         try:
             yield export
         finally:
             self.sd_adapter = adapter
-
-    def _on_all_ranks(self, act: Callable[[], T]) -> T:
-        """Return what `act` returns; if it fails on one rank of this group, it fails on all. A collective.
-
-        Raises:
-            PartError: it has failed, here or elsewhere.
-        """
-        reason = ""
-        try:
-            done = act()
-        except (OSError, ImportError, CheckpointException, ExportError) as error:
-            reason = explain(error)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
-            reason = f"{type(error).__name__}: {error}"
-            # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
-            logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
-        if any(self.host.gather(int(bool(reason)))):
-            raise PartError(reason or ELSEWHERE_IN_GROUP)
-        return done
 
     def _write(self, step: int, last_step: bool) -> None:
         """Save the state after `step`; the last one in another way if it cannot be saved as asked."""

@@ -96,6 +96,8 @@ def classify(error: CheckpointException) -> tuple[Failure, str]:
     phase = error.args[0]
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:
+        if isinstance(cause, PermissionError):  # waiting does not mend it
+            return Failure.DAMAGED, one_line(cause)
         if isinstance(cause, OSError) or "metadata is None" in str(cause):
             return Failure.UNREADABLE, one_line(cause)
     kind = Failure.OTHER_STATE if phase == "plan" else Failure.DAMAGED

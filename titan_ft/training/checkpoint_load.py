@@ -8,6 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE
 
 from titan_ft.config import ConfigError
-from titan_ft.training.checkpoint_choice import Gather, LoadError, together
+from titan_ft.training.checkpoint_choice import NONE, Gather, LoadError, Wish, agree_on_step, together
 from titan_ft.training.checkpoint_damage import FailedLoad, Failure, classify, find_defect
 from titan_ft.training.checkpoint_digest import find_change, take_digests
 from titan_ft.training.checkpoint_export import check_importable
@@ -159,8 +160,44 @@ class Load:
                 return f"the {name} in it is {state[part][name]}, not {value} as in its manifest"
         return ""
 
-    def check_not_replaced(self) -> None:
-        """Check that the folder holds the same checkpoint as when the load began. A collective.
+    def give_up(self, error: DamagedError | LoadError, wish: Wish, step: int) -> NoReturn:
+        """End a load that failed, so that the next start of every group chooses an older checkpoint.
+
+        It is too late to take another one in this start: the step was announced to the other groups. A collective.
+
+        Args:
+            wish: by which the checkpoint was chosen.
+            step: of it; `NONE` for the model to begin with.
+
+        Raises:
+            ConfigError: there is no other one that the job may load.
+            LoadError: another start may do better.
+        """
+        reason = str(error)
+        if step == NONE:
+            if isinstance(error, LoadError):
+                raise error
+            raise ConfigError(
+                f"checkpoint.initial_load_path must be a checkpoint that can be read, got {self._folder}, which is "
+                f"damaged: {reason}; give another one"
+            ) from error
+        self._check_not_replaced()
+        is_noted = self._note(error)
+        if isinstance(error, LoadError):
+            raise error
+        other = agree_on_step(replace(wish, damaged={step: reason}), dist.get_rank(), self._gather)
+        if not is_noted:
+            raise ConfigError(
+                f"checkpoint: {self._folder} must be sound, got a damaged one ({reason}) that cannot be marked for all "
+                f"groups, for its folder is not writable; set checkpoint.load_step = {other.step}, or mend it"
+            ) from error
+        raise LoadError(
+            f"checkpoint: {self._folder} is damaged: {reason}; the next start goes on from step {other.step} "
+            "(checkpoint.load_step chooses another one)"
+        ) from error
+
+    def _check_not_replaced(self) -> None:
+        """Check that the folder holds the same checkpoint as when the load began.
 
         Else the wrong bytes may be of two checkpoints: another group has saved the step again.
 
@@ -175,15 +212,15 @@ class Load:
 
         together(look, str(self._folder), self._gather)
 
-    def note(self, error: DamagedError | LoadError, by: str) -> bool:
-        """Leave a note of this load's failure beside the data; returns False if that is not possible. A collective."""
+    def _note(self, error: DamagedError | LoadError) -> bool:
+        """Leave a note of the failure beside the data; returns False if that is not possible."""
         is_noted = False
         if dist.get_rank() == 0:
             note = FailedLoad(
                 save_id=_save_id(self._manifest),
                 damaged=isinstance(error, DamagedError),
                 reason=str(error),
-                by=by,
+                by=self._now.writer,
                 time=time.strftime("%Y-%m-%d %H:%M:%S"),
             )
             with contextlib.suppress(OSError):  # a folder that is for reading only

@@ -7,22 +7,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import textwrap
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.tools.logging import logger
 
 from titan_ft.replica.errors import FinalError
 from titan_ft.training.checkpoint_damage import one_line
+from titan_ft.training.checkpoint_export import ExportError
 
 ELSEWHERE_IN_GROUP = "it failed on another rank of this group"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+T = TypeVar("T")
 _PROBE_BYTES = 1 << 20  # more than what a file that could not be written whole has left free
 
 
@@ -117,6 +122,26 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
 def describe_latest(step: int) -> str:
     """Say what there is to go back to, in words."""
     return f"the latest complete one is that of step {step}" if step else "there is none to go back to"
+
+
+def on_all_ranks(act: Callable[[], T], gather: Callable[[int], list[int]]) -> T:
+    """Return what `act` returns; if it fails on one rank of this group, it fails on all. A collective.
+
+    Raises:
+        PartError: it has failed, here or elsewhere.
+    """
+    reason = ""
+    try:
+        done = act()
+    except (OSError, ImportError, CheckpointException, ExportError) as error:
+        reason = explain(error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the others must know
+        reason = f"{type(error).__name__}: {error}"
+        # Perhaps a bug, and where it is would be lost. Marked, for it is not what this worker ends of.
+        logger.error("while saving:\n%s", textwrap.indent(traceback.format_exc(), "| "))
+    if any(gather(int(bool(reason)))):
+        raise PartError(reason or ELSEWHERE_IN_GROUP)
+    return done
 
 
 def _causes(error: BaseException) -> Iterable[BaseException]:
