@@ -141,7 +141,8 @@ class FaultTolerance:
 
     job_id: str = ""
     """Name of the job, without spaces and slashes. Of two jobs that meet at one lighthouse the later one ends, and the
-    other leaves it aside. `titan-ft launch` gives each run a name of its own."""
+    other leaves it aside. A job goes on from its latest save after it began at `checkpoint.load_step`; under another
+    name it begins there again. `titan-ft launch` gives each run a name of its own; an array of Slurm has one."""
 
     lighthouse: str = ""
     """Address of the lighthouse, http://host:port; or file:PATH, with the absolute path of the file in which a

@@ -67,7 +67,7 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
         f"the checkpoint of step {e.step:,} is damaged, and that of step {e.instead:,} was loaded instead: {e.reason}"
     ),
     ev.CheckpointSetAside: lambda e, u: (
-        f"a checkpoint of a branch that the job went back before is {e.folder} now, since the save of step {e.step:,}"
+        f"a checkpoint of another job is {e.folder} now, for the job went back before it (saved: step {e.step:,})"
     ),
     ev.CheckpointWithdrawn: lambda e, u: f"the checkpoint of step {e.step:,} was removed: its state was corrupt",
     ev.ReplicaGaveUp: lambda e, u: f"was not started again: {e.reason}",

@@ -176,7 +176,7 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.CheckpointSkipped: lambda e, u: (
         f"goes on from the checkpoint of step {e.instead}, for that of step {e.step} is damaged{_because(e.reason)}"
     ),
-    ev.CheckpointSetAside: lambda e, u: f"set a checkpoint of another branch aside as {e.folder}",
+    ev.CheckpointSetAside: lambda e, u: f"keeps a checkpoint of another job as {e.folder}, for it went back before it",
     ev.CheckpointLoaded: lambda e, u: f"goes on from the checkpoint of step {e.step}",
     ev.CheckpointSaved: lambda e, u: f"saved the checkpoint of step {e.step}",
     ev.LoaderChecked: lambda e, u: (

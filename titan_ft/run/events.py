@@ -487,7 +487,7 @@ class CheckpointSkipped(RankEvent, kw_only=True):
 
 
 class CheckpointSetAside(RankEvent, kw_only=True):
-    """Rank 0 of the writing group: a checkpoint of a branch that the job went back before is renamed."""
+    """Rank 0 of the writing group: a checkpoint of another job is renamed, for this job went back before it."""
 
     step: int  # torchtitan's step after which the checkpoint is that was saved just now
     folder: str  # new name of the other one, in the folder of checkpoints

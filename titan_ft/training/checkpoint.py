@@ -540,7 +540,7 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self.host.events.emit(CheckpointSaved(step=save.step, seconds=save.seconds))
         for folder in save.done.result():
-            logger.warning("a checkpoint of another branch, which this job went back before, is %s now", folder)
+            logger.warning("this job went back before a checkpoint of another one, which is %s now", folder)
             self.host.events.emit(CheckpointSetAside(step=save.step, folder=folder.name))
 
     def _emit_loaded(self) -> None:
