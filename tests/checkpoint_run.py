@@ -195,7 +195,7 @@ class Run:
             "optimizer": optimizer,
             "scheduler": self.schedulers.state_dict()["last_epoch"],
             "progress": self.progress.state_dict(),
-            "ledger": self.ledger.shards(),
+            "ledger": repr(self.ledger.shards()).encode(),
             "lineage": self.position.lineage,
         }
 

@@ -17,7 +17,7 @@ import torch
 from titan_ft import device
 from titan_ft.config import FaultTolerance
 from titan_ft.data.assets import resolve
-from titan_ft.replica.feed import Feed, Reading, checksum, merge
+from titan_ft.replica.feed import Feed, Reading, mark, merge
 from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.loader_state import load_loader
 from titan_ft.training.slot_loaders import SlotLoaders
@@ -361,6 +361,19 @@ def test_another_batch_than_the_one_that_follows(caplog: pytest.LogCaptureFixtur
     assert "slot 0 was opened at batch 2, and this batch is not the one that follows there" in caplog.text
 
 
+def test_batches_of_another_size_prove_nothing() -> None:
+    """A resume with another batch or other sequences goes on at the same place of the data, in other batches."""
+    batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
+    pairs = [({"input": torch.tensor([n, n + 1])}, torch.tensor([n, n + 1])) for n in range(20)]
+    ledger, events = Ledger(1), []  # type: ignore[var-annotated]
+    feed = Feed(ledger, lambda slot: Listed(batches), iter)
+    reading = feed.read(0, 2)
+    feed.read_ahead([reading])
+    commit(ledger, reading)
+    Feed(ledger, lambda slot: Listed(pairs), iter, events.append).read(0, 2)
+    assert opened(events) == [(0, 2, None)]
+
+
 def test_a_round_knows_what_follows_on_its_last_step() -> None:
     """Of the readings that are merged the last one says it."""
     batches = [({"input": torch.tensor([number])}, torch.tensor([number])) for number in range(20)]
@@ -372,4 +385,4 @@ def test_a_round_knows_what_follows_on_its_last_step() -> None:
         readings = merge([*readings, reading])
     (whole,) = readings
     assert whole.entry.num_batches == 6
-    assert whole.entry.following == checksum(batches[6:7])
+    assert whole.entry.following == mark(batches[6])

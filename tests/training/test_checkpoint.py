@@ -106,7 +106,7 @@ def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[...
         "version": "",
     }
     keys = FileSystemReader(run.folder / "step-5").read_metadata().state_dict_metadata
-    ledger = {f"dataloader.{slot}.{name}" for slot in (0, 1) for name in ("batches", "state")}
+    ledger = {f"dataloader.{slot}.{name}" for slot in (0, 1) for name in ("batches", "state", "following")}
     stock = {"dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size"}
     assert {key for key in keys if key.startswith("dataloader")} == ledger | stock
     assert [path.name for path in run.folder.iterdir()] == ["step-5"]

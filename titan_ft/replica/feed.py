@@ -36,13 +36,13 @@ class Reading:
     Attributes:
         entry: which they are, and the loader's state after them.
         checksum: CRC-32 over the bytes of their inputs and labels, hex: the same batches have the same.
-        first_checksum: that of the first batch alone.
+        first: the first batch's `mark`.
     """
 
     entry: Entry
     batches: list[Batch]
     checksum: str
-    first_checksum: str = ""
+    first: str = ""
 
     def describe(self) -> Batches:
         """Return its description for events."""
@@ -136,8 +136,9 @@ class Feed:
         """Emit whether the first batch is the one that follows on the committed ones."""
         first_batch, expected = reading.entry.first_batch, self._ledger.following(slot)
         exact: bool | None = None
-        if expected and first_batch == self._ledger.end(slot):
-            exact = reading.first_checksum == expected
+        # A batch of another size is no sign: a resume may have changed the batch or the sequences.
+        if _size_of(expected) == _size_of(reading.first) and first_batch == self._ledger.end(slot):
+            exact = reading.first == expected
         if exact is False:
             logger.error(
                 "slot %d was opened at batch %d, and this batch is not the one that follows there: the data loader "
@@ -178,7 +179,7 @@ class _Reader:
             self._read_on(num_batches)
         except Exception:  # noqa: BLE001  # raised again by the read that asks for these batches
             return
-        current.entry = replace(current.entry, following=self._readings[-1].first_checksum)
+        current.entry = replace(current.entry, following=self._readings[-1].first)
 
     def _read_on(self, num_batches: int) -> None:
         if self._error is not None:
@@ -190,8 +191,16 @@ class _Reader:
             self._error = error  # batches are gone, and a generator that has raised ends
             raise
         self._next_batch = entry.end
-        first = checksum(batches[:1])
-        self._readings.append(Reading(entry, batches, checksum(batches[1:], first), first))
+        self._readings.append(Reading(entry, batches, checksum(batches), mark(batches[0])))
+
+
+def mark(batch: Batch) -> str:
+    """Return what a batch is recognized by: its checksum and the number of its labels."""
+    return f"{checksum([batch])}/{batch[1].numel()}"
+
+
+def _size_of(mark: str) -> str:
+    return mark.partition("/")[2]
 
 
 def checksum(batches: Iterable[Batch], former: str = "0") -> str:

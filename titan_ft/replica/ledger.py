@@ -34,8 +34,8 @@ class Entry:
         first_batch: number of the first one in the slot, counted from 0 over the whole job.
         num_batches: how many.
         state: the loader's state after the last one (see `titan_ft.replica.loader_state`).
-        following: CRC-32 of the batch after the last one, hex; empty if it was not read yet. Whoever opens the
-            loader's state compares the first batch with it.
+        following: mark of the batch after the last one (see `feed.mark`); empty if it was not read yet. Whoever
+            opens the loader's state compares the first batch with it.
     """
 
     slot: int
@@ -100,7 +100,7 @@ class Ledger:
         return self._states.get(slot)
 
     def following(self, slot: int) -> str:
-        """Return the CRC-32 (hex) of the batch after `slot`'s last committed one; empty if it is not known."""
+        """Return the mark of the batch after `slot`'s last committed one; empty if it is not known."""
         return self._following.get(slot, "")
 
     def shard_of(self, slot: int) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.tools.logging import logger
 
 from titan_ft.replica.errors import first_line
-from titan_ft.replica.feed import load_loader
 from titan_ft.replica.ledger import Ledger
+from titan_ft.replica.loader_state import load_loader
 from titan_ft.replica.position import Position
 
 JOB_TOKENS = "job_tokens"
