@@ -95,6 +95,25 @@ def test_a_recipe_says_where_each_hyperparameter_comes_from(recipe: Recipe) -> N
             assert any(f"# [{source}]" in line for source in sources), line
 
 
+@parametrize
+def test_a_recipe_saves_what_can_be_gone_on_from(recipe: Recipe) -> None:
+    """A run that costs weeks outlives the loss of all its groups, and a stop; the published one has no checkpoints."""
+    checkpoint = resolve(recipe).checkpoint
+    if recipe.name == "llama3_1b":
+        assert not checkpoint.enable
+        return
+    assert (checkpoint.enable, checkpoint.last_save_model_only) == (True, False)
+    assert checkpoint.async_mode == "async", "valid with GPUs and without, and nobody waits for it"
+    assert 2 <= checkpoint.keep_latest_k <= 3
+    assert checkpoint.interval == 500
+
+
+def test_the_debug_models_save_nothing() -> None:
+    """They are for a quick look."""
+    for name in DEBUG:
+        assert not tomli.loads((CONFIGS / f"{name}.toml").read_text())["checkpoint"]["enable"]
+
+
 def test_a_narrow_llama_learns() -> None:
     """One step in this process with the recipe's optimizer: a finite loss, which the same batch then has less of."""
     config = resolve(RECIPES[1])
