@@ -137,11 +137,10 @@ def test_a_group_is_brought_back_by_its_own_job(job_set: dict[str, Any]) -> None
 
 
 def test_a_pod_has_the_time_to_leave_in_order(job_set: dict[str, Any]) -> None:
-    """Longer than the drain of the config that it starts, and than torchrun, which kills its workers after a while."""
+    """Longer than the drain of the config that it starts, which torchrun's agent waits for, or for its usual time."""
     options = arguments(pod(job_set)["containers"][0]["command"])
     table = tomli.loads((ROOT / options["--config"]).read_text())["fault_tolerance"]
     drain = table.get("drain_timeout_seconds", FaultTolerance.drain_timeout_seconds)
-    assert drain < TORCHRUN_SECONDS
     assert pod(job_set)["terminationGracePeriodSeconds"] >= max(drain, TORCHRUN_SECONDS) + 15
 
 

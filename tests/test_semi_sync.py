@@ -54,7 +54,7 @@ class Round:
         self.asked_at: list[int] = []
         self.sent: list[tuple[int, Contribution]] = []
         self.served_at: list[int] = []
-        self.awaited, self.wanted, self.told = awaited, -1, False
+        self.awaited, self.wanted, self.told, self.lacks = awaited, -1, False, False
         monkeypatch.setattr(semi_sync, "set_lr", lambda schedulers, step: self.lr_steps.append(step))
         self.trainer = trainer = SemiSyncTrainer.__new__(SemiSyncTrainer)
         self.replica = SimpleNamespace(
@@ -81,6 +81,7 @@ class Round:
             _group=SimpleNamespace(gather=lambda value: [value, False]),
             _broken_off="",
             _drain=SimpleNamespace(spent=0.0),
+            checkpointer=SimpleNamespace(lacks_state=lambda: self.lacks),
             _make_step=self._make_step,
             job_config=SimpleNamespace(training=SimpleNamespace(steps=last), fault_tolerance=FaultTolerance(**config)),
             lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.1])]),
@@ -262,6 +263,55 @@ def test_who_is_told_to_leave_finishes_the_round_if_there_is_time(
             this.train()
     assert len(this.steps) == steps
     assert this.trainer._broken_off == broken_off
+
+
+BROKEN_OFF = "3 steps of the round were left, too many for drain_timeout_seconds"
+
+
+@pytest.mark.parametrize("they_come", [True, False])
+def test_who_leaves_with_a_state_that_is_not_saved_meets_the_others(
+    monkeypatch: pytest.MonkeyPatch, they_come: bool
+) -> None:
+    """If they leave as well, one of them saves it; if they are at the end of their round, they get its steps.
+
+    Half of its time it waits for them and makes no step: the other half is for the save.
+    """
+    this, drain = Round(monkeypatch, drain_timeout_seconds=5.9), SimpleNamespace(spent=0.3)
+    this.told = this.lacks = True
+    this.trainer._drain = drain
+
+    def await_others(is_over: Any) -> bool:
+        assert not is_over()
+        drain.spent = 0.49
+        assert not is_over()
+        drain.spent = 0.51
+        assert is_over()
+        return they_come
+
+    this.replica.await_others = await_others
+    if they_come:
+        assert this.train().early
+    else:
+        with pytest.raises(Leaving):
+            this.train()
+    assert len(this.steps) == 1
+    assert this.trainer._broken_off == BROKEN_OFF
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_who_saves_in_the_midst_of_its_round_has_the_model_of_the_last_update(
+    monkeypatch: pytest.MonkeyPatch, spoiled: bool
+) -> None:
+    """With torchtitan's step and LR behind it; and no moments with which the job could not go on."""
+    this, done = Round(monkeypatch), list[str]()
+    vars(this.trainer).update(
+        step=11,
+        _outer=SimpleNamespace(restore_model=lambda: done.append("restore")),
+        _state=SimpleNamespace(spoiled=spoiled, drop_moments=lambda: done.append("drop")),
+    )
+    this.trainer._go_back_to_update()
+    assert done == ["drop", "restore"][not spoiled :]
+    assert (this.trainer.step, this.lr_steps) == (8, [8])
 
 
 def test_who_is_overdue_is_not_asked_for_the_rest_of_its_round(monkeypatch: pytest.MonkeyPatch) -> None:

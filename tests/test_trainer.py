@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from torchtitan.train import Trainer  # noqa: E402
 
 from tests.fake_accelerator import installed  # noqa: E402
 from titan_ft.config import FaultTolerance  # noqa: E402
+from titan_ft.replica.decision import LastToLeave  # noqa: E402
 from titan_ft.replica.errors import Leaving  # noqa: E402
 from titan_ft.replica.feed import Reading  # noqa: E402
 from titan_ft.replica.ledger import Entry  # noqa: E402
@@ -394,6 +396,72 @@ def test_a_group_that_leaves_applies_its_last_step() -> None:
     with pytest.raises(Leaving):
         step.make()
     assert step.done == ["apply", "emit", "log"]
+
+
+class Leave:
+    """A trainer that leaves behind update 3: notes what it does, in order.
+
+    Args:
+        last: the groups that leave with it and save the state first.
+        lacks: whether that is not saved yet.
+        turn: whether it is this group's turn to save.
+    """
+
+    def __init__(self, last: LastToLeave | None, lacks: bool = True, turn: bool = True, kind: type = ReplicaTrainer):
+        self.done: list[str] = []
+        self.this = this = kind.__new__(kind)
+        note = lambda what, result=None: lambda *_: self.done.append(what) or result  # noqa: E731
+        vars(this).update(
+            _replica=SimpleNamespace(find_last_to_leave=lambda: last, await_turn=note("turn", turn)),
+            _links=SimpleNamespace(membership=SimpleNamespace(close=note("close"))),
+            checkpointer=SimpleNamespace(
+                lacks_state=lambda: lacks,
+                withdraw=note("withdraw"),
+                save_on_leave=lambda step, seconds: self.done.append(f"save {step} in {seconds}"),
+            ),
+            _watchdog=SimpleNamespace(paused=contextlib.nullcontext),
+            _drain=SimpleNamespace(seconds_left=17.0),
+            _position=SimpleNamespace(step=3),
+            _emit_drained=note("tell"),
+            step=4,
+            job_config=SimpleNamespace(fault_tolerance=FaultTolerance()),
+        )
+        this._leave()
+
+
+LAST = LastToLeave((0, 1), agreed=True)
+
+
+@pytest.mark.parametrize(
+    ("last", "lacks", "turn", "done"),
+    [
+        (None, True, True, ["close", "withdraw", "tell"]),  # others train on: they wait for nothing
+        (LAST, False, True, ["close", "withdraw", "tell"]),  # the state is saved, or checkpoints are off
+        (LAST, True, False, ["withdraw", "turn", "close", "tell"]),  # another group has saved it
+        (LAST, True, True, ["withdraw", "turn", "save 3 in 17.0", "close", "tell"]),
+        (LastToLeave((0,), agreed=False), True, True, ["close", "withdraw", "turn", "save 3 in 17.0", "close", "tell"]),
+    ],
+)
+def test_the_last_groups_to_leave_save_before_they_go(
+    last: LastToLeave | None, lacks: bool, turn: bool, done: list[str]
+) -> None:
+    """Heartbeats end first where others may train on, and last where this group must be seen to live."""
+    assert Leave(last, lacks, turn).done == done
+
+
+def test_what_is_saved_by_who_leaves_has_the_number_of_its_update() -> None:
+    """torchtitan has begun to count the next step, which came to nothing."""
+    assert Leave(LAST).this.step == 3
+    assert Leave(LAST).this._saving is None
+
+
+def test_a_rank_that_the_timeout_ends_in_its_save_says_so() -> None:
+    """What is missing then is the time, and not that the step could not be finished."""
+    told: list[Any] = []
+    this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
+    vars(this).update(_events=SimpleNamespace(emit=told.append), _position=SimpleNamespace(step=3), _saving=3)
+    this._abandon("the time is over")
+    assert told[0].reason == "the time is over, before the checkpoint of step 3 was complete"
 
 
 def test_a_group_that_leaves_in_the_midst_of_a_round_tells_its_batches() -> None:

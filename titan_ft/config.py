@@ -248,8 +248,9 @@ class FaultTolerance:
     # Ours: leaving and hanging.
 
     drain_timeout_seconds: float = 25.0
-    """Seconds after SIGTERM in which a group may finish its step and leave; then it ends without; > 0. Keep it shorter
-    than what the platform allows before SIGKILL (Kubernetes and Slurm: 30 s unless told)."""
+    """Seconds after SIGTERM in which a group may finish its step, save the state if no other group keeps it, and leave;
+    then it ends without; > 0. Keep it shorter than what the platform allows before SIGKILL (Kubernetes and Slurm: 30 s
+    unless told)."""
 
     hang_timeout_seconds: float = 600.0
     """Seconds without any progress of the training thread, not counting waits for other groups, after which a worker

@@ -155,11 +155,15 @@ class SemiSyncTrainer(ReplicaTrainer):
                     )
 
     def _take_state(self) -> None:
-        if any(self._group.gather(self._state.spoiled)):
-            self._state.drop_moments()  # all of them: they fit together
+        self._drop_spoiled_moments()
         self._outer.restore_model()
         self._begin_anew()
         self._refresh_converters()
+
+    def _drop_spoiled_moments(self) -> None:
+        """Begin the moments anew if those of a rank are not finite: the job could not go on with them. A collective."""
+        if any(self._group.gather(self._state.spoiled)):
+            self._state.drop_moments()  # all of them: they fit together
 
     def _take_checkpoint(self) -> None:
         self._outer.take_model()
@@ -228,8 +232,9 @@ class SemiSyncTrainer(ReplicaTrainer):
                 work.overdue = early = True
                 self._replica.ask()
             if work.inner_steps:
-                if Sign.TOLD in signs:
-                    self._leave_if_too_long(0 if early else last + 1 - step)
+                if Sign.TOLD in signs and self._meets_to_leave(0 if early else last + 1 - step):
+                    early = True
+                    break
                 self.gc_handler.run(step)
             if step == last and not early:
                 self._replica.ask()  # the others need not wait for the quorum behind the step
@@ -380,25 +385,44 @@ class SemiSyncTrainer(ReplicaTrainer):
 
     # Leaving in the midst of it
 
-    def _leave_if_too_long(self, remaining: int) -> None:
-        """Leave at once, if the round would take too long for a group that was told to. A collective.
+    def _meets_to_leave(self, remaining: int) -> bool:
+        """Say whether a group that was told to leave breaks off its round and meets the others now. A collective.
+
+        It does if it has no time for the round. If all groups leave in the midst of their rounds, the state
+        of the last update leaves with them: they meet, so that each knows of the others, and one of them
+        saves it. A group that meets others at the end of their round gives what it has made by then.
 
         Args:
             remaining: steps until it asks for the exchange; none if it has: it gives what it has made by then.
 
         Raises:
-            Leaving: they leave; the round's batches are void, and are trained when the group is back.
+            Leaving: the others do not come; the round's batches are void, and are trained when it is back.
         """
         step = self._work.compute_seconds / self._work.inner_steps
         # Who has asked makes another step only while it waits for the others.
         needed, share = (step * remaining, OWN_SHARE) if remaining else (step, WAITING_SHARE)
-        timeout = self.job_config.fault_tolerance.drain_timeout_seconds
-        if not any(self._group.gather(self._drain.spent + needed / timeout > share)):
-            return
+        if not self._exceeds(needed, share):
+            return False
         if remaining:
             self._broken_off = f"{remaining} steps of the round were left, too many for drain_timeout_seconds"
+            assert self._replica is not None
+            # No further steps meanwhile: the time is for the others, and for the save.
+            if self.checkpointer.lacks_state() and self._replica.await_others(lambda: self._exceeds(0.0, OWN_SHARE)):
+                return True
         self._position.leave()
         raise Leaving
+
+    def _exceeds(self, seconds: float, share: float) -> bool:
+        """Say whether so many more seconds are beyond a share of the time to leave, on any rank. A collective."""
+        timeout = self.job_config.fault_tolerance.drain_timeout_seconds
+        return any(self._group.gather(self._drain.spent + seconds / timeout > share))
+
+    def _go_back_to_update(self) -> None:
+        """Let the model be that of the last update: the steps that this group has made since are void."""
+        self._drop_spoiled_moments()
+        self._outer.restore_model()
+        super()._go_back_to_update()
+        set_lr(self.lr_schedulers, self.step)
 
     def _emit_drained(self) -> None:
         work: Work | None = vars(self).get("_work")

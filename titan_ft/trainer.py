@@ -29,7 +29,7 @@ from torchtitan.train import Trainer
 
 from titan_ft import device
 from titan_ft.config import check_replicate
-from titan_ft.replica.decision import Update
+from titan_ft.replica.decision import LastToLeave, Update
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import HungError, JobFinished, Leaving
@@ -80,6 +80,7 @@ class ReplicaTrainer(Trainer):
     _links: Links
     _work: Work  # on the step under way
     _outer: OuterModel | None = None  # with a semi-synchronous method
+    _saving: int | None = None  # step of the checkpoint that this group saves before it leaves
 
     def __init__(self, job_config: JobConfig) -> None:
         config = job_config.fault_tolerance
@@ -242,11 +243,7 @@ class ReplicaTrainer(Trainer):
                 super().train()
             except Leaving:
                 self._step_log.flush()
-                self._links.membership.close()  # before the digest is taken: others need not wait for that
-                self.checkpointer.withdraw()  # found corrupt in the very round that it left in
-                self._emit_drained()
-                unit = unit_of(self.job_config.fault_tolerance)
-                logger.info(f"SIGTERM: this group leaves after {unit} {self._num_committed}")
+                self._leave()
             self._drain.leave()
         finally:
             with contextlib.ExitStack() as rest:  # an error of one keeps none of the others open
@@ -263,6 +260,39 @@ class ReplicaTrainer(Trainer):
         seconds = self.job_config.fault_tolerance.hang_timeout_seconds
         write_error(HungError(f"no progress of the training thread for {seconds:g} s; its log has the stacks"))
         self._events.emit(Hung(step=self._num_committed))
+
+    def _leave(self) -> None:
+        """Leave the other groups. If the job's state leaves with this group, it is saved first."""
+        assert self._replica is not None, "a group that has met no other one has nothing to leave"
+        last = self._replica.find_last_to_leave()
+        if last is not None and not self.checkpointer.lacks_state():
+            last = None
+        if last is None or not last.agreed:
+            # Before all that takes a while: groups that train on must not wait for it. Where none does,
+            # this group heartbeats meanwhile: a group that has yet to heal must not begin from an older
+            # checkpoint, and the others that leave must see that this one lives.
+            self._links.membership.close()
+        self.checkpointer.withdraw()  # found corrupt in the very round that it left in
+        if last is not None:
+            self._save_before_leaving(self._replica, last)
+            self._links.membership.close()
+        self._emit_drained()
+        unit = unit_of(self.job_config.fault_tolerance)
+        logger.info(f"SIGTERM: this group leaves after {unit} {self._num_committed}")
+
+    def _save_before_leaving(self, replica: ReplicaDimension, last: LastToLeave) -> None:
+        """Save the state after the last update, unless another group that leaves has done so."""
+        step = self._steps_of(self._num_committed)
+        with self._watchdog.paused():  # the timer of the drain ends a group that hangs from here on
+            if replica.await_turn(last, lambda: self.checkpointer.holds_state(step)):
+                self._go_back_to_update()
+                self._saving = step
+                self.checkpointer.save_on_leave(step, self._drain.seconds_left)
+                self._saving = None
+
+    def _go_back_to_update(self) -> None:
+        """Let torchtitan's step be that of the last update again; the one under way came to nothing."""
+        self.step = self._steps_of(self._num_committed)
 
     def _end_step_log(self) -> None:
         try:
@@ -292,6 +322,8 @@ class ReplicaTrainer(Trainer):
         Args:
             void: what it has read of the round under way.
         """
+        if self._saving is not None:
+            reason = f"{reason}, before the checkpoint of step {self._saving} was complete"
         self._events.emit(Drained(step=self._num_committed, reason=reason, in_order=False, void=void))
 
     def should_continue_training(self) -> bool:

@@ -985,17 +985,22 @@ def test_what_is_saved_and_validated_is_what_the_groups_agree_on(
 
 
 @pytest.mark.slow
-def test_a_preempted_job_goes_on(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """All groups get SIGTERM in the midst of a round, which they finish; a later job ends as an undisturbed one does.
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_preempted_job_goes_on(make_job: Callable[..., Job], tmp_path: Path, fits: bool) -> None:
+    """All groups get SIGTERM in the midst of a round, which they finish if there is time. One saves what they hold.
 
-    Checkpoints fall due in the midst of rounds, too; they are made at their ends.
+    A later job ends as an undisturbed one does. Checkpoints fall due in the midst of rounds, too; they are made at
+    their ends. What was made of a round that is broken off is void, and trained again.
     """
     steps = LENGTH * ROUNDS
     straight = make_job(groups=2, steps=steps, flags=round_flags(*SGD))
     straight.run()
     expected = check(straight, survivors=[0, 1], steps=ROUNDS)
-    flags = [*round_flags(*SGD), *saving(tmp_path / "checkpoints", interval=6)]
-    hooks = {"gates": [gate("go", replica, 14) for replica in (0, 1)]}
+    flags = [*round_flags(*SGD), *saving(tmp_path / "checkpoints", interval=6 if fits else 100)]
+    hooks: dict[str, Any] = {"gates": [gate("go", replica, 14) for replica in (0, 1)]}
+    if not fits:  # two steps are left, each as long as the first
+        hooks["delays"] = [{"replica": replica, "step": 13, "seconds": 4.4} for replica in (0, 1)]
+        flags.append("--fault_tolerance.drain_timeout_seconds=8")
     first = make_job(groups=2, steps=steps, flags=flags, hooks=hooks)
     first.start()
     for replica in (0, 1):
@@ -1005,9 +1010,18 @@ def test_a_preempted_job_goes_on(make_job: Callable[..., Job], tmp_path: Path) -
         first.wait_until(lambda r=replica: (first.markers / f"told-{r}-0").exists(), 30, "the group was told")
     first.mark("go")
     assert [first.wait_for_end(replica) for replica in (0, 1)] == [[0], [0]]
-    assert {event["step"] for event in named(first.events(), "drained")} == {4}
+    last, before = (4, [8, 12, 16]) if fits else (3, [12])
+    drained = named(first.events(), "drained")
+    assert {(event["step"], event["in_order"]) for event in drained} == {(last, fits)}
+    assert [event["step"] for event in named(first.events(), "checkpoint_saved")] == before
     again = make_job(groups=2, steps=steps, flags=flags)
     again.run()
-    events = check_resumed(again, expected, 12)
-    saved = [event["step"] for event in named([*first.events(), *events], "checkpoint_saved")]
-    assert saved == [8, 12, 20, 24]
+    events = check_resumed(again, expected, LENGTH * last)
+    saved = [event["step"] for event in named(events, "checkpoint_saved")]
+    assert saved == ([20, 24] if fits else [24])
+    if not fits:
+        assert [[(each["first_batch"], each["num_batches"]) for each in event["void"]] for event in drained] == [
+            [(12, 2)],
+            [(12, 2)],
+        ]
+    check_data([*first.events(), *again.events()])

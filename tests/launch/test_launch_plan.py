@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,27 @@ def test_config_is_copied_with_the_command(config: Path) -> None:
     assert header.startswith("# titan-ft launch ")
     assert "--replicas 3" in header
     assert rest == config.read_text()
+
+
+def test_the_command_that_goes_on(config: Path) -> None:
+    """It is one for a shell, with the options and flags that hold for the whole run."""
+    usual = plan(config, worker_args=["--training.dataset_path=a b"])
+    assert shlex.split(usual.resume_command)[:3] == ["titan-ft", "launch", str(config)]
+    assert usual.resume_command.endswith(f"--run-dir {usual.options.run_dir} --resume -- '--training.dataset_path=a b'")
+    more = plan(
+        config, spares=1, drain_timeout=60.0, minutes=5.0, metrics_port="9464", no_zygote=True, chaos=Path("every_15s")
+    )
+    own = more.resume_command.partition(f"--run-dir {more.options.run_dir} ")[2]
+    assert own == "--spares 1 --drain-timeout 60.0 --no-zygote --metrics-port 9464 --resume"
+
+
+@pytest.mark.parametrize(("flags", "saves"), [([], False), (["--checkpoint.enable"], True)])
+def test_a_plan_knows_whether_the_run_saves(config: Path, flags: list[str], saves: bool) -> None:
+    """By the TOML and the flags, as the workers read them."""
+    assert plan(config, worker_args=flags).saves is saves
+    config.write_text(config.read_text() + "[checkpoint]\nenable = true\n")
+    assert plan(config, worker_args=flags).saves
+    assert not plan(config, worker_args=["--checkpoint.no-enable"]).saves
 
 
 def test_refusals(config: Path, tmp_path: Path) -> None:

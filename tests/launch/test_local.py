@@ -99,8 +99,10 @@ def test_signal_stops_everything_it_started(run: Any) -> None:
     os.killpg(launcher.pid, signal.SIGINT)
     printed, _ = launcher.communicate(timeout=15)
     assert launcher.returncode == 1
+    assert "checkpoints are off (checkpoint.enable)" in printed
     assert "stopping all groups" in printed
     assert "died" not in printed
+    assert printed.splitlines()[-1] == "stopped before the first step; the same command starts it again"
     assert run.all_gone()
     assert not any(run.is_alive(pid) for pid in started)
     assert stranger.poll() is None

@@ -16,13 +16,19 @@ from typing import Any
 import pytest
 
 from tests.launch.forked import zygote_of
+from titan_ft.launch.torchrun import _drain_seconds
 
 
 def torchrun(
-    run: Any, crash: str, *options: str, ranks: int = 2, module: str = "crashing_worker"
+    run: Any,
+    crash: str,
+    *options: str,
+    ranks: int = 2,
+    module: str = "crashing_worker",
+    flags: tuple[str, ...] = (),
 ) -> subprocess.Popen[str]:
     run.env["CRASH"] = crash
-    flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3"]
+    flags = (f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=3", *flags)
     command = ["-m", "titan_ft.launch.torchrun", f"--nproc-per-node={ranks}", "--max-restarts=9", *options]
     return run.start(*command, "-m", module, *flags)
 
@@ -147,6 +153,47 @@ def test_a_group_that_is_sent_away_while_it_imports(run: Any) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 1
     run.wait_until(lambda: not run.is_alive(zygote), 10.0, "the zygote is gone")
+
+
+def test_workers_have_the_time_to_leave_that_their_config_gives_them(run: Any) -> None:
+    """torchrun's own patience, none here, is not for those that finish a step, and save what they hold."""
+    crash = """
+import signal, sys, time
+def leave(*_):
+    (paths.root / "told").touch()
+    while not (paths.root / "go").exists(): time.sleep(0.02)
+    (paths.root / "left").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+(paths.root / "trains").touch()
+time.sleep(600)
+"""
+    flags = ("--fault_tolerance.drain_timeout_seconds=50",)
+    process = torchrun(run, crash, "--standalone", "--shutdown-timeout=0", ranks=1, flags=flags)
+    run.wait_until((run.paths.root / "trains").exists, 60.0, "the worker trains")
+    process.terminate()
+    run.wait_until((run.paths.root / "told").exists, 60.0, "the worker is told to leave")
+    (run.paths.root / "go").touch()
+    process.communicate(timeout=60)
+    assert (run.paths.root / "left").exists()
+
+
+@pytest.mark.parametrize(
+    ("toml", "flags", "seconds"),
+    [
+        ("", [], 25.0),
+        ("[fault_tolerance]\ndrain_timeout_seconds = 90", [], 90.0),
+        ("[fault_tolerance]\ndrain_timeout_seconds = 90", ["--fault_tolerance.drain-timeout-seconds", "40"], 40.0),
+        ("", ["--fault_tolerance.drain_timeout_seconds=soon"], 25.0),
+        ("", ["--fault_tolerance.drain_timeout_seconds=inf"], 25.0),
+        ("no toml", [], 25.0),
+    ],
+)
+def test_how_long_workers_may_take_to_leave(tmp_path: Path, toml: str, flags: list[str], seconds: float) -> None:
+    """As the workers themselves read it; what is wrong is theirs to refuse."""
+    config = tmp_path / "config.toml"
+    config.write_text(toml)
+    assert _drain_seconds([f"--job.config_file={config}", *flags]) == seconds
 
 
 def test_an_agent_that_is_killed_takes_zygote_and_workers_along(run: Any) -> None:

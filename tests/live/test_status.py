@@ -128,7 +128,16 @@ def test_lines_of_single_events() -> None:
         ),
         (event("hung", 2, rank=3), "replica 2 hangs: rank 3 made no progress"),
         (event("foreign_member", 1, member="j/4", reason="another job"), "replica 1 leaves j/4 aside (another job)"),
-        (event("checkpoint_saved", 2, step=50), "replica 2 saved the checkpoint of step 50"),
+        (event("checkpoint_saved", 2, step=50, seconds=1.25), "replica 2 saved the checkpoint of step 50 in 1.2 s"),
+        (
+            event("saving_before_leaving", 2, step=51, seconds_left=20.0, longest_seconds=19.9),
+            "replica 2 saves the checkpoint of step 51 before it leaves",
+        ),
+        (
+            event("saving_before_leaving", 2, step=51, seconds_left=20.0, longest_seconds=30.0),
+            "replica 2 saves the checkpoint of step 51 before it leaves (20.0 s are left, and a save took 30.0 s; "
+            "raise fault_tolerance.drain_timeout_seconds",
+        ),
         (event("data_reset", 2, reason="no position"), "replica 2 starts its data anew (no position)"),
         (
             event("catch_up_waiting", 2, step=9),
@@ -377,7 +386,7 @@ def test_rounds_are_told_with_the_steps_of_torchtitan() -> None:
             event("rolled_back", step=3, lost=1),
             "replica 0 goes on from round 3 (step 30): rounds lost with their groups: 1",
         ),
-        (event("checkpoint_saved", step=40), "replica 0 saved the checkpoint of step 40"),
+        (event("checkpoint_saved", step=40, seconds=2.0), "replica 0 saved the checkpoint of step 40 in 2.0 s"),
     ]:
         assert status.describe(groups, status.fold(groups, told), told) == line
     assert status.fold(groups, event("checkpoint_loaded", step=40))[0].step == 4

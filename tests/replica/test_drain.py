@@ -46,7 +46,7 @@ def drain(timeout, rank=0, num_ranks=1):
     made.install()
     return made
 def vote(made):
-    made.before_vote()
+    made.before_vote(lambda: True)
     return made.after_vote()
 def block(): ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # no handler of Python's runs
 """
@@ -105,6 +105,9 @@ def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
     now += after
     assert made.is_urgent is urgent
     assert made.spent == pytest.approx(after / 100.0 if told else 0.0)
+    assert made.seconds_left == pytest.approx(100.0 - after if told else 100.0)
+    now += 1000.0
+    assert made.seconds_left == (0.0 if told else 100.0)
 
 
 # The agreement
@@ -116,18 +119,43 @@ def test_a_rank_that_looks_late_does_not_leave_early() -> None:
 
     store = dist.HashStore()
     fast, slow = build(store, 0), build(store, 1)
-    fast.before_vote()
-    slow.before_vote()
+    fast.before_vote(lambda: True)
+    slow.before_vote(lambda: True)
     assert not fast.after_vote()
     fast.request()
-    fast.before_vote()  # of the second vote, while the other rank has not looked after the first
+    fast.before_vote(lambda: True)  # of the second vote, while the other rank has not looked after the first
     assert not slow.after_vote()
-    slow.before_vote()
+    slow.before_vote(lambda: True)
     assert fast.after_vote()
     assert slow.after_vote()
     assert slow.requested
     assert slow.after_vote(), "an agreement holds, also when this vote did not end a step"
     leave_all(fast, slow)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_that_may_not_leave_yet_tells_its_siblings_later(num_ranks: int) -> None:
+    """Its group stays for another round: the other groups have not read that it leaves."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    if num_ranks == 1:
+        told = other = Drain(None, key="", rank=0, num_ranks=1, timeout_seconds=NEVER, on_abandon=pytest.fail)
+    else:
+        told, other = build(store, 0), build(store, 1)
+    ranks = {told, other}
+    for rank in ranks:
+        rank.before_vote(lambda: True)
+    assert {rank.after_vote() for rank in ranks} == {False}
+    told.request()
+    for may_leave in (False, False, True):
+        for rank in ranks:
+            rank.before_vote(lambda rank=rank, may_leave=may_leave: may_leave or rank is not told)
+        assert {rank.after_vote() for rank in ranks} == {may_leave}
+    for rank in ranks:
+        rank.before_vote(lambda: False)
+    assert all(rank.after_vote() for rank in ranks), "what is agreed stays agreed"
+    leave_all(*ranks)
 
 
 class Connection:
@@ -163,8 +191,8 @@ def test_the_number_is_there_before_the_vote() -> None:
     store = dist.HashStore()
     told, other = build(Connection(store), 0), build(Connection(store), 1)
     told.request()
-    told.before_vote()
-    other.before_vote()
+    told.before_vote(lambda: True)
+    other.before_vote(lambda: True)
     assert other.after_vote()
     assert told.after_vote()
     leave_all(told, other)
@@ -193,7 +221,7 @@ def test_all_ranks_leave_after_the_same_vote() -> None:
             if rank == trial % num_ranks:
                 threading.Timer(0.01 + trial * 0.003, made.request).start()
             for votes in range(1, 100_000):
-                made.before_vote()
+                made.before_vote(lambda: True)
                 barrier.wait()
                 if made.after_vote():
                     began = time.monotonic()
@@ -325,7 +353,7 @@ say(f"{endings} {made.requested}")
 def test_a_dead_sibling_ends_a_rank_at_once(start: Start, reaped: bool) -> None:
     """Sent SIGTERM because a sibling died, a rank does not wait for the step; nor before its first vote."""
     sibling = start("made = drain(1000, 1, 2); say('ready'); time.sleep(1000)")
-    voting = "" if reaped else "made.before_vote();"
+    voting = "" if reaped else "made.before_vote(lambda: True);"
     process = start(f"made = drain(1000, 0, 2); {voting} say('ready'); block()")
     sibling.kill()
     if reaped:
@@ -339,7 +367,7 @@ def test_a_dead_sibling_ends_a_rank_at_once(start: Start, reaped: bool) -> None:
 def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
     """A rank that is slow to leave is not cut short by the end of one that left in order."""
     sibling = start("made = drain(1000, 1, 2); say('ready'); sys.stdin.readline(); made.leave()")
-    process = start("made = drain(2, 0, 2); made.before_vote(); say('ready'); block()")
+    process = start("made = drain(2, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
     sibling.communicate("\n", timeout=DEADLINE)
     assert sibling.returncode == 0
     process.send_signal(signal.SIGTERM)
@@ -350,9 +378,9 @@ def test_a_sibling_that_left_is_not_taken_for_dead(start: Start) -> None:
 
 def test_ranks_give_up_together(start: Start) -> None:
     """When one rank has given up its siblings follow, with status 0: the group left, only not in order."""
-    process = start("made = drain(1000, 0, 2); made.before_vote(); say('ready'); block()")
+    process = start("made = drain(1000, 0, 2); made.before_vote(lambda: True); say('ready'); block()")
     process.send_signal(signal.SIGTERM)
-    sibling = start("made = drain(0.5, 1, 2); made.before_vote(); say('ready'); block()")
+    sibling = start("made = drain(0.5, 1, 2); made.before_vote(lambda: True); say('ready'); block()")
     sibling.send_signal(signal.SIGTERM)
     for rank in (process, sibling):
         output, _ = rank.communicate(timeout=DEADLINE)

@@ -662,6 +662,19 @@ def test_who_lives_and_is_in_no_quorum(seats: Any, wait_until: Callable[..., Non
     assert ranks[1].find_outsiders(quorums[1], 0) == []
 
 
+def test_who_of_a_former_quorum_still_heartbeats(seats: Any, wait_until: Callable[..., None]) -> None:
+    """A process that took the slot of one that is gone is another one, and a lighthouse that is away says nothing."""
+    own, other = seats.take(0), seats.take(1)
+    (quorum, _) = seats.meet(own, other)
+    assert own.find_living(quorum.members) == {0, 1}
+    other.close()
+    seats.take(1)
+    wait_until(lambda: own.find_living(quorum.members) == {0}, "group 1 is silent, or another process")
+    assert own.find_living([]) == set()
+    own._page.read = lambda timeout: None
+    assert own.find_living(quorum.members) == {0, 1}
+
+
 def test_who_holds_a_later_state_and_is_outside(seats: Any, wait_until: Callable[..., None]) -> None:
     """It is silent there, and lives as long as it answers: nobody is to give up what it holds."""
     gone: list[str] = []

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -45,6 +45,8 @@ class World:
         self.digests = 0
         # For the exchange and the membership.
         self.asked = self.contributed = self.due = self.wanted = self.requested = self.leaves = False
+        self.may_leave: bool | None = None
+        self.living = [0, 1]
         self.answered, self.is_urgent, self.waits = True, False, 0
         self.siblings: list[bool] = []  # what another rank of the group says to each question
         this: Any = self
@@ -84,6 +86,9 @@ class World:
         self.votes.append(ok)
         return ok and self.sibling_agrees
 
+    def find_living(self, members: Sequence[Member]) -> set[int]:
+        return {member.slot for member in members if member.slot in self.living}
+
     # The exchange
 
     def finish(self, gives: bool, describe: Callable[[Quorum], OwnFacts], *, due: bool) -> Reduced:
@@ -100,6 +105,11 @@ class World:
 
     # Group, state, donor, drain, watchdog
 
+    leads = True
+
+    def union(self, numbers: Collection[int]) -> set[int]:
+        return set(numbers)
+
     def gather(self, value: int) -> list[int]:
         return [value, self.siblings.pop(0)] if self.siblings else [value]
 
@@ -110,8 +120,8 @@ class World:
     def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
         self.served.append(made)
 
-    def before_vote(self) -> None:
-        pass
+    def before_vote(self, may_leave: Callable[[], bool]) -> None:
+        self.may_leave = may_leave()
 
     def after_vote(self) -> bool:
         return self.leaves
@@ -173,6 +183,44 @@ def test_the_exchange_knows_whether_an_update_may_follow(made: Contribution, use
     assert world.due is due
 
 
+@pytest.mark.parametrize(
+    ("requested", "others_leave", "error", "urgent", "standing", "may_leave"),
+    [
+        (True, False, None, False, Standing.READY, True),  # the other group reads so
+        (False, False, None, False, Standing.READY, False),  # told from now on, it would leave unseen
+        (False, True, None, False, Standing.READY, True),  # nobody is left to see it
+        (True, False, ExchangeError("broke"), False, Standing.READY, False),  # nobody may have read it
+        (True, False, ExchangeError("broke"), True, Standing.READY, True),  # it cannot wait for ever
+        (True, False, ExchangeError("broke"), False, Standing.BEHIND, True),  # it has nothing that others lack
+    ],
+)
+def test_a_group_leaves_when_the_others_have_read_that_it_does(
+    world: World,
+    requested: bool,
+    others_leave: bool,
+    error: ExchangeError | None,
+    urgent: bool,
+    standing: Standing,
+    may_leave: bool,
+) -> None:
+    """Before each vote the rank says whether it may; that it was told is looked at again then."""
+    world.requested, world.error, world.is_urgent = requested, error, urgent
+    world.other = dataclasses.replace(OTHER, leaving=others_leave)
+    world.position.standing = standing
+    world.rounds.make(GIVEN)
+    assert world.may_leave is may_leave
+
+
+def test_who_of_the_last_round_lives(world: World) -> None:
+    """Members of it, not whoever has its slot now: the lighthouse's page is asked about those."""
+    assert world.rounds.find_living([0, 1, 2]) == {0, 1}
+    assert world.rounds.find_living([1]) == {1}
+    world.living = [0]
+    assert world.rounds.find_living([0, 1]) == {0}
+    world.leads = False  # rank 0 looks for all
+    assert world.rounds.find_living([0, 1]) == set()
+
+
 def test_a_rank_sees_who_wants_something_of_it() -> None:
     """A joiner, the others, whoever tells it to leave."""
     world = World(semi_sync_method="diloco", digest_every=0)
@@ -190,6 +238,18 @@ def test_a_group_of_the_synchronous_mode_waits_for_its_quorum() -> None:
     world = World()
     world.answered, world.is_urgent = False, True
     assert isinstance(world.rounds.make(GIVEN), Round)
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_group_that_leaves_does_not_wait_for_ever_behind_a_round_that_broke(meets: bool) -> None:
+    """Another group may hang, heartbeats, and asks for no quorum: nobody gets one."""
+    world = World()
+    world.error = ExchangeError("broke")
+    assert isinstance(world.rounds.make(GIVEN), Broken)
+    world.error, world.answered, world.is_urgent = None, False, True
+    with pytest.raises(Leaving):
+        world.rounds.meet() if meets else world.rounds.make(GIVEN)
+    assert world.position.leaving
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class Fault:
 
     at: float
     spoils: ClassVar[bool] = False  # whether it makes gradients that are not finite
+    only_leaves: ClassVar[bool] = False  # whether it breaks nothing: groups end in order
     kinds: ClassVar[dict[str, type[Fault]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -63,10 +64,12 @@ def _text(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _at_moment(world: World, moment: str, slot: int, act: Callable[[Node], None], node: Node) -> None:
+def _at_moment(
+    world: World, moment: str, slot: int, act: Callable[[Node], None], node: Node, *, breaks: bool = True
+) -> None:
     """Act now, or at the group's next moment of this kind."""
     if moment:
-        world.when(moment, slot, act)
+        world.when(moment, slot, act, breaks=breaks)
     else:
         act(node)
 
@@ -412,13 +415,14 @@ class DrainGroup(Fault):
     Attributes:
         slot: -1 = of the first group that comes to that moment.
         rank: -1 = all.
-        moment: "outside" of the largest clique; empty = at once.
+        moment: "outside" of the largest clique, "exchange"; empty = at once.
     """
 
     slot: int
     comes_back: bool
     rank: int = -1
     moment: str = ""
+    only_leaves: ClassVar[bool] = True
 
     def inject(self, world: World) -> None:
         def act(node: Node) -> None:
@@ -427,7 +431,7 @@ class DrainGroup(Fault):
                 ranks = [self.rank] if self.rank >= 0 else range(len(group.ranks))
                 world.tell_to_leave(group, ranks, self.comes_back)
 
-        _at_moment(world, self.moment, self.slot, act, (self.slot, 0))
+        _at_moment(world, self.moment, self.slot, act, (self.slot, 0), breaks=False)
 
     def shorter(self) -> list[Fault]:
         return [replace(self, rank=-1)] if self.rank >= 0 else []

@@ -96,6 +96,11 @@ class Folder:
         """Return the folder in which an attempt of a group writes its checkpoint of a step."""
         return self._partials.setdefault((slot, attempt, step), Partial())
 
+    def lineage(self, step: int, node: Node) -> int:
+        """Return the lineage of the checkpoint of a step, as a host sees it; -1 = there is none."""
+        kept = self._see(node).get(step)
+        return -1 if kept is None else kept.lineage
+
     def writer(self, step: int) -> int:
         """Return the slot of the group that has saved the checkpoint of a step; -1 = none has."""
         return self._published[step].writer if step in self._published else -1

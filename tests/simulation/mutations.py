@@ -592,6 +592,16 @@ MUTATIONS = [
         ("kill", "many"),
         ("nothing silent",),
     ),
+    Mutation(
+        "a group that has loaded a checkpoint counts as one that keeps the state",
+        _one(
+            "position",
+            "tuple(rows[rank].slot for rank in verdict.holders if rows[rank].training)",
+            "tuple(made.slots(verdict.holders))",
+        ),
+        ("preempt",),
+        ("no work lost",),
+    ),
 ]
 
 

@@ -199,9 +199,7 @@ class Rank:
             try:
                 self._train()
             except Leaving:
-                self._membership.close()
-                self.saves.withdraw()
-                self._end("drained")
+                self._leave()
             drain.leave()
         finally:
             watchdog.close()
@@ -210,6 +208,20 @@ class Rank:
                 self.rank_watch.close()
             self._server.close()
         self.saves.close()
+
+    def _leave(self) -> None:
+        """Leave the other groups, as the trainer does."""
+        last = self.dimension.find_last_to_leave()
+        if last is not None and not self.saves.lacks_state():
+            last = None
+        if last is None or not last.agreed:
+            self._membership.close()
+        self.saves.withdraw()
+        if last is not None:
+            if self.dimension.await_turn(last, self.saves.holds_state):
+                self.saves.save_on_leave()
+            self._membership.close()
+        self._end("drained")
 
     def _build(self) -> None:
         world, config, process = self.world, self.config, self.process

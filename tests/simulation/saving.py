@@ -74,6 +74,24 @@ class Saves:
             if self._rank.position.saved < step:
                 self._write(step, last=True)
 
+    def lacks_state(self) -> bool:
+        """Say whether no checkpoint has the state that this group holds, once the save under way has ended."""
+        if not self._every:
+            return False
+        self._settle(wait=True)
+        return self._rank.position.step > self._rank.position.saved
+
+    def holds_state(self) -> bool:
+        """Say whether a checkpoint has the state that this group holds, as the host of rank 0 sees it."""
+        rank, folder = self._rank, self._rank.world.folder
+        assert folder is not None
+        found = rank.number == 0 and folder.lineage(rank.position.step, rank.node) == rank.position.lineage
+        return bool(rank.gather(found)[0])
+
+    def save_on_leave(self) -> None:
+        """Save the state that leaves with this group."""
+        self._write(self._rank.position.step, last=True)
+
     def withdraw(self) -> None:
         """Take back what this group has saved since its bytes were last the others', if they are not any more."""
         position, folder = self._rank.position, self._rank.world.folder

@@ -368,6 +368,23 @@ class _Draw:
         else:
             self.faults.append(DrainGroup(self._time(), self._slot(), comes_back, rank))
 
+    def preempt(self) -> None:
+        """All groups are told to leave while the job saves, at once or within two steps; they may come back.
+
+        A group may die in its save.
+        """
+        every, seconds = self.rng.choice([1, 3, 100]), self.rng.choice([0.02, 0.3, 1.0])
+        self.changes |= {"folder": True, "save_every": every, "save_seconds": seconds}
+        self.changes["sight"] = self.rng.choice([0.0, 0.0, 0.3])
+        at, comes_back = self._time(0.3), self.rng.random() < 0.5
+        apart = self.rng.choice([0.0, 0.02, self.compute, 2 * self.compute])
+        moment = self.rng.choice(["", "", "exchange"])
+        for slot in range(self.groups):
+            rank = self._rank() if self.rng.random() < 0.3 else -1
+            self.faults.append(DrainGroup(round(at + apart * self.rng.random(), 4), slot, comes_back, rank, moment))
+        if self.rng.random() < 0.3:
+            self.faults.append(Kill(at, -1, self._rank(), "saving"))
+
     def flip(self) -> None:
         """A bit flips."""
         place, bit = self.rng.randrange(5), self.rng.choice([3, 15, 22, 24])
@@ -505,6 +522,12 @@ class _DrawRounds(_Draw):
         self.alone()
         self.config["join_timeout_ms"] = 5000
 
+    def preempt(self) -> None:
+        """The same as without rounds; often in the midst of rounds that take longer than the groups have."""
+        if self.rng.random() < 0.6:
+            self._lengthen(20.0)
+        super().preempt()
+
     def leave(self) -> None:
         """A group is told to leave in the midst of a round that takes longer than it has."""
         self._lengthen(20.0)
@@ -550,6 +573,7 @@ KINDS = (
     "cut_lighthouse",
     "lighthouse",
     "drain",
+    "preempt",
     "flip",
     "nan",
     "tail",

@@ -243,8 +243,9 @@ class RoundRank(Rank):
             if Sign.OVERDUE in signs:
                 work.overdue = early = True
                 dimension.ask()
-            if work.steps and Sign.TOLD in signs:
-                self._leave_if_too_long(work, 0 if early else last + 1 - step)
+            if work.steps and Sign.TOLD in signs and self._meets_to_leave(work, 0 if early else last + 1 - step):
+                early = True
+                break
             if step == last and not early:
                 dimension.ask()
             self._make_step(slots[0], work)
@@ -396,14 +397,21 @@ class RoundRank(Rank):
         if self.dimension.opens and not self._is_over:
             self._open()
 
-    def _leave_if_too_long(self, work: Work, remaining: int) -> None:
-        """Leave at once if the round would take too long, as `SemiSyncTrainer._leave_if_too_long`."""
-        assert self.drain is not None
-        step, timeout = work.seconds / work.steps, self.config.drain_timeout_seconds
+    def _meets_to_leave(self, work: Work, remaining: int) -> bool:
+        """Leave, or meet the others, if the round would take too long, as `SemiSyncTrainer._meets_to_leave`."""
+        step = work.seconds / work.steps
         needed, share = (step * remaining, OWN_SHARE) if remaining else (step, WAITING_SHARE)
-        if any(self._group.gather(self.drain.spent + needed / timeout > share)):
-            self.position.leave()
-            raise Leaving
+        if not self._exceeds(needed, share):
+            return False
+        is_over = lambda: self._exceeds(0.0, OWN_SHARE)  # noqa: E731
+        if remaining and self.saves.lacks_state() and self.dimension.await_others(is_over):
+            return True
+        self.position.leave()
+        raise Leaving
+
+    def _exceeds(self, seconds: float, share: float) -> bool:
+        assert self.drain is not None
+        return any(self._group.gather(self.drain.spent + seconds / self.config.drain_timeout_seconds > share))
 
 
 # The oracle

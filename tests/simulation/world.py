@@ -46,6 +46,7 @@ _AGAIN_SECONDS = 2.0  # that it may take longer after a disturbance
 _LEFT_OUT_SECONDS = 1.5  # that a group which thaws may take to see that the others have left its exchange
 _MISSED_SECONDS = 5.0  # that it may take longer for a rendezvous which it missed, and then it asks whom it can reach
 _BREAK_SECONDS = 4.0  # that a group needs at least to end a step by itself when the others are gone
+_SETTLED_SECONDS = 5.0  # that the groups may take to be over what happened
 _CHOICE_SECONDS = 5.0  # that a group may take to choose a checkpoint from a folder that nobody changes
 _USUAL_STEPS = 3  # that may go by without a commit while a group heals: it replays, an exchange is made again
 _PAUSE_SECONDS = 2.0  # between two steps: a group hangs, and the others cannot know yet
@@ -161,6 +162,7 @@ class _Armed:
     slot: int
     act: Callable[[Node], None]
     skip: int
+    breaks: bool
 
 
 class _Sequence:
@@ -342,6 +344,9 @@ class World(standins.World):
         self.due: dict[int, float] = {}  # steps to be saved, and since when
         self.last_fault = max((fault.ends for fault in faults), default=0.0)
         self.final: set[GroupRun] | None = None  # groups of the quorum in which the first one finished
+        self.told_first = self.told_last = -math.inf  # when groups were told to leave, of those that leave together
+        self.left = 0  # largest step of a group that has left with them
+        self.struck = -math.inf  # when something other than a request to leave happened last
         self._pids = 100
 
     # Running
@@ -401,6 +406,7 @@ class World(standins.World):
         if not self._job_over():
             self.say("fault", str(fault))
             self.disturb()
+            self.struck = self.struck if fault.only_leaves else self.kernel.now
             fault.inject(self)
 
     def disturb(self) -> None:
@@ -408,11 +414,15 @@ class World(standins.World):
         self.changed = self.disturbed = self.kernel.now
         self.undisturbed_steps = 0
 
-    def when(self, moment: str, slot: int, act: Callable[[Node], None]) -> None:
-        """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1."""
+    def when(self, moment: str, slot: int, act: Callable[[Node], None], *, breaks: bool = True) -> None:
+        """Call `act` at the next moment of a kind ("exchange", "vote", ...) of a group, or of any if `slot` is -1.
+
+        Args:
+            breaks: whether it does more than to ask groups to leave.
+        """
         # An exchange is several collectives: any of them may be the one.
         skip = self.kernel.rng.randrange(3 * self.options.groups) if moment == "exchange" else 0
-        self.armed.setdefault(moment, []).append(_Armed(slot, act, skip))
+        self.armed.setdefault(moment, []).append(_Armed(slot, act, skip, breaks))
 
     def moment(self, moment: str, node: Node) -> None:
         """Take note of a moment that faults may have waited for; they come within a few milliseconds."""
@@ -431,6 +441,7 @@ class World(standins.World):
 
     def _strike(self, entry: _Armed, node: Node) -> None:
         self.disturb()
+        self.struck = self.kernel.now if entry.breaks else self.struck
         entry.act(node)
 
     def _start(self, slot: int, attempt: int) -> None:
@@ -752,6 +763,10 @@ class World(standins.World):
     def tell_to_leave(self, group: GroupRun, ranks: Collection[int], comes_back: bool) -> None:
         """Send SIGTERM to these ranks of a group, some milliseconds apart."""
         self.disturb()
+        # Those that are told soon after each other leave together; told later, a group is judged by itself.
+        if self.kernel.now - self.told_last > self.config["drain_timeout_seconds"]:
+            self.told_first, self.left = self.kernel.now, 0
+        self.told_last = self.kernel.now
         group.told |= set(ranks)
         group.comes_back = comes_back
         for number in ranks:
@@ -1066,12 +1081,33 @@ class World(standins.World):
         self._compare(rank, "ends", (ended.how, ended.step, ended.lineage))
         if group.ended == "drained" and not group.comes_back:
             self.gone[group.slot] = "drained"
+        if group.ended == "drained":
+            self._judge_left(group)
         if self.final is None and group.ended == "finished":
             # Who is not with the group that finishes first, or cannot reach it, has been given up and is too late. So
             # has who has come since: after a freeze that group's last round may be one of long ago.
             self.final = {other for other in group.members if other.stays and self._linked(group, other)}
             self.final.add(group)
         self._judge_end(rank)
+
+    def _judge_left(self, group: GroupRun) -> None:
+        """When the last groups that hold the job's state have left in order, it is in a checkpoint.
+
+        Fair is what else happened to the world since the first of them was told: a group that was to save
+        may have died, or may not have been seen by the others.
+        """
+        if self.folder is None or not self.options.save_every:
+            return
+        self.left = max(self.left, min(rank.held[0] for rank in group.ranks))
+        others = [other for other in self.groups.values() if other.alive and not other.ended]
+        at_work = all(other.runs and not any(rank.slowness for rank in other.ranks) for other in others)
+        quiet = self.struck < self.told_first - _SETTLED_SECONDS and self.network.calm and self.lighthouse.listens
+        odd = group.was_outside or any(rank.state.tainted for rank in group.ranks)
+        if any(other.ready for other in others) or odd or not (at_work and quiet):
+            return
+        if self.folder.latest < self.left:
+            text = f"g{group.slot} was the last to leave, step {self.left} was made, and step {self.folder.latest}"
+            self.report("no work lost", f"{text} is the latest that is saved")
 
     def _late(self, group: GroupRun) -> bool:
         return self.final is not None and group not in self.final

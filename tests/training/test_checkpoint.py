@@ -318,6 +318,138 @@ def test_the_final_state_is_saved_when_its_writer_was_lost(make_run: Callable[..
     assert complete_steps(run.folder) == [6]
 
 
+# Leaving
+
+
+def leave(run: Run, seconds: float = 20.0) -> bool:
+    """Let a group leave as the last one, as the trainer does; says whether it has saved."""
+    lacks = run.checkpoints.lacks_state()
+    if lacks:
+        run.checkpoints.save_on_leave(run.progress.step, seconds)
+    return lacks
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("last", [{}, {"last_save_model_only": True}, {"last_save_in_hf": True}])
+def test_the_last_group_to_leave_saves_the_whole_state(
+    make_run: Callable[..., Run], mode: str, last: dict[str, Any]
+) -> None:
+    """Whatever is asked of the last save, for training goes on from this one; it is complete at once."""
+    adapter = Exporter() if "last_save_in_hf" in last else None
+    run = make_run(async_mode=mode, adapter=adapter, **{"last_save_model_only": True, **last})
+    run.train(7)
+    expected = run.values()
+    assert leave(run)
+    assert complete_steps(run.folder) == [5, 7]
+    assert run.position.saved == 7
+    assert [told["step"] for told in run.events.named("checkpoint_saved")] == [5, 7]
+    (told,) = run.events.named("saving_before_leaving")
+    assert (told["step"], told["seconds_left"]) == (7, 20.0)
+    assert 0 < told["longest_seconds"] < 60
+    assert not leave(run), "it is saved"
+    other = make_run(slot=1, async_mode=mode)
+    assert other.checkpoints.load()
+    assert_equal(other.values(), expected)
+
+
+@pytest.mark.parametrize("settings", [{"enable": False}, {"load_only": True}])
+def test_a_group_that_saves_nothing_saves_nothing_when_it_leaves(
+    make_run: Callable[..., Run], settings: dict[str, Any]
+) -> None:
+    """Its ranks need not even ask each other."""
+    run = make_run(**settings)
+    run.train(2)
+    run.gathered.clear()
+    assert not run.checkpoints.lacks_state()
+    assert run.gathered == []
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+def test_a_group_that_leaves_waits_for_the_save_under_way(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, newer: int
+) -> None:
+    """And saves again only if its state is a newer one."""
+    gate = Gate(monkeypatch)
+    run = make_run(async_mode="async")
+    run.train(5)
+    for _ in range(newer):
+        run.step()
+    threading.Timer(0.2, gate.open.set).start()
+    assert leave(run) == bool(newer)
+    assert complete_steps(run.folder) == [5, 6][: 1 + newer]
+
+
+def test_a_state_that_could_not_be_saved_before_is_tried_again_by_who_leaves(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no next step: the disk may have room by now."""
+    run = make_run()
+    with monkeypatch.context() as full:
+        full.setattr(FileSystemWriter, "write_data", fail)
+        run.train(5)
+    assert leave(run)
+    assert complete_steps(run.folder) == [5]
+
+
+def test_a_save_of_a_group_that_leaves_may_fail(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told, as ever, with the step that is left to go back to; a model alone would be no use."""
+    run = make_run()
+    run.train(6)
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    assert leave(run)
+    (told,) = run.events.named("checkpoint_failed")
+    assert (told["step"], told["latest"]) == (6, 5)
+    assert complete_steps(run.folder) == [5]
+    run.checkpoints.raise_last_failure()
+
+
+@pytest.mark.parametrize(("seconds", "warns"), [(3.0, False), (2.0, True)])
+def test_a_save_that_may_be_too_long_for_who_leaves_is_told_and_tried(
+    make_run: Callable[..., Run], caplog: pytest.LogCaptureFixture, seconds: float, warns: bool
+) -> None:
+    """By the longest one that a rank of the group knows of."""
+    run = make_run()
+    run.train(6)
+    slowest = iter([2500])
+    run.gather = lambda value: [value, next(slowest, 1)]  # type: ignore[method-assign]
+    assert leave(run, seconds)
+    assert complete_steps(run.folder) == [5, 6]
+    (told,) = run.events.named("saving_before_leaving")
+    assert told["longest_seconds"] == 2.5
+    said = [text for text in caplog.messages if "may not be complete in time" in text]
+    assert len(said) == warns
+    assert all("raise fault_tolerance.drain_timeout_seconds" in text for text in said)
+
+
+def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(make_run: Callable[..., Run]) -> None:
+    """The groups left with it: the state is whole, and the format that was asked for is yet to come."""
+    left = make_run(adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True)
+    left.train(6)
+    assert leave(left)
+    run = make_run(slot=1, adapter=Exporter(), last_save_in_hf=True, last_save_model_only=True)
+    assert run.checkpoints.load()
+    assert run.loaded == [6]
+    run.position.start_at(6)
+    run.checkpoints.finish(6)
+    assert complete_steps(run.folder) == [5, 6]
+    assert (run.folder / "step-6" / "model.safetensors.index.json").exists()
+
+
+def test_the_same_state_by_whoever_is_found(make_run: Callable[..., Run]) -> None:
+    """By its lineage: another state of that step, or half of a checkpoint, will not do."""
+    run, other = make_run(), make_run(slot=1)
+    for each in (run, other):
+        each.step()
+    assert not other.checkpoints.holds_state(1)
+    assert leave(run)
+    assert other.checkpoints.holds_state(1)
+    other.position.restore(7)
+    assert not other.checkpoints.holds_state(1)
+    other.position.restore(run.position.lineage)
+    (run.folder / "step-1" / MANIFEST).write_text("{")
+    assert not other.checkpoints.holds_state(1)
+
+
 def test_close_waits_for_the_save_under_way(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that leaves in order completes what it has begun."""
     gate = Gate(monkeypatch)

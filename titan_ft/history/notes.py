@@ -62,6 +62,10 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ),
     ev.DataReset: lambda e, u: f"the data began anew behind the checkpoint of step {e.step:,}: {e.reason}",
     ev.CheckpointLoaded: lambda e, u: f"went on from the checkpoint of step {e.step:,}",
+    ev.SavingBeforeLeaving: lambda e, u: (
+        f"the job's state left with the last groups, and was to be saved as the checkpoint of step {e.step:,}"
+        + (f", perhaps not in time: {e.shortage}" if e.shortage else "")
+    ),
     ev.CheckpointFailed: lambda e, u: f"the checkpoint of step {e.step:,} could not be written: {e.error}",
     ev.CheckpointSkipped: lambda e, u: (
         f"the checkpoint of step {e.step:,} is damaged, and that of step {e.instead:,} was loaded instead: {e.reason}"

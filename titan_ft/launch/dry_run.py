@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ft.config import TABLE, ConfigError, FaultTolerance, load_toml, read_flags
 from titan_ft.data.assets import SCHEME
+from titan_ft.launch.going_on import CHECKPOINTS_OFF
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.round_settings import num_fragments, quantizes, steps_per_round
@@ -51,6 +52,7 @@ def describe(plan: LaunchPlan) -> str:
         f"lighthouse   http://{HOST}:{port}{chosen}",
         f"metrics      {options.metrics_port or 'none'}",
         f"faults       {'none' if plan.chaos is None else f'{options.chaos}, seed {plan.chaos.seed}'}",
+        f"checkpoints  {'on' if plan.saves else CHECKPOINTS_OFF.removeprefix('checkpoints are ')}",
         f"ends         {f'after {options.minutes:g} minutes' if options.minutes else 'with the last step'}",
         "",
         *_job_lines(plan),

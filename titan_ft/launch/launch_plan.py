@@ -71,6 +71,10 @@ OWN_FLAGS = {
 }
 
 
+LASTING_OPTIONS = ("max_restarts", "lighthouse_port", "spares", "drain_timeout", "no_zygote", "metrics_port")
+"""Those that hold for a run that is gone on with, too; faults and times are for one launch."""
+
+
 class LaunchPlan:
     """One run: what to start, and where.
 
@@ -84,6 +88,7 @@ class LaunchPlan:
     Attributes:
         notes: what does not count of the config, and what the user may not expect, a line each.
         changes: fields that differ from the launch that it goes on from; empty without --resume.
+        saves: whether checkpoints are on.
 
     Raises:
         ConfigError: an option or the TOML is wrong.
@@ -119,6 +124,7 @@ class LaunchPlan:
         _check_ranks(values, self.worker_args, self.num_replicas, self.num_ranks)
         self.lighthouse = _lighthouse_settings(table)
         self.drain_seconds = self._resolve_drain_timeout(table)
+        self.saves = _is_enabled("checkpoint.enable", values, self.worker_args)
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
         self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
         self.job_curve = self._find_job_curve(values)
@@ -235,7 +241,7 @@ class LaunchPlan:
                 f"--resume needs an earlier run in --run-dir, got {self.options.run_dir}, which holds none; correct "
                 "the folder, or leave --resume out to begin a run there"
             )
-        if not _is_enabled("checkpoint.enable", values, self.worker_args):
+        if not self.saves:
             raise ConfigError(
                 "--resume needs checkpoint.enable = true, got false; without checkpoints training would start anew "
                 f"in {self.paths.root}: give another --run-dir"
@@ -280,7 +286,8 @@ class LaunchPlan:
             given = without_headers(self.config)
             held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
             earlier = takewhile(is_header, held.splitlines(keepends=True))
-            lines = [f"{HEADER}{shlex.join(self._arguments())}\n", *earlier, *given]
+            command = self._arguments(resume=self.options.resume, resume_with=self.options.resume_with)
+            lines = [f"{HEADER}{shlex.join(command)}\n", *earlier, *given]
             self.paths.config.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
@@ -315,13 +322,21 @@ class LaunchPlan:
         got = f"{self.options.run_dir} ({error.strerror})"
         return ConfigError(f"--run-dir must be a folder that can be written, got {got}; give another")
 
-    def _arguments(self) -> list[str]:
+    @property
+    def resume_command(self) -> str:
+        """Return the command that goes on from the run's last checkpoint, for a shell in this directory."""
+        return shlex.join(["titan-ft", "launch", *self._arguments(resume=True)])
+
+    def _arguments(self, *, resume: bool, resume_with: str = "") -> list[str]:
         options = self.options
         shown = [str(options.config), "--replicas", str(self.num_replicas), "--ranks-per-replica", str(self.num_ranks)]
         shown += ["--run-dir", str(options.run_dir)]
-        shown += ["--spares", str(options.spares)] if options.spares else []
-        shown += ["--resume"] if options.resume else []
-        shown += ["--resume-with", options.resume_with] if options.resume_with else []
+        for field in fields(options):
+            value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+            if field.name in LASTING_OPTIONS and value != field.default:
+                shown += [flag] if value is True else [flag, str(value)]
+        shown += ["--resume"] if resume else []
+        shown += ["--resume-with", resume_with] if resume_with else []
         return shown + (["--", *self.worker_args] if self.worker_args else [])
 
     def lighthouse_command(self, port: int) -> list[str]:

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from titan_ft.launch.children import Child, Children, Process
+from titan_ft.launch.going_on import CHECKPOINTS_OFF, describe_stop
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.lighthouse_keeper import LighthouseKeeper
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, CommonEnd, may_replace
@@ -25,6 +26,7 @@ from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status_view import make_view
 from titan_ft.run.events import (
     STOPPED_BY_SIGNAL,
+    CheckpointFailed,
     CheckpointSaved,
     Drained,
     Event,
@@ -32,6 +34,7 @@ from titan_ft.run.events import (
     LaunchStarted,
     LaunchStopping,
     ReplicaGaveUp,
+    SavingBeforeLeaving,
     SpareTookOver,
     StepCommitted,
     WorkerExited,
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from titan_ft.chaos.runner import ChaosRunner
 
 TICK_SECONDS = 0.1
+_TOLD_AT_A_STOP = (Drained, CheckpointSaved, CheckpointFailed, SavingBeforeLeaving)
 QUIET_SECONDS = 40.0
 """Before the end that --minutes sets: no fault comes any more, so that all groups are back when it is time to leave."""
 
@@ -119,7 +123,16 @@ class LocalRun:
             if self._metrics:
                 self._metrics.close()
             self.view.close()
+            if self.stop or self._time_is_up:
+                self._say_how_to_go_on()  # behind the view, whose lines a terminal's width cuts
         return code
+
+    def _say_how_to_go_on(self) -> None:
+        if {group.state for group in self.status.groups.values()} == {status.FINISHED}:
+            return
+        command, drain = self.plan.resume_command, self.plan.drain_seconds
+        for line in describe_stop(self.status, command, saves=self.plan.saves, drain_seconds=drain):
+            print(line, flush=True)
 
     def _run(self) -> tuple[int, str]:
         plan = self.plan
@@ -147,6 +160,8 @@ class LocalRun:
         address = self._lighthouse.address
         self.view.line(f"lighthouse at {address}; {shape(plan.num_replicas, plan.num_ranks)}; {plan.paths.root}")
         self.view.line(f"watch it: titan-ft top {plan.paths.root}; logs: {plan.paths.root}/logs/replica-*/latest/")
+        if not plan.saves:
+            self.view.line(CHECKPOINTS_OFF)
         if self._curve:
             self.view.line(f"curves: tensorboard --logdir {self._curve.folder.parent}")
         if self._metrics:
@@ -269,7 +284,7 @@ class LocalRun:
                 self._curve.observe(event)
             # When the whole run is stopped, workers do not "die" one by one.
             stopping = self.stop or self._time_is_up
-            if line is not None and (not stopping or isinstance(event, Drained | CheckpointSaved)):
+            if line is not None and (not stopping or isinstance(event, _TOLD_AT_A_STOP)):
                 self.view.line(line)
         if self._metrics:
             self._metrics.update(self.status.groups)

@@ -17,6 +17,7 @@ agents of its other nodes end as well, when they want to restart.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -54,7 +55,7 @@ from titan_ft.launch.restart_policy import (
     exit_status,
     has_trained,
 )
-from titan_ft.launch.supervisor import DEFAULT_MODULE, root_failure
+from titan_ft.launch.supervisor import DEFAULT_MODULE, GRACE_SECONDS, root_failure
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
 from titan_ft.launch.worker_group import WorkerExit
 from titan_ft.launch.zygote import Zygote, is_possible
@@ -94,7 +95,11 @@ class GroupAgent(LocalElasticAgent):
         )
         spec.max_restarts = UNLIMITED
         super().__init__(spec, *args, **settings)
-        self._paths, self._replica = _run_of([str(arg) for arg in spec.args])
+        worker_args = [str(arg) for arg in spec.args]
+        # torchrun kills workers 30 s after it has told them to leave: in the midst of a save, perhaps, for which
+        # they have drain_timeout_seconds. They end by themselves when that is over.
+        self._shutdown_timeout = max(self._shutdown_timeout, math.ceil(_drain_seconds(worker_args) + GRACE_SECONDS))
+        self._paths, self._replica = _run_of(worker_args)
         file = None if self._paths is None else self._paths.supervisor_events(self._replica, os.getpid())
         self._events = EventLog(file, replica=self._replica)
         self._zygotes = _Zygotes([str(word) for word in (spec.entrypoint, *spec.args)], self._say)
@@ -354,9 +359,24 @@ def _run_of(worker_args: list[str]) -> tuple[RunPaths | None, int]:
     folder, replica = flags.get("job.dump_folder"), flags.get(f"{TABLE}.replica_id", "")
     if folder is None or not replica.isdigit():
         return None, 0
-    table = load_toml(flags["job.config_file"]).get(TABLE, {}) if "job.config_file" in flags else {}
-    events = flags.get(f"{TABLE}.events_folder", table.get("events_folder", FaultTolerance.events_folder))
+    events = _setting(flags, "events_folder", FaultTolerance.events_folder)
     return (RunPaths(folder, str(events)) if events else None), int(replica)
+
+
+def _drain_seconds(worker_args: list[str]) -> float:
+    """Return how long the workers may take to leave; what is no number is for them to refuse."""
+    usual = FaultTolerance.drain_timeout_seconds
+    try:
+        seconds = float(_setting(dict(read_flags(worker_args)), "drain_timeout_seconds", usual))
+    except (TypeError, ValueError, ConfigError):
+        return usual
+    return seconds if math.isfinite(seconds) else usual
+
+
+def _setting(flags: Mapping[str, str], name: str, usual: Any) -> Any:
+    """Return a field of the [fault_tolerance] table: a worker's flag for it wins over its TOML."""
+    table = load_toml(flags["job.config_file"]).get(TABLE, {}) if "job.config_file" in flags else {}
+    return flags.get(f"{TABLE}.{name}", table.get(name, usual))
 
 
 def main() -> int:

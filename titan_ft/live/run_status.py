@@ -129,6 +129,11 @@ class RunStatus:
         """Unix seconds of the last one."""
         self.code: int | None = None
         """The launcher's exit status, once it has ended."""
+        self.saving: int | None = None
+        """torchtitan's step that a group saves before it leaves, until its checkpoint is complete."""
+        self.save_error = ""
+        """Why a later step than that of the latest checkpoint could not be saved; empty if none was tried in vain."""
+        self._checkpoints: set[int] = set()
         self._reason = ""
         self.launched = False
         """Whether a launcher watches over it."""
@@ -137,6 +142,11 @@ class RunStatus:
     @property
     def restarts(self) -> int:
         return sum(group.restarts for group in self.groups.values())
+
+    @property
+    def checkpoint(self) -> int | None:
+        """torchtitan's step of the latest complete checkpoint that this launch has made or gone on from."""
+        return max(self._checkpoints, default=None)
 
     @property
     def all_left(self) -> bool:
@@ -176,6 +186,7 @@ class RunStatus:
                 self.groups = status.draining(self.groups)
             case ev.LaunchFinished():
                 self.code, self._reason = event.code, event.reason
+        self._follow_checkpoints(event)
         of_launch = _OF_LAUNCH.get(type(event))
         shown = of_launch(event) if of_launch else line
         if shown:
@@ -190,6 +201,18 @@ class RunStatus:
         if missing := found - self.groups.keys():
             groups = self.groups | {replica: status.GroupStatus(replica) for replica in missing}
             self.groups = dict(sorted(groups.items()))
+
+    def _follow_checkpoints(self, event: ev.Event) -> None:
+        match event:
+            case ev.CheckpointSaved() | ev.CheckpointLoaded():
+                self._checkpoints.add(event.step)
+                self.saving, self.save_error = None, ""
+            case ev.CheckpointWithdrawn():
+                self._checkpoints.discard(event.step)
+            case ev.CheckpointFailed():
+                self.save_error = f"that of step {event.step} could not be written: {event.error}"
+            case ev.SavingBeforeLeaving():
+                self.saving = event.step
 
     def _take_step(self, event: ev.StepCommitted) -> str | None:
         """Take a commit; return the line that tells that the job went back to an earlier state, if it did."""

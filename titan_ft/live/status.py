@@ -178,7 +178,10 @@ _LINES_OF_GROUP: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ),
     ev.CheckpointSetAside: lambda e, u: f"keeps a checkpoint of another job as {e.folder}, for it went back before it",
     ev.CheckpointLoaded: lambda e, u: f"goes on from the checkpoint of step {e.step}",
-    ev.CheckpointSaved: lambda e, u: f"saved the checkpoint of step {e.step}",
+    ev.CheckpointSaved: lambda e, u: f"saved the checkpoint of step {e.step} in {e.seconds:.1f} s",
+    ev.SavingBeforeLeaving: lambda e, u: (
+        f"saves the checkpoint of step {e.step} before it leaves{_because(e.shortage)}"
+    ),
     ev.LoaderChecked: lambda e, u: (
         f"has a data loader that does not go on exactly where its state was saved: {e.reason} ({e.loader})"
     ),

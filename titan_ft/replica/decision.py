@@ -468,6 +468,57 @@ def _finish(position: Position, made: Round, config: FaultTolerance) -> Decision
     return Wait("groups are missing") if missing > 0 else Done()
 
 
+# Leaving
+
+
+@dataclass(frozen=True)
+class LastToLeave:
+    """The groups with which the job's state leaves; the first one that lives saves it.
+
+    Attributes:
+        slots: those groups, in the order in which they are to save. This one is among them.
+        agreed: whether these groups know of each other. If not, others may train on.
+    """
+
+    slots: tuple[int, ...]
+    agreed: bool
+
+
+def may_leave(made: Round) -> bool:
+    """Say whether this group, if it was told to leave, may do so after a round.
+
+    The last groups to leave must know of each other, for one of them saves the state. Suppose that two
+    groups are told right after they have sent their rows, and both leave. Each takes the other for one
+    that trains on, and nobody saves. So a holder of the state leaves only once its row has said that it
+    does, or if the rows of all other holders have.
+    """
+    own, holders = made.quorum.rank, set(made.verdict.holders)
+    if own not in holders or made.rows[own].leaving:
+        return True
+    return all(made.rows[rank].leaving for rank in holders - {own})
+
+
+def find_last_to_leave(position: Position, left: Collection[int], own: int) -> LastToLeave | None:
+    """Return the groups that leave with this one and save the state first; None if this one need not.
+
+    Args:
+        position: that of this group, which leaves.
+        left: slots of the groups whose row said that they leave, in any rank's last round.
+        own: slot of this group.
+    """
+    keepers = set(position.keepers)
+    if own not in keepers or position.corrupt or not position.standing.has_state:
+        return None
+    staying = keepers.difference(left, {own})
+    if own in left:  # all keepers have read it
+        return None if staying else LastToLeave(tuple(sorted(keepers)), agreed=True)
+    if not staying:  # the others take this group for one that trains on
+        return LastToLeave((own,), agreed=True)
+    # The others hang, or are in a long round: nobody knows who stays. The first one that lives saves. If
+    # others train on, that costs no more than the time of the groups that leave.
+    return LastToLeave(tuple(sorted(staying | {own})), agreed=False)
+
+
 # The verdict
 
 

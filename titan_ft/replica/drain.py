@@ -67,7 +67,7 @@ class Drain:
         self._requested_at = math.inf
         self._votes = 0
         self._begun = False
-        self._announced = self._agreed = False
+        self._asks = self._announced = self._agreed = False
         self._lock = threading.Lock()
         self._ending = threading.Lock()
         self._store = None if connect is None else connect()
@@ -124,10 +124,21 @@ class Drain:
         """Note that this rank has something to finish, though it may not have come to a vote yet; training thread."""
         self._begun = True
 
-    def before_vote(self) -> None:
-        """Tell the other ranks if this one was told to leave; training thread, right before each vote."""
+    @property
+    def seconds_left(self) -> float:
+        """Return how much of the timeout is left, by this rank's clock."""
+        return max(0.0, (1.0 - self.spent) * self._timeout_seconds)
+
+    def before_vote(self, may_leave: Callable[[], bool]) -> None:
+        """Tell the other ranks if this one was told to leave; training thread, right before each vote.
+
+        Args:
+            may_leave: says whether the group may leave after this vote, as this rank sees it. If not, this
+                rank tells the others before a later vote. It is asked only if this rank was told.
+        """
         self._votes += 1
-        if self._store is not None and self._requested and not self._announced:
+        self._asks = self._requested and may_leave()
+        if self._store is not None and self._asks and not self._announced:
             set_for_all(self._store, f"{self._key}/vote/{self._votes}")
             self._announced = True
 
@@ -135,7 +146,7 @@ class Drain:
         """Say whether the group leaves, from this vote on: the same on all its ranks; training thread."""
         if not self._agreed:
             if self._store is None:
-                self._agreed = self._requested
+                self._agreed = self._asks
             elif self._store.check([f"{self._key}/vote/{self._votes}"]):
                 self._agreed = True
                 self.request()

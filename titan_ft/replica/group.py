@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
+
+_MASK_BITS = 62  # of numbers that `gather` carries: an int64 has a sign
 
 
 class Group:
@@ -39,6 +43,16 @@ class Group:
             return [int(value)]
         own = torch.tensor([value], dtype=torch.int64)
         return [int(v) for v in self._gather(own, dist.group.WORLD).tolist()]
+
+    def union(self, numbers: Collection[int]) -> set[int]:
+        """Return the numbers, from 0, that at least one rank of the group has."""
+        found: set[int] = set()
+        for first in range(0, max(self.gather(max(numbers, default=-1))) + 1, _MASK_BITS):
+            span = range(first, first + _MASK_BITS)
+            own = sum(1 << (number - first) for number in span if number in numbers)
+            mask = functools.reduce(operator.or_, self.gather(own))
+            found.update(number for number in span if mask >> (number - first) & 1)
+        return found
 
     def clock(self) -> float:
         """Return the group's time in seconds: that of rank 0's clock, the same on all ranks.

@@ -20,7 +20,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -265,6 +265,15 @@ class Membership:
         cut_off = {Peer(m.unique, m.store): m.slot for m in find_cut_off(self.member, quorum.members, status, step)}
         answering = {cut_off[peer] for peer in self._probe.find_answering([*cut_off])}
         return sorted(answering.union(find_outsiders(self.member, quorum.members, status, beat)))
+
+    def find_living(self, members: Collection[Member]) -> set[int]:
+        """Return the slots of those of `members` that heartbeat; of all, if the lighthouse does not answer."""
+        beat = self._config.heartbeat_timeout_ms / 1000
+        status = self._page.read(beat)
+        if status is None:
+            return {member.slot for member in members}
+        living = {member.process for member in find_living(self.member, status, SILENT_BEATS * beat)}
+        return {member.slot for member in members if member.process in living}
 
     def find_holders(self) -> dict[int, Peer]:
         """Return this rank's counterparts in other groups whose state a newcomer can use, by slot; any thread.

@@ -51,6 +51,7 @@ class Position:
     saved: int = 0  # step of the latest complete checkpoint
     agreed: int = 0  # step of the latest digest that all holders had alike
     peers: tuple[int, ...] = ()  # slots that were ready in the last round
+    keepers: tuple[int, ...] = ()  # slots that held the job's state in the last round, and went on from it
     left: set[int] = field(default_factory=set)  # slots of groups that left in order; may differ between ranks
 
     @property
@@ -73,6 +74,8 @@ class Position:
         self.left -= {row.slot for row in rows}
         self.left |= {row.slot for row in rows if row.leaving}
         self.peers = tuple(made.slots(verdict.ready))
+        # A group that has loaded a checkpoint and has yet to begin misses the others' next update, and heals.
+        self.keepers = tuple(rows[rank].slot for rank in verdict.holders if rows[rank].training)
         if verdict.corrupt:
             # What a group with other bytes saved since the last agreement is not to be trusted; another one saves.
             self.saved = min(self.saved, self.agreed)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
-from titan_ft.replica.decision import Broken, Round, find_donors, judge, spoiled
+from titan_ft.replica.decision import Broken, Round, find_donors, judge, may_leave, spoiled
 from titan_ft.replica.donor import Donor
 from titan_ft.replica.drain import Drain
 from titan_ft.replica.errors import Leaving
@@ -155,6 +155,11 @@ class Rounds:
         return self._drain.requested
 
     @property
+    def must_hurry(self) -> bool:
+        """Say whether a group that leaves waits for others no longer. A collective of the group."""
+        return any(self._group.gather(self._drain.is_urgent))
+
+    @property
     def signs(self) -> Sign:
         """Return what this rank sees between two steps of a round."""
         seen = ((Sign.WANTED, self._donor.wanted), (Sign.AWAITED, self.awaited), (Sign.TOLD, self.told_to_leave))
@@ -171,10 +176,14 @@ class Rounds:
         return self._membership.member.process
 
     def meet(self) -> Quorum:
-        """Ask for the next round's quorum and wait for it."""
+        """Ask for the next round's quorum and wait for it.
+
+        Raises:
+            Leaving: the group was told to leave, and the others will not be here in time.
+        """
         self.ask()
         with self._watchdog.paused():
-            return self._membership.wait()
+            return self._await_quorum() if self._position.failures else self._membership.wait()
 
     def peer_address(self, rank: int) -> str:
         """Return the state server's address (host:port) of the same group rank in member `rank`."""
@@ -183,6 +192,11 @@ class Rounds:
     def find_holders(self) -> dict[int, Peer]:
         """Return the counterparts of this rank whose state a newcomer can use, by slot; any thread."""
         return self._membership.find_holders()
+
+    def find_living(self, slots: Collection[int]) -> set[int]:
+        """Return which groups of the last round live, of those in `slots`. A collective of the group."""
+        members = [member for member in self._met if member.slot in slots]
+        return self._group.union(self._membership.find_living(members) if self._group.leads else ())
 
     def find_addresses(self, slots: Sequence[int]) -> list[str]:
         """Return the addresses (host:port) of their state servers; any thread. Raises as `Membership` does."""
@@ -260,7 +274,7 @@ class Rounds:
                 self._digest_for_joiners(quorum)  # else in the round behind it: nobody need replay this one
             gives = use.gives and not contribution.empty and not self._is_outdated(quorum)
             made, error = self._exchange_once(gives, contribution, use)
-            if not self._vote(made is not None):
+            if not self._vote(made):
                 error = error or "broke on another rank of this group"
                 return self._break(error, started)
         assert made is not None, "the vote passed with this rank's no"
@@ -276,14 +290,16 @@ class Rounds:
     def _await_quorum(self) -> Quorum:
         """Wait for the quorum asked for.
 
-        With a semi-synchronous method the others may be in the midst of a long round. A group that was told to leave
-        waits for them for a part of its time only: when all of that is over, its ranks end wherever they are.
+        With a semi-synchronous method the others may be in the midst of a long round. After a round that
+        broke, another group may hang. A group that was told to leave waits for them for a part of its time
+        only: when all of that is over, its ranks end wherever they are.
 
         Raises:
             Leaving: it has waited long enough; on all ranks of the group.
         """
-        while self._config.semi_sync_method and not any(self._group.gather(self._membership.answered)):
-            if any(self._group.gather(self._drain.is_urgent)):
+        may_be_long = self._config.semi_sync_method or self._position.failures
+        while may_be_long and not any(self._group.gather(self._membership.answered)):
+            if self.must_hurry:
                 self._position.leave()
                 raise Leaving
             self._membership.wait_briefly(PAUSE_SECONDS)
@@ -332,13 +348,25 @@ class Rounds:
             return None, f"the gradients of groups {slots} are not finite"
         return made, ""
 
-    def _vote(self, worked: bool) -> bool:
-        """Say whether the round worked on all ranks of this group, and note whether the group leaves."""
-        self._drain.before_vote()
-        agreed = self._membership.vote(self._position.step, worked)
+    def _vote(self, made: Round | None) -> bool:
+        """Say whether the round worked on all ranks of this group, and note whether the group leaves.
+
+        Args:
+            made: the round; None if it did not work on this rank.
+        """
+        self._drain.before_vote(lambda: self._may_leave(made))
+        agreed = self._membership.vote(self._position.step, made is not None)
         if self._drain.after_vote():
             self._position.leave()
         return agreed
+
+    def _may_leave(self, made: Round | None) -> bool:
+        """Say whether this group, if it was told to leave, may do so after this round, as this rank sees it."""
+        if made is not None:
+            return may_leave(made)
+        # Nobody may have read that this group leaves. It shows that in the next round, unless rounds
+        # break until its time is nearly over.
+        return self._drain.is_urgent or not self._position.standing.has_state
 
     def _break(self, error: str, started: float) -> Broken:
         step, seconds = self._position.step, time.monotonic() - started

@@ -20,7 +20,16 @@ from dataclasses import dataclass
 
 from titan_ft.config import FaultTolerance
 from titan_ft.replica import decision as decisions
-from titan_ft.replica.decision import ALONE_SECONDS, Broken, Decision, Round, Update, decide
+from titan_ft.replica.decision import (
+    ALONE_SECONDS,
+    Broken,
+    Decision,
+    LastToLeave,
+    Round,
+    Update,
+    decide,
+    find_last_to_leave,
+)
 from titan_ft.replica.errors import Leaving
 from titan_ft.replica.group import Group
 from titan_ft.replica.heal import Heal
@@ -267,7 +276,7 @@ class ReplicaDimension:
         begins to train, and meets them when they are there.
         """
         for _ in range(_MAX_OPENINGS):
-            if not self._await_others():
+            if not self._await_opening():
                 break
             outcome = self._rounds.make(use=GradientUse.OPEN)
             decision = decide(self._position, outcome, self._config)
@@ -281,12 +290,20 @@ class ReplicaDimension:
                 break
         return Opening.TRAIN
 
-    def _await_others(self) -> bool:
-        """Ask for the next round's quorum and wait a while for it; says whether it is there."""
-        self._rounds.ask()
+    def _await_opening(self) -> bool:
+        """Wait a while for the others to come to a round right behind the update."""
         deadline = self._group.clock() + _OPENING_SECONDS
+        return self.await_others(lambda: self._group.clock() >= deadline)
+
+    def await_others(self, is_over: Callable[[], bool]) -> bool:
+        """Ask for the next round's quorum and wait for it; says whether it is there. A collective.
+
+        Args:
+            is_over: says whether this group waits no longer. A collective as well.
+        """
+        self._rounds.ask()
         while not any(self._group.gather(self._rounds.awaited)):
-            if self._group.clock() >= deadline:
+            if is_over():
                 return False
             self._rounds.pause()
         return True
@@ -362,6 +379,38 @@ class ReplicaDimension:
                 return digest
             if not complete:
                 time.sleep(PAUSE_SECONDS)
+
+    def find_last_to_leave(self) -> LastToLeave | None:
+        """Return the groups with which the job's state leaves; None if another group has it. A collective.
+
+        A group that is outside of the largest clique holds an older state than the others do.
+        """
+        if not self._position.leaving:
+            return None
+        left = self._group.union(self._position.left)
+        return find_last_to_leave(self._position, left, self._config.replica_id)
+
+    def await_turn(self, last: LastToLeave, is_saved: Callable[[], bool]) -> bool:
+        """Wait while other groups that leave may save the state; says whether this one is to. A collective.
+
+        The first of them saves. The others stay until the state is saved, for the first one may die
+        in its save; but no longer than a group that leaves may wait for others.
+
+        Args:
+            is_saved: says whether the state is saved. A collective as well.
+        """
+        own = last.slots.index(self._config.replica_id)
+        before = set(last.slots[:own])
+        while True:
+            # In this order: a group that is gone now has saved before, or has not.
+            before = self._rounds.find_living(before) if before else before
+            if is_saved():
+                return False
+            if not before:
+                return True
+            if self._rounds.must_hurry:
+                return False
+            time.sleep(self._config.heartbeat_timeout_ms / 1000)
 
     def _look_for_outsiders(self, made: Round) -> bool:
         """Say whether groups live that were not in a round, to people once; the same on all ranks. A collective."""

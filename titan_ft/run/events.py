@@ -464,6 +464,24 @@ class CheckpointSaved(RankEvent, kw_only=True):
     seconds: float  # from its begin
 
 
+class SavingBeforeLeaving(RankEvent, kw_only=True):
+    """Rank 0 of a group that leaves, and with it the job's state: the group saves that state first."""
+
+    step: int  # torchtitan's step after which it is, as its folder is named; not the number of a round
+    seconds_left: float  # of `drain_timeout_seconds`; then the group ends, also in the midst of the save
+    longest_seconds: float | None = None  # what the longest save of this process took, if it has made one
+
+    @property
+    def shortage(self) -> str:
+        """Why the save may not be complete in time, and what to do; empty if it should be."""
+        if self.longest_seconds is None or self.longest_seconds <= self.seconds_left:
+            return ""
+        return (
+            f"{self.seconds_left:.1f} s are left, and a save took {self.longest_seconds:.1f} s; raise "
+            "fault_tolerance.drain_timeout_seconds, and the platform's own limit if that is shorter"
+        )
+
+
 class CheckpointFailed(RankEvent, kw_only=True):
     """A checkpoint could not be written; the next due step tries again."""
 

@@ -38,6 +38,7 @@ from titan_ft.run.events import (
     CheckpointSkipped,
     CheckpointWithdrawn,
     DataReset,
+    SavingBeforeLeaving,
 )
 from titan_ft.training.checkpoint_choice import (
     NONE,
@@ -64,6 +65,7 @@ from titan_ft.training.checkpoint_folder import (
     Manifest,
     complete_steps,
     discard,
+    lineage_of,
     partial_folder,
     publish,
     take_abandoned,
@@ -105,6 +107,8 @@ class ReplicaCheckpoints(CheckpointManager):
         self._failed: Save | None = None  # the latest save of this group that did
         self._failure = ""  # why it did
         self._last_failure: SaveError | None = None
+        self._longest = 0.0  # seconds of the longest save of this group
+        self._loaded = 0  # step of the checkpoint that this process has gone on from; 0 = none
         self._num_shards = 0
         check_export(kwargs["checkpoint_config"], kwargs["sd_adapter"])
         check_import(kwargs["checkpoint_config"], kwargs["sd_adapter"])
@@ -228,6 +232,49 @@ class ReplicaCheckpoints(CheckpointManager):
         if self._lacks(self.host.position.step):
             logger.warning("no group has saved step %d: saving it here", step)
             self._write(step, last_step=True)
+        elif self._loaded == step and (self.last_save_in_hf or self.last_save_model_only):
+            # The groups were told to leave with the last step, and saved it whole (`save_on_leave`). The save
+            # that was asked for is yet to be made.
+            self._write(step, last_step=True)
+
+    def lacks_state(self) -> bool:
+        """Say whether no checkpoint has the state that this group holds, once the save under way has ended.
+
+        A collective of the group.
+        """
+        if not self.enable or self.load_only:
+            return False
+        self._settle(wait=True)
+        return self.host.position.step > self.host.position.saved
+
+    def holds_state(self, step: int) -> bool:
+        """Say whether the checkpoint of `step` has the state that this group holds, whoever has saved it.
+
+        A collective of the group: rank 0 looks for all.
+        """
+        lineage = f"{self.host.position.lineage:012x}"
+        looks = dist.get_rank() == 0
+        found = looks and lineage_of(Path(self._create_checkpoint_id(step))) == lineage
+        return bool(self.host.gather(int(found))[0])
+
+    def save_on_leave(self, step: int, seconds: float) -> None:
+        """Save the state after `step`, which leaves with this group. A collective of the group.
+
+        It is a whole training state in torchtitan's own format, whatever is asked of the last save: the
+        job is to go on from it. A save that may take too long is tried all the same. The checkpoint is
+        whole or not there, so one that is broken off does no harm.
+
+        Args:
+            seconds: what is left for it, by this rank's clock.
+        """
+        longest = max(self.host.gather(round(1000 * self._longest))) / 1000 or None
+        event = SavingBeforeLeaving(step=step, seconds_left=seconds, longest_seconds=longest)
+        if dist.get_rank() == 0:
+            self.host.events.emit(event)
+        if event.shortage:
+            logger.warning("the checkpoint of step %d may not be complete in time: %s", step, event.shortage)
+        with self._in_own_format(model_only=False):
+            self._write_once(step, last_step=True)
 
     def raise_last_failure(self) -> None:
         """End this group if it could not save the last step as asked; when there is nothing left to do for others.
@@ -516,6 +563,7 @@ class ReplicaCheckpoints(CheckpointManager):
             return
         self.host.position.note_saved(max(self.host.position.saved, save.updates))
         self._published[save.step] = save.updates
+        self._longest = max(self._longest, save.seconds)
         self._emit_saved(save)
         join_seconds = self.host.config.fault_tolerance.join_timeout_ms / 1000
         if self.async_mode == AsyncMode.DISABLED and save.seconds > join_seconds:
@@ -546,6 +594,7 @@ class ReplicaCheckpoints(CheckpointManager):
     def _emit_loaded(self) -> None:
         host, step = self.host, self.states[TRAIN_STATE].state_dict()["step"]
         host.position.note_saved(host.updates(step))
+        self._loaded = step
         host.events.emit(CheckpointLoaded(step=step, lineage=f"{host.position.lineage:012x}"))
         assert self._load is not None
         if reset := self._load.reset:

@@ -308,6 +308,15 @@ def writer_of(target: Path) -> str:
     return "" if manifest is None else manifest.writer
 
 
+def lineage_of(target: Path) -> str:
+    """Return the lineage of the state in the checkpoint `target`; empty if it is not complete, or does not say it."""
+    try:
+        manifest = Manifest.read(target) if is_complete(target) else None
+    except (DamagedError, OSError):
+        return ""
+    return "" if manifest is None else manifest.lineage
+
+
 def discard(target: Path, step: int) -> Path | None:
     """Rename a folder that is to be deleted, so that half of it never looks complete.
 

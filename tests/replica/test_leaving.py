@@ -1,0 +1,247 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which groups leave after a round, and which of them saves the state: without a process, a thread or a clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_ft.config import FaultTolerance
+from titan_ft.replica import step
+from titan_ft.replica.decision import LastToLeave, Round, find_last_to_leave, judge, may_leave
+from titan_ft.replica.member import Member, Quorum
+from titan_ft.replica.position import Position
+from titan_ft.replica.row import Row, Standing
+from titan_ft.replica.step import ReplicaDimension
+
+STEP = 7
+
+
+class Told(Enum):
+    """When a rank is told to leave."""
+
+    NOT = auto()
+    BEFORE = auto()  # it sends its row
+    AFTER = auto()  # and before the vote
+
+
+def ready(slot: int, leaving: bool = False, **facts: Any) -> Row:
+    """Return the row of a group that trains."""
+    return Row(slot, Standing.READY, STEP, valid_tokens=10, training=1, leaving=leaving, **facts)
+
+
+def made_of(rows: Sequence[Row], rank: int = 0) -> Round:
+    """Return the round of these rows, as the member `rank` sees it."""
+    members = tuple(Member(row.slot, 0.0, f"u{row.slot}", "c") for row in rows)
+    return Round(Quorum("1/q", rank, members, STEP), rows, judge(rows, [[row.slot] for row in rows]), [])
+
+
+class Group:
+    """One group in a round: what each of its ranks reads, and what the group makes of it."""
+
+    def __init__(self, slot: int, columns: Sequence[Sequence[Row]], told: Sequence[Told]) -> None:
+        self.slot = slot
+        made = [made_of(rows, rank=slot) for rows in columns]
+        announced = [when is not Told.NOT and may_leave(round_) for when, round_ in zip(told, made, strict=True)]
+        self.leaves = any(announced)
+        positions = [Position(step=STEP, training=True, leaving=self.leaves) for _ in made]
+        for position, round_ in zip(positions, made, strict=True):
+            position.observe(round_)
+        left = set().union(*(position.left for position in positions))
+        self.last = {find_last_to_leave(position, left, slot) for position in positions} if self.leaves else {None}
+
+
+def play(told: Sequence[Sequence[Told]]) -> list[Group]:
+    """Let groups whose ranks are told like that make a round; `told` is by group, then by rank."""
+    columns = [
+        [ready(slot, ranks[number] is Told.BEFORE) for slot, ranks in enumerate(told)] for number in range(len(told[0]))
+    ]
+    return [Group(slot, columns, ranks) for slot, ranks in enumerate(told)]
+
+
+@pytest.mark.parametrize(("groups", "ranks"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_a_state_stays_or_is_saved(groups: int, ranks: int) -> None:
+    """However the ranks are told: a group trains on, or those that leave agree on who saves, and nobody else does."""
+    for flat in itertools.product(Told, repeat=groups * ranks):
+        told = [flat[slot * ranks : (slot + 1) * ranks] for slot in range(groups)]
+        played = play(told)
+        assert all(len(group.last) == 1 for group in played), "the ranks of a group part"
+        last = {group.slot: group.last.copy().pop() for group in played}
+        savers = [slot for slot, found in last.items() if found is not None and found.slots[0] == slot]
+        stays = any(not group.leaves for group in played)
+        assert len(savers) == (not stays), (told, last)
+        for found in last.values():
+            assert found is None or (found.agreed and not stays)
+        # A group that has shown that it leaves is not held up; one of which no rank was told stays.
+        for group in played:
+            if Told.BEFORE in told[group.slot]:
+                assert group.leaves
+            assert group.leaves <= (set(told[group.slot]) != {Told.NOT})
+
+
+def test_a_group_that_is_told_too_late_for_the_others_makes_another_round() -> None:
+    """Both were told after their rows: if both left, each would take the other for one that trains on."""
+    assert [group.leaves for group in play([[Told.AFTER], [Told.AFTER]])] == [False, False]
+    assert [group.leaves for group in play([[Told.AFTER], [Told.BEFORE]])] == [True, True]
+    assert [group.leaves for group in play([[Told.AFTER]])] == [True]
+
+
+def position_after(*rows: Row, rank: int = 0, **changes: Any) -> Position:
+    """Return the position of a group that leaves after a round of these rows."""
+    position = Position(step=STEP, training=True, leaving=True)
+    position.observe(made_of(rows, rank))
+    return replace(position, **changes)
+
+
+def find(position: Position, own: int = 0) -> LastToLeave | None:
+    return find_last_to_leave(position, position.left, own)
+
+
+def test_a_joiner_is_no_heir() -> None:
+    """It trains on only if it has the state; the only holder saves, and stays to be seen meanwhile."""
+    joiner = Row(1, Standing.CATCHING_UP, 0)
+    loaded = Row(1, Standing.READY, STEP)  # of a checkpoint: it has yet to begin, and the update passes it by
+    for row in (joiner, loaded):
+        assert find(position_after(ready(0, leaving=True), row)) == LastToLeave((0,), agreed=True)
+    assert may_leave(made_of([ready(0), joiner]))
+    assert find(position_after(ready(0), joiner)) == LastToLeave((0,), agreed=True)
+
+
+def test_a_group_with_another_state_saves_nothing() -> None:
+    """It is behind, ahead, or has other bytes: what it would save is not the job's state."""
+    others = [ready(1, True, digest=5), ready(2, True, digest=5)]
+    for own in (ready(0, True, digest=6), ready(0, True, lineage=3), Row(0, Standing.BEHIND, 0, leaving=True)):
+        assert find(position_after(own, *others)) is None
+        assert find(position_after(own, *others, rank=1), 1) == LastToLeave((1, 2), agreed=True)
+    sound = position_after(ready(0, True), ready(1, True))
+    assert find(sound) is not None
+    assert find(replace(sound, corrupt=True)) is None
+    assert find(replace(sound, standing=Standing.BEHIND)) is None
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_where_nobody_has_read_that_a_group_leaves_others_may_train_on(own: int) -> None:
+    """Its last round did not say so: it broke, or was the one before a round of several steps."""
+    position = position_after(ready(0), ready(1), ready(2), rank=own)
+    assert find(position, own) == LastToLeave((0, 1, 2), agreed=False)
+
+
+def test_a_group_that_has_left_before_is_not_waited_for() -> None:
+    """The next one in order takes its place."""
+    position = position_after(ready(0, True), ready(1), ready(2), rank=1)
+    assert find(position, 1) == LastToLeave((1, 2), agreed=False)
+
+
+def test_who_holds_the_final_state_counts() -> None:
+    """Groups that have finished stay for those that lack it, and save it if its writer was lost."""
+    finished = [Row(slot, Standing.FINISHED, STEP, training=1, leaving=slot == 0) for slot in (0, 1)]
+    assert find(position_after(*finished, standing=Standing.FINISHED)) is None
+
+
+# Whose turn it is to save
+
+
+class Turns:
+    """Group 2 of three that leave together, at one look after the other.
+
+    Args:
+        living: the groups that live, by look; the last entry lasts.
+        saved: the look at which the state is saved first.
+        hurry: the look at which this group may wait for others no longer.
+    """
+
+    def __init__(self, *living: Collection[int], saved: int = 99, hurry: int = 99) -> None:
+        self._living, self._saved, self._hurry = living, saved, hurry
+        self.look, self.asked_for = 0, list[set[int]]()
+        rounds: Any = self
+        nothing: Any = None
+        self.dimension = ReplicaDimension(
+            FaultTolerance(replica_id=2, group_size=3),
+            position=Position(leaving=True),
+            rounds=rounds,
+            heal=nothing,
+            ledger=nothing,
+            group=nothing,
+            events=nothing,
+            nominal_tokens=1,
+            pauses_after=lambda step: True,
+        )
+
+    @property
+    def must_hurry(self) -> bool:
+        return self.look >= self._hurry
+
+    def find_living(self, slots: Collection[int]) -> set[int]:
+        self.asked_for.append(set(slots))
+        return set(slots).intersection(self._living[min(self.look, len(self._living) - 1)])
+
+    def _pause(self, seconds: float) -> None:
+        self.look += 1
+        assert self.look < 50, "it waits for ever"
+
+    def wait(self, *slots: int) -> bool:
+        last = LastToLeave(slots, agreed=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step.time, "sleep", self._pause)
+            return self.dimension.await_turn(last, lambda: self.look >= self._saved)
+
+
+def test_the_first_one_saves_at_once() -> None:
+    """It looks at nobody; and not if the state is saved already, by a group that has left before."""
+    assert (turns := Turns([])).wait(2, 3)
+    assert turns.asked_for == []
+    assert not Turns([], saved=0).wait(2)
+
+
+def test_the_others_stay_until_the_state_is_saved() -> None:
+    """A group that is alive may be in its save."""
+    turns = Turns([0, 1], saved=3)
+    assert not turns.wait(0, 1, 2)
+    assert turns.look == 3
+
+
+def test_the_next_one_saves_if_those_before_it_die() -> None:
+    """One after the other; a group that is gone does not come back to it."""
+    turns = Turns([0, 1], [1], [0, 1], [0])
+    assert turns.wait(0, 1, 2)
+    assert turns.asked_for == [{0, 1}, {0, 1}, {1}, {1}]
+
+
+def test_a_group_that_has_saved_and_left_is_not_taken_for_dead() -> None:
+    """It does so right after the first look of this group, whatever that is at."""
+    turns, looks = Turns([0]), list[str]()
+
+    def find_living(slots: Collection[int]) -> set[int]:
+        looks.append("who lives")
+        return set(slots) if len(looks) == 1 else set()
+
+    def is_saved() -> bool:
+        looks.append("the checkpoint")
+        return len(looks) > 1
+
+    turns.find_living = find_living  # type: ignore[method-assign]
+    assert not turns.dimension.await_turn(LastToLeave((0, 2), agreed=True), is_saved)
+
+
+def test_the_others_wait_no_longer_than_they_may() -> None:
+    """Then the one that saves lives still."""
+    turns = Turns([0], hurry=2)
+    assert not turns.wait(0, 2)
+    assert turns.look == 2
+
+
+def test_a_group_that_is_outside_saves_nothing() -> None:
+    """It left without having agreed to in a round: the groups that went on without it have the job's state."""
+    dimension = Turns([]).dimension
+    dimension._position = Position(keepers=(2,))
+    assert dimension.find_last_to_leave() is None
+    dimension._position = Position(keepers=(2,), leaving=True)
+    dimension._group = SimpleNamespace(union=set)  # type: ignore[assignment]  # of one rank
+    assert dimension.find_last_to_leave() == LastToLeave((2,), agreed=True)
