@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +53,44 @@ def _machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
         fcntl.flock(machine, fcntl.LOCK_UN)  # here, and not with the file: a forked child may have it open
+
+
+class SmallDisk:
+    """A file system of a few MB; `fill` takes all that is left of it, and `free` gives it back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._ballast = folder, folder / ".ballast"
+
+    def fill(self) -> None:
+        """Leave no room for anything, but in the last block of each file."""
+        with self._ballast.open("ab", buffering=0) as file:
+            for size in (2**20, 2**12):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
+
+    def free(self) -> None:
+        self._ballast.unlink()
+
+    def resize(self, size: str) -> None:
+        """Give it another size, such as "400m"."""
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(self.folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A disk of its own for a test, where this user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("a small disk needs mount(8)")
+    if mounted.returncode:
+        pytest.skip(f"a small disk needs the right to mount one: {mounted.stderr.strip()}")
+    yield SmallDisk(folder)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

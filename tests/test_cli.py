@@ -63,6 +63,24 @@ def test_a_reader_that_has_seen_enough(shown: str) -> None:
     assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 1)  # type: ignore[union-attr]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("command", ["--help", "check --help", "chaos --list"])
+def test_output_that_cannot_be_written(command: str) -> None:
+    """What a command prints is its work: a full disk below it is one line, and status 2."""
+    with Path("/dev/full").open("wb") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "titan_ft", *command.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("titan-ft: the output must go where it can be written, got an error of its disk (No space")
+
+
 def test_dry_run_says_what_would_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

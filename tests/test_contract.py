@@ -79,6 +79,17 @@ def test_torchtitan_trainer_has_the_seams() -> None:
     assert "self.ntokens_seen += ntokens_batch" in inspect.getsource(Trainer.batch_generator)
 
 
+def test_torchtitan_s_trainer_is_recorded() -> None:
+    """By torch elastic, which writes a file for each exception; what is below that can be called."""
+    from torchtitan.train import Trainer
+
+    for function, names in ((Trainer.__init__, ["self", "job_config"]), (Trainer.train, ["self"])):
+        wrapped = inspect.unwrap(function)
+        assert function.__globals__["__name__"] == "torch.distributed.elastic.multiprocessing.errors"
+        assert wrapped.__globals__["__name__"] == "torchtitan.train"
+        assert parameters(wrapped) == names
+
+
 def test_torchtitan_uses_global_valid_tokens_only_as_a_divisor() -> None:
     """So that the nominal token count, a plain int, can take its place."""
     from torchtitan.train import Trainer

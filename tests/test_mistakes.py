@@ -412,7 +412,7 @@ HISTORIES = [
     ),
     Mistake(
         "report run",
-        "titan-ft report: run/events/a.jsonl must be a file of events, got Is a directory; remove it",
+        "titan-ft report: run/events/a.jsonl must be a file of events, got Is a directory; mend or remove it",
         status=1,
         given="folder for a file",
     ),

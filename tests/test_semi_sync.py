@@ -500,7 +500,7 @@ def test_who_leaves_names_the_batches_that_are_in_no_update(
         _broken_off=broken_off,
         _ahead=None,
         _position=SimpleNamespace(step=2),
-        _events=SimpleNamespace(emit=found.append),
+        _events=SimpleNamespace(emit=found.append, is_stalled=False),
     )
     if read is not None:
         readings = [Reading(Entry(0, 8, read, b""), [], "0")] if read else []

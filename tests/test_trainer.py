@@ -459,7 +459,8 @@ def test_a_rank_that_the_timeout_ends_in_its_save_says_so() -> None:
     """What is missing then is the time, and not that the step could not be finished."""
     told: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
-    vars(this).update(_events=SimpleNamespace(emit=told.append), _position=SimpleNamespace(step=3), _saving=3)
+    events = SimpleNamespace(emit=told.append, is_stalled=False)
+    vars(this).update(_events=events, _position=SimpleNamespace(step=3), _saving=3)
     this._abandon("the time is over")
     assert told[0].reason == "the time is over, before the checkpoint of step 3 was complete"
 
@@ -480,7 +481,7 @@ def leaving_trainer(told: list[Any], work: RoundWork, ahead: RoundWork | None) -
     this = SemiSyncTrainer.__new__(SemiSyncTrainer)
     vars(this).update(
         _broken_off="",
-        _events=SimpleNamespace(emit=told.append),
+        _events=SimpleNamespace(emit=told.append, is_stalled=False),
         _work=work,
         _ahead=ahead,
         _position=SimpleNamespace(step=3, lineage=5),
@@ -505,7 +506,7 @@ def test_a_rank_that_the_timeout_ends_tells_no_batches_of_a_step() -> None:
     """A step is one batch of each group, which another one reads; only rounds of several name theirs."""
     told: list[Any] = []
     this: Any = ReplicaTrainer.__new__(ReplicaTrainer)
-    vars(this).update(_events=SimpleNamespace(emit=told.append), _position=SimpleNamespace(step=3))
+    vars(this).update(_events=SimpleNamespace(emit=told.append, is_stalled=False), _position=SimpleNamespace(step=3))
     this._abandon("too late")
     (event,) = told
     assert (event.step, event.reason, event.in_order, event.void) == (3, "too late", False, None)

@@ -15,6 +15,8 @@ import tyro
 from titan_ft import versions
 from titan_ft.config import ConfigError, check_folder, closest
 from titan_ft.options import ALIASES, COMMANDS, Audit, Chaos, Check, Curves, Launch, Lighthouse, Report, ShowConfig, Top
+from titan_ft.run.appender import DISK_ERRNOS
+from titan_ft.run.output import protect_output
 from titan_ft.usage import example_of, find_mistake, read_options, refusing
 
 if TYPE_CHECKING:
@@ -34,8 +36,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"titan-ft: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # who reads, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at its end
+        _print_no_more()
         return 1
+    except OSError as error:
+        if error.errno not in DISK_ERRNOS or error.filename is not None:
+            raise
+        _print_no_more()
+        why = f"got an error of its disk ({error.strerror})"
+        print(f"titan-ft: the output must go where it can be written, {why}; send it elsewhere", file=sys.stderr)
+        return 2
+
+
+def _print_no_more() -> None:
+    """Let the interpreter, which flushes again at its end, write what is left nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:
@@ -58,6 +72,7 @@ def _run(argv: list[str]) -> int:
         case Lighthouse():
             from titan_ft.launch.lighthouse import serve
 
+            protect_output()  # its work goes on if nothing can be printed; that of others is what they print
             return serve(command)
         case Chaos():
             return _chaos(command)
@@ -70,6 +85,7 @@ def _run(argv: list[str]) -> int:
         case Curves():
             from titan_ft.live.curves import write_curves
 
+            protect_output()
             return write_curves(command.run_dir, command.out)
         case Report():
             return _report(command)
@@ -140,6 +156,7 @@ def _launch(command: Launch, worker_args: list[str]) -> int:
 
         print(describe(plan))
         return 0
+    protect_output()
     return launch(plan)
 
 
@@ -149,6 +166,7 @@ def _chaos(command: Chaos) -> int:
     if command.list_faults:
         print(catalogue())
         return 0
+    protect_output()
     return run_chaos(command)
 
 
@@ -246,7 +264,8 @@ def _read(run_dir: Path) -> RunRecord:
     try:
         record = RunRecord.read(RunPaths(run_dir).events)
     except OSError as error:
-        raise ValueError(f"{error.filename} must be a file of events, got {error.strerror}; remove it") from error
+        what = "a file of events" if str(error.filename).endswith(".jsonl") else "a folder with events"
+        raise ValueError(f"{error.filename} must be {what}, got {error.strerror}; mend or remove it") from error
     if not record.events:
         below = (
             f"the folder above, {run_dir.absolute().parent}"

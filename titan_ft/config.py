@@ -56,6 +56,12 @@ def check_folder(name: str, folder: Path, what: str = "a run") -> None:
         raise ConfigError(f"{name} must be the folder of {what}, got {folder}; {remedy}")
 
 
+def unwritable(name: str, folder: Path, error: OSError) -> ConfigError:
+    """Return what a command says of a folder that it was given, and cannot write."""
+    got = f"got {folder} ({error.strerror})"
+    return ConfigError(f"{name} must be a folder that can be written, {got}; make room, or give another")
+
+
 @dataclass
 class FaultTolerance:
     # The fields of torchtitan.config.job_config.FaultTolerance: same names, defaults and meaning.

@@ -34,6 +34,7 @@ from titan_ft.replica.snapshot import Counters, TrainState
 from titan_ft.replica.step import Opening, ReplicaDimension
 from titan_ft.round_settings import num_fragments, outer_optimizer, quantizes, steps_per_round
 from titan_ft.run.events import Batches, Drained
+from titan_ft.run.marks import announce_left
 from titan_ft.trainer import ReplicaTrainer
 from titan_ft.training import spec
 from titan_ft.training.step_log import Work
@@ -433,7 +434,7 @@ class SemiSyncTrainer(ReplicaTrainer):
         reason = f"SIGTERM: {self._broken_off or 'the others were not there in time to exchange the round'}"
         logger.warning(f"{reason}; {_name_void(readings)}")
         batches = [reading.describe() for reading in readings]
-        self._events.emit(Drained(step=self._num_committed, reason=reason, in_order=False, void=batches))
+        announce_left(self._events, Drained(step=self._num_committed, reason=reason, in_order=False, void=batches))
 
     def _abandon(self, reason: str, void: list[Batches] | None = None) -> None:
         # The training thread goes on meanwhile: what may just have come into an update is not told, as by the others.

@@ -25,8 +25,10 @@ from titan_ft.data.datasets import load_text
 from titan_ft.launch import store_server
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.replica.errors import JobFinished
+from titan_ft.run.appender import finish_waiting
 from titan_ft.run.error_file import write_error
 from titan_ft.run.orphan import exit_with_parent
+from titan_ft.run.output import protect_output
 from titan_ft.training.divisions import check_ranks
 from titan_ft.training.job_config import read_config
 
@@ -66,6 +68,7 @@ def main() -> None:
     # torch's TCPStore looks up the name of every peer's address, also of numeric ones. A lost query would cost the
     # resolver's five seconds, in the middle of a recovery.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+    protect_output()
     exit_with_parent()
     try:
         status = _run(sys.argv[1:], os.environ)
@@ -78,6 +81,7 @@ def main() -> None:
         status = _explain(error)
     sys.stdout.flush()
     sys.stderr.flush()
+    finish_waiting()  # the last event says whether the group finished or left
     # Threads that wait for a lost peer in an RPC or a socket must not hold up the exit: heartbeats would go on.
     os._exit(status)
 

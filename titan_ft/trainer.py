@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import time
@@ -47,11 +48,12 @@ from titan_ft.replica.watchdog import Watchdog
 from titan_ft.round_settings import unit_of
 from titan_ft.run.error_file import write_error
 from titan_ft.run.events import Batches, CameTooLate, Drained, Hung, StartedAnew, TrainingFinished
+from titan_ft.run.marks import announce_left
 from titan_ft.run.paths import RunPaths
 from titan_ft.training import spec
 from titan_ft.training.checkpoint import ReplicaCheckpoints
 from titan_ft.training.checkpoint_host import CheckpointHost
-from titan_ft.training.curves import keep_curves, keep_traces
+from titan_ft.training.curves import keep_curves, keep_going_without_config_file, keep_traces
 from titan_ft.training.finished import finished_step, mark_finished
 from titan_ft.training.hyperparameters import Hyperparameters
 from titan_ft.training.links import Links
@@ -65,6 +67,10 @@ if TYPE_CHECKING:
 
 
 _WARM_UP_TOKENS = 32
+# Without torch elastic's `record` around them, which writes a file for every exception, also for `Leaving`.
+# On a full disk that raises an OSError in its place, and a group that leaves in order would end as one that failed.
+# `titan_ft.train` writes the file for those that end a worker.
+_init, _train = (inspect.unwrap(function) for function in (Trainer.__init__, Trainer.train))
 
 
 class ReplicaTrainer(Trainer):
@@ -98,7 +104,8 @@ class ReplicaTrainer(Trainer):
         torchtitan.train.build_model_converters = self._build_model_converters
         keep_curves(job_config, self.launch.rank)
         keep_traces(job_config)
-        super().__init__(job_config)
+        keep_going_without_config_file(job_config)
+        _init(self, job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._hyperparameters = Hyperparameters(self.optimizers, self.lr_schedulers)
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
@@ -240,7 +247,7 @@ class ReplicaTrainer(Trainer):
         """Train as torchtitan does, and leave the other groups however it ends."""
         try:
             try:
-                super().train()
+                _train(self)
             except Leaving:
                 self._step_log.flush()
                 self._leave()
@@ -301,16 +308,15 @@ class ReplicaTrainer(Trainer):
             logger.exception("the event of the last step is not written")
 
     def _emit_drained(self) -> None:
-        self._events.emit(
-            Drained(
-                step=self._num_committed,
-                reason="SIGTERM",
-                in_order=True,
-                digest=self._state.digest(),
-                lineage=f"{self._position.lineage:012x}",
-                void=self._void_batches(),
-            )
+        event = Drained(
+            step=self._num_committed,
+            reason="SIGTERM",
+            in_order=True,
+            digest=self._state.digest(),
+            lineage=f"{self._position.lineage:012x}",
+            void=self._void_batches(),
         )
+        announce_left(self._events, event)
 
     def _void_batches(self) -> list[Batches] | None:
         """Return what this rank has read behind the step that the group leaves after."""
@@ -324,7 +330,7 @@ class ReplicaTrainer(Trainer):
         """
         if self._saving is not None:
             reason = f"{reason}, before the checkpoint of step {self._saving} was complete"
-        self._events.emit(Drained(step=self._num_committed, reason=reason, in_order=False, void=void))
+        announce_left(self._events, Drained(step=self._num_committed, reason=reason, in_order=False, void=void))
 
     def should_continue_training(self) -> bool:
         """Say whether a step is left; after the last one stay until every group holds the final state."""

@@ -64,7 +64,8 @@ def refusing(run: Callable[[], T], explain: Callable[[], str | None]) -> T:
         if not error.code:  # it was asked for its help
             raise
         raise ConfigError(explain() or _without_box(printed.getvalue())) from None
-    sys.stderr.write(printed.getvalue())  # a warning, of what was accepted
+    if warning := printed.getvalue():  # of what was accepted
+        sys.stderr.write(warning)
     return parsed
 
 

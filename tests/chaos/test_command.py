@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -107,6 +108,12 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.02)
 
 
+def takes(process: subprocess.Popen[Any], signum: signal.Signals) -> bool:
+    """Tell whether a process has a handler of its own for a signal."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
+
+
 def output(process: subprocess.Popen[Any]) -> tuple[int, str]:
     printed, _ = process.communicate(timeout=60)
     return process.returncode, printed.decode()
@@ -125,6 +132,35 @@ def test_one_fault_now(job: Job) -> None:
     assert told["target"] == {"replica": 1}
     assert [event["injected"] for event in job.told("chaos_finished")] == [1]
     assert list(job.paths.events.glob("chaos-*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        ({"fault": "kill_group", "replica": 1}, 0, "cannot be written (No space left on device)"),
+        pytest.param(
+            {"fault": "segfault", "replica": 0, "rank": 1},
+            1,
+            "segfault skipped: the order could not be written",
+            marks=pytest.mark.slow,  # it waits for room, as for everything that may come
+        ),
+    ],
+)
+def test_a_fault_on_a_full_disk(small_disk: Any, fault: dict[str, Any], code: int, told: str) -> None:
+    """A signal needs no room, and that its event has to wait is said; an order that cannot be written is a fault that
+    is not injected."""
+    job = Job(small_disk.folder / "run")
+    try:
+        job.launch()
+        job.commit()
+        small_disk.fill()
+        status, printed = output(job.chaos(**fault))
+        assert (status, "Traceback" in printed) == (code, False), printed
+        assert told in printed
+        if not code:
+            assert [job.workers[1, rank].wait(30) for rank in (0, 1)] == [-signal.SIGKILL] * 2
+    finally:
+        job.cleanup()
 
 
 def test_a_fault_that_cannot_be_injected(job: Job) -> None:
@@ -171,7 +207,7 @@ def test_a_plan_goes_on_until_the_job_ends(job: Job, tmp_path: Path) -> None:
     plan.write_text('seed = 3\n[[rule]]\nwhen = "every"\nseconds = 0.2\nfaults = ["stop_rank"]\n')
     job.launch()
     chaos = job.chaos(plan=str(plan), seed=4)
-    wait_until(lambda: list(job.paths.events.glob("chaos-*.jsonl")), "the command's start")
+    wait_until(lambda: takes(chaos, signal.SIGTERM), "the command's start")
     assert not job.told("chaos_started")
     job.commit()
     wait_until(lambda: job.told("fault_injected"), "a fault")

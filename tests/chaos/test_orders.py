@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from titan_ft.chaos.orders import Order
@@ -56,7 +57,12 @@ def test_writers_do_not_mix_their_lines(tmp_path: Path) -> None:
 
 
 def test_an_order_cut_short_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full is told, not passed over."""
-    monkeypatch.setattr(os, "write", lambda fd, data: len(data) - 1)
-    with pytest.raises(OSError, match="in part"):
-        Order(fault="segfault", replica=0, params={}, seed=0, shot=0).give(tmp_path / "orders.jsonl")
+    """A disk that is full is told, not passed over; the order after it is whole."""
+    path, write = tmp_path / "orders.jsonl", os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda fd, data: write(fd, data[:20]))
+        with pytest.raises(OSError, match="took only a part of the order 'segfault'"):
+            Order(fault="segfault", replica=0, params={}, seed=0, shot=0).give(path)
+    Order(fault="deadlock", replica=0, params={}, seed=0, shot=1).give(path)
+    (line,) = path.read_bytes().splitlines()
+    assert msgspec.json.decode(line, type=Order).fault == "deadlock"

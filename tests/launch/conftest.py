@@ -132,3 +132,12 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
     fake = FakeRun(tmp_path)
     yield fake
     fake.cleanup()
+
+
+@pytest.fixture
+def run_on_disk(small_disk: Any, tmp_path: Path) -> Iterator[FakeRun]:
+    """A run directory on a disk that can be full; the fake workers' orders are elsewhere."""
+    fake = FakeRun(tmp_path)
+    fake.paths = RunPaths(small_disk.folder / "run")
+    yield fake
+    fake.cleanup()

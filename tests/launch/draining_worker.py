@@ -13,6 +13,7 @@ import fake_worker
 
 from titan_ft.run.events import Drained
 from titan_ft.run.log import EventLog
+from titan_ft.run.marks import announce_left
 from titan_ft.run.paths import RunPaths
 
 
@@ -21,7 +22,7 @@ def leave(signum: int, frame: FrameType | None) -> None:
     replica = int(fake_worker.flag("fault_tolerance.replica_id"))
     path = RunPaths(fake_worker.flag("job.dump_folder")).worker_events(replica, rank, attempt, os.getpid())
     log = EventLog(path, replica=replica, rank=rank, attempt=attempt)
-    log.emit(Drained(step=12, reason="SIGTERM", in_order=True))
+    announce_left(log, Drained(step=12, reason="SIGTERM", in_order=True))
     sys.exit(0)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from titan_ft.run.events import StepCommitted, WorkerStarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import exit_with_parent
+from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
 
 
@@ -30,6 +31,7 @@ def flag(name: str) -> str:
 
 
 def main() -> None:
+    protect_output()
     exit_with_parent(poll_seconds=0.1)
     folder = Path(os.environ["FAKE_WORKERS"])
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TITAN_FT_ATTEMPT"])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from titan_ft.launch.supervisor import GroupSpec, Supervisor
@@ -15,9 +16,16 @@ from titan_ft.run.stop import StopRequests
 class Supervised:
     """Replica 0, with real workers that are the test's own children; use as a context, which ends them."""
 
-    def __init__(self, run: Any, num_ranks: int = 1, module: str = "fake_worker", **settings: Any) -> None:
+    def __init__(
+        self,
+        run: Any,
+        num_ranks: int = 1,
+        module: str = "fake_worker",
+        more_env: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
         flags = [f"--job.dump_folder={run.paths.root}", "--fault_tolerance.replica_id=0"]
-        env = {name: run.env[name] for name in ("FAKE_WORKERS", "PYTHONPATH")}
+        env = {name: run.env[name] for name in ("FAKE_WORKERS", "PYTHONPATH")} | dict(more_env or {})
         spec = GroupSpec(
             run.paths.root, num_ranks, "http://127.0.0.1:1", module=module, args=flags, env=env, **settings
         )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 from pathlib import Path
@@ -183,6 +184,35 @@ def test_a_resumed_run_is_not_over(config: Path) -> None:
     first.paths.finished.write_text("{}")
     plan(config, resume=True).write()
     assert not first.paths.finished.exists()
+
+
+def test_a_launch_that_is_refused_for_want_of_room_changes_nothing(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one, with room, goes on where it would have: the config and the mark of a finished job are as before."""
+    config.write_text(config.read_text() + "\n[checkpoint]\nenable = true\n")
+    first = plan(config)
+    first.write()
+    began(first.paths)
+    (first.paths.checkpoint / "step-5").mkdir(parents=True)
+    first.paths.finished.write_text("{}")
+    before = first.paths.config.read_text()
+    resumed, written = plan(config, resume=True), []
+
+    def write_text(path: Path, text: str, **settings: str) -> int:
+        written.append(text)
+        with path.open("w") as file:
+            file.write(text if text == before else text[:10])
+        if text == before:
+            return len(text)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(ConfigError, match=r"--run-dir must be a folder that can be written, got .*No space left"):
+        resumed.write()
+    assert len(written) == 2
+    assert first.paths.config.read_text() == before
+    assert first.paths.finished.exists()
 
 
 def test_config_is_copied_with_the_command(config: Path) -> None:

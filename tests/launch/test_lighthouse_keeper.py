@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,8 +20,11 @@ from titan_ft.launch.children import Children
 from titan_ft.launch.lighthouse_keeper import HOST, LighthouseKeeper
 from titan_ft.run.log import EventLog
 
-# Says that it listens, and does whatever the code that follows does.
-ANNOUNCE = "print('lighthouse listening at http://127.0.0.1:1', flush=True); "
+# Listens until the keeper has found it, and dies.
+LISTEN = (
+    "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); "
+    "print('listening', flush=True); s.accept(); "
+)
 
 MakeKeeper = Callable[..., LighthouseKeeper]
 
@@ -30,8 +35,10 @@ def make_keeper(tmp_path: Path) -> Iterator[MakeKeeper]:
     made: list[LighthouseKeeper] = []
 
     def make(code: str, port: int = 0) -> LighthouseKeeper:
-        command = [sys.executable, "-c", code]
-        made.append(LighthouseKeeper(lambda port: command, port, tmp_path / "lighthouse.log", children, events))
+        def command(port: int) -> list[str]:
+            return [sys.executable, "-c", code, str(port)]
+
+        made.append(LighthouseKeeper(command, port, tmp_path / "lighthouse.log", children, events))
         return made[-1]
 
     yield make
@@ -83,16 +90,32 @@ def test_crash_loop_is_given_up(make_keeper: MakeKeeper, tmp_path: Path, monkeyp
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper.backoff_seconds", lambda streak: 0.0)
     flag, log = tmp_path / "once", tmp_path / "lighthouse.log"
     first_only = f"import os; os.path.exists({str(flag)!r}) and exit(1); open({str(flag)!r}, 'w'); "
-    keeper = make_keeper(first_only + ANNOUNCE)
+    keeper = make_keeper(first_only + LISTEN)
     poll_until(keeper, lambda: keeper.failure)
     assert keeper.failure == "the lighthouse ended (exit status 1), 5 times in a row within moments of its start"
     assert log.read_text().count("listening") == 1
 
     monkeypatch.setattr("titan_ft.launch.lighthouse_keeper.HEALTHY_SECONDS", 0.0)
     log.unlink()
-    healthy = make_keeper(ANNOUNCE)
+    healthy = make_keeper(LISTEN)
     poll_until(healthy, lambda: log.exists() and log.read_text().count("listening") > 5)
     assert not healthy.failure
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_lighthouse_whose_log_is_full(make_keeper: MakeKeeper, tmp_path: Path) -> None:
+    """That it listens is seen without its log: on a full disk it comes back as on any other."""
+    (tmp_path / "lighthouse.log").symlink_to("/dev/full")
+    keeper = make_keeper("import sys; from titan_ft.cli import main; main()")
+    keeper._command = [
+        sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"{HOST}:{keeper.port}"
+    ]  # fmt: skip
+    poll_until(keeper, lambda: keeper.listens)
+    assert keeper.pid is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+    poll_until(keeper, lambda: not keeper.listens)
+    poll_until(keeper, lambda: keeper.listens)
+    assert not keeper.failure
 
 
 def test_native_module_comes_without_torch() -> None:

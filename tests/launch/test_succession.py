@@ -4,11 +4,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +199,64 @@ def test_a_frozen_lighthouse_is_replaced_and_becomes_the_standby(lighthouses: An
     assert again.id not in (served.id, successor.id)
     first.send_signal(signal.SIGTERM)
     assert first.wait(DEADLINE) == 0
+
+
+def test_a_lighthouse_on_a_full_disk_announces_itself_when_it_can(lighthouses: Any, small_disk: Any) -> None:
+    """It does not end: the groups wait for it. A folder that is none is a mistake, as before."""
+    path = small_disk.folder / "lighthouse.json"
+    small_disk.fill()
+    started = lighthouses("--announce", str(path))
+    log = small_disk.folder.parent / "0.log"
+    wait_for(lambda: "cannot be written (No space left on device)" in log.read_text(), "a line")
+    assert started.poll() is None
+    small_disk.free()
+    wait_for(lambda: Announcement.read(path), "its announcement")
+    wait_for(lambda: "lighthouse announced in" in log.read_text(), "a line")
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(DEADLINE) == 0
+    assert not list(small_disk.folder.glob(".lighthouse*"))
+    (small_disk.folder / "file").touch()
+    assert lighthouses("--announce", str(small_disk.folder / "file" / "lighthouse.json")).wait(DEADLINE) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_lighthouse_lives_where_it_cannot_log() -> None:
+    """torchft's code panics where stderr takes nothing: the task that forms quorums would end, for good.
+
+    It logs an error when nobody waits any more for the quorum that it has formed.
+    """
+    from torchft._torchft import LighthouseClient
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"127.0.0.1:{port}", "--min-replicas", "1"]
+    command += ["--join-timeout-ms", "600", "--quorum-tick-ms", "20", "--heartbeat-timeout-ms", "2000"]
+    with open("/dev/full", "wb") as full:
+        process = subprocess.Popen(command, stdout=full, stderr=full, env={**os.environ, "RUST_LOG": "error"})
+    try:
+        second = timedelta(seconds=1.0)
+        client = wait_for(lambda: _client(LighthouseClient, port), "the lighthouse")
+        for name in "abc":
+            client.heartbeat(replica_id=f"{name}:x", timeout=second)
+        with contextlib.suppress(Exception):  # two of three wait for the third, and give up before the lighthouse does
+            client.quorum(replica_id="a:x", timeout=timedelta(seconds=0.2))
+        with contextlib.suppress(Exception):
+            client.quorum(replica_id="b:x", timeout=timedelta(seconds=0.2))
+        wait_for(lambda: "Current quorum_id: 1" in _status(port), "the quorum that nobody waits for")
+        assert client.quorum(replica_id="a:x", timeout=timedelta(seconds=20.0)).quorum_id > 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _status(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5.0) as page:
+        text: str = page.read().decode()
+    return text
+
+
+def _client(kind: Any, port: int) -> Any:
+    try:
+        return kind(addr=f"http://127.0.0.1:{port}", connect_timeout=timedelta(seconds=1.0))
+    except Exception:  # noqa: BLE001  # whatever torchft raises while nobody listens
+        return None

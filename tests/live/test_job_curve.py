@@ -138,15 +138,31 @@ def test_events_that_come_late_are_waited_for() -> None:
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """The job trains on: one line says so, once."""
+    """The job trains on, and its points wait: one line says so, once, and one when they are written."""
     (tmp_path / "tb").touch()
     lines: list[str] = []
     curve = JobCurve(tmp_path / "tb" / "job", lines.append)
     for number in range(1, 5):
         curve.observe(step(number))
-    curve.close()
-    assert len(lines) == 1
-    assert "the job's curves end here" in lines[0]
+    assert curve.is_stalled
+    assert lines == [f"{tmp_path}/tb/job cannot be written (Not a directory): its curves wait until it can"]
+    (tmp_path / "tb").unlink()
+    curve.observe(step(5))
+    assert lines[1:] == [f"{tmp_path}/tb/job can be written again"]
+    assert curve.close() == 0
+    assert [number for number, _ in read(tmp_path / "tb" / "job")] == [1, 2, 3, 4, 5]
+
+
+def test_folder_that_can_never_be_written(tmp_path: Path) -> None:
+    """In the end it is said how much of the curves is lost."""
+    (tmp_path / "tb").touch()
+    lines: list[str] = []
+    curve = JobCurve(tmp_path / "tb" / "job", lines.append)
+    for number in range(1, 5):
+        curve.observe(step(number))
+    assert curve.close() == 4
+    assert len(lines) == 2
+    assert lines[1].endswith("still cannot be written: the last 4 points of its curves are lost")
 
 
 def test_nothing_is_made_without_a_step(tmp_path: Path) -> None:
@@ -191,8 +207,12 @@ def test_curves_that_the_launcher_writes(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_curves_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says so; the status is 1."""
+    """One line says so, and what to change; the status is 2."""
     tell(tmp_path, step(1), step(2))
     (tmp_path / "tb").touch()
-    assert main(["curves", str(tmp_path)]) == 1
-    assert "the job's curves end here" in capsys.readouterr().err
+    assert main(["curves", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"titan-ft: --out must be a folder that can be written, got {tmp_path}/tb/job (")
+    assert line.endswith("; make room, or give another")
+    tell(tmp_path, build(TrainingFinished, replica=0, step=2, lineage=f"{2:012x}"))
+    assert main(["curves", str(tmp_path), "--out", str(tmp_path / "other")]) == 0

@@ -61,6 +61,16 @@ def step(number: int, replica: int = 0, rank: int = 0, **fields: Any) -> Any:
     return event("step_committed", replica, rank, step=number, **{**usual, **fields})
 
 
+def test_step_that_comes_late_turns_nothing_back(server: MetricsServer) -> None:
+    """Its event waited for room on the disk while those of other groups were read: it is counted."""
+    for number, time in ((1, 1.0), (3, 3.0), (2, 2.0)):
+        server.observe(step(number, time=time))
+    found = scrape(server)
+    assert value(found, "steps_committed_total") == 3
+    assert value(found, "step_seconds_count") == 3
+    assert (value(found, "step"), value(found, "last_commit_timestamp_seconds")) == (3, 3.0)
+
+
 def test_step_of_all_groups_is_one_step(server: MetricsServer) -> None:
     """Four groups of two ranks tell of each step; steps, tokens and seconds count once, and the last one's figures
     stand."""

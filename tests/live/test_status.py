@@ -16,6 +16,7 @@ from titan_ft.live.status_view import PlainView
 from titan_ft.run.events import (
     ChaosFinished,
     ChaosStarted,
+    EventsDropped,
     LaunchStarted,
     LighthouseRestarted,
     ReplicaRestarted,
@@ -412,3 +413,54 @@ def test_own_seconds_are_those_of_a_step() -> None:
     for replica, (made, seconds) in enumerate(((10, 5.0), (2, 1.0), (0, 0.0))):
         groups = status.fold(groups, step(4, replica, inner_step=40, inner_steps=made, compute_seconds=seconds))
     assert [groups[replica].own_seconds for replica in range(3)] == [0.5, 0.5, None]
+
+
+def test_files_that_are_cut_for_long_are_told() -> None:
+    """A look into the midst of a write is no full disk; one that lasts is told once, and its end."""
+    run = RunStatus(2)
+    assert run.observe_cut({"a"}, 0.0) is None
+    assert run.observe_cut(set(), 1.0) is None
+    assert run.observe_cut({"a", "b"}, 2.0) is None
+    assert run.observe_cut({"a", "b"}, 4.9) is None
+    line = run.observe_cut({"a", "b"}, 5.0)
+    assert line is not None
+    assert line.startswith("not all events of 2 processes can be written (is the disk full?)")
+    assert run.observe_cut({"a", "b"}, 60.0) is None
+    assert run.num_cut == 2
+    assert run.observe_cut(set(), 61.0) is None
+    assert run.observe_cut(set(), 64.0) == "all events are written again"
+    assert run.num_cut == 0
+
+
+def test_what_a_killed_worker_has_left_is_not_waited_for() -> None:
+    """Its file stays cut for good: the disk has room again all the same."""
+    run, files = RunStatus(2), {"replica-1-rank-0-attempt-2-77.jsonl"}
+    run.observe_cut(files, 0.0)
+    assert run.observe_cut(files, 10.0) is not None
+    run.observe(event("worker_exited", 1, rank=0, attempt=2, worker_pid=77, signal="SIGKILL"))
+    run.observe_cut(files, 11.0)
+    assert run.observe_cut(files, 20.0) == "all events are written again"
+    assert run.num_cut == 0
+
+
+def test_steps_that_come_late_are_no_step_back() -> None:
+    """The events of one group waited for room while those of another one were read: they count, nothing goes back."""
+    run = RunStatus(2)
+    for number, time in ((1, 1.0), (2, 2.0), (5, 5.0)):
+        assert run.observe(step(number, time=time, lineage=f"{number:012x}")) is None
+    for number, time in ((3, 3.0), (4, 4.0)):
+        assert run.observe(step(number, replica=1, time=time, lineage=f"{number:012x}")) is None
+    assert (run.step, run.steps.num_committed) == (5, 5)
+    line = run.observe(step(4, time=6.0, lineage="feed"))
+    assert line == "training went back to step 3: steps 4 to 5 are made again"
+
+
+def test_lost_events_are_a_line() -> None:
+    """On the terminal, in `top` and on the launcher's lines: who lost them, and why."""
+    run = RunStatus(2)
+    lost = {"error": "No space left on device", "events": 7, "kinds": {"hung": 7}, "since": 1.0, "until": 2.0}
+    of_rank = build(EventsDropped, replica=1, rank=0, attempt=0, **lost)
+    assert run.observe(of_rank) == "replica 1, rank 0, lost events that it could not write: No space left on device"
+    of_launcher = build(EventsDropped, **lost)
+    assert run.observe(of_launcher) == "the launcher lost events that it could not write: No space left on device"
+    assert len(run.lines) == 2

@@ -127,6 +127,7 @@ def test_other_exceptions(one: str, other: str) -> None:
         ConnectionRefusedError(),
         TimeoutError(),
         OSError(errno.ESTALE, "Stale file handle"),
+        OSError(errno.ENOSPC, "No space left on device"),
         torch.distributed.DistStoreError("wait timeout"),
         torch.distributed.DistBackendError("NCCL error"),
         RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"),
@@ -134,7 +135,7 @@ def test_other_exceptions(one: str, other: str) -> None:
     ],
 )
 def test_what_may_go_by_itself(error: Exception) -> None:
-    """Networks, file servers, lost peers, and what the engine knows to be worth another start."""
+    """Networks, file servers, full disks, lost peers, and what the engine knows to be worth another start."""
     assert is_transient(error)
     assert is_network_error(error)
 
@@ -160,7 +161,6 @@ def test_a_network_error_is_told_as_one(path: Path) -> None:
     [
         KeyError("nope"),
         FileNotFoundError(errno.ENOENT, "no data"),
-        OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("CUDA error: device-side assert triggered"),
         DivergedError("two states"),
         HungError("no progress"),  # a deadlock comes back at each start

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 from pathlib import Path
@@ -21,6 +23,30 @@ def test_what_is_announced_is_read(tmp_path: Path) -> None:
     said.write(path)
     assert Announcement.read(path) == said
     assert (said.job, said.host) == ("77", socket.gethostname())
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_prepared_announcement_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standby takes over on a full disk; what nobody needs any more goes, and a failed attempt leaves nothing."""
+    path = tmp_path / "run" / "lighthouse.json"
+    standby, late = Announcement("http://10.0.0.7:1234"), Announcement("http://10.0.0.8:1234")
+    standby.prepare(path)
+    assert Announcement.read(path) is None
+
+    def no_space(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        late.write(path)
+    standby.write(path)
+    assert Announcement.read(path) == standby
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    monkeypatch.undo()
+    late.prepare(path)
+    late.discard(path)
+    standby.discard(path)
+    assert Announcement.read(path) == standby
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 

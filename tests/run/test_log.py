@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,11 @@ import pytest
 
 from tests.event_builder import build
 from titan_ft.cli import main
+from titan_ft.run.appender import is_cut, retry_waiting
 from titan_ft.run.events import (
     CheckpointFailed,
+    EventsDelayed,
+    EventsDropped,
     FaultInjected,
     Hung,
     RankEvent,
@@ -141,21 +146,132 @@ def test_values_that_json_does_not_know(tmp_path: Path) -> None:
     assert len(read_events(tmp_path)) == 1
 
 
+class Limit:
+    """A limit for the size of files stands for a disk of which only some bytes are left (EFBIG)."""
+
+    def __init__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def set(self, size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, self._before[1]))
+
+    def lift(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+@pytest.fixture
+def limit() -> Iterator[Limit]:
+    made = Limit()
+    yield made
+    made.lift()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_full_disk_is_an_error() -> None:
-    """An event that cannot be written raises instead of vanishing."""
+def test_full_disk_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A process whose events cannot be written goes on; it says so once, and once more when it ends."""
     log = EventLog(Path("/dev/full"))
-    with pytest.raises(OSError, match="No space left"):
-        log.emit(Hung(step=1))
+    for step in range(3):
+        log.emit(Hung(step=step))
+    assert log.is_stalled
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("titan_ft: /dev/full cannot be written (No space left on device): this process keeps ")
+    log._file.close(0.0)  # without the seconds that the end of a process waits
+    log.close()
+    assert capsys.readouterr().err == ""
 
 
-def test_line_that_is_written_in_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes only a part of a line raises, with the event's name."""
-    log = EventLog(tmp_path / "a.jsonl")
-    write_all = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write_all(fd, data[:5]))
-    with pytest.raises(OSError, match="event 'hung' was written only in part"):
-        log.emit(Hung(step=1))
+def test_events_come_late_and_whole(tmp_path: Path, limit: Limit, capsys: pytest.CaptureFixture[str]) -> None:
+    """What waited is in the file in its order, with the times at which it happened; an event says that it came late."""
+    path = tmp_path / "a.jsonl"
+    log = EventLog(path, replica=1, rank=0, attempt=2)
+    log.emit(Hung(step=0))
+    limit.set(path.stat().st_size + 40)
+    log.emit(Hung(step=1))
+    before = time.time()
+    log.emit(Hung(step=2))
+    assert [event.step for event in read_events(tmp_path) if isinstance(event, Hung)] == [0]  # half a line is none
+    assert is_cut(path)
+    limit.lift()
+    since = time.time()
+    retry_waiting()  # nobody has anything to tell
+    assert not log.is_stalled
+    assert not is_cut(path)
+    *hung, delayed = read_events(tmp_path)
+    assert [event.step for event in hung if isinstance(event, Hung)] == [0, 1, 2]
+    assert hung[2].time <= since
+    assert isinstance(delayed, EventsDelayed)
+    assert (delayed.error, delayed.events, delayed.since) == ("File too large", 2, hung[1].time)
+    assert (delayed.replica, delayed.rank, delayed.attempt, delayed.pid) == (1, 0, 2, os.getpid())
+    assert hung[1].time <= before <= hung[2].time <= delayed.time
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"titan_ft: {path} cannot be written (File too large)")
+    assert second == f"titan_ft: {path} can be written again: 2 events came late"
+    log.emit(Hung(step=3))
+    assert len(read_events(tmp_path)) == 5
+    log.close()
+
+
+def test_events_beyond_the_memory_are_an_event(
+    tmp_path: Path, limit: Limit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How many are lost, of which kinds, from when to when; what memory held is not."""
+    path = tmp_path / "a.jsonl"
+    log = EventLog(path, replica=1, rank=0, attempt=2)
+    log.emit(Hung(step=0))
+    size = path.stat().st_size
+    monkeypatch.setattr(log._file, "_limit", 2 * size + 20)
+    limit.set(size)
+    for step in range(1, 5):
+        log.emit(Hung(step=step))
+    log.emit(CheckpointFailed(step=5, error="full"))
+    limit.lift()
+    times = [time.time()]
+    log.emit(Hung(step=6))  # comes behind a gap: lost, too
+    log.emit(Hung(step=7))
+    events = read_events(tmp_path)
+    assert [event.step for event in events if isinstance(event, Hung)] == [0, 1, 2, 7]
+    (dropped,) = [event for event in events if isinstance(event, EventsDropped)]
+    assert (dropped.error, dropped.events) == ("File too large", 4)
+    assert dropped.kinds == {"hung": 3, "checkpoint_failed": 1}
+    assert dropped.since is not None
+    assert dropped.until is not None
+    assert events[2].time <= dropped.since <= times[0] <= dropped.until <= dropped.time
+    assert capsys.readouterr().err.splitlines()[-1].endswith("2 events came late; 4 more are lost")
+    log.close()
+
+
+def test_disk_that_is_full_at_the_start(tmp_path: Path) -> None:
+    """The folder cannot be made yet: the first events are written when it can."""
+    (tmp_path / "run").touch()
+    log = EventLog(tmp_path / "run" / "events" / "a.jsonl", replica=0, rank=0, attempt=0)
+    log.emit(Hung(step=1))
+    (tmp_path / "run").unlink()
+    log.emit(Hung(step=2))
+    log.close()
+    events = read_events(tmp_path / "run" / "events")
+    assert [event.step for event in events if isinstance(event, Hung)] == [1, 2]
+
+
+def test_refused_launch_leaves_no_file(tmp_path: Path) -> None:
+    """A file is made for its first event: an empty one is always of a process that had something to tell."""
+    EventLog(tmp_path / "events" / "a.jsonl").close()
+    assert not (tmp_path / "events").exists()
+
+
+def test_events_of_a_killed_process_of_the_same_name(tmp_path: Path) -> None:
+    """A pid comes again in a container: the line that was cut is not glued to the next one, and the loss is told."""
+    log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
+    log.emit(Hung(step=1))
+    log.close()
+    with (tmp_path / "a.jsonl").open("ab") as file:
+        file.write(b'{"time": 1, "ev')
+    log = EventLog(tmp_path / "a.jsonl", replica=0, rank=0, attempt=0)
+    log.emit(Hung(step=2))
+    log.close()
+    first, second, dropped = read_events(tmp_path)
+    assert [event.step for event in (first, second) if isinstance(event, Hung)] == [1, 2]
+    assert isinstance(dropped, EventsDropped)
+    assert (dropped.events, dropped.since) == (None, None)
 
 
 def test_events_are_sorted_by_time_across_files(tmp_path: Path) -> None:

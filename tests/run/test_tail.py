@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -205,3 +206,22 @@ def test_only_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     mine.emit(build(Drained, step=4))
     assert len(tail.poll()) == 1
     assert len(looked_at) == 4
+
+
+def test_what_a_writer_could_not_write_is_seen(tmp_path: Path) -> None:
+    """An empty file, half a line, a newline that was taken away: how many files have a writer with more to tell."""
+    tail = EventTail(tmp_path)
+    paths = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    for path in paths:
+        EventLog(path).emit(hung(1))
+    assert (len(tail.poll()), tail.cut) == (3, set())
+    with paths[0].open("ab") as file:
+        file.write(b'{"time"')
+    os.truncate(paths[1], paths[1].stat().st_size - 1)
+    (tmp_path / "d.jsonl").touch()
+    for _ in range(2):
+        assert (tail.poll(), tail.cut) == ([], {"a.jsonl", "b.jsonl", "d.jsonl"})
+    with paths[1].open("ab") as file:
+        file.write(b"\n" + encode(build(Hung, time=2.0, step=2)))
+    (event,) = tail.poll()
+    assert (event.time, tail.cut) == (2.0, {"a.jsonl", "d.jsonl"})

@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
 from titan_ft import device
 from titan_ft.config import FaultTolerance
@@ -24,8 +27,16 @@ device.prepare()
 import torchtitan.components.metrics as titan_metrics  # noqa: E402  # after the seam
 import torchtitan.train  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
+from torchtitan.tools import profiling  # noqa: E402
 
-from titan_ft.training.curves import GroupCurves, keep_curves, keep_traces, wandb_environment  # noqa: E402
+from titan_ft.run.appender import retry_waiting  # noqa: E402
+from titan_ft.training.curves import (  # noqa: E402
+    GroupCurves,
+    keep_curves,
+    keep_going_without_config_file,
+    keep_traces,
+    wandb_environment,
+)
 
 
 def config(folder: Path, replica: int = 1, *, wandb: bool = False, all_ranks: bool = False, job_id: str = "") -> Any:
@@ -108,28 +119,44 @@ def test_nothing_is_made_before_the_first_point(tmp_path: Path) -> None:
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group trains on, without curves: one line says so, whether the file cannot be made or not be written."""
+    """The group trains on; its points wait, and are all there once the folder can be written. Two lines say so."""
     said: list[str] = []
-    monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(info=str, error=said.append))
-    (tmp_path / "file").touch()
-    curves = GroupCurves(tmp_path / "file" / "replica_0")
+    monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(info=str, warning=said.append))
+    folder = tmp_path / "file" / "replica_0"
+    folder.parent.touch()
+    curves = GroupCurves(folder)
     for step in (1, 2):
-        curves.log({"loss": 1.0}, step)
+        curves.log({"loss": 1.0 / step}, step)
     curves.close()
-    assert [line.partition(" cannot")[2] for line in said] == [
-        " be written (Not a directory): this group's curves end at step 1"
-    ]
-    full = GroupCurves(tmp_path / "full")
-    full.log({"loss": 1.0}, 1)
+    assert said == [f"{folder} cannot be written (Not a directory): its curves wait until it can"]
+    folder.parent.unlink()
+    retry_waiting()
+    assert said[1:] == [f"{folder} can be written again"]
+    assert read(folder) == [(1, 1.0), (2, 0.5)]
 
-    def no_space(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(SummaryWriter, "flush", no_space)
-    full.log({"loss": 1.0}, 2)
-    full.log({"loss": 1.0}, 3)
-    assert len(said) == 2
-    assert said[1].endswith("(No space left on device): this group's curves end at step 2")
+def test_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    """A point of which half is in the file is completed first; TensorBoard reads all of them."""
+    curves, before = GroupCurves(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    curves.log({"loss": 4.0, "lr": 0.5}, 1)
+    (file,) = tmp_path.iterdir()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 30, before[1]))
+        for step in (2, 3, 3):
+            curves.log({"loss": 1.0 * step, "lr": 0.5}, step)
+        assert read(tmp_path) == [(1, 4.0)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    curves.log({"loss": 9.0, "lr": 0.5}, 4)
+    assert read(tmp_path) == [(1, 4.0), (2, 2.0), (3, 3.0), (4, 9.0)]
+    assert [step for step, _ in read(tmp_path, "lr")] == [1, 2, 3, 4]
+
+
+def test_training_has_no_thread_for_its_curves(tmp_path: Path) -> None:
+    """torch's writer has one, which hands the error of a full disk to the training thread."""
+    threads = threading.active_count()
+    GroupCurves(tmp_path).log({"loss": 1.0}, 1)
+    assert threading.active_count() == threads
 
 
 def test_wandb_run_is_the_same_for_every_attempt(tmp_path: Path) -> None:
@@ -203,3 +230,52 @@ def test_each_group_has_its_own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path
         Path("replica_1/rank0_trace.json"),
     ]
     assert torchtitan.train.maybe_enable_memory_snapshot.keywords == {"leaf_folder": "replica_1"}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_trace_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, begins: bool) -> None:
+    """The group trains on, with a line in its log; an error of the training itself is none of the profiler's."""
+    said: list[str] = []
+    monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(warning=said.append))
+
+    def no_space(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    @contextlib.contextmanager
+    def enable(config: object, **settings: object) -> Iterator[Any]:
+        if not begins:
+            no_space()
+        yield SimpleNamespace(step=no_space)
+        no_space()
+
+    monkeypatch.setattr(profiling, "maybe_enable_profiling", enable)
+    for name in ("enable", "maybe_enable_profiling", "maybe_enable_memory_snapshot"):
+        monkeypatch.setattr(torchtitan.train, name, getattr(torchtitan.train, name, None), raising=False)
+    job_config = JobConfig()
+    job_config.fault_tolerance = FaultTolerance(enable=True, replica_id=0, group_size=2)
+    keep_traces(job_config)
+    with torchtitan.train.enable(job_config.profiling) as profiler:
+        assert (profiler is not None) == begins
+        if profiler:
+            profiler.step()
+    assert len(said) == (2 if begins else 1)
+    assert all("No space left on device" in line for line in said)
+    with (
+        pytest.raises(OSError, match="of the training"),
+        torchtitan.train.enable(job_config.profiling),
+    ):
+        raise OSError("of the training")
+
+
+def test_config_that_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group trains all the same, with a line in its log."""
+    said: list[str] = []
+    monkeypatch.setattr("titan_ft.training.curves.logger", SimpleNamespace(warning=said.append))
+
+    def no_space() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job_config: Any = SimpleNamespace(maybe_log=no_space)
+    keep_going_without_config_file(job_config)
+    job_config.maybe_log()
+    assert said == ["the config is not saved: [Errno 28] No space left on device"]

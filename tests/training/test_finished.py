@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,4 +32,25 @@ def test_another_job_in_the_folder_is_not_over(tmp_path: Path) -> None:
 def test_a_mark_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     """To train on is the safe mistake."""
     (tmp_path / "finished.json").write_text(text)
+    assert finished_step(tmp_path / "finished.json", "c0ffee") is None
+
+
+def test_a_mark_takes_no_room(small_disk: Any) -> None:
+    """On a full disk, too, a group that comes back learns that the job is over; a later mark replaces it."""
+    mark = small_disk.folder / "finished.json"
+    small_disk.fill()
+    for _ in range(2):
+        mark_finished(mark, "c0ffee", 60)
+    assert finished_step(mark, "c0ffee") == 60
+    assert finished_step(mark, "decaf") is None
+    small_disk.free()
+    mark_finished(mark, "c0ffee", 61)
+    assert finished_step(mark, "c0ffee") == 61
+    assert not mark.is_symlink()
+    assert [path.name for path in small_disk.folder.iterdir()] == [mark.name]
+
+
+@pytest.mark.parametrize("word", ["c0ffee", "c0ffee x", " 60", "elsewhere.json"])
+def test_a_link_that_is_no_mark(tmp_path: Path, word: str) -> None:
+    (tmp_path / "finished.json").symlink_to(word)
     assert finished_step(tmp_path / "finished.json", "c0ffee") is None

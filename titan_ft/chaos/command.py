@@ -19,6 +19,7 @@ from titan_ft.chaos.runner import ChaosRunner
 from titan_ft.chaos.slurm import SlurmProcesses
 from titan_ft.config import ConfigError, check_folder
 from titan_ft.options import Chaos
+from titan_ft.run.appender import retry_waiting
 from titan_ft.run.log import EventLog
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.stop import StopRequests
@@ -143,6 +144,7 @@ class Follower:
             runner.poll()
             if runner.done or runner.job.ended:
                 return
+            retry_waiting()
             time.sleep(TICK_SECONDS)
             self._seen = self._tail.poll()
 

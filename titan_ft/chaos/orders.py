@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import time
@@ -44,7 +45,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             # One write: a reader never sees half an order behind a newline, and writers do not mix their lines.
-            if os.write(fd, line) != len(line):
-                raise OSError(f"the order {self.fault!r} was written only in part to {path}; is the disk full?")
+            written = os.write(fd, line)
+            if written != len(line):
+                # The next order would be glued to it, and be none.
+                os.ftruncate(fd, os.fstat(fd).st_size - written)
+                raise OSError(errno.ENOSPC, f"the disk took only a part of the order {self.fault!r}", str(path))
         finally:
             os.close(fd)

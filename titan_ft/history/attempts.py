@@ -147,8 +147,10 @@ def microseconds(event: ev.Event) -> int:
 
 
 def is_of_worker(event: ev.Event) -> bool:
-    """Tell whether a worker wrote an event: its own, or those of the chaos agent in it."""
-    return isinstance(event, ev.RankEvent) or (isinstance(event, ev.FaultEvent) and event.rank is not None)
+    """Tell whether a worker wrote an event: its own, that of the chaos agent in it, or one about its file of events."""
+    if isinstance(event, ev.FaultEvent | ev.LogEvent):
+        return event.rank is not None
+    return isinstance(event, ev.RankEvent)
 
 
 def seconds_of(fault: ev.FaultInjected) -> float:

@@ -20,6 +20,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from titan_ft.history.checks.foundation import find_gaps
 from titan_ft.history.record import RunRecord, view
 from titan_ft.history.reopenings import find_reopenings
 from titan_ft.history.rounds import find_partial
@@ -144,7 +145,7 @@ def audit(record: RunRecord) -> Audit:
         common.unknown.append(f"no event tells of a committed {record.unit.noun}")
         return decide(common)
     finals, unknown = record.finals
-    common.unknown += unknown
+    common.unknown += [*unknown, *find_gaps(record)]
     audits = [decide(_audit_chain(record, final, common)) for final in finals]
     result = audits[0]
     if len(finals) > 1:

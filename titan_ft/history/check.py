@@ -22,7 +22,7 @@ from titan_ft.history.checks.arithmetic import check_arithmetic
 from titan_ft.history.checks.average import check_average
 from titan_ft.history.checks.counters import check_counters
 from titan_ft.history.checks.digests import check_digests
-from titan_ft.history.checks.foundation import check_clock, check_whole
+from titan_ft.history.checks.foundation import check_clock, check_whole, find_gaps
 from titan_ft.history.checks.joiner import check_joiner
 from titan_ft.history.checks.judgement import Judgement, Offence, Verdict, merge
 from titan_ft.history.checks.silence import check_silence
@@ -142,7 +142,9 @@ def _check_batches(record: RunRecord, found: Judgement, reread: Reread | None = 
         step = finding.steps[-1] if finding.steps else None
         found.offences.append(Offence(str(finding), step=step))
     found.offences += [Offence(text) for text in audited.conflicts]
-    found.unknown += [*audited.unknown, *filter(None, [audited.unproved])]
+    gaps = find_gaps(record)  # see "whole history"
+    found.unknown += [reason for reason in audited.unknown if reason not in gaps]
+    found.unknown += [audited.unproved] if audited.unproved else []
     found.notes += audited.notes
 
 

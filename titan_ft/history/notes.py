@@ -82,6 +82,8 @@ TEXTS: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.HostLeft: lambda e, u: f"left host {e.host}, on which {e.deaths} workers had died, to be started elsewhere",
     ev.Waiting: lambda e, u: f"{u.name(e.step + 1, ',')} had to wait: {e.reason}",
     ev.LaunchStarted: lambda e, u: f"went on with other values: {'; '.join(e.allowed)}" if e.allowed else "",
+    ev.EventsDelayed: lambda e, u: f"could not write its events for a while ({e.error}): they came late",
+    ev.EventsDropped: lambda e, u: f"lost events that it could not write ({e.error})",
     ev.LaunchStopping: lambda e, u: f"all groups were asked to leave: {e.reason}",
 }
 

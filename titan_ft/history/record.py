@@ -20,7 +20,7 @@ from titan_ft.history.attempts import Attempt, Fault, is_of_worker, microseconds
 from titan_ft.history.trajectory import State, chain_to, final_states, read_states
 from titan_ft.history.unit import Unit
 from titan_ft.run import events as ev
-from titan_ft.run.log import read_events
+from titan_ft.run.log import read_history
 
 E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")
@@ -84,12 +84,17 @@ class RunRecord:
 
     Everything is worked out when it is first asked for, and once: where that fails, only what needs it fails.
 
+    Args:
+        events: of all processes.
+        cut: names of the files whose writers had more to write than there is (see `run/appender.py`).
+
     Attributes:
         written: the events as their processes wrote them, in the order of their wall clocks.
     """
 
-    def __init__(self, events: Iterable[ev.Event]) -> None:
+    def __init__(self, events: Iterable[ev.Event], cut: Iterable[str] = ()) -> None:
         self.written = sorted(events, key=lambda event: event.time)
+        self.cut = tuple(cut)
         self.views: dict[Callable[..., Any], Any] = {}
 
     @classmethod
@@ -100,7 +105,7 @@ class RunRecord:
             OSError: a file cannot be read.
             ValueError: names the file and the line that is no event.
         """
-        return cls(read_events(folder))
+        return cls(*read_history(folder))
 
     @cached_property
     def events(self) -> list[ev.Event]:

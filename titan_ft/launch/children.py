@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from titan_ft.launch.forks import ForkedProcess
+from titan_ft.launch.worker_group import open_log
 from titan_ft.run.orphan import PARENT_PID_ENV
 
 LAST_SECONDS = 2.0
@@ -67,8 +68,7 @@ class Children:
 
         It gets a session of its own: Ctrl-C in the terminal must reach the launcher only, which ends all in order.
         """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with open_log(log, "ab") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -25,6 +25,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_ft.run.appender import retry_waiting
+from titan_ft.run.output import protect_output
+
 PRELOAD = "preload"
 """A function of a worker's module, of its command line, that does before the fork what each fork would do again."""
 
@@ -187,6 +190,7 @@ def _become(
             os.close(descriptor)
         _reset_signals(signal_mask)
         _redirect(output)
+        protect_output()  # anew: these may be other files than this process's
         os.environ.clear()
         os.environ.update(env)
         _draw_anew()
@@ -255,6 +259,7 @@ def _run(module: str, args: Sequence[str]) -> int:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    retry_waiting()
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

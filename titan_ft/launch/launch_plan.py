@@ -17,7 +17,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from titan_ft.config import TABLE, ConfigError, FaultTolerance, check_toml, flat_values, load_toml, read_flags
+from titan_ft.config import (
+    TABLE,
+    ConfigError,
+    FaultTolerance,
+    check_toml,
+    flat_values,
+    load_toml,
+    read_flags,
+    unwritable,
+)
 from titan_ft.data.assets import find_config
 from titan_ft.launch.failed_start import is_failed_start, set_aside
 from titan_ft.launch.gpus import num_gpus
@@ -282,15 +291,28 @@ class LaunchPlan:
                 folder = set_aside(self.paths)
                 print(f"a launch that ended before any step was in {self.paths.root}; it is in {folder.name} now")
             self.paths.events.mkdir(parents=True, exist_ok=True)
-            self.paths.finished.unlink(missing_ok=True)
             given = without_headers(self.config)
             held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
             earlier = takewhile(is_header, held.splitlines(keepends=True))
             command = self._arguments(resume=self.options.resume, resume_with=self.options.resume_with)
             lines = [f"{HEADER}{shlex.join(command)}\n", *earlier, *given]
-            self.paths.config.write_text("".join(lines), encoding="utf-8")
+            self._write_config("".join(lines), held)
+            self.paths.finished.unlink(missing_ok=True)
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def _write_config(self, text: str, held: str) -> None:
+        """Write the config in its place, for a launch holds a lock on the file; a refused launch leaves it as it was.
+
+        Raises:
+            OSError: it cannot be written, for example because the disk is full.
+        """
+        try:
+            self.paths.config.write_text(text, encoding="utf-8")
+        except OSError:
+            with contextlib.suppress(OSError):  # what was there took no more room
+                self.paths.config.write_text(held, encoding="utf-8")
+            raise
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
@@ -319,8 +341,7 @@ class LaunchPlan:
             yield
 
     def _unwritable(self, error: OSError) -> ConfigError:
-        got = f"{self.options.run_dir} ({error.strerror})"
-        return ConfigError(f"--run-dir must be a folder that can be written, got {got}; give another")
+        return unwritable("--run-dir", self.options.run_dir, error)
 
     @property
     def resume_command(self) -> str:

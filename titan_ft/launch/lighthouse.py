@@ -21,8 +21,10 @@ from titan_ft.config import ConfigError
 from titan_ft.launch.succession import Succession
 from titan_ft.options import Lighthouse, LighthouseSettings
 from titan_ft.run.address import bracketed
+from titan_ft.run.appender import DISK_ERRNOS, retry_waiting
 from titan_ft.run.lighthouse import Announcement
 from titan_ft.run.orphan import PARENT_PID_ENV, exit_with_parent
+from titan_ft.run.output import protected_native_output
 from titan_ft.run.stop import StopRequests
 
 ANNOUNCEMENT = "lighthouse listening at "
@@ -72,14 +74,28 @@ def serve(command: Lighthouse) -> int:
     Raises:
         ConfigError: it cannot listen where it should, or not announce itself.
     """
-    bind, settings = command.bind, command
-    host, _ = split_bind(bind)
-    check_settings(settings)
+    host, _ = split_bind(command.bind)
+    check_settings(command)
     _check_announcement(command)
     if PARENT_PID_ENV in os.environ:  # started by a launcher; by hand, it may outlive the shell that started it
         exit_with_parent()
     # The Rust side reads it when it is loaded; its own default, info, doubles the cost of a quorum.
     os.environ.setdefault("RUST_LOG", "warn")
+    with protected_native_output():
+        is_next_standby = _serve(command, host)
+    if is_next_standby:
+        # Anew: a server that is shut down goes on answering those who are connected to it.
+        os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:]])
+    return 0
+
+
+def _serve(command: Lighthouse, host: str) -> bool:
+    """Serve until a signal, or until another lighthouse is announced; True if this one is to stand by for that.
+
+    Raises:
+        ConfigError: it cannot listen where it should, or not announce itself.
+    """
+    bind, settings = command.bind, command
     try:
         server = _native_torchft().LighthouseServer(
             bind=bind,
@@ -101,15 +117,20 @@ def serve(command: Lighthouse) -> int:
     stop = StopRequests(signal.SIGTERM, signal.SIGINT)
     if command.announce is not None:
         own = Announcement.of_this_process(f"http://{reachable}:{port}", os.environ)
-        _take_turns(command.announce, Succession(command.announce, own, standby=command.standby), stop)
+        with contextlib.suppress(OSError):  # said when it is to be announced
+            own.prepare(command.announce)
+        try:
+            _take_turns(command.announce, Succession(command.announce, own, standby=command.standby), stop)
+        finally:
+            own.discard(command.announce)
         if not stop and command.standby:
-            # Anew: a server that is shut down goes on answering those who are connected to it.
-            os.execv(sys.executable, [sys.executable, "-m", "titan_ft", *sys.argv[1:]])
+            return True
     else:
         while not stop:
+            retry_waiting()
             time.sleep(0.1)
     server.shutdown()
-    return 0
+    return False
 
 
 def _take_turns(path: Path, succession: Succession, stop: StopRequests) -> None:
@@ -118,14 +139,20 @@ def _take_turns(path: Path, succession: Succession, stop: StopRequests) -> None:
     Raises:
         ConfigError: it cannot announce itself.
     """
-    served, watched = False, ""
+    served, watched, waits = False, "", False
     while not stop:
+        retry_waiting()
         try:
             turn = succession.poll()
         except OSError as error:
-            raise ConfigError(
-                f"--announce must be a file that can be written, got {path} ({error.strerror})"
-            ) from error
+            if error.errno not in DISK_ERRNOS:
+                got = f"got {path} ({error.strerror})"
+                raise ConfigError(f"--announce must be a file that can be written, {got}; give another") from error
+            if not waits:  # the groups wait for it: it serves as soon as they can know
+                waits = True
+                _say(f"{path} cannot be written ({error.strerror}): this lighthouse announces itself when it can")
+            time.sleep(0.1)
+            continue
         other = succession.other
         if not turn:
             assert other is not None, "it steps down for another one"

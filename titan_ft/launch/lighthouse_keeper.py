@@ -12,16 +12,15 @@ from pathlib import Path
 
 from titan_ft.config import ConfigError
 from titan_ft.launch.children import Child, Children
-from titan_ft.launch.lighthouse import ANNOUNCEMENT
 from titan_ft.launch.restart_policy import backoff_seconds
 from titan_ft.run.events import LighthouseRestarted, LighthouseStarted
 from titan_ft.run.log import EventLog
-from titan_ft.run.tail import FileTail
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
 HEALTHY_SECONDS = 10.0
 """A lighthouse that listened this long before it died is no crash loop."""
+_CONNECT_SECONDS = 1.0  # to this very host: refused or taken at once, if it is not overloaded
 MAX_DEATHS = 5
 """Deaths in a row, each after a shorter life, that end the run."""
 
@@ -53,7 +52,6 @@ class LighthouseKeeper:
         self._children = children
         self._events = events
         self._child: Child | None = None
-        self._new_lines = FileTail(log)
         self._start_at = 0.0
         """Earliest moment of the next start, then the moment of the start."""
         self._up_since: float | None = None
@@ -71,14 +69,13 @@ class LighthouseKeeper:
             if now >= self._start_at:
                 self._start(now)
             return
-        ended = self._child.code is not None  # asked before the log is read: what it said last counts
+        ended = self._child.code is not None  # asked first: what it did last counts
         if not self.listens:
             self._look(now)
         if ended and not self.failure:
             self._note_death(self._child, now)
 
     def _start(self, now: float) -> None:
-        self._new_lines.poll()  # of its earlier lives
         self._child = self._children.start("lighthouse", self._command, self.log, needed_by_others=True)
         self._start_at = now
         self._events.emit(LighthouseStarted(lighthouse_pid=self._child.process.pid, address=self.address))
@@ -89,7 +86,7 @@ class LighthouseKeeper:
         return None if self._child is None or self._child.code is not None else self._child.process.pid
 
     def _look(self, now: float) -> None:
-        self.listens = ANNOUNCEMENT.encode() in self._new_lines.poll()
+        self.listens = _listens(self.port)
         if not self.listens:
             if now >= self._start_at + START_SECONDS:
                 self.failure = f"the lighthouse did not come up within {START_SECONDS:.0f} s"
@@ -119,6 +116,18 @@ class LighthouseKeeper:
     def close(self) -> None:
         """Give the port back."""
         self._holder.close()
+
+
+def _listens(port: int) -> bool:
+    """Say whether somebody listens at a port of this host, which only the lighthouse can (see `_hold`).
+
+    A line in its log would not do: on a full disk it cannot be written, and the run would end for want of it.
+    """
+    try:
+        with socket.create_connection((HOST, port), timeout=_CONNECT_SECONDS) as connection:
+            return connection.getsockname() != connection.getpeername()  # else it has met itself
+    except OSError:
+        return False
 
 
 def _hold(port: int) -> tuple[socket.socket, int]:

@@ -24,6 +24,7 @@ from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.metrics import MetricsServer
 from titan_ft.live.run_status import RunStatus, shape
 from titan_ft.live.status_view import make_view
+from titan_ft.run.appender import any_is_cut, retry_waiting
 from titan_ft.run.events import (
     STOPPED_BY_SIGNAL,
     CheckpointFailed,
@@ -119,7 +120,7 @@ class LocalRun:
             self._events.close()
             self._lighthouse.close()
             if self._curve:
-                self._curve.close()
+                self._curve.close()  # without a wait of its own: it had that of the events
             if self._metrics:
                 self._metrics.close()
             self.view.close()
@@ -271,6 +272,7 @@ class LocalRun:
 
     def _refresh(self) -> None:
         """Fold and show what happened since the last call."""
+        retry_waiting()
         for event in self._tail.poll():
             if isinstance(event, StepCommitted) and self._trains_since is None:
                 self._trains_since = time.monotonic()
@@ -286,6 +288,9 @@ class LocalRun:
             stopping = self.stop or self._time_is_up
             if line is not None and (not stopping or isinstance(event, _TOLD_AT_A_STOP)):
                 self.view.line(line)
+        line = self.status.observe_cut(self._tail.cut, time.monotonic())
+        if line is not None:
+            self.view.line(line)
         if self._metrics:
             self._metrics.update(self.status.groups)
         self.view.update(self.status)
@@ -298,7 +303,10 @@ class LocalRun:
                 there = [group.replica for group in self.status.groups.values() if group.state not in over]
                 return self._common_end.observe_exit(event, self.status.groups[event.replica].step or 0, there)
             case ReplicaGaveUp():
-                return self._common_end.observe_loss(event, self._trains_since is not None)
+                # Commits of which no event tells, because the disk is full, are commits all the same.
+                paths = self.plan.paths
+                trained = self._trains_since is not None or any_is_cut(paths.events, paths.workers_pattern())
+                return self._common_end.observe_loss(event, trained)
         return ""
 
     def _show_failures(self, codes: dict[int, int | None]) -> None:
@@ -313,7 +321,10 @@ class LocalRun:
 
     def _replace_failed(self, codes: dict[int, int | None]) -> None:
         """Start a spare in the place of each group that is lost, while there is one; its exit status becomes None."""
-        if any(group.state == status.FINISHED for group in self.status.groups.values()):
+        # By the exit status, too: on a full disk the event comes late, or never.
+        states = {replica: group.state for replica, group in self.status.groups.items()}
+        left = [replica for replica, code in codes.items() if code == 0 and states[replica] != status.DRAINED]
+        if left or status.FINISHED in states.values():
             return  # nobody would be left to fetch the state from
         for replica, code in codes.items():
             gave_up = self.status.groups[replica].state == status.FAILED
@@ -352,9 +363,11 @@ class LocalRun:
         self.view.line(f"{text}: draining for {limit:g} s at most ({how_to_hurry} to kill them at once)")
 
     def _judge_leaving(self) -> tuple[int, str]:
-        """Return exit status and reason of a run that ended in time."""
-        ended = (status.DRAINED, status.FINISHED)
-        late = [group.replica for group in self.status.groups.values() if group.state not in ended]
+        """Return exit status and reason of a run that ended in time.
+
+        By the exit status of each group: on a full disk its last event comes late, or never.
+        """
+        late = [replica for replica, child in self._supervisors.items() if child.code != 0]
         if not late:
             self.view.line(f"all groups left; see titan-ft report {self.plan.paths.root}")
             return 0, "all groups left when the time was up"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_ft.launch.own_end import code_of, kind_of_end, may_be_the_host, name_end
+from titan_ft.run.appender import any_is_cut
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
     Drained,
@@ -71,7 +72,7 @@ class AttemptEnd:
     error: WorkerError | None = None
     """The exception of that worker; None where a signal ended it, or it left none."""
     disturbed: bool = False
-    """Whether a fault was injected into it, so that its end says nothing about the run."""
+    """Whether a fault was injected into it, or its events are cut, so that its end says nothing about the run."""
     step: int | None = None
     """Last step that it contributed to; None without any, or where nobody knows."""
 
@@ -106,13 +107,27 @@ class AttemptEvents:
     """
 
     def __init__(self, folder: Path, pattern: str) -> None:
+        self._folder, self._pattern = folder, pattern
         self._tail = EventTail(folder, StepCommitted, Drained, FaultInjected, pattern=pattern, from_start=True)
         self.step: int | None = None
         """Last step that the group contributed to; None without any."""
         self.drained = False
         """Whether it was asked to leave, and did."""
-        self.disturbed = False
-        """Whether a fault was injected into it."""
+        self._hit = False
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether a fault was injected into it, or may have been.
+
+        On a full disk the events of a worker wait in its memory, and a SIGKILL takes them along. A group whose commits
+        nobody could see must not be given up because its attempts seem to have come to nothing.
+        """
+        return self._hit or self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether events of it are missing; only to be asked once it has ended."""
+        return any_is_cut(self._folder, self._pattern)
 
     @property
     def committed(self) -> bool:
@@ -128,7 +143,7 @@ class AttemptEvents:
                 case Drained():
                     self.drained = True
                 case FaultInjected():
-                    self.disturbed = True
+                    self._hit = True
 
 
 def has_trained(paths: RunPaths) -> bool:

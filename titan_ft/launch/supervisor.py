@@ -43,10 +43,13 @@ from titan_ft.launch.worker_group import (
     usual_env,
     worker_env,
 )
+from titan_ft.run.appender import retry_waiting
 from titan_ft.run.error_file import beside, read_error
 from titan_ft.run.events import ReplicaGaveUp, ReplicaRestarted, TrainingFinished
 from titan_ft.run.log import EventLog
+from titan_ft.run.marks import has_left
 from titan_ft.run.orphan import end_with_parent
+from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail, last_error_line
@@ -135,13 +138,14 @@ class Supervisor:
                 told.poll()
                 if self._too_late:
                     return 0
-                if failure is None and (self._stop or not self._was_sent_away()):
+                if failure is None and (self._stop or not self._was_sent_away(attempt)):
                     return 0
                 if self._stop:
                     break
                 code, error = (0, None) if failure is None else (failure.code, failure.error)
                 alive = time.monotonic() - started
-                end = AttemptEnd(code, alive, told.committed, error, told.disturbed, told.step)
+                disturbed = told.disturbed or self._events.is_stalled
+                end = AttemptEnd(code, alive, told.committed, error, disturbed, told.step)
                 decision = self._policy.decide(end)
                 if isinstance(decision, GiveUp):
                     if failure is None:
@@ -218,6 +222,7 @@ class Supervisor:
             now = time.monotonic()
             if now - looked > 1.0:
                 looked = now
+                retry_waiting()
                 self._attempt_events.poll()
                 came_back = came_back and not self._attempt_events.committed
                 if came_back and self._job_is_over(OVER_SECONDS):
@@ -259,17 +264,29 @@ class Supervisor:
         paths = self.spec.paths
         return AttemptEvents(paths.events, paths.workers_pattern(self.spec.replica, attempt))
 
-    def _was_sent_away(self) -> bool:
+    def _was_sent_away(self, attempt: int) -> bool:
         """Tell whether somebody asked the workers to leave while others train on: then the group is to come back.
 
         Who asks this process too wants the group to be gone. And nobody comes back to a job that is over.
+
+        Where the last events are missing and there is no mark either, the group stays away: it may have finished. One
+        that comes back to a job that is over would train all of it again, alone.
         """
-        return self._attempt_events.drained and not self._job_is_over()
+        told = self._attempt_events
+        error_files = [self._error_file(attempt, rank) for rank in range(self.spec.ranks)]
+        told.drained = told.drained or any(map(has_left, error_files))
+        if told.is_cut and not told.drained and not self._job_is_over():
+            why = "its last events could not be written, and it may have finished"
+            print(f"replica {self.spec.replica} is not started again: {why}", file=sys.stderr, flush=True)
+        return told.drained and not self._job_is_over()
 
     def _job_is_over(self, seconds: float = 0.0) -> bool:
         """Tell whether a group has finished since this process was started, at least so long ago."""
         if self._finish_time is None:
             self._finish_time = next((event.time for event in self._finishes.poll()), None)
+        if self._finish_time is None:
+            with contextlib.suppress(OSError):  # the mark that is there also where no event can be written
+                self._finish_time = os.lstat(self.spec.paths.finished).st_mtime
         return self._finish_time is not None and self._finish_time <= time.time() - seconds
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: GiveUp) -> None:
@@ -336,6 +353,7 @@ def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
 
 def main() -> int:
     """Supervise the group that the command line describes."""
+    protect_output()
     stop = StopRequests(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)

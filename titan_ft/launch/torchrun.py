@@ -61,10 +61,12 @@ from titan_ft.launch.worker_group import WorkerExit
 from titan_ft.launch.zygote import Zygote, is_possible
 from titan_ft.live.group_metrics import PORT_ENV, GroupMetrics
 from titan_ft.live.metrics import split_address
+from titan_ft.run.appender import retry_waiting
 from titan_ft.run.error_file import read_error
 from titan_ft.run.events import HostLeft, ReplicaGaveUp, ReplicaRestarted
 from titan_ft.run.log import EventLog
 from titan_ft.run.orphan import PARENT_PID_ENV
+from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.process import node_name
 
@@ -180,6 +182,7 @@ class GroupAgent(LocalElasticAgent):
             print(f"titan_ft: replica {self._replica} serves no metrics: {error}", file=sys.stderr, flush=True)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        retry_waiting()
         # Looked at before torchrun does: where one has failed it ends the others, and tells of all of them alike.
         handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
         ended = {handler.proc.pid for handler in handlers if handler.proc.poll() is not None}
@@ -381,6 +384,7 @@ def _setting(flags: Mapping[str, str], name: str, usual: Any) -> Any:
 
 def main() -> int:
     """Return 0 when the workers finished, 2 or 3 as a worker did, 4 on a suspected host (`restart_policy`), else 1."""
+    protect_output()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who started this may leave it, no worker's end is seen
     try:
         split_address(os.environ.get(PORT_ENV, "0") or "0")

@@ -59,7 +59,7 @@ class WorkerExit:
 
         Args:
             stopped_because: why it was ended from outside; empty if it ended by itself.
-            disturbed: whether a fault was injected into the attempt.
+            disturbed: whether its end says nothing about the run; see `AttemptEnd`.
             log: its log, if it has one of its own.
         """
         reason = f"stopped because {stopped_because}" if stopped_because else self.describe()

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from titan_ft.launch.forks import ForkedProcess, fork_module, preload
 from titan_ft.run.orphan import end_with_parent
+from titan_ft.run.output import protect_output
 
 FORK_SECONDS = 30.0
 """Without an answer for so long the zygote counts as lost; a fork takes milliseconds."""
@@ -229,6 +230,7 @@ def _fork_away(request: dict[str, Any], given: Sequence[int], connection: socket
 
 
 def main() -> int:
+    protect_output()
     end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who started this may leave it, no fork is waited for
     descriptor, module, *worker_args = sys.argv[1:]

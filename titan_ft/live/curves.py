@@ -4,28 +4,34 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from titan_ft.config import ConfigError, check_folder
-from titan_ft.live.job_curve import FILE_PREFIX, JobCurve
+from titan_ft.config import ConfigError, check_folder, unwritable
+from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.run_status import RunStatus
+from titan_ft.run.appender import LAST_SECONDS, retry_waiting
+from titan_ft.run.curve_file import FILE_PREFIX
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.stop import StopRequests
 from titan_ft.run.tail import EventTail
+from titan_ft.run.whole_file import write_whole
 
 POLL_SECONDS = 1.0
+_LEAST_BYTES = 8192  # of room, or the command is refused: a few points
 
 
 def write_curves(run_dir: Path, folder: Path | None = None) -> int:
-    """Write the curves of a run until it is over, or a signal ends it; return 0, or 1 when they cannot be written.
+    """Write the curves of a run until it is over, or a signal ends it; return 0, or 1 if some of them are lost.
 
-    They are made anew from the run's events: what an earlier call has written goes.
+    They are made anew from the run's events: what an earlier call has written goes. A disk that becomes full while the
+    run goes on is waited for.
 
     Raises:
-        ConfigError: there is no such run, or its launcher writes them.
+        ConfigError: there is no such run, its launcher writes them, or the folder cannot be written.
     """
     check_folder("RUN_DIR", run_dir)
     paths, status = RunPaths(run_dir), RunStatus()
@@ -39,10 +45,11 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
             f"--out must be a folder that nobody else writes, got {folder}; the run's launcher does, or did until it "
             "was killed: give another one"
         )
-    for old in folder.glob(f"{FILE_PREFIX}*"):
-        old.unlink()
-    failures: list[str] = []
-    curve = JobCurve(folder, failures.append)
+    try:
+        _clear(folder)
+    except OSError as error:
+        raise unwritable("--out", folder, error) from error
+    curve = JobCurve(folder, _report)
     stop = StopRequests(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         print(f"curves: tensorboard --logdir {folder.parent}", flush=True)
@@ -51,15 +58,32 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
         while True:
             for event in events:
                 curve.observe(event)
-            if stop or status.end or failures:
+            if stop or status.end:
                 break
+            retry_waiting()
             time.sleep(POLL_SECONDS)
             events = tail.poll()
             for event in events:
                 status.observe(event)
     finally:
-        curve.close()
+        num_lost = curve.close(LAST_SECONDS)
         stop.close()
-    for line in failures:
-        print(f"titan-ft curves: {line}", file=sys.stderr)
-    return 1 if failures else 0
+    return 1 if num_lost else 0
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an earlier call has written, and make sure that there is room for something.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{FILE_PREFIX}*"):
+        old.unlink()
+    probe = folder / f".room-{os.getpid()}"
+    write_whole(probe, bytes(_LEAST_BYTES))
+    probe.unlink()
+
+
+def _report(line: str) -> None:
+    print(f"titan-ft curves: {line}", file=sys.stderr, flush=True)

@@ -8,22 +8,13 @@ commit is in the events of the others, and a folder with one writer is what Tens
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
 from titan_ft.history.trajectory import ROOT
+from titan_ft.run.curve_file import CurveFile
 from titan_ft.run.events import Drained, Event, StepCommitted, TrainingFinished
 
-if TYPE_CHECKING:
-    from tensorboard.compat.proto import event_pb2
-
-FILE_PREFIX = "events.out.tfevents."
-"""By which TensorBoard knows its files."""
 HOLD_SECONDS = 30.0
 """So long the others' steps wait for one whose event has not come, as through a network file system."""
 MAX_REMEMBERED = 4096
@@ -107,58 +98,38 @@ class JobCurve:
     Args:
         folder: for its files alone; what an earlier launch of the job wrote there stays, up to the step at which this
             one goes on.
-        report: called once, with a line, when the folder cannot be written; nothing is written from then on.
+        report: called with a line when the folder cannot be written, and when it can again.
     """
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
-        self.folder, self._report, self._failed = folder, report, False
+        self.folder, self._report = folder, report
         self._steps = JobSteps()
-        self._file: BinaryIO | None = None
+        self._file = CurveFile(folder, report)
         self._last: StepCommitted | None = None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether points wait, because the folder cannot be written."""
+        return self._file.is_stalled
 
     def observe(self, event: Event) -> None:
         """Take the next event of the run; they should come in order of time."""
         self._write(self._steps.observe(event))
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, seconds: float = 0.0) -> int:
+        """Write what is left; return how many points are lost, after so many seconds of waiting for room."""
         self._write(self._steps.rest())
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # told already, when it could not be flushed
-                self._file.close()
+        num_lost = self._file.close(seconds)
+        if num_lost:
+            self._report(f"{self.folder} still cannot be written: the last {num_lost} points of its curves are lost")
+        return num_lost
 
     def _write(self, commits: Iterable[StepCommitted]) -> None:
-        commits = list(commits)
-        if not commits or self._failed:
-            return
-        try:
-            for commit in commits:
-                self._write_point(commit)
-            assert self._file is not None, "a point was written"
-            self._file.flush()
-        except OSError as error:  # the disk is full, say: the job must train on
-            self._failed = True
-            self._report(f"{self.folder} cannot be written ({error.strerror}): the job's curves end here")
-
-    def _write_point(self, commit: StepCommitted) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event as Record
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        if self._file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # Sorted by name, its files are in order of time: TensorBoard reads them so, one after the other.
-            name = f"{FILE_PREFIX}{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-            self._file = (self.folder / name).open("ab")
-            self._append(Record(wall_time=commit.time, file_version="brain.Event:2"))
-        if self._last is None or commit.step <= self._last.step:
-            # TensorBoard drops what was written of this step and of later ones: those states are lost.
-            start = SessionLog(status=SessionLog.START)
-            self._append(Record(wall_time=commit.time, step=commit.titan_step, session_log=start))
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in self._figures(commit).items()]
-        # Over torchtitan's steps, as a group's own curves and those of a run without this package are.
-        self._append(Record(wall_time=commit.time, step=commit.titan_step, summary=Summary(value=values)))
-        self._last = commit
+        for commit in commits:
+            anew = self._last is None or commit.step <= self._last.step
+            # Over torchtitan's steps, as a group's own curves and those of a run without this package are.
+            self._file.add(commit.titan_step, self._figures(commit), commit.time, anew=anew)
+            self._last = commit
 
     def _figures(self, commit: StepCommitted) -> dict[str, float]:
         """Return the curves' values, by torchtitan's names where it has one, so that groups and job share a plot."""
@@ -176,8 +147,3 @@ class JobCurve:
             figures["job/step(s)"] = seconds / max(1, commit.titan_step - self._last.titan_step)
             figures["job/tokens_per_second"] = commit.tokens / seconds
         return figures
-
-    def _append(self, record: event_pb2.Event) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        RecordWriter(self._file).write(record.SerializeToString())

@@ -76,6 +76,8 @@ class MetricsServer:
         self._build.info({"version": own.pop("titan_ft"), "python": platform.python_version(), **own})
         self._run.info(dict(run or {}))
         self._steps, self._injected = CommittedSteps(), InjectedFaults()
+        self._step_time = 0.0
+        """Unix seconds of the last commit."""
         self._shown: Groups = {}
         self._failed_attempts: set[tuple[int, int]] = set()
         self._drained_attempts: set[tuple[int, int]] = set()
@@ -220,12 +222,15 @@ class MetricsServer:
             return
         self._committed.inc()
         self._tokens.inc(event.tokens)
+        self._step_seconds.observe(event.seconds)
+        if event.time < self._step_time:
+            return  # it waited for room on the disk, and training has gone on since then
+        self._step_time = event.time
         self._step.set(event.titan_step)
         self._last_commit.set(event.time)
         self._participants.set(len(event.participants))
         for gauge, value in ((self._loss, event.loss), (self._grad_norm, event.grad_norm), (self._lr, event.lr)):
             gauge.set(_known(value))
-        self._step_seconds.observe(event.seconds)
 
     def _count_exit(self, event: ev.WorkerExited) -> None:
         """Count the first end of an attempt that was none in order; its other ranks die of it."""

@@ -16,6 +16,7 @@ from titan_ft.history.terminal import clock
 from titan_ft.history.unit import STEP, Unit
 from titan_ft.live import status
 from titan_ft.run import events as ev
+from titan_ft.run.paths import RunPaths
 
 RATE_SECONDS = 60.0
 """The tokens per second are those of this time before the last step."""
@@ -25,6 +26,8 @@ MAX_STEPS_REMEMBERED = 4096
 MAX_POINTS = 1024
 """Of the loss's course: more than a terminal has columns."""
 MAX_LINES = 200
+CUT_SECONDS = 3.0
+"""For so long a file of events must be cut before it is said: whoever reads it may come into the midst of a write."""
 
 
 def shape(groups: int, ranks: int = 0) -> str:
@@ -137,7 +140,15 @@ class RunStatus:
         self._reason = ""
         self.launched = False
         """Whether a launcher watches over it."""
+        self.num_cut = 0
+        """Processes whose events wait, as far as is known: they cannot be written, as on a full disk."""
+        self._ended_files: set[str] = set()
+        """Files of workers that have ended: of those nothing comes any more."""
+        self._seen_cut = (0, 0.0)
+        """The same at the last look, and since when, in seconds of the monotonic clock."""
         self._tokens: deque[tuple[float, int]] = deque(maxlen=512)
+        self._step_time = 0.0
+        """Unix seconds of the last commit."""
 
     @property
     def restarts(self) -> int:
@@ -180,6 +191,9 @@ class RunStatus:
                 self.target, self.unit = event.config.steps, Unit.of(event.config)
             case ev.StepCommitted():
                 line = self._take_step(event)
+            case ev.WorkerExited():
+                file = RunPaths("").worker_events(event.replica, event.rank, event.attempt, event.worker_pid)
+                self._ended_files.add(file.name)
             case ev.LighthouseRestarted():
                 self.num_lighthouse_restarts += 1
             case ev.LaunchStopping():
@@ -192,6 +206,23 @@ class RunStatus:
         if shown:
             self.lines.append((event.time, shown))
         return line
+
+    def observe_cut(self, files: set[str], now: float) -> str | None:
+        """Take the names of the files of events that are cut; return the line that a lasting change becomes.
+
+        Args:
+            now: seconds of the monotonic clock.
+        """
+        num_cut = len(files - self._ended_files)
+        if num_cut != self._seen_cut[0]:
+            self._seen_cut = (num_cut, now)
+        if num_cut == self.num_cut or now - self._seen_cut[1] < CUT_SECONDS:
+            return None
+        self.num_cut = num_cut
+        if not num_cut:
+            return "all events are written again"
+        who = count(num_cut, "process", "processes")
+        return f"not all events of {who} can be written (is the disk full?): what is shown here may lag behind"
 
     def _add_groups(self, event: ev.Event) -> None:
         """Add groups that no launcher has announced."""
@@ -218,7 +249,10 @@ class RunStatus:
         """Take a commit; return the line that tells that the job went back to an earlier state, if it did."""
         if event.rank != 0 or not self.steps.observe(event)[0]:
             return None
+        if event.time < self._step_time:
+            return None  # it waited for room on the disk, and training has gone on since then
         before, self.step, self.loss = self.step, event.step, event.loss
+        self._step_time = event.time
         self.participants = tuple(event.participants)
         if self.loss is not None:
             self.losses.add(self.loss)

@@ -150,6 +150,7 @@ _LINES: dict[type[ev.Event], Callable[[Any, Unit], str]] = {
     ev.FaultInjected: lambda e, u: f"fault: {_fault(e)}{_params(e)}",
     ev.FaultUndone: lambda e, u: f"fault undone: {_fault(e)}",
     ev.FaultSkipped: lambda e, u: f"fault skipped: {_fault(e)}{_because(e.reason)}",
+    ev.EventsDropped: lambda e, u: f"{_writer(e)} lost events that it could not write: {e.error}",
     ev.Straggler: lambda e, u: f"replica {e.slot} is slow: {e.factor:.1f} times the others' step time",
     ev.StragglerRecovered: lambda e, u: f"replica {e.slot} is as fast as the others again",
     ev.GradientExcluded: lambda e, u: (
@@ -270,6 +271,12 @@ def _fault(event: ev.FaultEvent) -> str:
         return f"{event.fault} on the lighthouse"
     rank = None if _hits_groups(event) else target.rank
     return f"{event.fault} on replica {target.replica}" + (f", rank {rank}" if rank is not None else "")
+
+
+def _writer(event: ev.LogEvent) -> str:
+    """Return who wrote an event about its own file."""
+    rank = "" if event.rank is None else f", rank {event.rank},"
+    return "the launcher" if event.replica is None else f"replica {event.replica}{rank}"
 
 
 def _params(event: ev.FaultInjected) -> str:

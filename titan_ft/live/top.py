@@ -49,6 +49,7 @@ class FollowedRun:
         """
         for event in self._tail.poll():
             self.status.observe(event)
+        self.status.observe_cut(self._tail.cut, time.monotonic())
         if not self.run_dir.is_dir():
             raise ConfigError(f"RUN_DIR must be the folder of a run, got {self.run_dir}; it has been removed")
         return self.status

@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from titan_ft.history.checks.judgement import count
 from titan_ft.history.hosts import HostFigures, name_range, worth_a_table
 from titan_ft.history.terminal import clock
 from titan_ft.live.group_table import GAP, group_table, number
@@ -102,6 +103,8 @@ def _state(run: RunStatus, now: float) -> Text:
     line = _text(f"running for {elapsed}; {what}")
     if now - run.last > max(SILENT_SECONDS, 2 * run.usual_seconds):
         line.append(f"; no event for {clock(now - run.last)}", "bold yellow")
+    if run.num_cut:
+        line.append(f"; events of {count(run.num_cut, 'process', 'processes')} are not written", "bold yellow")
     return line
 
 

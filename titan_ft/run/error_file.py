@@ -18,11 +18,14 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_ft.run.appender import DISK_ERRNOS
+from titan_ft.run.whole_file import write_whole
+
 FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 _MAX_CHARACTERS = 400
 _TRANSIENT_CLASSES = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "DistError"}
 """Of Python, requests, httpx, torch.distributed (its store, its network, NCCL); by name, so that none is imported."""
-_TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_TRANSIENT_ERRNOS = DISK_ERRNOS | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _GLOO = re.compile(r"gloo/.*(Connection|Timed out|timeout|Broken pipe|Socket closed)", re.IGNORECASE | re.DOTALL)
 """What Gloo says of a lost peer; it raises a plain RuntimeError."""
 _ADDRESSES_AND_NUMBERS = re.compile(r"0x[0-9a-f]+|\b(?=\w*\d)[0-9a-f]{6,}\b|\btmp\w+|\d+(?:\.\d+)*", re.IGNORECASE)
@@ -35,7 +38,7 @@ class WorkerError:
     text: str
     """Its type and the first line of its message."""
     transient: bool
-    """Whether it may go by itself: a network, a file server, other groups."""
+    """Whether it may go by itself: a network, a file server, a full disk, other groups."""
     time: float
     """Unix seconds."""
     network: bool = False
@@ -68,7 +71,7 @@ def write_error(error: BaseException) -> None:
     more |= {"transient": is_transient(error), "network": is_network_error(error)}
     data = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}}
     try:
-        Path(path).write_text(json.dumps(data), encoding="utf-8", errors="replace")
+        write_whole(Path(path), json.dumps(data).encode(errors="replace"))
     except OSError:  # a full disk; the exception is in the log, too
         return
 
@@ -94,8 +97,8 @@ def parse_error(message: object) -> WorkerError | None:
 def is_transient(error: BaseException) -> bool:
     """Tell whether the same start may succeed later, without anybody having mended anything.
 
-    So may one that failed for a lighthouse, a peer or a file server that is away: however often that happens in a row,
-    the remedy is to try again. The engine's own errors say it themselves.
+    So may one that failed for a lighthouse, a peer or a file server that is away, or for a full disk: however often
+    that happens in a row, the remedy is to try again. The engine's own errors say it themselves.
     """
     if getattr(error, "restart", False):  # of a `ReplicaError`
         return bool(getattr(error, "transient", True))

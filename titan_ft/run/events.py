@@ -63,6 +63,10 @@ class ChaosEvent(Event, kw_only=True):
     """Announced by what injects faults: the chaos runner (in the launcher, or `titan-ft chaos`), or a script."""
 
 
+class LogEvent(Event, kw_only=True):
+    """Announced by any process, about its own file of events."""
+
+
 # Parts of events
 
 
@@ -128,6 +132,27 @@ class Target(msgspec.Struct, omit_defaults=True, frozen=True):
     replica: int | None = None  # the group
     rank: int | None = None  # the rank of it
     lighthouse: bool = False  # true for the lighthouse, else left out
+
+
+# Files of events
+
+
+class EventsDelayed(LogEvent, kw_only=True):
+    """The file could not be written for a while, and the events before this one came late. None of them is lost."""
+
+    error: str  # why, in the system's words, such as "No space left on device"
+    events: int  # how many waited in memory
+    since: float  # Unix seconds of the first one
+
+
+class EventsDropped(LogEvent, kw_only=True):
+    """Events are missing from the file: more than the memory may hold had to wait until it could be written."""
+
+    error: str  # why it could not be written, in the system's words
+    events: int | None  # how many; null where an earlier process of the same pid was killed while its events waited
+    kinds: dict[str, int]  # how many of each name
+    since: float | None  # Unix seconds of the first one; null as above
+    until: float | None  # Unix seconds of the last one; null as above
 
 
 # A worker's life and its steps
@@ -694,7 +719,7 @@ class FaultSkipped(FaultEvent, kw_only=True):
     seed: int | None = None  # of the shot; only by an agent
 
 
-ABSTRACT: tuple[type[Event], ...] = (Event, RankEvent, GroupEvent, LaunchEvent, ChaosEvent, FaultEvent)
+ABSTRACT: tuple[type[Event], ...] = (Event, RankEvent, GroupEvent, LaunchEvent, ChaosEvent, LogEvent, FaultEvent)
 """Nobody announces these; they are what the others are derived from."""
 
 
@@ -718,6 +743,8 @@ _HEAD = """\
 
 Every process of a run appends what happens to a file of its own, `RUN_DIR/events/*.jsonl`: one JSON object a line. It
 is written in one piece and at once, so that a process which is killed leaves whole lines, but for the last one at most.
+On a disk without room the events wait in memory, and are written in their order when there is room again. A file that
+is empty, or ends without a newline, is cut: its process had more to write, and may have been killed before it could.
 Names and meanings are a contract: new events and new fields may come, what is here stays. A reader skips what it does
 not know.
 

@@ -52,13 +52,35 @@ class Announcement:
         Raises:
             OSError: the file cannot be written.
         """
+        self.prepare(path)
+        self._part(path).replace(path)
+
+    def prepare(self, path: Path) -> None:
+        """Take the room that `write` needs: a standby takes over on a full disk, too.
+
+        Raises:
+            OSError: there is none, or the folder cannot be written.
+        """
+        part = self._part(path)
+        if part.exists():
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}-{self.id}")
-        with part.open("w") as file:
-            file.write(json.dumps(asdict(self)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # on a network file system the name could be there before the bytes
-        part.replace(path)
+        try:
+            with part.open("w") as file:
+                file.write(json.dumps(asdict(self)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # on a network file system the name could be there before the bytes
+        except OSError:
+            self.discard(path)
+            raise
+
+    def discard(self, path: Path) -> None:
+        """Give back what `prepare` took, if it was not written."""
+        with contextlib.suppress(OSError):
+            self._part(path).unlink(missing_ok=True)
+
+    def _part(self, path: Path) -> Path:
+        return path.with_name(f".{path.name}-{self.id}")
 
     @classmethod
     def read(cls, path: Path) -> Announcement | None:

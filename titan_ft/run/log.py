@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from titan_ft.run.events import Event, kinds
+from titan_ft.run.appender import LAST_SECONDS, WAITING_BYTES, FileAppender, Stall
+from titan_ft.run.events import Event, EventsDelayed, EventsDropped, kinds
 
 _UNSET = (None, -1)
 _WRONG_FIELDS = "must have the fields of {} (see docs/events.md): {}; read an older version's run with that version"
@@ -25,8 +28,12 @@ _WRONG_FIELDS = "must have the fields of {} (see docs/events.md): {}; read an ol
 class EventLog:
     """Append events to one file of a process; safe to share between threads.
 
+    A file that cannot be written ends nothing: the events wait in memory, as `Appender` says. The
+    log says so on stderr, once, and once more when they are written. Then it adds an event of its
+    own: `EventsDelayed`, and `EventsDropped` if there were more than the memory may hold.
+
     Args:
-        path: the file, made with its folders if missing. None discards all events.
+        path: the file, made with its folders by the first event. None discards all events.
         replica, rank, attempt: of all events that do not say otherwise; None where they do not apply.
     """
 
@@ -35,40 +42,85 @@ class EventLog:
     ) -> None:
         self._who = {"replica": replica, "rank": rank, "attempt": attempt}
         self._lock = threading.Lock()
-        self._fd: int | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._closed = path is None
+        self._file = FileAppender(
+            path or Path(), self._report_stall, self._report_end, lines=True, on_cut=self._report_cut
+        )
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether events wait, because the file cannot be written."""
+        return self._file.stall is not None
 
     def emit(self, event: Event, *, is_stamped: bool = False) -> None:
         """Write one event, whose header is filled in. After `close` it is discarded.
 
         Args:
             is_stamped: whether it has been told (`stamp`) when it happened: not now.
-
-        Raises:
-            OSError: the line could not be written whole, for example because the disk is full.
         """
         # Without a buffer of our own, what was emitted before a SIGKILL is in the file.
         with self._lock:
-            if self._fd is None:
+            if self._closed:
                 return
             if not is_stamped:
                 stamp(event)
-            event.pid = os.getpid()
-            for name, value in self._who.items():
-                if value is not None and getattr(event, name) in _UNSET:
-                    setattr(event, name, value)
-            line = encode(event)
-            if os.write(self._fd, line) != len(line):
-                raise OSError(f"event {event.name!r} was written only in part; is the disk full?")
+            self._append(event)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file; a second call does nothing. Events that wait get `LAST_SECONDS`."""
         with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            if self._closed:
+                return
+            self._closed = True
+        num_lost = self._file.close(LAST_SECONDS)
+        if num_lost:
+            _report(f"{self._file.path} still cannot be written: the last {num_lost} events of this process are lost")
+
+    def _append(self, event: Event) -> None:
+        event.pid = os.getpid()
+        for name, value in self._who.items():
+            if value is not None and getattr(event, name) in _UNSET:
+                setattr(event, name, value)
+        self._file.append(encode(event), event.name, event.time)
+
+    # Called by the file, in the midst of a write.
+
+    def _report_stall(self, stall: Stall) -> None:
+        _report(
+            f"{self._file.path} cannot be written ({stall.reason}): this process keeps up to "
+            f"{WAITING_BYTES >> 20} MiB of events in memory until there is room, and goes on"
+        )
+
+    def _report_end(self, stall: Stall) -> None:
+        num_dropped = stall.dropped.total()
+        if stall.told or num_dropped:
+            lost = f"; {num_dropped} more are lost" if num_dropped else ""
+            _report(f"{self._file.path} can be written again: {stall.num_waited} events came late{lost}")
+            delayed = EventsDelayed(error=stall.reason, events=stall.num_waited, since=stall.began)
+            stamp(delayed)
+            self._append(delayed)
+        if num_dropped:
+            dropped = EventsDropped(
+                error=stall.reason,
+                events=num_dropped,
+                kinds=dict(stall.dropped),
+                since=stall.first_dropped,
+                until=stall.last_dropped,
+            )
+            stamp(dropped)
+            self._append(dropped)
+
+    def _report_cut(self) -> None:
+        cause = "an earlier process of the same pid was killed while its events waited"
+        dropped = EventsDropped(error=cause, events=None, kinds={}, since=None, until=None)
+        stamp(dropped)
+        self._append(dropped)
+
+
+def _report(text: str) -> None:
+    """Print a line for people; where it is a file on the same disk, it may wait as events do."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
+        print(f"titan_ft: {text}", file=sys.stderr, flush=True)
 
 
 def stamp(event: Event) -> None:
@@ -123,11 +175,25 @@ def read_events(folder: Path) -> list[Event]:
     not know. A missing folder has no events.
 
     Raises:
+        OSError: a file, or the folder, cannot be read.
         ValueError: names the file and line that is no event, and the field that is wrong.
     """
+    return read_history(folder)[0]
+
+
+def read_history(folder: Path) -> tuple[list[Event], list[str]]:
+    """Read events as `read_events` does; return them, and the names of the files that are cut (see `FileAppender`).
+
+    Raises:
+        OSError, ValueError: as there.
+    """
     events: list[Event] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        lines = path.read_bytes().split(b"\n")
+    cut: list[str] = []
+    for path in _files(folder):
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            cut.append(path.name)
+        lines = data.split(b"\n")
         for number, line in enumerate(lines, start=1):
             try:
                 event = decode(line) if line else None
@@ -137,7 +203,20 @@ def read_events(folder: Path) -> list[Event]:
                 continue
             if event is not None:
                 events.append(event)
-    return sorted(events, key=lambda event: event.time)
+    return sorted(events, key=lambda event: event.time), cut
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of events in a folder, by name. Its `glob` would pass over a folder that cannot be read.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in sorted(names) if name.endswith(".jsonl")]
 
 
 class _Head(msgspec.Struct):

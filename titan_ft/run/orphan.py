@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from titan_ft.run.appender import retry_waiting
+
 PARENT_PID_ENV = "TITAN_FT_PARENT_PID"
 """Set by the launcher and the supervisor for what they start. It closes the gap between the start of a process
 and its first look at its parent: a parent that died within it has already been replaced in `os.getppid()`."""
@@ -32,6 +34,9 @@ def exit_with_parent(
 
     def watch() -> None:
         while os.getppid() == expected:
+            # Here, for it is a thread that every worker has: on a disk that was full, the events of a
+            # worker in a long step would wait for its next one.
+            retry_waiting()
             time.sleep(poll_seconds)
         try:
             if before_exit is not None:

@@ -29,11 +29,15 @@ class FileTail:
         offset: bytes of it to leave out.
         only_grows: whether nobody ever cuts it. Shared storage may then show it as short as it was seconds ago, or with
             zeros in the place of bytes that have yet to come: they are waited for.
+
+    Attributes:
+        is_cut: whether its writer had more to write than there was at the last call; see `FileAppender`.
     """
 
     def __init__(self, path: Path, offset: int = 0, *, only_grows: bool = False) -> None:
         self._path, self._offset, self._only_grows = path, offset, only_grows
         self._inode: int | None = None
+        self.is_cut = False
 
     def poll(self) -> bytes:
         """Return the new whole lines; one that is not whole yet is left for later."""
@@ -43,6 +47,7 @@ class FileTail:
             self._inode = status.st_ino
             if replaced or (size < self._offset and not self._only_grows):  # somebody has replaced or cut it
                 self._offset = 0
+            self.is_cut = size < self._offset or not size
             if size <= self._offset:
                 return b""
             with self._path.open("rb") as file:
@@ -53,6 +58,7 @@ class FileTail:
         if self._only_grows:
             data = data.partition(b"\0")[0]
         whole = data.rfind(b"\n") + 1
+        self.is_cut = whole < len(data)
         self._offset += whole
         return data[:whole]
 
@@ -72,6 +78,11 @@ class EventTail:
         self._folder, self._wanted, self._pattern = folder, wanted, pattern
         existing = () if from_start else folder.glob(pattern)
         self._tails = {path: FileTail(path, path.stat().st_size, only_grows=True) for path in existing}
+
+    @property
+    def cut(self) -> set[str]:
+        """Return the names of the files whose writers had more to write at the last call, as on a full disk."""
+        return {path.name for path, tail in self._tails.items() if tail.is_cut}
 
     def poll(self) -> list[Event]:
         """Return the new events of all files, sorted by time.

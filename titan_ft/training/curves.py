@@ -7,20 +7,23 @@ And its traces of torchtitan's profiler.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torchtitan.components.metrics as titan_metrics
 import torchtitan.train
-from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, WandBLogger
 from torchtitan.config import JobConfig
 from torchtitan.tools import profiling
 from torchtitan.tools.logging import logger
+
+from titan_ft.run.curve_file import CurveFile
 
 
 class GroupCurves(BaseLogger):
@@ -35,42 +38,23 @@ class GroupCurves(BaseLogger):
     """
 
     def __init__(self, folder: Path, log_dir: str = "", tag: str | None = None) -> None:
-        self._folder, self._tag = folder, tag
-        self._writer: SummaryWriter | None = None
+        self._tag = tag
+        self._file = CurveFile(folder, logger.warning)
         self._last: dict[str, int] = {}
         """The step of each curve's last point."""
-        self._failed = False
         logger.info(f"TensorBoard logging enabled. Logs will be saved at {folder}")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write a point of each curve, at once: a process that is killed leaves all that it has logged."""
-        if self._failed:
-            return
-        try:
-            self._write({name if self._tag is None else f"{self._tag}/{name}": metrics[name] for name in metrics}, step)
-        except OSError as error:  # the disk is full, say: the group must train on
-            self._failed = True
-            logger.error(f"{self._folder} cannot be written ({error.strerror}): this group's curves end at step {step}")
-
-    def _write(self, curves: dict[str, Any], step: int) -> None:
-        writer = self._writer
-        if writer is None or any(self._last.get(name, -1) >= step for name in curves):
-            writer = self._open(step)
-        for name, value in curves.items():
-            writer.add_scalar(name, value, step)
-            self._last[name] = step
-        writer.flush()
+        values = {name if self._tag is None else f"{self._tag}/{name}": float(metrics[name]) for name in metrics}
+        anew = not self._last or any(self._last.get(name, -1) >= step for name in values)
+        if anew:
+            self._last.clear()
+        self._last.update(dict.fromkeys(values, step))
+        self._file.add(step, values, time.time(), anew=anew)
 
     def close(self) -> None:
-        if self._writer is not None and not self._failed:
-            self._writer.close()
-
-    def _open(self, step: int) -> SummaryWriter:
-        """Go on at a step: what is in the folder of it and of later ones is of a state that is not the job's."""
-        self.close()
-        self._writer = SummaryWriter(str(self._folder), purge_step=step)
-        self._last.clear()
-        return self._writer
+        """Nothing: what waits for room has the time that the end of the process has."""
 
 
 def keep_curves(job_config: JobConfig, rank: int) -> None:
@@ -94,7 +78,55 @@ def keep_traces(job_config: JobConfig) -> None:
     """
     folder = f"replica_{job_config.fault_tolerance.replica_id}"
     for enable in (profiling.maybe_enable_profiling, profiling.maybe_enable_memory_snapshot):
-        setattr(torchtitan.train, enable.__name__, partial(enable, leaf_folder=folder))
+        setattr(torchtitan.train, enable.__name__, partial(_trace, enable, leaf_folder=folder))
+
+
+def keep_going_without_config_file(job_config: JobConfig) -> None:
+    """Let a config that cannot be saved (`job.save_config_file`) be a line in the log, and no end of the group."""
+    log = job_config.maybe_log
+
+    def log_or_warn() -> None:
+        try:
+            log()
+        except OSError as error:
+            logger.warning(f"the config is not saved: {error}")
+
+    job_config.maybe_log = log_or_warn
+
+
+@contextlib.contextmanager
+def _trace(enable: Callable[..., Any], config: Any, **settings: Any) -> Iterator[_Profiler | None]:
+    """Profile as torchtitan does; a trace that cannot be written is a line in the log, and no end of the group.
+
+    torchtitan writes it in a call of the training thread.
+    """
+    with contextlib.ExitStack() as stack:
+        profiler = None
+        with _warned():
+            profiler = stack.enter_context(enable(config, **settings))
+        yield None if profiler is None else _Profiler(profiler)
+        with _warned():
+            stack.close()
+
+
+class _Profiler:
+    """torchtitan's profiler, as far as its training loop calls it."""
+
+    def __init__(self, profiler: Any) -> None:
+        self._profiler = profiler
+
+    def step(self, *args: Any, **settings: Any) -> None:
+        """Count a step, after which a trace may be due."""
+        with _warned():
+            self._profiler.step(*args, **settings)
+
+
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning(f"a trace of the profiler is not written: {error}")
 
 
 def wandb_environment(environ: Mapping[str, str], job_config: JobConfig, rank: int) -> dict[str, str]:

@@ -8,8 +8,10 @@ Nobody is left then who could tell it, and without the mark it would wait for co
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+
+from titan_ft.run.marks import leave_mark, read_mark
+from titan_ft.run.whole_file import write_whole
 
 
 def mark_finished(path: Path, config_digest: str, step: int) -> None:
@@ -23,9 +25,11 @@ def mark_finished(path: Path, config_digest: str, step: int) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    part = path.with_name(f".{path.name}-{os.getpid()}")
-    part.write_text(json.dumps({"config_digest": config_digest, "step": step}) + "\n")
-    part.replace(path)
+    text = json.dumps({"config_digest": config_digest, "step": step}) + "\n"
+    try:
+        write_whole(path, text.encode())
+    except OSError:  # a full disk, perhaps, on which another group may come back for all that
+        leave_mark(path, f"{config_digest} {step}")
 
 
 def finished_step(path: Path, config_digest: str) -> int | None:
@@ -34,4 +38,5 @@ def finished_step(path: Path, config_digest: str) -> int | None:
         mark = json.loads(path.read_text())
         return int(mark["step"]) if mark["config_digest"] == config_digest else None
     except (OSError, ValueError, KeyError, TypeError):  # no mark, or none that can be read: the job goes on
-        return None
+        digest, _, step = (read_mark(path) or "").partition(" ")
+        return int(step) if digest == config_digest and step.isdecimal() else None

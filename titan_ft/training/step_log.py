@@ -59,10 +59,10 @@ class StepLog:
         self._written: Future[None] | None = None  # the last event
 
     def flush(self) -> None:
-        """Wait until the events of all steps are written.
+        """Wait until the events of all steps are emitted.
 
         Raises:
-            OSError: the last one could not be.
+            RuntimeError: the last step's gradient norm could not be read from the device.
         """
         if self._written is not None:
             written, self._written = self._written, None

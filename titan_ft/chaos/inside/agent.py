@@ -143,6 +143,9 @@ def start_agent(
         hang_timeout_seconds=config.hang_timeout_seconds,
         folder=orders.parent,
     )
-    Location.own(config.replica_id, launch.rank, links.host, launch.store_pid).publish(orders.parent)
+    try:
+        Location.own(config.replica_id, launch.rank, links.host, launch.store_pid).publish(orders.parent)
+    except OSError as error:  # a full disk is no fault that was ordered
+        logger.warning("this worker's links cannot be broken: it cannot say where it is (%s)", error)
     logger.warning("fault_tolerance.chaos is true: this worker breaks as %s orders", orders)
     return ChaosAgent(orders, worker, events, replica=config.replica_id, rank=launch.rank, attempt=launch.attempt)

@@ -16,6 +16,7 @@ import msgspec
 
 from titan_ft.chaos.inside.blackhole import Connection, connected_to
 from titan_ft.run.process import this_host
+from titan_ft.run.whole_file import write_whole
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -39,12 +40,14 @@ class Location(msgspec.Struct, frozen=True):
         return cls(replica, rank, this_host("net", "pid"), (os.getpid(), store_pid), address)
 
     def publish(self, folder: Path) -> None:
-        """Write the location into the folder; it replaces that of this rank's earlier worker."""
+        """Write the location into the folder; it replaces that of this rank's earlier worker.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"worker-{self.replica}-{self.rank}.json"
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(msgspec.json.encode(self))
-        draft.replace(path)  # a reader never sees half of it
+        write_whole(path, msgspec.json.encode(self))
 
 
 def read_locations(folder: Path) -> list[Location]:

@@ -8,7 +8,7 @@ import math
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import RunRecord
-from titan_ft.run.events import GradientExcluded, StepCommitted
+from titan_ft.run.events import EventsDropped, GradientExcluded, StepCommitted
 
 RELATIVE_TOLERANCE = 1e-6
 """Of the loss: the groups' means are rounded once more on their way into the history."""
@@ -68,7 +68,9 @@ def _check_excluded(record: RunRecord, found: Judgement) -> str:
     for process in record.processes:
         pending: GradientExcluded | None = None
         for event in process.events:
-            if isinstance(event, GradientExcluded):
+            if isinstance(event, EventsDropped):
+                pending = None
+            elif isinstance(event, GradientExcluded):
                 pending = event
             elif isinstance(event, StepCommitted):
                 if pending is not None and pending.step == event.step:

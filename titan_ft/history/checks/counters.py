@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from titan_ft.history.checks.foundation import object_to_absence
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import RunRecord
 from titan_ft.history.trajectory import ROOT
@@ -113,7 +114,7 @@ def _check_saved(record: RunRecord, found: Judgement) -> int:
             elif isinstance(event, CheckpointSaved):
                 saved += 1
                 if event.step not in held:
-                    found.object_to("saved a checkpoint of a step that it had not committed", event)
+                    object_to_absence(record, found, "saved a checkpoint of a step that it had not committed", event)
     return saved
 
 
@@ -130,7 +131,9 @@ def _check_sizes(record: RunRecord, found: Judgement) -> None:
                 present = len(event.participants) + len(excluded)
                 num_unknown += least is None
                 if least is not None and present < least:
-                    found.object_to(f"committed with {count(present, 'group')}; min_replica_size is {least}", event)
+                    # A gradient that was left out, of a group that was there, has an event of its own.
+                    text = f"committed with {count(present, 'group')}; min_replica_size is {least}"
+                    object_to_absence(record, found, text, event)
                 excluded = []
     if num_unknown:
         found.unknown.append(f"{count(num_unknown, 'commit')} of workers whose min_replica_size is not in the history")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import dropwhile
 
+from titan_ft.history.checks.foundation import object_to_absence
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.digests import compare_digests
 from titan_ft.history.record import ProcessHistory, RunRecord
@@ -65,7 +66,7 @@ def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Ju
             again = next((each for each in after if not isinstance(each, StepCommitted) or each.contributed), None)
             if isinstance(again, StepCommitted | TrainingFinished):
                 text = f"contributed again without a heal, though its digest at {noun} {step} was found to differ"
-                found.object_to(text, again)
+                object_to_absence(record, found, text, again)
             mended.append(process.replica)
         elif not after and not isinstance(event, TrainingFinished) and process.exit is not None:
             left.append((process, digest))
@@ -76,7 +77,8 @@ def _judge_difference(record: RunRecord, words: list[Word], step: int, found: Ju
     digests = {digest: process for process, digest in reversed(kept)}
     if len(digests) > 1:
         text = "; ".join(f"{process.name}: {digest}" for digest, process in digests.items())
-        found.object_to(f"digests of one state differ and no digest_mismatch names the group ({text})", words[0][1])
+        text = f"digests of one state differ and no digest_mismatch names the group ({text})"
+        object_to_absence(record, found, text, words[0][1])
         return
     mended += [process.replica for process, digest in left if digest not in digests]
     if mended:

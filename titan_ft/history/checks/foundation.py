@@ -9,19 +9,103 @@ from itertools import pairwise
 
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import RunRecord, view
-from titan_ft.history.trajectory import ROOT
+from titan_ft.history.trajectory import ROOT, State
 from titan_ft.run.events import (
     CheckpointLoaded,
     Drained,
     Event,
+    EventsDropped,
     LaunchFinished,
     LaunchStarted,
+    StepCommitted,
     TrainingFinished,
     WorkerStarted,
 )
 
 TOLERANCE_SECONDS = 1.0
 """What a wall clock may gain or lose between two events, as one that is disciplined by NTP does."""
+
+
+@view
+def find_gaps(record: RunRecord) -> list[str]:
+    """Return, in words, which events are missing because they could not be written.
+
+    A process on a full disk keeps its events in memory. Beyond a limit it drops them, which it says later; a SIGKILL
+    takes them all. Then its file is cut, unless the storage was so far gone that nothing could be changed there. What
+    other groups tell of the steps that it made is left then.
+    """
+    gaps = [_name_dropped(event) for event in record.of(EventsDropped)]
+    gaps += [
+        f"the last events of {name} are missing: they waited for room on the disk when its process ended"
+        for name in record.cut
+    ]
+    return [*gaps, *_unseen_steps(record), *_unseen_by_rank(record)]
+
+
+def _name_dropped(event: EventsDropped) -> str:
+    who = "the launcher" if event.replica is None else f"group {event.replica}"
+    if event.rank is not None:
+        who += f", rank {event.rank}"
+    kinds = ", ".join(f"{number} {name}" for name, number in event.kinds.items())
+    number = "some events" if event.events is None else count(event.events, "event")
+    return f"{number} of {who} were dropped{f' ({kinds})' if kinds else ''}: {event.error}"
+
+
+def _unseen_steps(record: RunRecord) -> list[str]:
+    """Name steps in a row that a group took part in, and that none of its events tells of.
+
+    One such step is usual: the group died after the exchange and before its event. Of a second one it would have told.
+    """
+    told: dict[int, set[str]] = defaultdict(set)
+    for commit in record.of(StepCommitted):
+        told[commit.replica].add(commit.lineage)
+    starts: dict[int, list[float]] = defaultdict(list)
+    for event in record.of(WorkerStarted):
+        starts[event.replica].append(event.time)
+    rows: dict[int, list[list[State]]] = defaultdict(list)
+    before: dict[int, State] = {}
+    for state in record.chain:
+        for replica in state.participants & told.keys():
+            if state.lineage in told[replica]:
+                before.pop(replica, None)
+                continue
+            last = before.get(replica)
+            if last is None or any(last.time <= start <= state.time for start in starts[replica]):
+                rows[replica].append([])
+            rows[replica][-1].append(state)
+            before[replica] = state
+    return [
+        f"group {replica} took part in {record.unit.noun}s {row[0].step} to {row[-1].step}, and no event of it says so"
+        for replica, its in sorted(rows.items())
+        for row in its
+        if len(row) > 1
+    ]
+
+
+def _unseen_by_rank(record: RunRecord) -> list[str]:
+    """Name ranks that do not tell of several steps that other ranks of their group have made with them."""
+    made: dict[tuple[int, int], dict[int, set[str]]] = defaultdict(dict)
+    for process in record.processes:
+        lineages = {commit.lineage for commit in process.commits()}
+        made[process.replica, process.attempt].setdefault(process.rank, set()).update(lineages)
+    found = []
+    for (replica, attempt), ranks in made.items():
+        together = set().union(*ranks.values())
+        for rank, own in ranks.items():
+            missing = len(together - own)
+            if missing > 1:
+                who = f"replica {replica}, attempt {attempt}, rank {rank}"
+                found.append(f"{who} tells nothing of {record.unit.count(missing)} that other ranks of its group made")
+    return found
+
+
+def object_to_absence(record: RunRecord, found: Judgement, text: str, event: Event | None = None) -> None:
+    """Object to what no event tells of. Where events are missing it may have been among them, and is unknown."""
+    if find_gaps(record):
+        where = "" if event is None or event.replica is None else f"replica {event.replica}: "
+        found.unknown.append(f"{where}{text}, unless an event that is missing says so")
+    else:
+        found.object_to(text, event)
 
 
 def check_whole(record: RunRecord, found: Judgement) -> None:
@@ -31,6 +115,7 @@ def check_whole(record: RunRecord, found: Judgement) -> None:
     if not record.events:
         found.unknown.append("the history is empty: the folder has no events (events/*.jsonl)")
         return
+    found.unknown += find_gaps(record)
     if not record.states:
         found.unknown.append(f"no event tells of a committed {record.unit.noun}")
         return

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from titan_ft.history.attempts import seconds_of
-from titan_ft.history.checks.foundation import clock_jumps
+from titan_ft.history.checks.foundation import clock_jumps, object_to_absence
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.record import ProcessHistory, RunRecord
 from titan_ft.run import events as ev
@@ -107,11 +107,12 @@ def check_joiner(record: RunRecord, found: Judgement) -> None:
     for span in clean:
         if span.expected >= TELLING_STEPS and span.commits < LEAST_RATE_OF_ONE * span.expected:
             text = f"others committed {count(span.commits, 'step')} during its heal, "
-            found.object_to(f"{text}{span.expected:.0f} are usual in that time", span.heal.event)
+            text = f"{text}{span.expected:.0f} are usual in that time"
+            object_to_absence(record, found, text, span.heal.event)
     if found.offences or rate >= LEAST_RATE:
         return
     if sum(span.expected for span in clean) >= 2 * LONG_STEPS and _rate(clean) < LEAST_RATE:
-        found.object_to(f"others committed at {share}", clean[0].heal.event)
+        object_to_absence(record, found, f"others committed at {share}", clean[0].heal.event)
     else:
         found.unknown.append("other failures during the heals hide what the joiners cost")
 
@@ -141,7 +142,7 @@ def _check_rounds(heals: Sequence[_Heal], record: RunRecord, found: Judgement) -
                 continue
             text = f"others waited {waited:.2f} s for it at the end of round {after.step}, {usual:.2f} s are usual"
             if clean:
-                found.object_to(text, heal.event)
+                object_to_absence(record, found, text, heal.event)
             else:
                 found.unknown.append(f"{text}: other failures during the heal hide what the joiner cost")
     found.statement = (
@@ -243,7 +244,7 @@ def _check_waits(record: RunRecord, found: Judgement) -> None:
     asked = {event.replica for event in record.of(ev.CatchUpWaiting)}
     waits = [event for event in record.of(ev.Waiting) if _waits_for_joiner(event)]
     for event in waits if not asked else []:
-        found.object_to(f"waited for a joiner that did not ask for it: {event.reason}", event)
+        object_to_absence(record, found, f"waited for a joiner that did not ask for it: {event.reason}", event)
     if asked:
         steps = len({event.step for event in waits})
         found.notes.append(f"groups {sorted(map(str, asked))} asked the others to wait, for {count(steps, 'step')}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from titan_ft.history.checks.foundation import clock_jumps
+from titan_ft.history.checks.foundation import clock_jumps, object_to_absence
 from titan_ft.history.checks.judgement import Judgement, count
 from titan_ft.history.crashes import find_crashes
 from titan_ft.history.notes import find_notes
@@ -28,6 +28,8 @@ NOTED: tuple[type[ev.Event], ...] = (
     ev.LighthouseRestarted,
     ev.LighthouseMoved,
     ev.HostLeft,
+    ev.EventsDelayed,
+    ev.EventsDropped,
 )
 """Nothing that breaks a promise by itself, but worth knowing."""
 DEADLY = (
@@ -109,7 +111,7 @@ def _check_ends(record: RunRecord, found: Judgement) -> None:
         if process.ended_in_order or process.exit is not None or process.attempt < latest[process.replica]:
             continue
         if record.launch_end is not None and not failure:
-            found.object_to("fell silent, and no supervisor tells of its end", process.events[-1])
+            object_to_absence(record, found, "fell silent, and no supervisor tells of its end", process.events[-1])
         elif record.launch_end is not None:
             # As when its supervisor was killed: the launcher says that the group failed.
             found.notes.append(f"{process.name} fell silent; the launch says: {failure}")
@@ -136,7 +138,8 @@ def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
         # Where the launch's own end is missing, so may be what followed.
         ended = record.launch_end is None or record.launch_end - event.time <= END_SECONDS
         if not ended and not (stopping is not None and stopping <= event.time):
-            found.object_to("a worker failed, and its group was neither started again nor given up", event)
+            text = "a worker failed, and its group was neither started again nor given up"
+            object_to_absence(record, found, text, event)
     return len(exits)
 
 
@@ -152,10 +155,11 @@ def _check_heals(process: ProcessHistory, record: RunRecord, found: Judgement) -
     for event in process.events:
         if isinstance(event, ev.HealStarted):
             begun = event
-        elif isinstance(event, ev.HealFinished | ev.HealFailed | ev.CatchUpRenewed | ev.RolledBack):
+        elif isinstance(event, ev.HealFinished | ev.HealFailed | ev.CatchUpRenewed | ev.RolledBack | ev.EventsDropped):
             begun = None
         elif isinstance(event, ev.StepCommitted | ev.TrainingFinished) and begun is not None:
-            found.object_to("began a heal, and trains on without an event about how it ended", begun)
+            text = "began a heal, and trains on without an event about how it ended"
+            object_to_absence(record, found, text, begun)
             begun = None
     if begun is not None and process.exit is None and not process.ended_in_order and record.launch_end is None:
         found.unknown.append(f"nothing tells how the heal of {process.name} ended")
@@ -181,7 +185,8 @@ def _check_faults(record: RunRecord, found: Judgement, jumped: bool) -> int:
         if any(end.time >= event.time - CLOCK_SECONDS for end in later):
             seen += 1
         elif not _is_over(event, finished, record):
-            found.object_to(f"the fault {event.fault} was injected, and no event says that anything ended", event)
+            text = f"the fault {event.fault} was injected, and no event says that anything ended"
+            object_to_absence(record, found, text, event)
     return seen
 
 

@@ -7,11 +7,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from titan_ft.history.checks.foundation import find_gaps
 from titan_ft.history.checks.judgement import Judgement, Offence, count
 from titan_ft.history.record import Healed, ProcessHistory, RunRecord
 from titan_ft.history.rework import find_rework
 from titan_ft.history.trajectory import ROOT
-from titan_ft.run.events import FaultInjected, GradientExcluded, HealFinished, StepCommitted, WorkerStarted
+from titan_ft.run.events import (
+    EventsDropped,
+    FaultInjected,
+    GradientExcluded,
+    HealFinished,
+    StepCommitted,
+    WorkerStarted,
+)
 
 
 def check_work(record: RunRecord, found: Judgement) -> None:
@@ -21,7 +29,10 @@ def check_work(record: RunRecord, found: Judgement) -> None:
     """
     rework = find_rework(record)
     found.reservation = rework.describe()
-    found.offences += [Offence(text, time=setback.time, step=setback.step) for setback, text in rework.offences]
+    if find_gaps(record):  # the reason may be missing
+        found.unknown += [text for _, text in rework.offences]
+    else:
+        found.offences += [Offence(text, time=setback.time, step=setback.step) for setback, text in rework.offences]
     passes = 0
     wasted = Counter[str]()
     for process in record.processes:
@@ -63,7 +74,7 @@ def _check_order(process: ProcessHistory, record: RunRecord, found: Judgement) -
     # It may go on from any state that it got in the meantime, or in a part of its events that is missing.
     free = not any(isinstance(event, WorkerStarted) for event in process.events)
     for event in process.events:
-        if isinstance(event, Healed):
+        if isinstance(event, Healed | EventsDropped):
             free = True
         elif isinstance(event, StepCommitted):
             parent = event.parent
@@ -88,7 +99,7 @@ def _skipped_steps(process: ProcessHistory, record: RunRecord) -> Iterator[str]:
     """
     holds = False
     for event in process.events:
-        if isinstance(event, Healed):
+        if isinstance(event, Healed | EventsDropped):
             holds = False
         elif isinstance(event, StepCommitted):
             length = record.unit.step_after(event.step) - record.unit.step_after(event.step - 1)
@@ -114,8 +125,11 @@ def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) 
     wasted = Counter[str]()
     void: dict[tuple[int, int], str | None] = {}  # (slot, first batch) -> why its first computation does not count
     excluded: set[int] = set()
+    was_cut = False  # what excluded the gradients of the next step may be among the events that are missing
     for event in process.events:
-        if isinstance(event, Healed | FaultInjected):
+        if isinstance(event, EventsDropped):
+            void, excluded, was_cut = {}, set(), True
+        elif isinstance(event, Healed | FaultInjected):
             void = {batch: why or f"{record.unit.noun}s that were thrown away" for batch, why in void.items()}
         elif isinstance(event, GradientExcluded):
             excluded = set(event.slots)
@@ -131,9 +145,16 @@ def _count_wasted(process: ProcessHistory, record: RunRecord, found: Judgement) 
                     else:
                         wasted[why] += data.num_batches
                 if not counted or slot not in batches:
-                    void[slot, first] = "gradients that were not finite" if process.replica in excluded else None
-            excluded = set()
+                    void[slot, first] = _why_void(process.replica in excluded, was_cut)
+            excluded, was_cut = set(), False
     return wasted
+
+
+def _why_void(is_excluded: bool, was_cut: bool) -> str | None:
+    """Return why the gradients of a step are not in it, if the events say so."""
+    if is_excluded:
+        return "gradients that were not finite"
+    return "events that are missing may say why" if was_cut else None
 
 
 def _passes(value: int) -> str:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from titan_ft.config import unwritable
 from titan_ft.history.check import check
 from titan_ft.history.hosts import find_hosts, name_range, worth_a_table
 from titan_ft.history.notes import find_notes
@@ -32,6 +33,7 @@ from titan_ft.history.report.style import GLYPHS, STATES
 from titan_ft.history.rounds import find_rounds
 from titan_ft.history.summary import summarize
 from titan_ft.history.terminal import clock
+from titan_ft.run.whole_file import write_whole
 
 MARKS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "not asked": ("quiet", DASH)}  # else it is open
 MARKS["holds, but"] = ("open", "!")
@@ -40,15 +42,22 @@ MAX_ROWS = 200
 
 
 def write_report(record: RunRecord, folder: Path, against: RunRecord | None = None) -> Path:
-    """Write index.html and its charts (PNG) into a folder; return the page. `against` is `check`'s."""
+    """Write index.html and its charts (PNG) into a folder; return the page. `against` is `check`'s.
+
+    Raises:
+        ConfigError: the folder cannot be written; a page that was there stays whole.
+    """
     charts = draw_charts(record)
     images = {name: png(chart) for name, chart in charts.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, image in images.items():
-        (folder / f"{name}.png").write_bytes(image)
-    page = folder / "index.html"
-    page.write_text(render(record, charts, images, against), encoding="utf-8")
-    return page
+    files = {f"{name}.png": image for name, image in images.items()}
+    files["index.html"] = render(record, charts, images, against).encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_whole(folder / name, data)
+    except OSError as error:
+        raise unwritable("--out", folder, error) from error
+    return folder / "index.html"
 
 
 def render(

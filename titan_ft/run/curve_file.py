@@ -1,0 +1,101 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Write points of curves into a file that TensorBoard reads.
+
+torch's own writer has a thread, and raises the error of a full disk from the next call of the
+training thread. Its file is lost from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_ft.run.appender import FileAppender, Stall
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto import event_pb2
+
+FILE_PREFIX = "events.out.tfevents."
+"""By which TensorBoard knows its files."""
+_numbers = count()
+
+
+class CurveFile:
+    """One file of points in a folder, both made with the first point.
+
+    Points that cannot be written wait in memory; see `Appender`. A point is in the file at once: a
+    process that is killed leaves all of them.
+
+    Args:
+        folder: its own, or that of earlier files of the same curves.
+        report: called with a line for people when the file cannot be written, and afterwards.
+    """
+
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+        self._folder, self._report = folder, report
+        self._file: FileAppender | None = None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether points wait, because the file cannot be written."""
+        return self._file is not None and self._file.stall is not None
+
+    def add(self, step: int, values: Mapping[str, float], when: float, *, anew: bool) -> None:
+        """Write a point of each curve.
+
+        Args:
+            when: Unix seconds.
+            anew: whether TensorBoard drops all points that were written of this step and of later
+                ones: they are of a state that is lost.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        records = []
+        if self._file is None:
+            self._file = self._open()
+            records.append(Record(wall_time=when, file_version="brain.Event:2"))
+        if anew:
+            start = SessionLog(status=SessionLog.START)
+            records.append(Record(wall_time=when, step=step, session_log=start))
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        records.append(Record(wall_time=when, step=step, summary=Summary(value=points)))
+        self._file.append(b"".join(map(_encode, records)), "points", when)
+
+    def close(self, seconds: float = 0.0) -> int:
+        """End the file, after so many seconds of waiting for room; return the points lost."""
+        return 0 if self._file is None else self._file.close(seconds)
+
+    def _open(self) -> FileAppender:
+        # TensorBoard reads the files in the order of their names: these are in order of time.
+        where = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        path = self._folder / f"{FILE_PREFIX}{int(time.time()):010d}.{where}"
+        return FileAppender(path, self._report_stall, self._report_end)
+
+    def _report_stall(self, stall: Stall) -> None:
+        reason = f"{self._folder} cannot be written ({stall.reason})"
+        self._report(f"{reason}: its curves wait until it can")
+
+    def _report_end(self, stall: Stall) -> None:
+        num_lost = stall.dropped.total()
+        if stall.told or num_lost:
+            lost = f"; {num_lost} points are lost" if num_lost else ""
+            self._report(f"{self._folder} can be written again{lost}")
+
+
+def _encode(record: event_pb2.Event) -> bytes:
+    """Return a record as TensorBoard's files have it: with its length and checksums."""
+    from io import BytesIO
+
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    buffer = BytesIO()
+    RecordWriter(buffer).write(record.SerializeToString())
+    return buffer.getvalue()

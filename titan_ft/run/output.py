@@ -1,0 +1,138 @@
+# Copyright (c) the titan_ft authors. All rights reserved.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Keep printing from ending a process whose output is a file on a full disk.
+
+Python's own streams raise an OSError then: in the middle of a training step, or at the end of the
+process, whose exit status becomes 120.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from titan_ft.run.appender import DescriptorAppender, Stall
+
+WAITING_BYTES = 2**20
+"""Memory for what is printed and cannot be written; beyond it lines are lost, and counted."""
+
+
+def protect_output() -> None:
+    """Let what this process prints wait in memory while the disk is full; see `Appender`.
+
+    For processes whose work goes on without their output. A command whose output is its work must
+    fail where it cannot be written. Streams that somebody else has replaced are left alone. After a
+    fork whose outputs are other files, call it once more.
+    """
+    shared: DescriptorAppender | None = None
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        ours = isinstance(getattr(stream, "buffer", None), _ProtectedFile)
+        if stream is None or not (ours or stream is getattr(sys, f"__{name}__")):
+            continue
+        with contextlib.suppress(OSError, ValueError):  # it is full already, or closed
+            stream.flush()
+        try:
+            descriptor = stream.fileno()
+            if shared is None or not _is_same_file(shared.descriptor, descriptor):
+                # Two appenders that wait for room in one file would glue their lines.
+                shared = _appender(descriptor)
+        except (OSError, ValueError):  # there is no file behind it
+            continue
+        setattr(sys, name, _wrap(stream, _ProtectedFile(shared, descriptor)))
+
+
+def _appender(descriptor: int) -> DescriptorAppender:
+    def report_loss(stall: Stall) -> None:
+        """Say where lines are missing, at their place."""
+        if not stall.dropped:
+            return
+        first, last = _clock(stall.first_dropped), _clock(stall.last_dropped)
+        lost = f"{stall.dropped.total()} lines of {first} to {last} are lost here"
+        appender.append(f"titan_ft: {lost}: {stall.reason}\n".encode())
+
+    appender = DescriptorAppender(descriptor, on_end=report_loss, limit=WAITING_BYTES)
+    return appender
+
+
+def _is_same_file(one: int, other: int) -> bool:
+    return os.path.samestat(os.fstat(one), os.fstat(other))
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _wrap(stream: Any, raw: io.RawIOBase) -> io.TextIOWrapper:
+    """Return a stream like another one that prints whole lines, each in one piece."""
+    return io.TextIOWrapper(
+        raw,  # type: ignore[arg-type]  # as for python -u: there is no buffer below
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=True,
+    )
+
+
+class _ProtectedFile(io.RawIOBase):
+    """An output of this process that takes all that is written.
+
+    Args:
+        appender: writes to the same file as the descriptor.
+    """
+
+    def __init__(self, appender: DescriptorAppender, descriptor: int) -> None:
+        self._appender, self._descriptor = appender, descriptor
+
+    @property
+    def name(self) -> int:
+        return self._descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        record = bytes(data)
+        self._appender.append(record)
+        return len(record)
+
+
+@contextlib.contextmanager
+def protected_native_output(descriptor: int = 2) -> Iterator[None]:
+    """Let native code print to a pipe, of which a thread writes everything to the former file.
+
+    torchft's Rust code panics where it cannot print. A panic in the task of a lighthouse that forms
+    quorums ends them for good, while the process lives on.
+    """
+    former = os.dup(descriptor)
+    appender = DescriptorAppender(former, limit=WAITING_BYTES)
+    reads, writes = os.pipe()
+    os.dup2(writes, descriptor)
+    os.close(writes)
+
+    def copy() -> None:
+        while block := os.read(reads, 65536):
+            with contextlib.suppress(OSError):  # without a reader the native code goes on, too
+                appender.append(block)
+
+    thread = threading.Thread(target=copy, name="titan_ft_output", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.dup2(former, descriptor)  # with it, the last writer of the pipe is gone
+        thread.join()
+        appender.close(0.0)
+        os.close(reads)
+        os.close(former)
