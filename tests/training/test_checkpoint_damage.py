@@ -234,6 +234,9 @@ def test_without_a_sound_one_the_job_ends_with_one_line(make_run: MakeRun, found
     run.train(10)
     rewrite(data_of(run.folder / "step-5"), lambda data: data[:-1])
     rewrite(data_of(run.folder / "step-10"), _flip(run) if found_by == "load" else lambda data: data[:-1])
+    if found_by == "load":
+        with pytest.raises(LoadError, match=r"step-10 is damaged: .*no sound one is left"):
+            make_run().load()
     with pytest.raises(ConfigError) as raised:
         make_run().load()
     text = str(raised.value)
@@ -248,10 +251,41 @@ def test_the_checkpoint_that_was_asked_for_is_not_replaced_by_another(make_run: 
     run = make_run()
     run.train(15)
     rewrite(data_of(run.folder / "step-10"), lambda data: bytes(len(data)) if found_by == "load" else data[:-1])
+    if found_by == "load":
+        with pytest.raises(LoadError, match=r"step-10 is damaged: .*load_step = 10 allows no other one"):
+            make_run(load_step=10).load()
     other = make_run(load_step=10)
     with pytest.raises(ConfigError, match=r"checkpoint\.load_step must name a sound .*got 10.*ones are 5, 15$"):
         other.load()
     assert other.loaded == []
+
+
+@pytest.mark.parametrize("step", [-1, 10, 99])
+def test_a_group_that_comes_back_needs_no_checkpoint(make_run: MakeRun, step: int) -> None:
+    """The disk was damaged while the job trained: that must not end the group that is started again, nor the run."""
+    run = make_run()
+    run.train(10)
+    for path in run.folder.iterdir():
+        rewrite(data_of(path), lambda data: data[:-1])
+    joiner = make_run(slot=1, load_step=step)
+    joiner.heals = True
+    assert not joiner.load()
+    assert joiner.claimed == 0
+    with pytest.raises(ConfigError):
+        make_run(load_step=step).load()  # nobody trains
+
+
+def test_a_group_whose_load_fails_alone_heals_from_the_others(make_run: MakeRun) -> None:
+    """Its memory may be bad: without another checkpoint it must not end for good while they go on."""
+    run = make_run()
+    run.train(5)
+    rewrite(data_of(run.folder / "step-5"), _flip(run))
+    with pytest.raises(LoadError) as raised:
+        make_run().load()
+    assert raised.value.restart
+    again = make_run()
+    again.heals = True
+    assert not again.load()
 
 
 def test_what_stock_torchtitan_has_saved_is_looked_through_too(make_run: MakeRun, tmp_path: Path) -> None:
@@ -485,6 +519,23 @@ def test_a_folder_that_is_for_reading_only_gets_no_note(make_run: MakeRun, monke
 
     monkeypatch.setattr(checkpoint_damage.FailedLoad, "write", refuse)
     with pytest.raises(ConfigError, match=r"got a damaged one .*set checkpoint\.load_step = 5"):
+        make_run().load()
+
+
+def test_a_folder_that_will_never_do_is_refused_at_once(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred starts would not make a folder of a file, nor give a permission."""
+    run = make_run()
+    run.folder.write_text("no folder")
+    with pytest.raises(ConfigError, match=rf"checkpoint\.folder must be a folder, got the file {run.folder}; give"):
+        run.load()
+    run.folder.unlink()
+    run.train(5)
+
+    def fail(_: str) -> list[int]:
+        raise _error(errno.EACCES)
+
+    monkeypatch.setattr(checkpoint_choice, "complete_steps", fail)
+    with pytest.raises(ConfigError, match=r"must be a folder that this user may read, got: .*Permission denied"):
         make_run().load()
 
 

@@ -44,6 +44,7 @@ from titan_ft.training.checkpoint_choice import (
     NONE,
     Choice,
     LoadError,
+    NoCheckpointError,
     Wish,
     agree_on_step,
     check_same_state,
@@ -169,7 +170,12 @@ class ReplicaCheckpoints(CheckpointManager):
                 )
             return False
         wish = Wish(self.folder, find_defect, step, self._job_id, self.initial_load_path)
-        choice = agree_on_step(wish, dist.get_rank(), self.host.gather)
+        try:
+            choice = agree_on_step(wish, dist.get_rank(), self.host.gather)
+        except NoCheckpointError:
+            if self.host.heals_instead(0):
+                return False
+            raise
         found = choice.step
         if dist.get_rank() == 0 and not self.load_only:
             self._purge_abandoned()

@@ -20,6 +20,7 @@ from titan_ft.config import ConfigError
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.row import fold48
 from titan_ft.training.checkpoint_folder import (
+    ELSEWHERE,
     LATEST,
     MANIFEST,
     DamagedError,
@@ -48,6 +49,13 @@ T = TypeVar("T")
 
 class LoadError(ReplicaError):
     """A checkpoint could not be read, or vanished; the group's next start may find one."""
+
+
+class NoCheckpointError(ConfigError):
+    """There is no checkpoint that the job may load, though it asks for one, or has had some.
+
+    A group that heals needs none: damage on disk must not end a group while others train.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,9 @@ def agree_on_step(wish: Wish, rank: int, gather: Gather) -> Choice:
     """Return the checkpoint to load: the same step on all ranks. A collective.
 
     Raises:
-        ConfigError: the checkpoint that is asked for is not complete or is damaged, or no sound one is left, or not
-            all ranks see it. On all ranks.
+        NoCheckpointError: the checkpoint that is asked for is not complete or is damaged, or no sound one is left. On
+            all ranks.
+        ConfigError: not all ranks see the checkpoint, or the model to begin with is damaged. On all ranks.
         LoadError: the folder cannot be read, or what was chosen there vanished. On all ranks.
     """
     folder = wish.folder
@@ -149,7 +158,7 @@ def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
     The others would go on into a collective in which the one that failed never comes. `act` may be called again.
 
     Raises:
-        ConfigError: `act` has raised it on some rank.
+        ConfigError: `act` has raised it on some rank; of the same kind on all.
         LoadError: it has raised anything else on some rank.
     """
     error: Exception | None = None
@@ -157,8 +166,8 @@ def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
         found = _past_stale_handles(act)
     except Exception as raised:  # noqa: BLE001  # also what unpickling half of a file raises; it is raised below
         error = raised
-    kinds = {0: None, 1: LoadError, 2: ConfigError}
-    outcomes = gather(0 if error is None else 2 if isinstance(error, ConfigError) else 1)
+    kinds = [None, LoadError, ConfigError, NoCheckpointError]
+    outcomes = gather(_number_of_kind(error))
     if isinstance(error, ConfigError):
         raise error
     if error is not None:
@@ -167,6 +176,14 @@ def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
         if (kind_of_error := kinds[kind]) is not None:
             raise kind_of_error(f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log")
     return found
+
+
+def _number_of_kind(error: Exception | None) -> int:
+    if error is None:
+        return 0
+    if isinstance(error, NoCheckpointError):
+        return 3
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 def _past_stale_handles(act: Callable[[], T]) -> T:
@@ -202,11 +219,10 @@ class _Search:
         """Return the checkpoint to load.
 
         Raises:
-            ConfigError: the one that is asked for is not there or is damaged, or no sound one is.
+            NoCheckpointError: the one that is asked for is not there or is damaged, or no sound one is.
         """
         wish = self._wish
-        found = {*complete_steps(wish.folder), *torn_steps(wish.folder)}
-        steps = sorted(found, reverse=True)
+        steps = self._list_steps()
         if wish.step == LATEST:
             return self._choose_latest(steps)
         own = [step for step in steps if step > wish.step and self._is_own(step)]
@@ -216,12 +232,29 @@ class _Search:
         self._check_wished(steps)
         return Choice(wish.step, choice.damaged)
 
+    def _list_steps(self) -> list[int]:
+        """Return the steps of all checkpoints in the folder, the latest first.
+
+        Raises:
+            ConfigError: it is no folder that can be read, and waiting does not make it one.
+        """
+        folder = self._wish.folder
+        if Path(folder).is_file():
+            raise ConfigError(f"checkpoint.folder must be a folder, got the file {folder}; {ELSEWHERE}")
+        try:
+            return sorted({*complete_steps(folder), *torn_steps(folder)}, reverse=True)
+        except PermissionError as error:
+            raise ConfigError(
+                f"checkpoint.folder must be a folder that this user may read, got: {error}; change its mode, or "
+                f"{ELSEWHERE}"
+            ) from error
+
     def _choose_latest(self, steps: list[int]) -> Choice:
         choice = self._find_sound(steps)
         if choice.step != NONE or not steps:
             return choice
         if choice.damaged:
-            raise ConfigError(
+            raise NoCheckpointError(
                 f"checkpoint.folder ({self._wish.folder}) must hold a training state that can be "
                 f"read, got {_list_damage(choice.damaged)}; mend one of them, or give another "
                 "checkpoint.folder to begin anew"
@@ -255,13 +288,13 @@ class _Search:
         """Check the checkpoint that the user has named: another one is not what was asked for.
 
         Raises:
-            ConfigError: it is not there, or damaged.
+            NoCheckpointError: it is not there, or damaged.
         """
         wish = self._wish
         if wish.step not in steps:
             complete = complete_steps(wish.folder)
             remedy = "" if complete else "; leave it out to begin anew"
-            raise ConfigError(
+            raise NoCheckpointError(
                 f"checkpoint.load_step must name a complete checkpoint in {wish.folder}, got "
                 f"{wish.step}; there are {_list(complete)}{remedy}"
             )
@@ -270,7 +303,7 @@ class _Search:
             return
         others = [step for step in steps if step != wish.step][:_MAX_NAMED]
         sound = [step for step in reversed(others) if not self._find_defect(step)]
-        raise ConfigError(
+        raise NoCheckpointError(
             f"checkpoint.load_step must name a sound checkpoint in {wish.folder}, got {wish.step}, "
             f"which is damaged: {defect}; sound ones are {_list(sound)}"
         )

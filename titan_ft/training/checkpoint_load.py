@@ -18,12 +18,21 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE
 
 from titan_ft.config import ConfigError
-from titan_ft.training.checkpoint_choice import NONE, Gather, LoadError, Wish, agree_on_step, together
+from titan_ft.training.checkpoint_choice import (
+    NONE,
+    Gather,
+    LoadError,
+    NoCheckpointError,
+    Wish,
+    agree_on_step,
+    together,
+)
 from titan_ft.training.checkpoint_damage import FailedLoad, Failure, classify, find_defect
 from titan_ft.training.checkpoint_digest import find_change, take_digests
 from titan_ft.training.checkpoint_export import check_importable
 from titan_ft.training.checkpoint_folder import (
     ELSEWHERE,
+    LATEST,
     METADATA,
     DamagedError,
     Manifest,
@@ -170,7 +179,7 @@ class Load:
             step: of it; `NONE` for the model to begin with.
 
         Raises:
-            ConfigError: there is no other one that the job may load.
+            ConfigError: no other start would do better.
             LoadError: another start may do better.
         """
         reason = str(error)
@@ -185,14 +194,21 @@ class Load:
         is_noted = self._note(error)
         if isinstance(error, LoadError):
             raise error
-        other = agree_on_step(replace(wish, damaged={step: reason}), dist.get_rank(), self._gather)
+        try:
+            other = agree_on_step(replace(wish, damaged={step: reason}), dist.get_rank(), self._gather).step
+        except NoCheckpointError:
+            if not is_noted:
+                raise
+            # Another group may have loaded it. The next start heals then, or ends for good.
+            lack = "no sound one is left" if wish.step == LATEST else f"load_step = {wish.step} allows no other one"
+            raise LoadError(f"checkpoint: {self._folder} is damaged: {reason}; {lack}") from error
         if not is_noted:
             raise ConfigError(
                 f"checkpoint: {self._folder} must be sound, got a damaged one ({reason}) that cannot be marked for all "
-                f"groups, for its folder is not writable; set checkpoint.load_step = {other.step}, or mend it"
+                f"groups, for its folder is not writable; set checkpoint.load_step = {other}, or mend it"
             ) from error
         raise LoadError(
-            f"checkpoint: {self._folder} is damaged: {reason}; the next start goes on from step {other.step} "
+            f"checkpoint: {self._folder} is damaged: {reason}; the next start goes on from step {other} "
             "(checkpoint.load_step chooses another one)"
         ) from error
 
