@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.checkpoint_run import EXPORT, Exporter, Run
 from titan_ft import device
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWri
 
 from titan_ft.training import checkpoint_save  # noqa: E402
 from titan_ft.training.checkpoint_folder import Manifest, complete_steps  # noqa: E402
+from titan_ft.training.checkpoint_save import ELSEWHERE_IN_GROUP, agree_on_reason  # noqa: E402
 
 MakeRun = Callable[..., Run]
 
@@ -126,6 +128,26 @@ def test_the_last_save_is_tried_in_another_way_with_all_room_there_is(
     assert seen == [[]]
     assert run.names() == ["step-5", "step-6"]
     assert [path.name for path in (run.folder / "step-6").rglob("sharded")] == []
+
+
+@pytest.mark.parametrize(
+    ("reasons", "told"),
+    [
+        (["", "the disk is full"], ["the disk is full (rank 1)", "the disk is full"]),
+        (["one", "another"], ["one", "one"]),
+        ([ELSEWHERE_IN_GROUP, "another"], ["another (rank 1)", "another"]),
+        (["", ELSEWHERE_IN_GROUP], [ELSEWHERE_IN_GROUP] * 2),
+    ],
+)
+def test_all_ranks_tell_the_same_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reasons: list[str], told: list[str]
+) -> None:
+    """That of the first rank that has one: each may be the rank whose line is shown."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", lambda every, _: every.__setitem__(slice(None), reasons))
+    for rank, reason in enumerate(reasons):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        assert agree_on_reason(OSError(reason) if reason else None, tmp_path) == told[rank]
 
 
 @pytest.fixture

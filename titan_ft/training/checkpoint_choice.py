@@ -52,7 +52,7 @@ class LoadError(ReplicaError):
 
 
 class NoCheckpointError(ConfigError):
-    """There is no checkpoint that the job may load, though it asks for one, or has had some.
+    """The job asks for a checkpoint, or has saved some, and none can be loaded.
 
     A group that heals needs none: damage on disk must not end a group while others train.
     """
@@ -64,12 +64,12 @@ class Wish:
 
     Attributes:
         folder: of its checkpoints.
-        inspect: returns what is wrong with the checkpoint in a folder, empty if nothing is; may
-            raise OSError.
+        inspect: returns the defect of the checkpoint in a folder, empty if it has none; may raise
+            OSError.
         step: `checkpoint.load_step`: where the job begins.
         job_id: of the job. It goes on from what it has saved since it began at `step`.
         initial: folder of a model to begin with if there is no checkpoint; may be empty.
-        damaged: why steps cannot be loaded that a load has just found damaged.
+        damaged: steps that a load has just found damaged, with the reason.
     """
 
     folder: str
@@ -213,7 +213,7 @@ class _Search:
     def __init__(self, wish: Wish) -> None:
         self._wish = wish
         self._tries = _num_looks()
-        """Looks that are left, for all checkpoints together, at what the file system does not show."""
+        """Looks that are left after errors of the file system, for all checkpoints together."""
 
     def choose(self) -> Choice:
         """Return the checkpoint to load.
@@ -259,7 +259,7 @@ class _Search:
                 f"read, got {_list_damage(choice.damaged)}; mend one of them, or give another "
                 "checkpoint.folder to begin anew"
             )
-        return Choice(steps[0])  # of a model only: the load says what to do
+        return Choice(steps[0])  # of a model only; the load names the remedies
 
     def _find_sound(self, steps: Iterable[int]) -> Choice:
         """Return the first of `steps` that is a sound training state, with the damaged before it."""
@@ -285,7 +285,7 @@ class _Search:
         return Choice(NONE, damaged)
 
     def _check_wished(self, steps: list[int]) -> None:
-        """Check the checkpoint that the user has named: another one is not what was asked for.
+        """Check the checkpoint that the user has named, which no other one may replace.
 
         Raises:
             NoCheckpointError: it is not there, or damaged.
@@ -320,10 +320,10 @@ class _Search:
         return manifest is not None and manifest.branch == (self._wish.job_id, self._wish.step)
 
     def _find_defect(self, step: int) -> str:
-        """Return what is wrong with a checkpoint; empty if nothing is, or if it vanished.
+        """Return the defect of a checkpoint; empty if it has none, or has vanished.
 
-        Damage must be seen twice, in the same checkpoint: one look may fall into the moment in
-        which another group replaces or purges it.
+        A defect counts when it is seen twice in the same checkpoint: during the first look another
+        group may be replacing or purging it.
         """
         if step in self._wish.damaged:
             return self._wish.damaged[step]
@@ -341,15 +341,15 @@ class _Search:
         return defect
 
     def _inspect(self, folder: Path) -> str:
-        """Return what is wrong with a checkpoint, or that it cannot be read if that lasts.
+        """Return the defect of a checkpoint; an error of the file system is one only if it lasts.
 
-        An error of the file system is no damage: a server may be away for a moment.
+        A file server may be away for a moment.
         """
         while True:
             try:
                 return self._wish.inspect(folder)
             except OSError as error:
-                # To wait does not give a permission.
+                # Waiting does not give a permission.
                 if self._tries <= 0 or isinstance(error, PermissionError):
                     return f"it cannot be read ({error})"
             self._tries -= 1

@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Damage to a checkpoint: what its tables show before it is chosen, and what a load has found.
+"""Damage to a checkpoint: signs of it in the tables, and notes of loads that failed.
 
-DCP notices a file that is cut in the midst of the load, and a changed byte in a tensor not at all.
-By then the group has announced the step to the other groups, and cannot take another one. So each
-load that fails leaves a note in the checkpoint's folder, and all later choices pass it over.
+DCP detects a truncated file only during the load, and a changed byte in a tensor never. By then the
+group has announced the step to the other groups and cannot take another one. So each failed load
+leaves a note in the checkpoint's folder, and every later choice passes the checkpoint over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titan_ft.training.checkpoint_folder import INDEX, METADATA, DamagedError, M
 
 NOTES = "failed-load-*.json"
 _UNREADABLE_LOADS = 3
-"""Loads of a checkpoint that end with errors of the file system, after which it counts as damaged."""
+"""After so many loads that ended with an error of the file system a checkpoint counts as damaged."""
 _HEADER_BYTES = 8  # of a safetensors file: the length of its table, little-endian
 _MAX_TABLE_BYTES = 100_000_000  # as safetensors itself limits it
 
@@ -60,9 +60,9 @@ class FailedLoad:
     time: str
 
     def write(self, folder: Path) -> None:
-        """Leave it beside the data, for the choices of all groups.
+        """Write the note beside the data, where the choices of all groups find it.
 
-        A file for each note: two groups that find the same at once overwrite nothing.
+        Each note is a file of its own, so that two groups never overwrite each other's.
 
         Raises:
             OSError: it cannot be written.
@@ -72,9 +72,9 @@ class FailedLoad:
 
 
 def find_defect(folder: Path) -> str:
-    """Return what is wrong with a checkpoint as far as its tables tell; empty if nothing is.
+    """Return the defect that the tables of a checkpoint show; empty if they show none.
 
-    Reads the manifest, the tables and the sizes of the files, and none of the data.
+    Reads the manifest, the notes, the tables and the sizes of the files, but no data.
 
     Raises:
         OSError: the file system does not answer.
@@ -89,14 +89,14 @@ def find_defect(folder: Path) -> str:
 
 
 def classify(error: CheckpointException) -> tuple[Failure, str]:
-    """Return why DCP's load failed, with the reason of the first rank on one line.
+    """Return the kind of a failed load, and the reason of the first rank on one line.
 
-    The plan of a load compares names and shapes; after it only bytes are read.
+    DCP compares names and shapes while it plans a load. After the plan it only reads bytes.
     """
     phase = error.args[0]
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:
-        if isinstance(cause, PermissionError):  # waiting does not mend it
+        if isinstance(cause, PermissionError):  # another start would fail in the same way
             return Failure.DAMAGED, one_line(cause)
         if isinstance(cause, OSError) or "metadata is None" in str(cause):
             return Failure.UNREADABLE, one_line(cause)
@@ -140,10 +140,10 @@ def _check_tables(folder: Path) -> None:
 
 
 def _read_extents(folder: Path) -> dict[str, int]:
-    """Return how many bytes each file must have, by DCP's table.
+    """Return the least size of each file in bytes, from DCP's table.
 
     Raises:
-        DamagedError: it is none. Unpickling half of a file may raise anything.
+        DamagedError: the table cannot be read. Unpickling half a file may raise any exception.
         OSError: the file system does not answer.
     """
     try:
@@ -179,7 +179,7 @@ def _check_files(folder: Path, extents: Mapping[str, int]) -> None:
 def _size_of(path: Path) -> int | None:
     """Return the size of a file as its server has it; None if it is missing.
 
-    A host may go by an old listing of NFS for a minute. To open a file asks the server.
+    NFS may show a host an old listing for a minute. Opening a file asks the server.
     """
     try:
         with path.open("rb") as file:

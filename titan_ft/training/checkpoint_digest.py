@@ -1,10 +1,10 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Digests of a saved state, which show whether a load has brought back the same bytes.
+"""Digests of a saved state: they show whether a load restored the bytes that were saved.
 
-DCP does not notice a changed byte or a zeroed block of a tensor. The manifest has a digest of each
-part of the state, taken from memory before the save; the load takes it again. A digest is of the
-ranks' own shards, so it can be compared only where as many ranks hold the same shards as then.
+DCP does not detect a changed byte or a zeroed block in a tensor. The manifest holds a digest of each
+part of the state, taken from memory before the save. The load takes the digest again. Each rank
+hashes its own shards, so two digests are comparable only if the same shards are on as many ranks.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def take_digests(state: Mapping[str, Any], parts: Mapping[str, Any], gather: Gat
 
 
 def find_change(then: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the name of the first part whose values are not those of then; empty if none is.
+    """Return the name of the first part whose values have changed; empty if none has.
 
-    Parts of another layout are passed over: other ranks hold them, or another dtype.
+    Skips parts of another layout: on other ranks, or of another dtype.
     """
     for name, digest in now.items():
         earlier = then.get(name, "")
@@ -86,7 +86,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> str:
-    """Return bytes in hex. Of any other object the type is enough: its text may be an address."""
+    """Return bytes in hex; of any other object its type, for its text may contain an address."""
     return value.hex() if isinstance(value, bytes) else type(value).__name__
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checkpoints in Hugging Face's format: what can be loaded and saved, and whether an export can be read.
+"""Checkpoints in Hugging Face's format: their settings, exports, and the check of exported files.
 
 torch writes each file by a table of names (`model.safetensors.index.json` of `model.hf_assets_path`). A name without a
 tensor makes that whole file unreadable, and torch does not look: old Llama indexes name `rotary_emb.inv_freq`.
@@ -63,7 +63,7 @@ def merge_together(save: Callable[[], Any]) -> None:
 
 
 class ExportError(Exception):
-    """An export would not be, or is not, what the model is."""
+    """An export does not hold the model, or would not."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Tensor:
 
 
 class Converted:
-    """In place of an adapter to Hugging Face's format: what it has made of the state.
+    """Stands in for the adapter to Hugging Face's format, with the state that it has converted.
 
     Args:
         state: this rank's tensors by name.
@@ -97,13 +97,13 @@ class Converted:
         return self._state
 
     def check(self, folder: Path) -> None:
-        """Check that the files in `folder` hold exactly the tensors, and the index exactly the files.
+        """Check that the files in `folder` hold exactly the tensors of the model, and the index the files.
 
-        Opens every file, and reads none of the data.
+        Opens every file, but reads no data.
 
         Raises:
-            ExportError: they do not.
-            OSError: they cannot be read.
+            ExportError: a file, a name, a shape or a dtype is wrong.
+            OSError: the file system does not answer.
         """
         files = _read_weight_map(folder)
         _compare("model.safetensors.index.json", files, self._tensors)

@@ -165,7 +165,7 @@ def complete_steps(folder: str | Path) -> list[int]:
 
 
 def torn_steps(folder: str | Path) -> list[int]:
-    """Return the steps of checkpoints that were complete once: somebody took their table away."""
+    """Return the steps of checkpoints that have a manifest and no table any more."""
 
     def is_torn(path: Path) -> bool:
         return (path / MANIFEST).is_file() and not is_complete(path)
@@ -243,9 +243,12 @@ def _branch_of(folder: Path) -> tuple[str, int] | None:
 
 
 def _set_aside(folder: Path, step: int) -> Path | None:
-    """Rename a checkpoint so that nobody takes it for one; None if that is not possible.
+    """Rename a checkpoint so that neither this project nor torchtitan takes it for one.
 
-    torchtitan would still take a name with "step-20" anywhere in it for a checkpoint.
+    torchtitan takes every name that contains "step-20" for a checkpoint.
+
+    Returns:
+        The new path; None if the rename failed.
     """
     for number in range(100):
         target = folder.with_name(f"aside-{step}-{number}")
@@ -263,13 +266,13 @@ def _set_aside(folder: Path, step: int) -> Path | None:
 
 
 def take_abandoned(folder: Path, name: str) -> list[Path]:
-    """Rename partial folders that have no writer any more, to be deleted.
+    """Rename partial folders without a living writer, so that they can be deleted.
 
-    Those are the ones of the group `name`, which writes nothing just now, and any that died long
-    ago. Another group may be writing the rest.
+    The group `name` asks, and writes nothing just now: its own folders are abandoned. A folder of
+    another group is abandoned if nothing in it has changed for an hour.
 
     Returns:
-        What to delete.
+        The folders to delete.
     """
     doomed = []
     now = _newest_change([folder, *_children(folder)])  # by the clock of the file server
@@ -318,10 +321,10 @@ def lineage_of(target: Path) -> str:
 
 
 def discard(target: Path, step: int) -> Path | None:
-    """Rename a folder that is to be deleted, so that half of it never looks complete.
+    """Rename a folder before it is deleted, so that half of it never looks complete.
 
     Returns:
-        What to delete; None if it is gone already.
+        The folder to delete; None if it is gone already.
     """
     # With a name of its own: the remains of a deletion that was killed would be in the way.
     doomed = partial_folder(target, step, f"purged-{secrets.token_hex(4)}")

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One load of a group: what the checkpoint can give, and whether it has given what was saved."""
+"""One load of a group: checks of the checkpoint before it, and of the loaded state after it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Load:
         self.reset = ""
 
     def prepare(self, state: dict[str, Any], from_hf: bool) -> None:
-        """Check that the checkpoint is of this run's model, and leave out of `state` what it cannot give.
+        """Check that the checkpoint fits this run, and drop the parts of `state` that it lacks.
 
         Args:
             state: the parts by name, and the tensors of the model; all of it is loaded.
@@ -84,12 +84,12 @@ class Load:
             self._manifest = Manifest.read(self._folder)
             check_model(self._manifest, self._now, str(self._folder))
             if QUORUM_STATE in state:  # else only the model is wanted
-                self._leave_out(state)
+                self._drop_missing(state)
 
         together(look, str(self._folder), self._gather)
 
-    def _leave_out(self, state: dict[str, Any]) -> None:
-        """Leave out of `state` what the checkpoint cannot give: DCP takes a missing key for an error."""
+    def _drop_missing(self, state: dict[str, Any]) -> None:
+        """Drop the parts of `state` that the checkpoint lacks: DCP fails on a missing key."""
         folder, manifest = self._folder, self._manifest
         has_data = Path(folder, METADATA).is_file()
         keys = FileSystemReader(folder).read_metadata().state_dict_metadata if has_data else ()
@@ -115,7 +115,7 @@ class Load:
             state.pop(DATALOADER, None)
 
     def fail(self, error: CheckpointException, from_hf: bool) -> NoReturn:
-        """End the load for an error of DCP's, which all ranks have met. A collective.
+        """End the load after an error of DCP's, which is the same on all ranks. A collective.
 
         Raises:
             ConfigError: the checkpoint holds another state.
@@ -139,14 +139,14 @@ class Load:
         return find_defect(self._folder) if dist.get_rank() == 0 else ""
 
     def check(self, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-        """Check that the load has brought back what was saved. A collective.
+        """Compare the loaded state with the saved one. A collective.
 
         Args:
             state: as DCP has loaded it.
             parts: the names of all parts.
 
         Raises:
-            DamagedError: it has not. On all ranks.
+            DamagedError: they differ. On all ranks.
         """
         if self._manifest is None:
             _count_tokens_of_stock(state)
@@ -155,10 +155,10 @@ class Load:
         reason = f"the {change} in it is not what was saved (its digest is another one)" if change else ""
         reason = reason or self._find_other_counters(state)
         if any(self._gather(int(bool(reason)))):
-            raise DamagedError(reason or "another rank of this group has not loaded what was saved")
+            raise DamagedError(reason or "another rank of this group has loaded another state than was saved")
 
     def _find_other_counters(self, state: Mapping[str, Any]) -> str:
-        """Return how the state contradicts the manifest, which holds for any number of ranks."""
+        """Return the contradiction between counters and manifest, for any number of ranks; empty = none."""
         assert self._manifest is not None
         expected = {
             (TRAIN_STATE, "step"): self._manifest.step,
@@ -170,9 +170,9 @@ class Load:
         return ""
 
     def give_up(self, error: DamagedError | LoadError, wish: Wish, step: int) -> NoReturn:
-        """End a load that failed, so that the next start of every group chooses an older checkpoint.
+        """End a failed load, so that the next start of every group chooses an older checkpoint.
 
-        It is too late to take another one in this start: the step was announced to the other groups. A collective.
+        This start cannot take another one: the step was announced to the other groups. A collective.
 
         Args:
             wish: by which the checkpoint was chosen.
@@ -213,9 +213,9 @@ class Load:
         ) from error
 
     def _check_not_replaced(self) -> None:
-        """Check that the folder holds the same checkpoint as when the load began.
+        """Check that the folder still holds the checkpoint of which the load began.
 
-        Else the wrong bytes may be of two checkpoints: another group has saved the step again.
+        If another group has saved the step again meanwhile, the bytes may be of two checkpoints.
 
         Raises:
             LoadError: it holds another one, or is gone. On all ranks.
@@ -229,7 +229,7 @@ class Load:
         together(look, str(self._folder), self._gather)
 
     def _note(self, error: DamagedError | LoadError) -> bool:
-        """Leave a note of the failure beside the data; returns False if that is not possible."""
+        """Write a note of the failure beside the data; return False if the folder is not writable."""
         is_noted = False
         if dist.get_rank() == 0:
             note = FailedLoad(
@@ -246,7 +246,7 @@ class Load:
 
 
 def _count_tokens_of_stock(state: Mapping[str, Any]) -> None:
-    """Make the count of one of stock torchtitan's data ranks that of the job."""
+    """Turn the count of one of stock torchtitan's data ranks into the count of the job."""
     counters = state.get(TRAIN_STATE)
     if counters is not None:
         counters[JOB_TOKENS] = counters["ntokens_seen"] * state.get(STOCK_RANKS, 1)

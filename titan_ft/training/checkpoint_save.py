@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A save of a group: when it is due, how far it is, why it failed."""
+"""A save of a group: its due step, its progress, the reason of its failure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PartError(Exception):
 
 
 class SaveState(IntEnum):
-    """How far a save is, as one rank sees it."""
+    """Progress of a save, as one rank sees it."""
 
     UNDER_WAY = 0
     COMPLETE = 1
@@ -61,7 +61,8 @@ class Save:
         started: by this process's clock, in seconds.
         seconds: that the save took.
         partial: the folder that it writes; None before it writes.
-        done: resolved once the checkpoint is published, as far as this rank knows.
+        done: resolved once the checkpoint is published, as far as this rank knows; on rank 0 with
+            the folders that were set aside.
     """
 
     step: int
@@ -84,7 +85,7 @@ def latest_due(step: int, interval: int, first: bool, last: bool) -> int:
 
 
 def explain(error: BaseException) -> str:
-    """Return on one line why something of a save failed."""
+    """Return the reason of a failure on one line."""
     for cause in _causes(error):
         if is_full(cause):
             return f"the disk is full ({os.strerror(cause.errno or 0)})"
@@ -92,15 +93,15 @@ def explain(error: BaseException) -> str:
 
 
 def is_full(error: BaseException) -> TypeGuard[OSError]:
-    """Say whether there is no room left, on the disk or in the user's quota."""
+    """True if the disk, or the user's quota of it, has no room left."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def agree_on_reason(error: BaseException | None, folder: Path) -> str:
-    """Return why a save failed, by the first rank that knows: the same reason on all. A collective.
+    """Return the reason of a failed save, from the first rank that has one. A collective.
 
-    torch writes tensors by a zip writer that reports a full disk as "unexpected pos 704 vs 598",
-    and DCP passes on no cause. So rank 0 asks the file system, before the remains are removed.
+    torch's zip writer reports a full disk as "unexpected pos 704 vs 598", and DCP drops the cause.
+    So rank 0 asks the file system, while the remains of the save still fill it.
 
     Args:
         error: of this rank; None if its own part did not fail.
@@ -120,7 +121,7 @@ def agree_on_reason(error: BaseException | None, folder: Path) -> str:
 
 
 def describe_latest(step: int) -> str:
-    """Say what there is to go back to, in words."""
+    """Describe the checkpoint that is left to go back to."""
     return f"the latest complete one is that of step {step}" if step else "there is none to go back to"
 
 
@@ -151,7 +152,7 @@ def _causes(error: BaseException) -> Iterable[BaseException]:
 
 
 def _probe(folder: Path) -> OSError | None:
-    """Return the error with which the disk of `folder` refuses more data because it is full."""
+    """Write a megabyte into `folder`; return the error if its disk is full."""
     path = folder / f".room-{os.getpid()}"
     try:
         with path.open("wb") as file:
