@@ -26,7 +26,7 @@ from titan_ft.launch import store_server
 from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.replica.errors import JobFinished
 from titan_ft.run.appender import finish_waiting
-from titan_ft.run.error_file import write_error
+from titan_ft.run.error_file import claim_file, write_error
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.training.divisions import check_ranks
@@ -69,6 +69,7 @@ def main() -> None:
     # resolver's five seconds, in the middle of a recovery.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     protect_output()
+    claim_file()
     exit_with_parent()
     try:
         status = _run(sys.argv[1:], os.environ)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import os
 import time
@@ -67,10 +66,6 @@ if TYPE_CHECKING:
 
 
 _WARM_UP_TOKENS = 32
-# Without torch elastic's `record` around them, which writes a file for every exception, also for `Leaving`.
-# On a full disk that raises an OSError in its place, and a group that leaves in order would end as one that failed.
-# `titan_ft.train` writes the file for those that end a worker.
-_init, _train = (inspect.unwrap(function) for function in (Trainer.__init__, Trainer.train))
 
 
 class ReplicaTrainer(Trainer):
@@ -105,7 +100,7 @@ class ReplicaTrainer(Trainer):
         keep_curves(job_config, self.launch.rank)
         keep_traces(job_config)
         keep_going_without_config_file(job_config)
-        _init(self, job_config)
+        super().__init__(job_config)
         self._nominal_tokens = self._count_nominal_tokens()
         self._hyperparameters = Hyperparameters(self.optimizers, self.lr_schedulers)
         self._ledger = Ledger(config.group_size, loaders.shard, loaders.num_shards)
@@ -247,7 +242,7 @@ class ReplicaTrainer(Trainer):
         """Train as torchtitan does, and leave the other groups however it ends."""
         try:
             try:
-                _train(self)
+                super().train()
             except Leaving:
                 self._step_log.flush()
                 self._leave()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from titan_ft.replica.errors import (
 from titan_ft.run.error_file import (
     FILE_ENV,
     beside,
+    claim_file,
     is_network_error,
     is_transient,
     kind_of,
@@ -61,6 +63,18 @@ def test_torchs_own_file_is_read(path: Path) -> None:
     assert read is not None
     assert read.text == "KeyError: 'nope'"
     assert read.time == int(read.time) > 0
+
+
+def test_a_claimed_file_is_left_alone_by_torch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan's `train` is under `record`, which would write for a group that leaves in order, too."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    claim_file()
+    get_error_handler().record_exception(KeyError("nope"))
+    assert not path.exists()
+    write_error(ValueError("ours"))
+    read = read_error(path)
+    assert read is not None
+    assert read.text == "ValueError: ours"
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "3", '{"message": "text"}', '{"message": {"message": 3}}'])

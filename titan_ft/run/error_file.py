@@ -22,6 +22,7 @@ from titan_ft.run.appender import DISK_ERRNOS
 from titan_ft.run.whole_file import write_whole
 
 FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+_CLAIMED_ENV = "TITAN_FT_ERROR_FILE"
 _MAX_CHARACTERS = 400
 _TRANSIENT_CLASSES = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "DistError"}
 """Of Python, requests, httpx, torch.distributed (its store, its network, NCCL); by name, so that none is imported."""
@@ -60,10 +61,28 @@ def beside(log: Path) -> Path:
     return log.with_suffix(".error.json")
 
 
+def claim_file() -> None:
+    """Let nobody else in this process write the error file.
+
+    torchtitan's `Trainer.train` is under torch elastic's `record`, which writes the file for every exception,
+    also for that of a group that leaves in order. On a full disk `record` raises an OSError in its place,
+    and such a group would end as one that failed.
+    """
+    path = os.environ.pop(FILE_ENV, "")
+    if path:
+        os.environ[_CLAIMED_ENV] = path
+
+
+def find_file() -> Path | None:
+    """Return the error file that this process was given, if it was given one."""
+    path = os.environ.get(FILE_ENV) or os.environ.get(_CLAIMED_ENV)
+    return Path(path) if path else None
+
+
 def write_error(error: BaseException) -> None:
     """Write the exception to the file that this process was given, if it was given one."""
-    path = os.environ.get(FILE_ENV)
-    if not path:
+    path = find_file()
+    if path is None:
         return
     now = time.time()
     stack = "".join(traceback.format_exception(error))
@@ -71,7 +90,7 @@ def write_error(error: BaseException) -> None:
     more |= {"transient": is_transient(error), "network": is_network_error(error)}
     data = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}}
     try:
-        write_whole(Path(path), json.dumps(data).encode(errors="replace"))
+        write_whole(path, json.dumps(data).encode(errors="replace"))
     except OSError:  # a full disk; the exception is in the log, too
         return
 

@@ -14,7 +14,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from titan_ft.run.error_file import FILE_ENV
+from titan_ft.run.error_file import find_file
 from titan_ft.run.events import Drained
 from titan_ft.run.log import EventLog
 
@@ -44,10 +44,10 @@ def read_mark(path: Path) -> str | None:
 def announce_left(events: EventLog, event: Drained) -> None:
     """Emit that this worker leaves; if the event waits, leave a mark for the supervisor, too."""
     events.emit(event)
-    error_file = os.environ.get(FILE_ENV)
-    if events.is_stalled and error_file:
+    error_file = find_file()
+    if events.is_stalled and error_file is not None:
         with contextlib.suppress(OSError):  # then the supervisor lets it stay away
-            leave_mark(_left_beside(Path(error_file)), LEFT)
+            leave_mark(_left_beside(error_file), LEFT)
 
 
 def has_left(error_file: Path) -> bool:
