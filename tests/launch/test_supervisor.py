@@ -334,9 +334,10 @@ def test_a_crash_loop_ends(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exception is in each event of an end, with the log; at its third end in a row the group is given up."""
     # Rank 0's exception follows from rank 1's, is earlier in the order of ranks, and ends its process earlier.
     crash = """
-import os, pathlib, time, traceback
+import os, time, traceback
+from titan_ft.run.error_file import find_file
 if rank == 1: traceback.print_exception = lambda error: time.sleep(0.3)
-cause = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("rank-1.error.json")
+cause = find_file().with_name("rank-1.error.json")
 while rank == 0 and not (cause.exists() and cause.read_text()): time.sleep(0.01)
 if rank == 0: raise RuntimeError("lost rank 1")
 raise KeyError(f"nope {os.getpid()}")
