@@ -106,7 +106,7 @@ def test_what_cannot_travel_is_refused_at_once(name: str) -> None:
     assert isinstance(told.value, ConfigError), "the run ends with exit status 2"
     line = str(told.value)
     assert "\n" not in line
-    for part in ("test_loader_state.Loader", "['deep'][0]['value']", kind, "return such values in its place"):
+    for part in ("test_loader_state.Loader", "['deep'][0]['value']", kind, "return a plain value instead"):
         assert part in line
 
 
@@ -120,7 +120,7 @@ def test_other_types_are_read_back_again(monkeypatch: pytest.MonkeyPatch) -> Non
     reads: list[bytes] = []
     unpack = loader_state._unpack
     monkeypatch.setattr(loader_state, "_unpack", lambda packed: reads.append(packed) or unpack(packed))
-    monkeypatch.setattr(loader_state, "_read_back", set())
+    monkeypatch.setattr(loader_state, "_checked", set())
     loader = Loader({"at": 1, "tokens": [1, 2]})
     for at in range(3):
         loader.state = {"at": at, "tokens": [at] * at}

@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Patches of Hugging Face `datasets`: a stream whose state is loaded goes on with the very next example.
 
-`datasets` 4.7.0 loses the place of a stream in three cases, each without an error. Every patch names
-the upstream code that it replaces. `tests/host/test_streams.py` resumes drawn pipelines after each of
-their examples, and has a test for each patch that fails when upstream no longer needs it.
+`datasets` 4.7.0 changes the order of a stream or loses its position, without an error: when the state is
+of another epoch, when workers share the epoch, with `take` or `skip` beside a shuffle, with a shuffle
+buffer, and with formatted tables. Each patch names the upstream code that it replaces.
+`tests/host/test_streams.py` resumes randomly generated pipelines after each example. It also has one
+test per patch, which fails once upstream has mended the defect.
 
 The patches work inside the workers of a data loader too: workers are forks of a patched process.
 """
@@ -23,11 +25,11 @@ import torch.utils.data
 from datasets import IterableDataset
 
 State = dict[str, Any]
-_INDICES_AT_A_TIME = 1000  # upstream's, which decides what its generator draws
+_DRAW_SIZE = 1000  # as upstream: draws of another size would give other indices
 
-_load_state_dict = IterableDataset.load_state_dict
-_set_epoch = IterableDataset.set_epoch
-_format = upstream.FormattedExamplesIterable.__init__
+_upstream_load_state_dict = IterableDataset.load_state_dict
+_upstream_set_epoch = IterableDataset.set_epoch
+_upstream_init_formatted = upstream.FormattedExamplesIterable.__init__
 
 
 def patch() -> None:
@@ -37,6 +39,7 @@ def patch() -> None:
     upstream.shift_ex_examples_rngs = _shift_generators
     shuffled = upstream.BufferShuffledExamplesIterable
     shuffled._init_state_dict = _init_shuffle_state
+    # Upstream's override warns that the buffer is lost, which is no longer true.
     shuffled.load_state_dict = upstream._BaseExamplesIterable.load_state_dict
     shuffled.__iter__ = _iterate_examples
     shuffled._iter_arrow = _iterate_tables
@@ -54,11 +57,11 @@ def _load_state_and_epoch(self: IterableDataset, state_dict: State) -> None:
     restarted in the second epoch read other batches than it was to read.
     """
     self.set_epoch(state_dict["epoch"])
-    _load_state_dict(self, state_dict)
+    _upstream_load_state_dict(self, state_dict)
 
 
 def _set_own_epoch(self: IterableDataset, epoch: int) -> None:
-    """Set the epoch; in a worker of a data loader, that of this worker alone.
+    """Set the epoch, in a data loader's worker of this worker alone; replaces `IterableDataset.set_epoch`.
 
     Upstream keeps the epoch in memory that all workers share. torchtitan's dataset adds one to it in
     each worker that reaches the end of its files: with two workers every second epoch was left out, and
@@ -66,14 +69,14 @@ def _set_own_epoch(self: IterableDataset, epoch: int) -> None:
     """
     if torch.utils.data.get_worker_info() is not None:
         self._epoch = torch.tensor(int(self._epoch))
-    _set_epoch(self, epoch)
+    _upstream_set_epoch(self, epoch)
 
 
 def _shift_generators(ex_iterable: Any, value: int) -> Any:
-    """Return the pipeline with the seeds of an epoch or a worker; replaces `shift_ex_examples_rngs`.
+    """Return a copy of the pipeline with its seeds shifted by `value`; replaces `shift_ex_examples_rngs`.
 
-    Upstream changes the given pipeline where `take` or `skip` hands on its own object: each epoch's
-    seeds then depended on how often the stream had been opened before.
+    Upstream shifts the seeds in place where `take` or `skip` returns itself from `shuffle_data_sources`.
+    Opening a stream then changed it, and an epoch's order depended on how often it had been opened.
     """
     shifted = copy.copy(ex_iterable)
     if hasattr(shifted, "shift_rngs"):
@@ -87,23 +90,24 @@ def _shift_generators(ex_iterable: Any, value: int) -> Any:
 
 # The shuffle buffer
 #
-# Upstream's state has the place in the source but not the examples in the buffer: a stream that was opened
-# again never gave those. They follow from the source and the seed, so the state need not hold them. It
-# holds an *anchor*: a place in the source from which the buffer can be made again, because every slot of
-# the buffer has been refilled since. With B slots the anchor lies about B (ln B + 2) examples back, however
-# far the epoch has come, and whoever opens the stream reads that many examples again.
+# Upstream's state has the position in the source but not the examples in the buffer: a stream that was
+# opened again never gave those. They follow from the source and the seed, so the state need not hold
+# them. It holds an *anchor*: a position in the source after which every slot of the buffer was refilled.
+# Reading from the anchor to the present position therefore makes the whole buffer again. With B slots the
+# anchor lies about B (ln B + 2) examples back (coupon collector), and a stream that is opened reads that
+# many examples again.
 
 
 def _init_shuffle_state(self: Any) -> State:
-    """Begin a state; replaces `BufferShuffledExamplesIterable._init_state_dict`.
+    """Return the state at an epoch's start; replaces `BufferShuffledExamplesIterable._init_state_dict`.
 
-    Returns:
+    Keys:
         anchor: state of the source at the anchor; None = its beginning, with an empty buffer.
-        picked: examples that the buffer had given in this epoch at the anchor.
-        given: examples that it has given since.
+        at_anchor: examples that had been given in this epoch at the anchor.
+        since_anchor: examples that were given after it.
     """
     self._source_start = copy.deepcopy(self.ex_iterable._init_state_dict())
-    self._state_dict = {"anchor": None, "picked": 0, "given": 0, "type": type(self).__name__}
+    self._state_dict = {"anchor": None, "at_anchor": 0, "since_anchor": 0, "type": type(self).__name__}
     return self._state_dict
 
 
@@ -118,55 +122,67 @@ def _iterate_tables(self: Any) -> Iterator[Any]:
 
 
 def _shuffle(self: Any, open_source: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """Give the examples of the source in upstream's order, from the place of the state on."""
+    """Give the examples of the source in upstream's order, from the position of the state on."""
     size, generator = self.buffer_size, copy.deepcopy(self.generator)
     if self._state_dict is None:
-        self._init_state_dict()  # nobody asks for the state of this stream
+        self._init_state_dict()  # nobody saves this stream; the code below counts in a state all the same
     state: State = self._state_dict
     start = self._source_start if state["anchor"] is None else state["anchor"]
     self.ex_iterable.load_state_dict(copy.deepcopy(start))
+    # After an anchor, every slot is refilled before an example that was not given yet is read from it.
     buffer: list[Any] = [] if state["anchor"] is None else [None] * size
-    number = state["picked"]  # of the example that the buffer gives next, from 0
-    given_before = state["picked"] + state["given"]
-    indices = _draw_indices(generator, size, skip=number)
-    refilled = [number] * size  # by slot: examples that had been given when it was refilled last
-    candidates: deque[tuple[int, State]] = deque()  # for the anchor, with the examples given by then
+    num_given = state["at_anchor"]  # examples of this epoch, those that are replayed included
+    num_replayed = state["at_anchor"] + state["since_anchor"]  # `num_given` at which the replay ends
+    indices = _draw_indices(generator, size, skip=num_given)
+    refilled_at = [num_given] * size  # per slot: `num_given` at its last refill
+    candidates: deque[tuple[int, State]] = deque()  # for the anchor: `num_given` and the state of the source
 
     for example in open_source():
         if len(buffer) < size:
             buffer.append(example)
             continue
         slot = next(indices)
-        number += 1
-        if number > given_before:
-            state["given"] = number - state["picked"]
+        num_given += 1
+        if num_given > num_replayed:
+            state["since_anchor"] = num_given - state["at_anchor"]
             yield buffer[slot]
-        buffer[slot], refilled[slot] = example, number
-        if number % size == 0:
-            oldest = min(refilled)
-            while candidates and candidates[0][0] < oldest:
-                state["picked"], state["anchor"] = candidates.popleft()
-                state["given"] = max(number, given_before) - state["picked"]
-            candidates.append((number, self.ex_iterable.state_dict()))
+        buffer[slot], refilled_at[slot] = example, num_given
+        # Move the anchor to the latest candidate after which every slot was refilled. Once in `size`
+        # examples: `min` and the state of the source take time.
+        if num_given % size == 0:
+            oldest_refill = min(refilled_at)
+            while candidates and candidates[0][0] < oldest_refill:
+                state["at_anchor"], state["anchor"] = candidates.popleft()
+                # In a replay fewer examples have come by than the stream had given.
+                state["since_anchor"] = max(num_given, num_replayed) - state["at_anchor"]
+            candidates.append((num_given, self.ex_iterable.state_dict()))
 
-    generator.shuffle(buffer)
+    generator.shuffle(buffer)  # as upstream: what is left when the source ends
     for example in buffer:
-        number += 1
-        if number > given_before:
-            state["given"] = number - state["picked"]
+        num_given += 1
+        if num_given > num_replayed:
+            state["since_anchor"] = num_given - state["at_anchor"]
             yield example
 
 
 def _draw_indices(generator: np.random.Generator, size: int, skip: int) -> Iterator[int]:
     """Draw the slots that the buffer is emptied from, as upstream does, without the first `skip` ones."""
-    for _ in range(skip // _INDICES_AT_A_TIME):
-        generator.integers(0, size, size=_INDICES_AT_A_TIME)
+    for _ in range(skip // _DRAW_SIZE):
+        generator.integers(0, size, size=_DRAW_SIZE)
     draw = upstream.BufferShuffledExamplesIterable._iter_random_indices
-    indices: Iterator[int] = draw(generator, size, _INDICES_AT_A_TIME)
-    return islice(indices, skip % _INDICES_AT_A_TIME, None)
+    indices: Iterator[int] = draw(generator, size, _DRAW_SIZE)
+    return islice(indices, skip % _DRAW_SIZE, None)
+
+
+# Formatted tables
 
 
 def _format_row_by_row(self: Any, ex_iterable: Any, *args: Any, **kwargs: Any) -> None:
+    """Format one row at a time; replaces `FormattedExamplesIterable.__init__`.
+
+    Upstream's state counts whole Arrow tables: a stream that was opened again within a table gave its
+    first rows twice or its last ones never.
+    """
     if ex_iterable.iter_arrow and not isinstance(ex_iterable, upstream.RebatchedArrowExamplesIterable):
         ex_iterable = upstream.RebatchedArrowExamplesIterable(ex_iterable, batch_size=1)
-    _format(self, ex_iterable, *args, **kwargs)
+    _upstream_init_formatted(self, ex_iterable, *args, **kwargs)

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Pack the state of a data loader for other groups, and unpack theirs.
 
-A state travels in every exchange, in every heal and in checkpoints, and comes from other processes. So
-it is unpacked without running code: `torch.load(weights_only=True)`, with NumPy's types and a few of the
-standard library's allowed besides. A state that could not be unpacked would end each group that heals,
-hours after it was saved. `save_loader` therefore reads back each new combination of types at once.
+A state is sent in every exchange, in every heal and in checkpoints, so it comes from other processes.
+It is unpacked without running code: `torch.load(weights_only=True)`, which allows NumPy's types and a
+few of the standard library's in addition. A state that could not be unpacked would end each group that
+heals, hours after it was saved. `save_loader` therefore reads back each new combination of types.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_ft.config import ConfigError
 from titan_ft.host import streams
 
-streams.patch()  # before anybody opens a stream: a state that was saved unpatched has no place in it
+# Before any stream is opened: without the patches, its state lacks the position in the data.
+streams.patch()
 
 _NUMPY: list[Any] = [
     multiarray._reconstruct,
     multiarray.scalar,
     np.ndarray,
     np.dtype,
+    # The class of every dtype, for instance np.dtypes.Float64DType: torch looks it up for each array.
     *{type(np.dtype(code)) for code in np.typecodes["All"]},
 ]
 _STANDARD: list[Any] = [
-    bytes,  # the empty one: others are allowed by torch
+    bytes,  # pickle writes b"" as a call of bytes(); torch allows all other bytes by itself
     frozenset,
     range,
     slice,
@@ -44,8 +46,8 @@ _STANDARD: list[Any] = [
     datetime.timedelta,
     datetime.timezone,
 ]
-_read_back: set[tuple[type, frozenset[object]]] = set()
-"""Loaders' classes with the types in their states, of states that were unpacked already."""
+_checked: set[tuple[type, frozenset[object]]] = set()
+"""(class of a loader, types in its state) that have been packed and unpacked once."""
 
 
 class LoaderStateError(ConfigError, TypeError):
@@ -59,25 +61,27 @@ def save_loader(loader: Any) -> bytes:
         LoaderStateError: the state holds a value that other groups could not unpack; names the loader's
             class, the value's place in the state and its type.
     """
-    # torchtitan's loader wraps the state in a pickle of its own, named after the rank. torchdata's is plain.
+    # Call torchdata's method, not an override: torchtitan's pickles the state once more, under a key
+    # with the rank. `weights_only` would not look into that pickle.
     is_torchdata = isinstance(loader, StatefulDataLoader)
     state = StatefulDataLoader.state_dict(loader) if is_torchdata else loader.state_dict()
-    kind = (type(loader), frozenset(_types_in(state)))
-    if kind in _read_back:
+    types = frozenset(_types_in(state))
+    if (type(loader), types) in _checked:
         return _pack(state)
     try:
         packed = _pack(state)
-        same = set(_types_in(_unpack(packed))) == set(kind[1])
+        # A class whose `__reduce__` names a plain type is unpacked as that type, without an error.
+        types_survive = types == frozenset(_types_in(_unpack(packed)))
     except Exception as error:  # pickle raises errors of many classes
         raise _refusal(loader, state) from error
-    if not same:
+    if not types_survive:
         raise _refusal(loader, state)
-    _read_back.add(kind)
+    _checked.add((type(loader), types))
     return packed
 
 
 def load_loader(loader: Any, packed: bytes) -> None:
-    """Let a data loader go on where `save_loader` found another one of the same data."""
+    """Resume a data loader at the position in `packed`, which another loader of the same data saved."""
     state = _unpack(packed)
     if isinstance(loader, StatefulDataLoader):
         StatefulDataLoader.load_state_dict(loader, state)
@@ -93,6 +97,7 @@ def name_loader(loader: Any) -> str:
 
 def _pack(state: Any) -> bytes:
     file = io.BytesIO()
+    # The zip format would add 1.1 kB to each state.
     torch.save(state, file, _use_new_zipfile_serialization=False)
     return file.getvalue()
 
@@ -103,7 +108,7 @@ def _unpack(packed: bytes) -> Any:
 
 
 def _types_in(value: Any) -> Iterator[object]:
-    """Yield the types of all values in a state, its keys among them; of arrays the dtype as well."""
+    """Yield the types of all values and keys in a state, and the dtypes of its arrays."""
     yield type(value)
     if isinstance(value, np.ndarray):
         yield value.dtype
@@ -114,10 +119,11 @@ def _types_in(value: Any) -> Iterator[object]:
             yield from _types_in(key)
             yield from _types_in(item)
     elif isinstance(value, list | tuple | set | frozenset):
-        # A text dataset's state has a list of thousands of tokens, and is saved with every batch.
-        kinds = set(map(type, value))
-        yield from kinds
-        if not kinds <= {int, float, str, bool}:
+        # A text dataset's state has a list of thousands of tokens and is saved with every batch, so
+        # plain items are not walked one by one.
+        types = set(map(type, value))
+        yield from types
+        if not types <= {int, float, str, bool}:
             for item in value:
                 yield from _types_in(item)
 
@@ -127,20 +133,21 @@ def _refusal(loader: Any, state: Any) -> LoaderStateError:
     return LoaderStateError(
         f"the state_dict of the data loader ({name_loader(loader)}) must hold plain values, lists, dicts, "
         "tensors and NumPy arrays only, because other groups unpack it without running code, got "
-        f"{_class_name(value)} at {place or 'its top'}; return such values in its place, for instance "
+        f"{_class_name(value)} at {place or 'its top'}; return a plain value instead, for instance "
         "generator.bit_generator.state"
     )
 
 
 def _find_refused(place: str, value: Any) -> tuple[str, Any]:
     """Return the innermost value that cannot be unpacked, and its place in the state."""
-    for key, item in _items(value):
-        if not _travels(item):
+    for key, item in _children(value):
+        if not _survives_packing(item):
             return _find_refused(f"{place}[{key!r}]", item)
     return place, value
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (key or index, child) of each value directly inside `value`; keys are children too."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield key, key
@@ -149,13 +156,13 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def _travels(value: Any) -> bool:
+def _survives_packing(value: Any) -> bool:
     try:
         return set(_types_in(_unpack(_pack(value)))) == set(_types_in(value))
-    except Exception:  # noqa: BLE001  # whatever pickle says of it, it is the value that was looked for
+    except Exception:  # noqa: BLE001  # pickle raises errors of many classes; each refuses the value
         return False
 
 
 def _class_name(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
