@@ -98,7 +98,7 @@ def test_curves_of_a_run_on_a_disk_that_fills(
 ) -> None:
     """A disk that was no mistake at the start and has no room in the end costs points, which is said: status 1."""
     run_dir = write_events(good_run, small_disk.folder)
-    monkeypatch.setattr("titan_ft.live.curves.LAST_SECONDS", 0.1)
+    monkeypatch.setattr("titan_ft.live.curves.FINISH_SECONDS", 0.1)
     monkeypatch.setattr("titan_ft.live.curves.StopRequests", lambda *signals: small_disk.fill() or _NoStop())
     assert main(["curves", str(run_dir)]) == 1
     first, last = capsys.readouterr().err.splitlines()

@@ -199,7 +199,7 @@ def test_group_that_was_sent_away_comes_back(
     """Its event cannot be written, and ends with it; a mark that takes no room says the same. A job that is over keeps
     it away by a mark, too."""
     run = run_on_disk
-    monkeypatch.setattr("titan_ft.run.log.LAST_SECONDS", 0.1)
+    monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.1)
     with Supervised(run, 1, module="draining_worker") as supervised:
         worker = run.worker(0, 0, 0)
         small_disk.fill()
@@ -219,7 +219,7 @@ def test_group_of_which_nothing_is_known_stays_away(
     """Without its last event, and without a mark, a group that ended well may have finished: it must not train the
     job again, alone."""
     run = run_on_disk
-    monkeypatch.setattr("titan_ft.run.log.LAST_SECONDS", 0.1)
+    monkeypatch.setattr("titan_ft.run.log.FINISH_SECONDS", 0.1)
     with Supervised(run, 1) as supervised:
         run.worker(0, 0, 0)
         small_disk.fill()

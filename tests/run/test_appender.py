@@ -290,7 +290,7 @@ def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     monkeypatch.setattr(appender_module.time, "monotonic", lambda: now)
     told: list[Stall] = []
     ended: list[bool] = []
-    log = FileAppender(tmp_path / "a", told.append, lambda stall: ended.append(stall.told), lines=True)
+    log = FileAppender(tmp_path / "a", told.append, lambda stall: ended.append(stall.reported), lines=True)
     for _ in range(3):
         disk.room = 0
         log.append(b"1\n")

@@ -295,10 +295,17 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank lists the folder of checkpoints by itself",
-        _one(
-            "titan_ft.training.checkpoint_choice",
-            "if rank == 0 else Choice(NONE), folder, gather)\n        step = gather(choice.step)[0]",
-            "if True else Choice(NONE), folder, gather)\n        step = gather(choice.step)[rank]",
+        (
+            Change(
+                "titan_ft.training.checkpoint_choice",
+                "if rank == 0 else Choice(NO_STEP)",
+                "if True else Choice(NO_STEP)",
+            ),
+            Change(
+                "titan_ft.training.checkpoint_choice",
+                "step = gather(choice.step)[0]",
+                "step = gather(choice.step)[rank]",
+            ),
         ),
         ("checkpoint",),
         ("ranks never part", "no state given up", "liveness"),

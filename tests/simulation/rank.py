@@ -40,12 +40,12 @@ from titan_ft.replica.watchdog import Watchdog, end_process
 from titan_ft.round_settings import quantizes
 from titan_ft.run.events import DataOpened, Drained, Event, Hung, RankSilent
 from titan_ft.training.checkpoint_choice import (
-    NONE,
-    Wish,
+    NO_STEP,
+    LoadRequest,
     agree_on_step,
     check_same_state,
     check_still_there,
-    together,
+    fail_together,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Rank:
         self.abandoned = False  # ends without having left in order, as it has told
         self.renewals = 0  # newer states that it has fetched in this heal, because its queue was full
         self.sent = 0  # values of gradients that it has summed with others in the last round
-        self.found: int | None = None  # step of the checkpoint that it has chosen, or NONE
+        self.found: int | None = None  # step of the checkpoint that it has chosen, or NO_STEP
         self.position = Position()
         self.rank_watch: RankWatch | None = None
         self.dimension: ReplicaDimension
@@ -244,10 +244,10 @@ class Rank:
         self._group = Group(torch.device("cpu"), world_group)
         # As the trainer does: who has met the others already would be waited for.
         if world.folder is None:
-            self.found = NONE
+            self.found = NO_STEP
         else:
-            wish = Wish(folder.PATH, inspect=lambda _: "")
-            self.found = agree_on_step(wish, self.number, self._group.gather).step
+            request = LoadRequest(folder.PATH, inspect=lambda _: "")
+            self.found = agree_on_step(request, self.number, self._group.gather).step
             world.chose(self, self.found)
         address = f"{world.host(self.node)}:{9000 + self.group.attempt}"
         server = SnapshotServer(world.kernel, process, self.node, config.process_group_timeout_ms / 1000)
@@ -400,7 +400,7 @@ class Rank:
         if step and kept is not None:
             check_still_there(folder.PATH, step, gather)
             world.moment("loading", self.node)
-            snapshot = together(lambda: kept.load(step, self.number, self.node), folder.PATH, gather)
+            snapshot = fail_together(lambda: kept.load(step, self.number, self.node), folder.PATH, gather)
             world.kernel.sleep(0.1 * world.kernel.rng.random())
             self.state.load(snapshot)
             self.position.restore(snapshot.lineage)

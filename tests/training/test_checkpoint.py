@@ -902,7 +902,7 @@ def test_a_checkpoint_that_one_rank_never_sees_is_refused_by_all(
     make_run().train(10)
     ranks = Ranks(monkeypatch, make_run)
     ranks.see(monkeypatch, lambda folder: False)
-    monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoint_choice, "_MAX_STALE_SECONDS", 0.3)
     for error in ranks.load():
         assert isinstance(error, ConfigError)
         for part in (str(ranks.runs[0].folder / "step-10"), "ranks [1]", "shared file system"):
@@ -922,7 +922,7 @@ def test_another_checkpoint_of_the_same_step_is_refused_by_all(
     manifest = other.folder / "step-5" / MANIFEST
     manifest.write_text(manifest.read_text().replace("austen", "another"))
     ranks.runs[1].checkpoints.folder = str(other.folder)
-    monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoint_choice, "_MAX_STALE_SECONDS", 0.3)
     for error in ranks.load():
         assert isinstance(error, ConfigError)
         assert "ranks [1]" in str(error)
@@ -1101,7 +1101,7 @@ def test_handles_that_stay_stale_end_all(
         return fingerprint(folder)
 
     monkeypatch.setattr(checkpoint_choice, "_fingerprint", read_stale)
-    monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoint_choice, "_MAX_STALE_SECONDS", 0.3)
     errors = ranks.load()
     assert all(isinstance(error, LoadError) for error in errors), errors
     assert "Stale file handle" in str(errors[rank])
@@ -1122,7 +1122,7 @@ def test_a_rank_that_cannot_read_what_was_chosen_ends_all(
         return read(folder)
 
     monkeypatch.setattr(Manifest, "read", fail)
-    monkeypatch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoint_choice, "_MAX_STALE_SECONDS", 0.3)
     errors = ranks.load()
     assert all(isinstance(error, LoadError) for error in errors), errors
     assert "rank 1" in str(errors[0])

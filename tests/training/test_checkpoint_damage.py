@@ -407,7 +407,7 @@ def test_a_checkpoint_that_stays_unreadable_is_passed_over(
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", fail)
-        patch.setattr(checkpoint_choice, "_SIGHT_SECONDS", 0.3)
+        patch.setattr(checkpoint_choice, "_MAX_STALE_SECONDS", 0.3)
         other = make_run()
         assert other.load()
     assert other.progress.step == 5

@@ -13,7 +13,7 @@ from pathlib import Path
 from titan_ft.config import ConfigError, check_folder, unwritable
 from titan_ft.live.job_curve import JobCurve
 from titan_ft.live.run_status import RunStatus
-from titan_ft.run.appender import LAST_SECONDS, retry_waiting
+from titan_ft.run.appender import FINISH_SECONDS, retry_waiting
 from titan_ft.run.curve_file import FILE_PREFIX
 from titan_ft.run.paths import RunPaths
 from titan_ft.run.stop import StopRequests
@@ -66,7 +66,7 @@ def write_curves(run_dir: Path, folder: Path | None = None) -> int:
             for event in events:
                 status.observe(event)
     finally:
-        num_lost = curve.close(LAST_SECONDS)
+        num_lost = curve.close(FINISH_SECONDS)
         stop.close()
     return 1 if num_lost else 0
 

@@ -1,6 +1,6 @@
 # Copyright (c) the titan_ft authors. All rights reserved.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Append to a file of a run that is full, read-only or gone for a while.
+"""Append records to a file whose disk may be full, read-only or gone for a while.
 
 A full disk must not end a healthy run. A record that cannot be written waits in memory. It is
 written, in order, as soon as there is room again: at the next record, or when the process calls
@@ -28,8 +28,8 @@ WAITING_BYTES = 16 * 2**20
 A worker's step is about 1.5 kB, so that 11,000 steps fit: hours of most jobs. The eight workers of
 a host take 128 MB at most, which training does not miss.
 """
-LAST_SECONDS = 5.0
-"""How long the end of a process waits for room. A longer wait would delay the group's restart."""
+FINISH_SECONDS = 5.0
+"""How long an ending process waits for room. A longer wait would delay the group's restart."""
 DISK_ERRNOS = frozenset(
     {
         errno.ENOSPC,
@@ -45,8 +45,12 @@ DISK_ERRNOS = frozenset(
 )
 """Errors of a write to a disk; the last three are those of file servers that are away."""
 _POLL_SECONDS = 0.05
-_RECORDS_OF_A_WRITE = 256  # Linux takes 1024 buffers in one call
-_NEWLINE = b"\n"  # that a writer took away; no record of JSON is an empty line
+_MAX_RECORDS_PER_WRITE = 256  # buffers of one `writev`; Linux allows 1024 (IOV_MAX)
+_NEWLINE = b"\n"
+"""As a waiting record: the newline that `_mark_cut` or an earlier process left out of the file.
+
+No JSON record is an empty line, so it cannot be mistaken for one.
+"""
 
 
 @dataclass
@@ -57,7 +61,7 @@ class Stall:
     """The first error."""
     began: float
     """Unix seconds of the first record that could not be written at once."""
-    told: bool = False
+    reported: bool = False
     """Whether `on_stall` was called; see `Appender`."""
     num_waited: int = 0
     """Records that waited in memory and are in the file now."""
@@ -78,12 +82,12 @@ class Appender:
     """Appends whole records in order; safe to share between threads, and with signal handlers.
 
     Args:
-        on_stall: called when the file cannot be written, with what is known of it.
-        on_end: called when everything that waited is written.
+        on_stall: called once for a stall, with what is known of it.
+        on_end: called when everything that waited is written, also for a stall that was not reported.
         limit: bytes that may wait.
 
-    A stall within `QUIET_SECONDS` of the end of another one is `told` when it has lasted as long.
-    On a disk with room for a line now and then, messages about it would take that room.
+    Until `QUIET_SECONDS` after the end of a stall, a new one is not reported: the reports would fill a
+    disk that has room for a line now and then.
     """
 
     QUIET_SECONDS = 10.0
@@ -102,35 +106,35 @@ class Appender:
         self._offset = 0
         """Bytes of the first record that are in the file: a full disk takes half a line."""
         self._stall: Stall | None = None
-        self._stall_begin = self._last_end = -float("inf")
-        """Seconds of the monotonic clock."""
+        self._last_end = -float("inf")
+        """End of the last stall, in seconds of the monotonic clock."""
         self._closed = False
-        self._prepare()
+        self._reset_lock()
         with _registry_lock:
             _appenders.add(self)
 
-    def _prepare(self) -> None:
-        # Reentrant, for a signal handler may print while this thread writes.
+    def _reset_lock(self) -> None:
+        # Reentrant: a signal handler may print while this thread writes.
         self._lock = threading.RLock()
-        self._busy = False
+        self._is_writing = False
 
     @property
     def stall(self) -> Stall | None:
-        """Return what keeps records waiting; None while all are written."""
+        """Return the stall that lasts; None while all records are written."""
         return self._stall
 
     def append(self, record: bytes, kind: str = "", when: float | None = None) -> None:
-        """Write a record, or keep it until there is room; raises nothing for a disk.
+        """Write a record, or keep it until there is room. Errors of a disk are not raised.
 
         Args:
-            kind: what it is counted as if it is lost.
-            when: Unix seconds of what it tells; None stands for now.
+            kind: key in `Stall.dropped` under which the record is counted if it is lost.
+            when: Unix seconds of the recorded event; None means now.
         """
         with self._lock:
             if self._closed or not record:
                 return
             stall = self._stall
-            if stall is not None and self._is_full(record):
+            if stall is not None and self._must_drop(record):
                 when = time.time() if when is None else when
                 stall.first_dropped = stall.first_dropped or when
                 stall.last_dropped = when
@@ -150,57 +154,64 @@ class Appender:
                 self._lock.release()
 
     def close(self, seconds: float) -> int:
-        """Take no more records, and wait for room for so many seconds; return how many are lost."""
+        """Wait up to `seconds` for room, then take no more records.
+
+        Returns:
+            The number of waiting records that are lost, without those in `Stall.dropped`.
+        """
         _wait_for([self], seconds)
         with self._lock:
             lost = sum(record != _NEWLINE for record in self._records)
             self._closed, self._stall = True, None
             self._records.clear()
-            _forget(self)
+            _unregister_stall(self)
             self._release()
             return lost
 
-    def _is_full(self, record: bytes) -> bool:
-        """Tell whether a record must be dropped: for want of memory, or because one before it was.
+    def _must_drop(self, record: bytes) -> bool:
+        """Tell whether memory is full, or a record was dropped before in this stall.
 
-        After the first dropped record all are, until there is room: one gap is easier to tell of
+        After the first one, all records are dropped until there is room: one gap is easier to report
         than many.
         """
         assert self._stall is not None
         return bool(self._stall.dropped) or self._num_bytes + len(record) > self._limit
 
     def _write(self, when: float | None = None) -> None:
-        """Write all that waits, or begin a stall."""
-        if self._busy:  # a signal handler's record, which waits for the write that it came into
+        """Write all waiting records; if that fails, begin a stall or go on with it."""
+        # A signal handler interrupted a write of this thread: that write's loop takes its record too.
+        if self._is_writing:
             return
-        self._busy = True
+        self._is_writing = True
         try:
             while self._records:
+                # Opens a new file if the old one is gone, and then drops the rest of a half-written record.
                 descriptor = self._descriptor()
-                if self._records:  # the file may be another one, which half a record is not for
+                if self._records:
                     self._advance(self._write_some(descriptor))
         except OSError as error:
             if not self._tolerates(error):
+                # Nothing can be written here any more, for instance because the reader is gone.
                 self._records.clear()
                 self._num_bytes = self._offset = 0
                 raise
-            self._begin_stall(error, when)
+            self._on_failed_write(error, when)
             return
         finally:
-            self._busy = False
+            self._is_writing = False
         if self._stall is not None:
             self._end_stall(self._stall)
 
     def _write_some(self, descriptor: int) -> int:
-        batch = list(islice(self._records, _RECORDS_OF_A_WRITE))
+        batch = list(islice(self._records, _MAX_RECORDS_PER_WRITE))
         batch[0] = batch[0][self._offset :]
         written = os.writev(descriptor, batch)
-        if not written:
+        if not written:  # without progress `_write` would loop for ever: take it for a full disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written
 
     def _advance(self, written: int) -> None:
-        """Forget what is in the file now."""
+        """Remove the written records from memory."""
         self._offset += written
         while self._records and self._offset >= len(self._records[0]):
             record = self._records.popleft()
@@ -209,22 +220,19 @@ class Appender:
             if self._stall is not None and record != _NEWLINE:
                 self._stall.num_waited += 1
 
-    def _begin_stall(self, error: OSError, when: float | None) -> None:
-        now = time.monotonic()
+    def _on_failed_write(self, error: OSError, when: float | None) -> None:
         if self._stall is None:
             self._stall = Stall(error, time.time() if when is None else when)
-            self._stall_begin = now
             with _registry_lock:
                 _stalled[id(self)] = self
-        is_close = now - self._last_end < self.QUIET_SECONDS
-        is_short = now - self._stall_begin < self.QUIET_SECONDS
-        if not self._stall.told and not (is_close and is_short):
-            self._stall.told = True
+        is_quiet = time.monotonic() - self._last_end < self.QUIET_SECONDS
+        if not is_quiet and not self._stall.reported:
+            self._stall.reported = True
             self._on_stall(self._stall)
 
     def _end_stall(self, stall: Stall) -> None:
         self._stall = None
-        _forget(self)
+        _unregister_stall(self)
         self._last_end = time.monotonic()
         self._on_end(stall)
 
@@ -237,32 +245,29 @@ class Appender:
         raise NotImplementedError
 
     def _tolerates(self, error: OSError) -> bool:
-        """Tell whether a record waits after this error, which is no mistake of the program."""
+        """Tell whether records wait after this error; False if it is raised instead."""
         raise NotImplementedError
 
     def _release(self) -> None:
         """Let go of the file."""
 
     def forget_parent(self) -> None:
-        """In a fork: drop the records that wait, for the parent writes them, and its locks."""
-        self._prepare()
+        """In a forked child: drop the waiting records, which the parent writes, and replace the lock."""
+        self._reset_lock()
         self._records.clear()
         self._num_bytes = self._offset = 0
         self._stall = None
 
 
 class FileAppender(Appender):
-    """Appends to a file that it opens, and makes with its folders, for its first record.
-
-    It is the only writer of the file.
+    """Appends to a file, as its only writer; makes it and its folders when the first record is written.
 
     Args:
         path: the file.
-        lines: whether the records are lines of JSON. Then a file that ends without a newline is
-            cut (`is_cut`): its writer had more to write. A writer that cannot write anything takes
-            the last newline away, which needs no room. So a reader sees that events are missing
-            after a SIGKILL of a process whose events waited in memory.
-        on_cut: called when the file is there already, and cut: by an earlier process.
+        lines: whether the records are lines of JSON. While such records wait in memory, the last newline
+            is truncated from the file, which needs no room. If the process is then killed, readers see
+            from the missing newline that events are lost (`is_cut`).
+        on_cut: called when the file is first opened, if an earlier process left it cut.
     """
 
     def __init__(
@@ -281,12 +286,12 @@ class FileAppender(Appender):
         self._was_open = False
 
     def _tolerates(self, error: OSError) -> bool:
-        return True  # of a file of our own every error is one of its file system
+        return True  # nobody else uses this file, so every error comes from its file system
 
     def _descriptor(self) -> int:
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            # The file was removed: what is written there is lost. It is made anew in its folder, as
-            # soon as that is there again, and not beside those who remove the run.
+            # The file was removed, so further writes would be lost: open a new one. Its folder is not
+            # made again, because the user may be deleting the run at this moment.
             self._release()
         if self._file is None:
             if not self._was_open:
@@ -306,23 +311,25 @@ class FileAppender(Appender):
             os.close(file)
 
     def _drop_rest(self) -> None:
-        """Drop the rest of a record whose first half went with the removed file."""
+        """Drop a first record that belongs to the removed file: half a record, or its last newline."""
         if self._offset or (self._records and self._records[0] == _NEWLINE):
             size = len(self._records.popleft())
             self._num_bytes -= size
             self._offset = 0
 
-    def _begin_stall(self, error: OSError, when: float | None) -> None:
+    def _on_failed_write(self, error: OSError, when: float | None) -> None:
         if error.errno == errno.ESTALE:
-            self._release()  # of a file server that was started again: only another open helps
+            self._release()  # the file server was started again: only another open helps
         self._mark_cut()
-        super()._begin_stall(error, when)
+        super()._on_failed_write(error, when)
 
     def _mark_cut(self) -> None:
         """Let the file end without a newline; see `lines`. A read-only disk does not allow it."""
-        if not self._lines or self._file is None or self._offset:
+        if not self._lines or self._file is None:
             return
-        if not self._records or self._records[0] == _NEWLINE:
+        if self._offset:  # the file ends with half a record, and so without a newline
+            return
+        if not self._records or self._records[0] == _NEWLINE:  # nothing is missing, or it is marked already
             return
         with contextlib.suppress(OSError):
             size = os.fstat(self._file).st_size
@@ -334,25 +341,26 @@ class FileAppender(Appender):
     def _mend(self, file: int) -> None:
         """End the last line of an earlier process, so that ours is not glued to it.
 
-        A container that is started again has the same pids, and so do files that are named by them.
+        A container that is started again reuses its pids, so a file that is named after a pid may be
+        there already.
         """
-        size = os.fstat(file).st_size  # 0 of a device, too
+        size = os.fstat(file).st_size  # a device has size 0 as well
         if not size or os.pread(file, 1, size - 1) == b"\n":
             return
         text = os.pread(file, size, 0)
         last = text[text.rfind(b"\n") + 1 :]
         try:
             json.loads(last)
-        except ValueError:
+        except ValueError:  # half a record: remove it
             os.ftruncate(file, size - len(last))
-        else:
+        else:  # a whole record whose newline was truncated: add the newline
             self._records.appendleft(_NEWLINE)
             self._num_bytes += 1
         self._on_cut()
 
 
 class DescriptorAppender(Appender):
-    """Appends to an open file of which others are writers, too: an output of this process.
+    """Appends to an open file that others write to as well: an output of this process.
 
     Errors that do not come from a disk, such as a reader that is gone, are raised.
     """
@@ -383,14 +391,14 @@ def is_cut(path: Path) -> bool:
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        if not size:
+        if not size:  # the file is made for a first record, so that record is missing
             return True
         file.seek(size - 1)
         return file.read(1) != b"\n"
 
 
 def any_is_cut(folder: Path, pattern: str) -> bool:
-    """Tell whether one of some files is cut; True as well where a file cannot be read."""
+    """Tell whether any file in `folder` that matches `pattern` is cut or cannot be read."""
     try:
         return any(is_cut(path) for path in folder.glob(pattern))
     except OSError:
@@ -408,8 +416,8 @@ def retry_waiting() -> None:
                 appender.retry()
 
 
-def finish_waiting(seconds: float = LAST_SECONDS) -> None:
-    """Give what waits in this process so many seconds; for the end of a process."""
+def finish_waiting(seconds: float = FINISH_SECONDS) -> None:
+    """At the end of a process, wait up to `seconds` until all its waiting records are written."""
     with _registry_lock:
         waiting = list(_stalled.values())
     _wait_for(waiting, seconds)
@@ -424,20 +432,20 @@ def _wait_for(appenders: list[Appender], seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _forget(appender: Appender) -> None:
+def _unregister_stall(appender: Appender) -> None:
     with _registry_lock:
         _stalled.pop(id(appender), None)
 
 
 _appenders: WeakSet[Appender] = WeakSet()
 _stalled: dict[int, Appender] = {}
-"""Those with records that wait."""
+"""Appenders with waiting records, by id; held, so that no waiting record is lost with its appender."""
 _registry_lock = threading.RLock()
 
 
 def _forget_parent() -> None:
-    """Leave to the parent of a fork what it has not written: a line would come twice."""
-    global _registry_lock
+    """In a forked child, drop what the parent has yet to write: lines would be written twice."""
+    global _registry_lock  # another thread of the parent may have held it
     _registry_lock = threading.RLock()
     _stalled.clear()
     for appender in list(_appenders):

@@ -85,7 +85,7 @@ class CurveFile:
 
     def _report_end(self, stall: Stall) -> None:
         num_lost = stall.dropped.total()
-        if stall.told or num_lost:
+        if stall.reported or num_lost:
             lost = f"; {num_lost} points are lost" if num_lost else ""
             self._report(f"{self._folder} can be written again{lost}")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from titan_ft.run.appender import LAST_SECONDS, WAITING_BYTES, FileAppender, Stall
+from titan_ft.run.appender import FINISH_SECONDS, WAITING_BYTES, FileAppender, Stall
 from titan_ft.run.events import Event, EventsDelayed, EventsDropped, kinds
 
 _UNSET = (None, -1)
@@ -67,12 +67,12 @@ class EventLog:
             self._append(event)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. Events that wait get `LAST_SECONDS`."""
+        """Close the file; a second call does nothing. Events that wait get `FINISH_SECONDS`."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        num_lost = self._file.close(LAST_SECONDS)
+        num_lost = self._file.close(FINISH_SECONDS)
         if num_lost:
             _report(f"{self._file.path} still cannot be written: the last {num_lost} events of this process are lost")
 
@@ -93,7 +93,7 @@ class EventLog:
 
     def _report_end(self, stall: Stall) -> None:
         num_dropped = stall.dropped.total()
-        if stall.told or num_dropped:
+        if stall.reported or num_dropped:
             lost = f"; {num_dropped} more are lost" if num_dropped else ""
             _report(f"{self._file.path} can be written again: {stall.num_waited} events came late{lost}")
             delayed = EventsDelayed(error=stall.reason, events=stall.num_waited, since=stall.began)

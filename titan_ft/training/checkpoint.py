@@ -41,11 +41,11 @@ from titan_ft.run.events import (
     SavingBeforeLeaving,
 )
 from titan_ft.training.checkpoint_choice import (
-    NONE,
+    NO_STEP,
     Choice,
     LoadError,
+    LoadRequest,
     NoCheckpointError,
-    Wish,
     agree_on_step,
     check_same_state,
     check_still_there,
@@ -169,9 +169,9 @@ class ReplicaCheckpoints(CheckpointManager):
                     f"checkpoint.load_step needs checkpoint.enable = true, got {step}; set it, or leave load_step out"
                 )
             return False
-        wish = Wish(self.folder, find_defect, step, self._job_id, self.initial_load_path)
+        request = LoadRequest(self.folder, find_defect, step, self._job_id, self.initial_load_path)
         try:
-            choice = agree_on_step(wish, dist.get_rank(), self.host.gather)
+            choice = agree_on_step(request, dist.get_rank(), self.host.gather)
         except NoCheckpointError:
             if self.host.heals_instead(0):
                 return False
@@ -182,17 +182,17 @@ class ReplicaCheckpoints(CheckpointManager):
         # Said before it is loaded: else a group that is first with its own load would seem to be ahead.
         if self.host.heals_instead(max(found, 0)):
             return False
-        self._report_choice(wish, choice)
-        if found != NONE:
+        self._report_choice(request, choice)
+        if found != NO_STEP:
             check_still_there(self.folder, found, self.host.gather)
         try:
-            with self._as_without_folder() if found == NONE else contextlib.nullcontext():
+            with self._as_without_folder() if found == NO_STEP else contextlib.nullcontext():
                 loaded = super().load(found)
         except ConfigError:
             raise
         except (DamagedError, LoadError) as error:
             assert self._load is not None
-            self._load.give_up(error, wish, found)
+            self._load.give_up(error, request, found)
         except ValueError as error:  # torchtitan's answer to a setting that it cannot use
             raise ConfigError(f"checkpoint: {one_line(error)}") from error
         if loaded:
@@ -442,13 +442,13 @@ class ReplicaCheckpoints(CheckpointManager):
         for doomed in take_abandoned(Path(self.folder), self._name):
             self._purge(doomed)
 
-    def _report_choice(self, wish: Wish, choice: Choice) -> None:
-        if wish.step not in (LATEST, choice.step):
+    def _report_choice(self, request: LoadRequest, choice: Choice) -> None:
+        if request.step not in (LATEST, choice.step):
             logger.warning(
                 "checkpoint.load_step = %d counts no longer: this job (fault_tolerance.job_id = %r) has saved step %d "
                 "since; to begin there again, give the job another name",
-                wish.step,
-                wish.job_id,
+                request.step,
+                request.job_id,
                 choice.step,
             )
         for step, reason in choice.damaged.items():

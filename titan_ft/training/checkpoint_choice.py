@@ -20,9 +20,9 @@ from titan_ft.config import ConfigError
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.row import fold48
 from titan_ft.training.checkpoint_folder import (
-    ELSEWHERE,
     LATEST,
     MANIFEST,
+    OTHER_FOLDER_REMEDY,
     DamagedError,
     Manifest,
     complete_steps,
@@ -32,13 +32,13 @@ from titan_ft.training.checkpoint_folder import (
 
 logger = logging.getLogger(__name__)
 
-NONE = -1
+NO_STEP = -1
 """Instead of a step: there is no checkpoint."""
-_CHOICES = 3  # of checkpoints that vanish right after they were chosen
-_SIGHT_SECONDS = 60.0  # NFS's default for how old a host's view of a folder may be
-_LOOK_SECONDS = 0.05
+_MAX_CHOICES = 3  # then give up: each chosen checkpoint vanished before all ranks saw it
+_MAX_STALE_SECONDS = 60.0  # NFS's default (acdirmax): a host may see a folder as it was so long ago
+_POLL_SECONDS = 0.05
 _GONE, _UNREADABLE = 0, -1  # instead of a fingerprint
-_PAUSE_SECONDS = 0.5  # before another choice, or another look at damage: a checkpoint may be replaced just now
+_PAUSE_SECONDS = 0.5  # before another choice or another look at damage: a checkpoint may be replaced just now
 _MAX_LOOKS_AT_DAMAGE = 10
 _MAX_NAMED = 10  # steps that an error names
 
@@ -54,20 +54,22 @@ class LoadError(ReplicaError):
 class NoCheckpointError(ConfigError):
     """The job asks for a checkpoint, or has saved some, and none can be loaded.
 
-    A group that heals needs none: damage on disk must not end a group while others train.
+    A group that can heal from another one ignores this error (`ReplicaCheckpoints.load`): damage on disk
+    must not end it while others train.
     """
 
 
 @dataclass(frozen=True)
-class Wish:
+class LoadRequest:
     """The checkpoint that a job asks for.
 
     Attributes:
-        folder: of its checkpoints.
+        folder: the job's checkpoint folder.
         inspect: returns the defect of the checkpoint in a folder, empty if it has none; may raise
             OSError.
         step: `checkpoint.load_step`: where the job begins.
-        job_id: of the job. It goes on from what it has saved since it began at `step`.
+        job_id: the job's id. If this job has saved checkpoints after `step`, it resumes from the latest
+            sound one of them instead.
         initial: folder of a model to begin with if there is no checkpoint; may be empty.
         damaged: steps that a load has just found damaged, with the reason.
     """
@@ -85,15 +87,15 @@ class Choice:
     """The checkpoint to load.
 
     Attributes:
-        step: of it, or `NONE`.
-        damaged: later steps that are damaged, with the reason; known to rank 0.
+        step: the step to load, or `NO_STEP`.
+        damaged: later steps that are damaged, with the reason. Only rank 0 knows them.
     """
 
     step: int
     damaged: Mapping[int, str] = field(default_factory=dict)
 
 
-def agree_on_step(wish: Wish, rank: int, gather: Gather) -> Choice:
+def agree_on_step(request: LoadRequest, rank: int, gather: Gather) -> Choice:
     """Return the checkpoint to load: the same step on all ranks. A collective.
 
     Raises:
@@ -102,21 +104,25 @@ def agree_on_step(wish: Wish, rank: int, gather: Gather) -> Choice:
         ConfigError: not all ranks see the checkpoint, or the model to begin with is damaged. On all ranks.
         LoadError: the folder cannot be read, or what was chosen there vanished. On all ranks.
     """
-    folder = wish.folder
-    for _ in range(_CHOICES):
-        choice = together(lambda: _Search(wish).choose() if rank == 0 else Choice(NONE), folder, gather)
+    folder = request.folder
+
+    def choose() -> Choice:
+        return _Search(request).choose() if rank == 0 else Choice(NO_STEP)
+
+    for _ in range(_MAX_CHOICES):
+        choice = fail_together(choose, folder, gather)
         step = gather(choice.step)[0]
-        if step == NONE:
-            if wish.initial:
-                _check_initial(wish, Path(wish.initial), rank, gather)
-            return Choice(NONE)
+        if step == NO_STEP:
+            if request.initial:
+                _check_initial_on_all_ranks(request, Path(request.initial), rank, gather)
+            return Choice(NO_STEP)
         if _all_see(Path(folder, f"step-{step}"), gather):
             return Choice(step, choice.damaged)
         logger.warning("the checkpoint of step %d vanished from %s right after it was chosen", step, folder)
         time.sleep(_PAUSE_SECONDS)
     raise LoadError(
-        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {_CHOICES} that vanished "
-        "right after they were chosen; see what deletes them there"
+        f"checkpoint.folder ({folder}) must keep a checkpoint for long enough to load it, got {_MAX_CHOICES} that "
+        "vanished right after they were chosen; see what deletes them there"
     )
 
 
@@ -134,13 +140,17 @@ def check_still_there(folder: str, step: int, gather: Gather) -> None:
         if not is_complete(target):
             raise FileNotFoundError(f"{target} vanished after it was chosen; another start chooses anew")
 
-    together(look, folder, gather)
+    fail_together(look, folder, gather)
 
 
 def check_same_state(folder: str, step: int, lineage: int, gather: Gather) -> None:
     """Check that all ranks have loaded the same state. A collective.
 
-    One that another checkpoint of its step replaces meanwhile can be the old one to some ranks, the new one to others.
+    If another checkpoint of the same step replaces the one that is loaded, some ranks read the old one
+    and some the new one.
+
+    Args:
+        lineage: hash by which the state that this rank has loaded differs from other states of its step.
 
     Raises:
         LoadError: they have not. On all ranks.
@@ -152,45 +162,53 @@ def check_same_state(folder: str, step: int, lineage: int, gather: Gather) -> No
         )
 
 
-def together(act: Callable[[], T], folder: str, gather: Gather) -> T:
-    """Return what `act` finds in `folder`; if it fails on one rank, it fails on all. A collective.
+def fail_together(act: Callable[[], T], folder: str, gather: Gather) -> T:
+    """Return what `act` finds in `folder`; if it fails on one rank, raise on all. A collective.
 
-    The others would go on into a collective in which the one that failed never comes. `act` may be called again.
+    Otherwise the others would wait in a later collective that the failed rank never joins. `act` is
+    called again after a stale handle.
 
     Raises:
-        ConfigError: `act` has raised it on some rank; of the same kind on all.
-        LoadError: it has raised anything else on some rank.
+        ConfigError: `act` raised it on some rank. A rank that failed raises its own error, the others
+            the class of the first rank's that failed.
+        LoadError: `act` raised any other error on some rank.
     """
     error: Exception | None = None
     try:
-        found = _past_stale_handles(act)
+        found = _retry_stale_handles(act)
     except Exception as raised:  # noqa: BLE001  # also what unpickling half of a file raises; it is raised below
         error = raised
-    kinds = [None, LoadError, ConfigError, NoCheckpointError]
-    outcomes = gather(_number_of_kind(error))
+    failures = gather(_FAILURES.index(_class_of_failure(error)))
     if isinstance(error, ConfigError):
         raise error
     if error is not None:
-        raise LoadError(f"checkpoint: {folder} cannot be read: {error or type(error).__name__}") from error
-    for rank, kind in enumerate(outcomes):
-        if (kind_of_error := kinds[kind]) is not None:
-            raise kind_of_error(f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log")
+        raise LoadError(f"checkpoint: {folder} cannot be read: {str(error) or type(error).__name__}") from error
+    for rank, failure in enumerate(failures):
+        error_class = _FAILURES[failure]
+        if error_class is not None:
+            raise error_class(f"checkpoint: rank {rank} of this group cannot load from {folder}; see why in its log")
     return found
 
 
-def _number_of_kind(error: Exception | None) -> int:
+_FAILURES = (None, LoadError, ConfigError, NoCheckpointError)
+"""What ranks tell each other of an error, as an index; None: there is none."""
+
+
+def _class_of_failure(error: Exception | None) -> type[Exception] | None:
     if error is None:
-        return 0
-    if isinstance(error, NoCheckpointError):
-        return 3
-    return 2 if isinstance(error, ConfigError) else 1
+        return None
+    if isinstance(error, NoCheckpointError):  # before its base class
+        return NoCheckpointError
+    if isinstance(error, ConfigError):
+        return ConfigError
+    return LoadError
 
 
-def _past_stale_handles(act: Callable[[], T]) -> T:
+def _retry_stale_handles(act: Callable[[], T]) -> T:
     """Return what `act` finds, trying again when a handle is stale.
 
-    On NFS that is no lasting error: it says that another host has just renamed or removed what this one had looked up.
-    To take an older checkpoint for it would lose work, and to end the group would cost it a restart.
+    ESTALE on NFS is temporary: another host has just renamed or removed what this host had looked up.
+    To fall back to an older checkpoint would lose work. To end the group would cost it a restart.
     """
     for _ in range(_num_looks()):
         try:
@@ -198,20 +216,23 @@ def _past_stale_handles(act: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     return act()
 
 
 def _num_looks() -> int:
-    """Return how many looks it takes until a host's view is up to date. By their clocks ranks might stop apart."""
-    return round(_SIGHT_SECONDS / _LOOK_SECONDS)
+    """Return how many looks it takes until a host's view of a folder is surely up to date.
+
+    All ranks count looks. With clocks, one rank could stop earlier and leave the others in a collective.
+    """
+    return round(_MAX_STALE_SECONDS / _POLL_SECONDS)
 
 
 class _Search:
     """Rank 0's search in the folder, for all ranks."""
 
-    def __init__(self, wish: Wish) -> None:
-        self._wish = wish
+    def __init__(self, request: LoadRequest) -> None:
+        self._request = request
         self._tries = _num_looks()
         """Looks that are left after errors of the file system, for all checkpoints together."""
 
@@ -221,16 +242,16 @@ class _Search:
         Raises:
             NoCheckpointError: the one that is asked for is not there or is damaged, or no sound one is.
         """
-        wish = self._wish
+        request = self._request
         steps = self._list_steps()
-        if wish.step == LATEST:
+        if request.step == LATEST:
             return self._choose_latest(steps)
-        own = [step for step in steps if step > wish.step and self._is_own(step)]
+        own = [step for step in steps if step > request.step and self._is_own(step)]
         choice = self._find_sound(own)
-        if choice.step != NONE:
+        if choice.step != NO_STEP:
             return choice
-        self._check_wished(steps)
-        return Choice(wish.step, choice.damaged)
+        self._check_requested(steps)
+        return Choice(request.step, choice.damaged)
 
     def _list_steps(self) -> list[int]:
         """Return the steps of all checkpoints in the folder, the latest first.
@@ -238,105 +259,107 @@ class _Search:
         Raises:
             ConfigError: it is no folder that can be read, and waiting does not make it one.
         """
-        folder = self._wish.folder
+        folder = self._request.folder
         if Path(folder).is_file():
-            raise ConfigError(f"checkpoint.folder must be a folder, got the file {folder}; {ELSEWHERE}")
+            raise ConfigError(f"checkpoint.folder must be a folder, got the file {folder}; {OTHER_FOLDER_REMEDY}")
         try:
+            # Torn ones too: they are told as damaged, and not passed over without a word.
             return sorted({*complete_steps(folder), *torn_steps(folder)}, reverse=True)
         except PermissionError as error:
             raise ConfigError(
                 f"checkpoint.folder must be a folder that this user may read, got: {error}; change its mode, or "
-                f"{ELSEWHERE}"
+                f"{OTHER_FOLDER_REMEDY}"
             ) from error
 
     def _choose_latest(self, steps: list[int]) -> Choice:
         choice = self._find_sound(steps)
-        if choice.step != NONE or not steps:
+        if choice.step != NO_STEP or not steps:
             return choice
         if choice.damaged:
             raise NoCheckpointError(
-                f"checkpoint.folder ({self._wish.folder}) must hold a training state that can be "
+                f"checkpoint.folder ({self._request.folder}) must hold a training state that can be "
                 f"read, got {_list_damage(choice.damaged)}; mend one of them, or give another "
                 "checkpoint.folder to begin anew"
             )
-        return Choice(steps[0])  # of a model only; the load names the remedies
+        # All are of the model only. The load of the latest raises an error with the remedies.
+        return Choice(steps[0])
 
     def _find_sound(self, steps: Iterable[int]) -> Choice:
-        """Return the first of `steps` that is a sound training state, with the damaged before it."""
+        """Return the first of `steps` that is a sound training state, with the damaged steps before it."""
         damaged: dict[int, str] = {}
-        of_model = NONE
+        latest_model_only = NO_STEP
         for step in steps:
             if defect := self._find_defect(step):
                 damaged[step] = defect
                 continue
             manifest = Manifest.read(self._folder_of(step))
             if manifest is not None and manifest.model_only:
-                of_model = max(of_model, step)
+                latest_model_only = max(latest_model_only, step)
                 continue
-            if of_model != NONE:
+            if latest_model_only != NO_STEP:
                 # The last save may be of the model only. A run that was killed after it must be
                 # able to come back.
                 logger.warning(
                     "the checkpoint of step %d is of the model only: loading that of step %d",
-                    of_model,
+                    latest_model_only,
                     step,
                 )
             return Choice(step, damaged)
-        return Choice(NONE, damaged)
+        return Choice(NO_STEP, damaged)
 
-    def _check_wished(self, steps: list[int]) -> None:
-        """Check the checkpoint that the user has named, which no other one may replace.
+    def _check_requested(self, steps: list[int]) -> None:
+        """Check the checkpoint that `load_step` names; no other one is loaded in its stead.
 
         Raises:
             NoCheckpointError: it is not there, or damaged.
         """
-        wish = self._wish
-        if wish.step not in steps:
-            complete = complete_steps(wish.folder)
+        request = self._request
+        if request.step not in steps:
+            complete = complete_steps(request.folder)
             remedy = "" if complete else "; leave it out to begin anew"
             raise NoCheckpointError(
-                f"checkpoint.load_step must name a complete checkpoint in {wish.folder}, got "
-                f"{wish.step}; there are {_list(complete)}{remedy}"
+                f"checkpoint.load_step must name a complete checkpoint in {request.folder}, got "
+                f"{request.step}; there are {_list(complete)}{remedy}"
             )
-        defect = self._find_defect(wish.step)
+        defect = self._find_defect(request.step)
         if not defect:
             return
-        others = [step for step in steps if step != wish.step][:_MAX_NAMED]
+        others = [step for step in steps if step != request.step][:_MAX_NAMED]
         sound = [step for step in reversed(others) if not self._find_defect(step)]
         raise NoCheckpointError(
-            f"checkpoint.load_step must name a sound checkpoint in {wish.folder}, got {wish.step}, "
+            f"checkpoint.load_step must name a sound checkpoint in {request.folder}, got {request.step}, "
             f"which is damaged: {defect}; sound ones are {_list(sound)}"
         )
 
     def _is_own(self, step: int) -> bool:
         """Say whether this job has saved `step` since it began at the step that it asks for.
 
-        Later steps of others are of a branch that the user has turned away from.
+        Later steps that other jobs saved belong to a branch that the user left by setting `load_step`.
         """
         try:
             manifest = Manifest.read(self._folder_of(step))
         except DamagedError:
             return False
-        return manifest is not None and manifest.branch == (self._wish.job_id, self._wish.step)
+        return manifest is not None and manifest.branch == (self._request.job_id, self._request.step)
 
     def _find_defect(self, step: int) -> str:
         """Return the defect of a checkpoint; empty if it has none, or has vanished.
 
-        A defect counts when it is seen twice in the same checkpoint: during the first look another
-        group may be replacing or purging it.
+        A defect counts when two looks in a row find it in the same checkpoint, or at the last of
+        `_MAX_LOOKS_AT_DAMAGE` looks: another group may be replacing or purging the checkpoint.
         """
-        if step in self._wish.damaged:
-            return self._wish.damaged[step]
+        if step in self._request.damaged:
+            return self._request.damaged[step]
         folder = self._folder_of(step)
-        former, defect = None, ""
+        previous, defect = None, ""
         for _ in range(_MAX_LOOKS_AT_DAMAGE):
             defect = self._inspect(folder)
             if not defect or not folder.is_dir():
                 return ""
-            seen = (defect, _look(folder))
-            if seen == former:
+            seen = (defect, _try_to_fingerprint(folder))
+            if seen == previous:
                 break
-            former = seen
+            previous = seen
             time.sleep(_PAUSE_SECONDS)
         return defect
 
@@ -347,20 +370,21 @@ class _Search:
         """
         while True:
             try:
-                return self._wish.inspect(folder)
+                return self._request.inspect(folder)
             except OSError as error:
                 # Waiting does not give a permission.
                 if self._tries <= 0 or isinstance(error, PermissionError):
                     return f"it cannot be read ({error})"
             self._tries -= 1
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    def check_initial(self, folder: Path) -> None:
+    def check_initial_is_sound(self, folder: Path) -> None:
         """Check the model to begin with.
 
         Raises:
             ConfigError: it is damaged.
         """
+        # A folder without a complete checkpoint, for instance of Hugging Face's files, has no digests.
         defect = self._inspect(folder) if is_complete(folder) else ""
         if defect:
             raise ConfigError(
@@ -369,7 +393,7 @@ class _Search:
             )
 
     def _folder_of(self, step: int) -> Path:
-        return Path(self._wish.folder, f"step-{step}")
+        return Path(self._request.folder, f"step-{step}")
 
 
 def _list(steps: Iterable[int]) -> str:
@@ -393,55 +417,67 @@ def _all_see(folder: Path, gather: Gather) -> bool:
         LoadError: a rank cannot read it. On all ranks.
     """
     for _ in range(_num_looks()):
-        seen = gather(_look(folder))
+        seen = gather(_try_to_fingerprint(folder))
         if seen[0] == _GONE:
             return False
         if len(set(seen)) == 1 and seen[0] != _UNREADABLE:
             return True
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     if _UNREADABLE in seen:
-        seen = gather(together(lambda: _see(folder), str(folder), gather))  # raises what the file system says
+        # Once more, so that a rank which still cannot read raises what its file system says.
+        seen = gather(fail_together(lambda: _fingerprint_or_gone(folder), str(folder), gather))
     _check_same(seen, folder, "checkpoint.folder")
     return True
 
 
-def _check_initial(wish: Wish, folder: Path, rank: int, gather: Gather) -> None:
+def _check_initial_on_all_ranks(request: LoadRequest, folder: Path, rank: int, gather: Gather) -> None:
     """Check that all ranks see the model to begin with, and that it is not damaged."""
 
     def look() -> int:
         if not folder.is_dir():
             return _GONE
         if rank == 0:
-            _Search(wish).check_initial(folder)
+            _Search(request).check_initial_is_sound(folder)
         return _fingerprint(folder)
 
-    seen = together(look, str(folder), gather)
+    seen = fail_together(look, str(folder), gather)
     _check_same(gather(seen), folder, "checkpoint.initial_load_path")
 
 
 def _check_same(seen: list[int], folder: Path, setting: str) -> None:
-    """Check that all ranks see the same in `folder`, named by `setting`: else they wait for each other in the load."""
-    if apart := [rank for rank, look in enumerate(seen) if look != seen[0]]:
-        found = "a checkpoint" if seen[0] else "none"
-        raise ConfigError(
-            f"{setting} must be a folder that all hosts of a group share: ranks {apart} of this group do not see in "
-            f"{folder} what rank 0 does, which finds {found} there; put it on a shared file system"
-        )
+    """Check that all ranks see the same in `folder`; otherwise they would wait for each other in the load.
+
+    Args:
+        setting: the option that names the folder.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    differing = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
+    if not differing:
+        return
+    found = "none" if seen[0] == _GONE else "a checkpoint"
+    raise ConfigError(
+        f"{setting} must be a folder that all hosts of a group share: ranks {differing} of this group do not see in "
+        f"{folder} what rank 0 does, which finds {found} there; put it on a shared file system"
+    )
 
 
-def _look(folder: Path) -> int:
+def _try_to_fingerprint(folder: Path) -> int:
     """Return the fingerprint of the checkpoint in `folder`, or why there is none: gone, or unreadable just now."""
     try:
-        return _see(folder)
+        return _fingerprint_or_gone(folder)
     except OSError:  # a stale handle, for instance, which the next look may not meet
         return _UNREADABLE
 
 
-def _see(folder: Path) -> int:
+def _fingerprint_or_gone(folder: Path) -> int:
     return _fingerprint(folder) if is_complete(folder) else _GONE
 
 
 def _fingerprint(folder: Path) -> int:
     """Return a 48-bit hash of the manifest, by which two checkpoints of one step differ."""
     path = folder / MANIFEST
-    return fold48(path.read_text(errors="replace") if path.is_file() else "none")
+    if not path.is_file():  # a checkpoint of stock torchtitan
+        return fold48("none")
+    return fold48(path.read_text(errors="replace"))

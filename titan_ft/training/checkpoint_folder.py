@@ -31,7 +31,7 @@ METADATA = ".metadata"
 """DCP's table of what is in which file of a checkpoint."""
 INDEX = "model.safetensors.index.json"
 """The table of an export in Hugging Face's format."""
-ELSEWHERE = "give another checkpoint.folder or job.dump_folder"
+OTHER_FOLDER_REMEDY = "give another checkpoint.folder or job.dump_folder"
 LATEST = -1
 """`checkpoint.load_step` of a job that goes on from the latest checkpoint."""
 _SIGNS = (METADATA, INDEX)  # torchtitan takes either for the sign of a whole checkpoint
@@ -126,7 +126,7 @@ def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
     if earlier is not None and earlier.model != now.model:
         raise ConfigError(
             f"checkpoint: {folder} must be of the model {now.model} (model.name, model.flavor), got {earlier.model}; "
-            f"{ELSEWHERE}"
+            f"{OTHER_FOLDER_REMEDY}"
         )
 
 

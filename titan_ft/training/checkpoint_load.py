@@ -19,21 +19,21 @@ from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE
 
 from titan_ft.config import ConfigError
 from titan_ft.training.checkpoint_choice import (
-    NONE,
+    NO_STEP,
     Gather,
     LoadError,
+    LoadRequest,
     NoCheckpointError,
-    Wish,
     agree_on_step,
-    together,
+    fail_together,
 )
 from titan_ft.training.checkpoint_damage import FailedLoad, Failure, classify, find_defect
 from titan_ft.training.checkpoint_digest import find_change, take_digests
 from titan_ft.training.checkpoint_export import check_importable
 from titan_ft.training.checkpoint_folder import (
-    ELSEWHERE,
     LATEST,
     METADATA,
+    OTHER_FOLDER_REMEDY,
     DamagedError,
     Manifest,
     check_model,
@@ -86,7 +86,7 @@ class Load:
             if QUORUM_STATE in state:  # else only the model is wanted
                 self._drop_missing(state)
 
-        together(look, str(self._folder), self._gather)
+        fail_together(look, str(self._folder), self._gather)
 
     def _drop_missing(self, state: dict[str, Any]) -> None:
         """Drop the parts of `state` that the checkpoint lacks: DCP fails on a missing key."""
@@ -125,11 +125,11 @@ class Load:
         failure, reason = classify(error)
         if failure is Failure.OTHER_STATE:
             holds = "weights of this run's model" if from_hf else "state of this run's model and optimizer"
-            remedy = "give those of model.flavor as checkpoint.initial_load_path" if from_hf else ELSEWHERE
+            remedy = "give those of model.flavor as checkpoint.initial_load_path" if from_hf else OTHER_FOLDER_REMEDY
             raise ConfigError(f"checkpoint: {self._folder} must hold the {holds}, got: {reason}; {remedy}") from error
         if failure is Failure.UNREADABLE:
             # A missing file is an error of the file system to DCP, and so is a table that it cannot read.
-            defect = together(self._find_defect, str(self._folder), self._gather)
+            defect = fail_together(self._find_defect, str(self._folder), self._gather)
             if not any(self._gather(int(bool(defect)))):
                 raise LoadError(f"checkpoint: {self._folder} cannot be read: {reason}") from error
             reason = defect or reason
@@ -169,21 +169,21 @@ class Load:
                 return f"the {name} in it is {state[part][name]}, not {value} as in its manifest"
         return ""
 
-    def give_up(self, error: DamagedError | LoadError, wish: Wish, step: int) -> NoReturn:
+    def give_up(self, error: DamagedError | LoadError, request: LoadRequest, step: int) -> NoReturn:
         """End a failed load, so that the next start of every group chooses an older checkpoint.
 
         This start cannot take another one: the step was announced to the other groups. A collective.
 
         Args:
-            wish: by which the checkpoint was chosen.
-            step: of it; `NONE` for the model to begin with.
+            request: by which the checkpoint was chosen.
+            step: of it; `NO_STEP` for the model to begin with.
 
         Raises:
             ConfigError: no other start would do better.
             LoadError: another start may do better.
         """
         reason = str(error)
-        if step == NONE:
+        if step == NO_STEP:
             if isinstance(error, LoadError):
                 raise error
             raise ConfigError(
@@ -195,12 +195,14 @@ class Load:
         if isinstance(error, LoadError):
             raise error
         try:
-            other = agree_on_step(replace(wish, damaged={step: reason}), dist.get_rank(), self._gather).step
+            other = agree_on_step(replace(request, damaged={step: reason}), dist.get_rank(), self._gather).step
         except NoCheckpointError:
             if not is_noted:
                 raise
             # Another group may have loaded it. The next start heals then, or ends for good.
-            lack = "no sound one is left" if wish.step == LATEST else f"load_step = {wish.step} allows no other one"
+            lack = (
+                "no sound one is left" if request.step == LATEST else f"load_step = {request.step} allows no other one"
+            )
             raise LoadError(f"checkpoint: {self._folder} is damaged: {reason}; {lack}") from error
         if not is_noted:
             raise ConfigError(
@@ -226,7 +228,7 @@ class Load:
             if dist.get_rank() == 0 and (then != now or not self._folder.is_dir()):
                 raise LoadError(f"{self._folder} was replaced while it was loaded; another start chooses anew")
 
-        together(look, str(self._folder), self._gather)
+        fail_together(look, str(self._folder), self._gather)
 
     def _note(self, error: DamagedError | LoadError) -> bool:
         """Write a note of the failure beside the data; return False if the folder is not writable."""
