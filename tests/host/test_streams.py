@@ -229,7 +229,7 @@ def test_what_is_read_again_does_not_grow() -> None:
     for _ in zip(range(length - 100), stream, strict=False):
         next(whole)
     state = stream.state_dict()
-    assert state["examples_iterable"]["given"] < 12 * size  # B (ln B + 2) is 5 B here, and it varies
+    assert state["examples_iterable"]["since_anchor"] < 12 * size  # B (ln B + 2) is 5 B here, and it varies
     again = build()
     again.load_state_dict(state)
     assert next(iter(again))["x"] == next(whole)["x"]
@@ -320,7 +320,7 @@ class Looped(torch.utils.data.IterableDataset[tuple[int, int]]):
 def test_a_workers_epoch_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch, needed: bool) -> None:
     """Without the patch two workers that come to the end of their files leave out an epoch each."""
     if needed:
-        monkeypatch.setattr(IterableDataset, "set_epoch", streams._set_epoch)
+        monkeypatch.setattr(IterableDataset, "set_epoch", streams._upstream_set_epoch)
     loader = torch.utils.data.DataLoader(Looped(Pipelines(folder).source("json")), batch_size=None, num_workers=2)
     found = [(int(worker), int(epoch)) for (worker, epoch), _ in zip(loader, range(180), strict=False)]
     for worker in (0, 1):

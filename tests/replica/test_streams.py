@@ -736,6 +736,7 @@ def left_out(file: str, line: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow  # `.ci/run` runs it, after the default tests
 @pytest.mark.parametrize(("file", "line"), find_waits())
 def test_each_wait_is_needed(file: str, line: int) -> None:
     """Without it a byte is another one, under some order of some scenario."""
