@@ -110,6 +110,100 @@ def test_three_quarters_of_the_time_are_what_a_group_may_wait_for_others(
     assert made.seconds_left == (0.0 if told else 100.0)
 
 
+# Waiting for others
+
+
+class Seats:
+    """Ranks of one group whose time is over when a test says so."""
+
+    def __init__(self, number: int) -> None:
+        import torch.distributed as dist
+
+        self.store = dist.HashStore()
+        self.ranks = [build(self.store, rank, number) for rank in range(number)]
+
+    def hurry(self, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+        monkeypatch.setattr(Drain, "is_urgent", property(lambda drain: drain in [self.ranks[n] for n in numbers]))
+
+
+def test_a_group_waits_no_longer_when_all_its_ranks_have_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when one has: a sibling may have its answer already, and be in the exchange."""
+    seats = Seats(2)
+    first, second = seats.ranks
+    assert not first.stops_waiting(False)
+    seats.hurry(monkeypatch, 0, 1)
+    assert not first.stops_waiting(False)  # the other has yet to say so
+    assert second.stops_waiting(False)
+    assert first.stops_waiting(False)
+
+
+def test_a_rank_that_nobody_told_takes_its_siblings_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come to one rank alone. Ranks that wait look into the store once a second."""
+    now = 1000.0
+    monkeypatch.setattr("titan_ft.replica.drain.time", SimpleNamespace(monotonic=lambda: now))
+    seats = Seats(2)
+    first, second = seats.ranks
+    assert not second.stops_waiting(False)
+    seats.hurry(monkeypatch, 0)
+    assert not first.stops_waiting(False)
+    assert not second.stops_waiting(False)  # it has just looked
+    now += 1.0
+    assert second.stops_waiting(False)
+    assert first.stops_waiting(False)
+
+
+def test_an_answer_before_a_rank_has_said_so_is_taken_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group cannot leave without its word; the ranks that have said so wait for the answer."""
+    seats = Seats(2)
+    first, second = seats.ranks
+    seats.hurry(monkeypatch, 0, 1)
+    assert not first.stops_waiting(False)
+    assert not second.stops_waiting(True)
+    assert not first.stops_waiting(False)
+    assert not first.stops_waiting(True)
+
+
+@pytest.mark.parametrize("answer_first", [False, True])
+def test_an_answer_beside_the_last_word_ends_alike_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, answer_first: bool
+) -> None:
+    """Both have said so; one is answered, the other is not yet: the first of the two words counts."""
+    seats = Seats(2)
+    first, second = seats.ranks
+    seats.hurry(monkeypatch, 0, 1)
+    assert not first.stops_waiting(False)
+    if answer_first:
+        assert not first.stops_waiting(True)
+        assert not second.stops_waiting(False)
+        assert not second.stops_waiting(True)
+    else:
+        assert second.stops_waiting(False)
+        assert first.stops_waiting(True)
+
+
+def test_a_word_counts_for_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others came, and the group could not leave with that round: it says so again in the next one."""
+    seats = Seats(2)
+    seats.hurry(monkeypatch, 0, 1)
+    assert not any(rank.stops_waiting(False) for rank in seats.ranks[:1])
+    assert not any(rank.stops_waiting(True) for rank in seats.ranks)
+    for rank in seats.ranks:
+        rank.before_vote(lambda: False)
+    assert not any(rank.after_vote() for rank in seats.ranks)
+    assert not seats.ranks[0].stops_waiting(False)
+    assert seats.ranks[1].stops_waiting(False)
+    assert seats.ranks[0].stops_waiting(False)
+
+
+def test_a_group_of_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no store to write to."""
+    rank = Drain(None, key="drain", rank=0, num_ranks=1, timeout_seconds=NEVER, on_abandon=lambda reason: None)
+    assert not rank.stops_waiting(False)
+    monkeypatch.setattr(Drain, "is_urgent", True)
+    assert rank.stops_waiting(False)
+    assert not rank.stops_waiting(True)
+
+
 # The agreement
 
 

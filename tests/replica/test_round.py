@@ -48,6 +48,7 @@ class World:
         self.may_leave: bool | None = None
         self.living = [0, 1]
         self.answered, self.is_urgent, self.waits = True, False, 0
+        self.urgent_after = 1000  # waits
         self.siblings: list[bool] = []  # what another rank of the group says to each question
         this: Any = self
         self.rounds = Rounds(
@@ -120,6 +121,9 @@ class World:
     def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
         self.served.append(made)
 
+    def stops_waiting(self, is_answered: bool) -> bool:
+        return not is_answered and self.waits >= self.urgent_after
+
     def before_vote(self, may_leave: Callable[[], bool]) -> None:
         self.may_leave = may_leave()
 
@@ -141,29 +145,27 @@ def world() -> World:
     return world
 
 
-@pytest.mark.parametrize(
-    ("answered", "urgent", "siblings", "leaves", "waits"),
-    [
-        (False, True, [], True, 0),
-        (False, False, [False, False, False, True], True, 1),  # the other rank was told, or was told first
-        (True, True, [], False, 0),  # the others are there, and count on it
-        (False, True, [True], False, 0),
-    ],
-)
-def test_a_group_that_is_told_to_leave_does_not_wait_for_others_that_are_in_their_round(
-    answered: bool, urgent: bool, siblings: list[bool], leaves: bool, waits: int
+@pytest.mark.parametrize("config", [{}, {"semi_sync_method": "diloco", "digest_every": 0}])
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_group_that_is_told_to_leave_waits_for_others_for_a_part_of_its_time(
+    config: dict[str, Any], meets: bool
 ) -> None:
-    """It is urgent on one of its ranks, and none of them has a quorum: it leaves without a vote."""
-    world = World(semi_sync_method="diloco", digest_every=0)
-    world.answered, world.is_urgent, world.siblings = answered, urgent, siblings
-    if leaves:
-        with pytest.raises(Leaving):
-            world.rounds.make(GIVEN)
-    else:
-        assert isinstance(world.rounds.make(GIVEN), Round)
-    assert world.waits == waits
-    assert world.position.leaving is leaves
-    assert len(world.votes) == (not leaves)
+    """Another group hangs and heartbeats, or is in a long round: nobody gets a quorum. It leaves without a vote."""
+    world = World(**config)
+    world.answered, world.urgent_after = False, 3
+    with pytest.raises(Leaving):
+        world.rounds.meet() if meets else world.rounds.make(GIVEN)
+    assert world.waits == 3
+    assert world.position.leaving
+    assert not world.votes
+
+
+def test_a_group_that_is_told_to_leave_takes_a_quorum_that_is_there() -> None:
+    """The others count on it."""
+    world = World()
+    world.urgent_after = 0
+    assert isinstance(world.rounds.make(GIVEN), Round)
+    assert not world.position.leaving
 
 
 @pytest.mark.parametrize(
@@ -231,25 +233,6 @@ def test_a_rank_sees_who_wants_something_of_it() -> None:
         assert sign in world.rounds.signs
         setattr(world, name, False)
         assert sign not in world.rounds.signs
-
-
-def test_a_group_of_the_synchronous_mode_waits_for_its_quorum() -> None:
-    """It is a step away at most: no rank of the group asks another one."""
-    world = World()
-    world.answered, world.is_urgent = False, True
-    assert isinstance(world.rounds.make(GIVEN), Round)
-
-
-@pytest.mark.parametrize("meets", [False, True])
-def test_a_group_that_leaves_does_not_wait_for_ever_behind_a_round_that_broke(meets: bool) -> None:
-    """Another group may hang, heartbeats, and asks for no quorum: nobody gets one."""
-    world = World()
-    world.error = ExchangeError("broke")
-    assert isinstance(world.rounds.make(GIVEN), Broken)
-    world.error, world.answered, world.is_urgent = None, False, True
-    with pytest.raises(Leaving):
-        world.rounds.meet() if meets else world.rounds.make(GIVEN)
-    assert world.position.leaving
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,13 @@ class Store:
         self._server.put(key, str(value).encode())
         return value
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a key if it has the expected value, or is not there and "" is expected; return what it has then."""
+        self._call(self._timeout)
+        if self._server.values.get(key, b"") == expected.encode():
+            self._server.put(key, desired.encode())
+        return self._server.values[key]
+
     def delete_key(self, key: str) -> bool:
         """Drop a key."""
         self._call(self._timeout)

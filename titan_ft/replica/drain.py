@@ -28,6 +28,7 @@ TERMINATED = 128 + signal.SIGTERM
 _ONE_REQUEST_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 1.0  # of a rank that waits for a round, for a sibling's word: 8,192 ranks may look at one store
 # Of the timeout: a round of several steps is finished if this group's are over within the first, the others are waited
 # for until the second is over, and what is left is for the exchange with them.
 OWN_SHARE = 0.5
@@ -68,6 +69,8 @@ class Drain:
         self._votes = 0
         self._begun = False
         self._asks = self._announced = self._agreed = False
+        self._looked_at = -math.inf  # for the word of a sibling, in seconds of the monotonic clock
+        self._hurries_since = -1  # number of votes at which this rank last said that its time is nearly over
         self._lock = threading.Lock()
         self._ending = threading.Lock()
         self._store = None if connect is None else connect()
@@ -151,6 +154,45 @@ class Drain:
                 self._agreed = True
                 self.request()
         return self._agreed
+
+    def stops_waiting(self, is_answered: bool) -> bool:
+        """Say whether the group waits for other groups no longer: the same on all its ranks.
+
+        Training thread; a rank that waits for a round asks again and again. A rank whose time is nearly over
+        says so in the store, and its siblings repeat it: perhaps they were not told to leave. The first of two
+        words counts: of the rank that finds that all have said so, or of one that had said so and was
+        answered after all. A rank that is answered before it has said so just goes on, at no cost: the others
+        cannot decide to leave without it.
+
+        Args:
+            is_answered: whether what this rank waits for is there.
+        """
+        hurries = self._hurries_since == self._votes
+        if not hurries:
+            if is_answered or not (self.is_urgent or self._is_a_sibling_urgent()):
+                return False
+            self._hurries_since = self._votes
+        if self._store is None:
+            return not is_answered
+        said = [f"{self._key}/hurry/{self._votes}/{rank}" for rank in range(self._num_ranks)]
+        if not hurries:
+            set_for_all(self._store, said[self._rank])
+            self._store.set(self._urgent_key, "1")
+        if not is_answered and not self._store.check(said):
+            return False
+        word = "go on" if is_answered else "leave"
+        return bool(self._store.compare_set(f"{self._key}/waiting/{self._votes}", "", word) == b"leave")
+
+    def _is_a_sibling_urgent(self) -> bool:
+        now = time.monotonic()
+        if self._store is None or now - self._looked_at < _LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        return self._store.check([self._urgent_key])
+
+    @property
+    def _urgent_key(self) -> str:
+        return f"{self._key}/urgent/{self._votes}"
 
     def leave(self) -> None:
         """Mark this rank as gone in order and wait, for 2 seconds at most, until all ranks are.

@@ -183,7 +183,7 @@ class Rounds:
         """
         self.ask()
         with self._watchdog.paused():
-            return self._await_quorum() if self._position.failures else self._membership.wait()
+            return self._await_quorum()
 
     def peer_address(self, rank: int) -> str:
         """Return the state server's address (host:port) of the same group rank in member `rank`."""
@@ -290,20 +290,21 @@ class Rounds:
     def _await_quorum(self) -> Quorum:
         """Wait for the quorum asked for.
 
-        With a semi-synchronous method the others may be in the midst of a long round. After a round that
-        broke, another group may hang. A group that was told to leave waits for them for a part of its time
-        only: when all of that is over, its ranks end wherever they are.
+        Another group may be in the midst of a long round, or hang and heartbeat: then nobody gets a quorum for
+        as long as it does. A group that was told to leave waits for the others for a part of its time only:
+        when all of that is over, its ranks end wherever they are, and nothing is saved.
 
         Raises:
             Leaving: it has waited long enough; on all ranks of the group.
         """
-        may_be_long = self._config.semi_sync_method or self._position.failures
-        while may_be_long and not any(self._group.gather(self._membership.answered)):
-            if self.must_hurry:
+        while True:
+            is_answered = self._membership.answered
+            if self._drain.stops_waiting(is_answered):
                 self._position.leave()
                 raise Leaving
+            if is_answered:
+                return self._membership.wait()
             self._membership.wait_briefly(PAUSE_SECONDS)
-        return self._membership.wait()
 
     def take_digest(self) -> str:
         """Take the digest of the state; it travels with the rounds until the next update.
