@@ -416,6 +416,8 @@ class Leave:
             _links=SimpleNamespace(membership=SimpleNamespace(close=note("close"))),
             checkpointer=SimpleNamespace(
                 lacks_state=lambda: lacks,
+                watch_others=lambda step: lambda: False,
+                holds_state=lambda step: False,
                 withdraw=note("withdraw"),
                 save_on_leave=lambda step, seconds: self.done.append(f"save {step} in {seconds}"),
             ),

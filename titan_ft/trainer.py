@@ -286,7 +286,8 @@ class ReplicaTrainer(Trainer):
         """Save the state after the last update, unless another group that leaves has done so."""
         step = self._steps_of(self._num_committed)
         with self._watchdog.paused():  # the timer of the drain ends a group that hangs from here on
-            if replica.await_turn(last, lambda: self.checkpointer.holds_state(step)):
+            is_saved = partial(self.checkpointer.holds_state, step)
+            if replica.await_turn(last, is_saved, self.checkpointer.watch_others(step)):
                 self._go_back_to_update()
                 self._saving = step
                 self.checkpointer.save_on_leave(step, self._drain.seconds_left)

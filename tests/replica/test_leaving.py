@@ -155,10 +155,11 @@ class Turns:
         living: the groups that live, by look; the last entry lasts.
         saved: the look at which the state is saved first.
         hurry: the look at which this group may wait for others no longer.
+        begun: the look at which another group writes the state.
     """
 
-    def __init__(self, *living: Collection[int], saved: int = 99, hurry: int = 99) -> None:
-        self._living, self._saved, self._hurry = living, saved, hurry
+    def __init__(self, *living: Collection[int], saved: int = 99, hurry: int = 99, begun: int = 99) -> None:
+        self._living, self._saved, self._hurry, self._begun = living, saved, hurry, begun
         self.look, self.asked_for = 0, list[set[int]]()
         rounds: Any = self
         nothing: Any = None
@@ -190,7 +191,7 @@ class Turns:
         last = LastToLeave(slots, agreed=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step.time, "sleep", self._pause)
-            return self.dimension.await_turn(last, lambda: self.look >= self._saved)
+            return self.dimension.await_turn(last, lambda: self.look >= self._saved, lambda: self.look >= self._begun)
 
 
 def test_the_first_one_saves_at_once() -> None:
@@ -227,14 +228,29 @@ def test_a_group_that_has_saved_and_left_is_not_taken_for_dead() -> None:
         return len(looks) > 1
 
     turns.find_living = find_living  # type: ignore[method-assign]
-    assert not turns.dimension.await_turn(LastToLeave((0, 2), agreed=True), is_saved)
+    assert not turns.dimension.await_turn(LastToLeave((0, 2), agreed=True), is_saved, lambda: False)
 
 
 def test_the_others_wait_no_longer_than_they_may() -> None:
     """Then the one that saves lives still."""
-    turns = Turns([0], hurry=2)
+    turns = Turns([0], hurry=2, begun=1)
     assert not turns.wait(0, 2)
     assert turns.look == 2
+
+
+@pytest.mark.parametrize(("before", "look"), [((0,), 4), ((0, 1), 6)])
+def test_a_group_saves_if_those_before_it_hang(before: tuple[int, ...], look: int) -> None:
+    """They live and have begun nothing; each of them is given some time for that."""
+    turns = Turns(before, hurry=2)
+    assert turns.wait(*before, 2)
+    assert turns.look == look
+
+
+def test_a_group_leaves_the_save_to_the_one_that_took_the_turn() -> None:
+    """The first one hangs and the second one saves: not all others, whose writes would slow it down."""
+    turns = Turns([0, 1], hurry=2, begun=4)
+    assert not turns.wait(0, 1, 2)
+    assert turns.look == 4
 
 
 def test_a_group_that_is_outside_saves_nothing() -> None:

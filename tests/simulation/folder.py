@@ -96,6 +96,10 @@ class Folder:
         """Return the folder in which an attempt of a group writes its checkpoint of a step."""
         return self._partials.setdefault((slot, attempt, step), Partial())
 
+    def written_by_others(self, slot: int, step: int) -> set[tuple[int, int, int]]:
+        """Return which attempts of other groups have begun to write a checkpoint of a step."""
+        return {key for key in self._partials if key[0] != slot and key[2] == step}
+
     def lineage(self, step: int, node: Node) -> int:
         """Return the lineage of the checkpoint of a step, as a host sees it; -1 = there is none."""
         kept = self._see(node).get(step)

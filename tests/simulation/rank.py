@@ -218,7 +218,7 @@ class Rank:
             self._membership.close()
         self.saves.withdraw()
         if last is not None:
-            if self.dimension.await_turn(last, self.saves.holds_state):
+            if self.dimension.await_turn(last, self.saves.holds_state, self.saves.watch_others()):
                 self.saves.save_on_leave()
             self._membership.close()
         self._end("drained")

@@ -8,6 +8,7 @@ as they are there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -87,6 +88,18 @@ class Saves:
         assert folder is not None
         found = rank.number == 0 and folder.lineage(rank.position.step, rank.node) == rank.position.lineage
         return bool(rank.gather(found)[0])
+
+    def watch_others(self) -> Callable[[], bool]:
+        """Return what says whether another group has begun to write this group's step since this call."""
+        rank, folder = self._rank, self._rank.world.folder
+        assert folder is not None
+        earlier = folder.written_by_others(rank.slot, rank.position.step)
+
+        def is_begun() -> bool:
+            found = rank.number == 0 and folder.written_by_others(rank.slot, rank.position.step) != earlier
+            return bool(rank.gather(found)[0])
+
+        return is_begun
 
     def save_on_leave(self) -> None:
         """Save the state that leaves with this group."""

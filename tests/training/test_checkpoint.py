@@ -450,6 +450,28 @@ def test_the_same_state_by_whoever_is_found(make_run: Callable[..., Run]) -> Non
     assert not other.checkpoints.holds_state(1)
 
 
+def test_who_leaves_sees_whether_another_group_has_begun_to_save(make_run: Callable[..., Run]) -> None:
+    """Its own folder does not count, nor what a writer that hangs had written before, nor other steps."""
+    run = make_run()
+    run.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(step: int, writer: str, text: str) -> None:
+        folder = run.folder / f"partial-{step}-{writer}"
+        folder.mkdir(exist_ok=True)
+        (folder / "__0_0.distcp").write_text(text)
+
+    write(5, "group-1", "hangs")
+    is_begun = run.checkpoints.watch_others(5)
+    write(5, "group-0", "own")
+    write(10, "group-1", "another step")
+    assert not is_begun()
+    write(5, "group-1", "goes on")
+    assert is_begun()
+    is_begun = run.checkpoints.watch_others(5)
+    write(5, "group-2", "")
+    assert is_begun()
+
+
 def test_close_waits_for_the_save_under_way(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that leaves in order completes what it has begun."""
     gate = Gate(monkeypatch)

@@ -45,6 +45,7 @@ from titan_ft.run.log import EventLog
 logger = logging.getLogger(__name__)
 
 
+_LOOKS_PER_TURN = 2  # a heartbeat's time apart, at whether a group that is to save has begun to
 _MAX_OPENINGS = 5  # rounds behind an update, for those that missed it; after these they wait for the next one
 _OPENING_SECONDS = 5.0  # for the others to come to one of them; who trains already comes at the end of its round
 
@@ -390,17 +391,20 @@ class ReplicaDimension:
         left = self._group.union(self._position.left)
         return find_last_to_leave(self._position, left, self._config.replica_id)
 
-    def await_turn(self, last: LastToLeave, is_saved: Callable[[], bool]) -> bool:
+    def await_turn(self, last: LastToLeave, is_saved: Callable[[], bool], is_begun: Callable[[], bool]) -> bool:
         """Wait while other groups that leave may save the state; says whether this one is to. A collective.
 
         The first of them saves. The others stay until the state is saved, for the first one may die
-        in its save; but no longer than a group that leaves may wait for others.
+        in its save; but no longer than a group that leaves may wait for others. If the first one has not
+        begun by then it hangs, and the next one saves.
 
         Args:
             is_saved: says whether the state is saved. A collective as well.
+            is_begun: says whether another group writes it. A collective as well.
         """
         own = last.slots.index(self._config.replica_id)
         before = set(last.slots[:own])
+        looks = 0
         while True:
             # In this order: a group that is gone now has saved before, or has not.
             before = self._rounds.find_living(before) if before else before
@@ -409,7 +413,11 @@ class ReplicaDimension:
             if not before:
                 return True
             if self._rounds.must_hurry:
-                return False
+                if is_begun():
+                    return False
+                if looks >= _LOOKS_PER_TURN * len(before):
+                    return True
+                looks += 1
             time.sleep(self._config.heartbeat_timeout_ms / 1000)
 
     def _look_for_outsiders(self, made: Round) -> bool:

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ from titan_ft.training.checkpoint_folder import (
     discard,
     lineage_of,
     partial_folder,
+    partial_sizes,
     publish,
     take_abandoned,
     writer_of,
@@ -262,6 +263,20 @@ class ReplicaCheckpoints(CheckpointManager):
         looks = dist.get_rank() == 0
         found = looks and lineage_of(Path(self._create_checkpoint_id(step))) == lineage
         return bool(self.host.gather(int(found))[0])
+
+    def watch_others(self, step: int) -> Callable[[], bool]:
+        """Return what says whether another group has written of a checkpoint of `step` since this call.
+
+        A collective of the group, at each call: rank 0 looks for all.
+        """
+        looks = dist.get_rank() == 0
+        earlier = partial_sizes(Path(self.folder), step, self._name) if looks else {}
+
+        def is_begun() -> bool:
+            found = looks and partial_sizes(Path(self.folder), step, self._name) != earlier
+            return bool(self.host.gather(int(found))[0])
+
+        return is_begun
 
     def save_on_leave(self, step: int, seconds: float) -> None:
         """Save the state after `step`, which leaves with this group. A collective of the group.

@@ -192,6 +192,17 @@ def partial_folder(target: Path, step: int, name: str) -> Path:
     return target.with_name(f"partial-{step}-{name}")
 
 
+def partial_sizes(folder: Path, step: int, name: str) -> dict[str, int]:
+    """Return the bytes of each file of `step` that writers other than the one called `name` write just now."""
+    own = partial_folder(folder / f"step-{step}", step, name).name
+    sizes: dict[str, int] = {}
+    for path in folder.glob(f"partial-{step}-*/*"):
+        if path.parent.name != own:
+            with contextlib.suppress(OSError):  # published or removed meanwhile
+                sizes[f"{path.parent.name}/{path.name}"] = path.stat().st_size
+    return sizes
+
+
 def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
     """Turn a folder that holds all of a checkpoint into the checkpoint `target`.
 
