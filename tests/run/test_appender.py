@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def make(tmp_path: Path, stalls: list[Stall]) -> Iterator[MakeAppender]:
     made: list[FileAppender] = []
 
     def build(name: str = "a.jsonl", **settings: int) -> FileAppender:
-        made.append(FileAppender(tmp_path / name, on_end=stalls.append, lines=True, **settings))
+        made.append(FileAppender(tmp_path / name, on_end=stalls.append, is_json_lines=True, **settings))
         return made[-1]
 
     yield build
@@ -106,7 +107,7 @@ def test_error_of_a_file_system_ends_nothing(
 
 def test_a_full_disk_is_no_error(tmp_path: Path) -> None:
     """The device that is always full: nothing is raised, whatever it is asked for."""
-    log = FileAppender(Path("/dev/full"), lines=True)
+    log = FileAppender(Path("/dev/full"), is_json_lines=True)
     for _ in range(3):
         log.append(b"line\n")
     assert log.stall is not None
@@ -118,7 +119,7 @@ def test_limit_of_a_file(tmp_path: Path) -> None:
     """A process that may write no larger file (RLIMIT_FSIZE) goes on; its file stays whole lines and half of one."""
     code = (
         "import resource, sys; from pathlib import Path; from titan_ft.run.appender import FileAppender\n"
-        "log = FileAppender(Path(sys.argv[1]), lines=True); log.append(b'first line\\n')\n"
+        "log = FileAppender(Path(sys.argv[1]), is_json_lines=True); log.append(b'first line\\n')\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))\n"
         "for n in range(5): log.append(b'line number %d\\n' % n)\n"
         "print(log.stall.reason, Path(sys.argv[1]).stat().st_size)\n"
@@ -151,7 +152,7 @@ def test_what_memory_does_not_hold_is_counted(make: MakeAppender, disk: Disk, st
 def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
     """The file cannot be opened at first: what was appended meanwhile is in it as soon as it can."""
     (tmp_path / "run").touch()
-    log = FileAppender(tmp_path / "run" / "events" / "a.jsonl", lines=True)
+    log = FileAppender(tmp_path / "run" / "events" / "a.jsonl", is_json_lines=True)
     log.append(b"1\n")
     assert log.stall is not None
     assert log.stall.reason == "Not a directory"
@@ -163,7 +164,7 @@ def test_folder_that_cannot_be_made_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_folder_that_vanishes_is_not_made_again(make: MakeAppender, disk: Disk, tmp_path: Path) -> None:
-    """Who removes a run's folder finds it removed; where it comes back, the file goes on with a whole line."""
+    """Who removes a run's folder finds it removed; where it comes back, the file has all lines that waited, whole."""
     log = make("events/a.jsonl")
     log.append(b"1\n")
     disk.room = 1
@@ -175,7 +176,23 @@ def test_folder_that_vanishes_is_not_made_again(make: MakeAppender, disk: Disk, 
     assert not (tmp_path / "events").exists()
     (tmp_path / "events").mkdir()
     log.append(b"4\n")
-    assert (tmp_path / "events" / "a.jsonl").read_bytes() == b"3\n4\n"
+    assert (tmp_path / "events" / "a.jsonl").read_bytes() == b"2\n3\n4\n"
+
+
+def test_file_of_a_former_process_is_mended_as_soon_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not be read when it was opened first; what is written later must not be glued to half a line."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b"')
+    log = FileAppender(path, is_json_lines=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+        log.append(b'{"c": 3}\n')
+    assert log.stall is not None
+    log.append(b'{"d": 4}\n')
+    assert path.read_bytes() == b'{"a": 1}\n{"c": 3}\n{"d": 4}\n'
+    log.close(0.0)
 
 
 def test_file_server_that_was_started_again(make: MakeAppender, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +214,7 @@ def test_file_of_a_killed_process_is_cut(tmp_path: Path) -> None:
     """What waited in memory at a SIGKILL is lost; the file shows it, also where no half line is in it."""
     code = (
         "import os, resource, signal, sys; from pathlib import Path; from titan_ft.run.appender import FileAppender\n"
-        "log = FileAppender(Path(sys.argv[1]), lines=True); log.append(b'1\\n')\n"
+        "log = FileAppender(Path(sys.argv[1]), is_json_lines=True); log.append(b'1\\n')\n"
         "if sys.argv[2] == 'full': resource.setrlimit(resource.RLIMIT_FSIZE, (2, resource.RLIM_INFINITY))\n"
         "log.append(b'2\\n'); log.append(b'3\\n'); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -217,7 +234,7 @@ def test_line_of_an_earlier_process_is_ended(tmp_path: Path, left: bytes, then: 
     """A pid comes again: half a line of its former owner goes, a whole one gets its newline back."""
     path, cuts = tmp_path / "a.jsonl", []
     path.write_bytes(left)
-    log = FileAppender(path, lines=True, on_cut=lambda: cuts.append(1))
+    log = FileAppender(path, is_json_lines=True, on_cut=lambda: cuts.append(1))
     log.append(b'{"c": 3}\n')
     log.close(0.0)
     assert path.read_bytes() == (left if then is None else then) + b'{"c": 3}\n'
@@ -263,7 +280,7 @@ def test_fork_leaves_to_its_parent_what_waits(tmp_path: Path, disk: Disk) -> Non
 
 def test_end_of_a_process_waits_for_room(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last records get their time, and no more: they are written when there is room within it."""
-    log, disk.room = FileAppender(tmp_path / "a.jsonl", lines=True), 0
+    log, disk.room = FileAppender(tmp_path / "a.jsonl", is_json_lines=True), 0
     log.append(b"1\n")
     sleep, naps = appender_module.time.sleep, []
 
@@ -290,7 +307,7 @@ def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     monkeypatch.setattr(appender_module.time, "monotonic", lambda: now)
     told: list[Stall] = []
     ended: list[bool] = []
-    log = FileAppender(tmp_path / "a", told.append, lambda stall: ended.append(stall.reported), lines=True)
+    log = FileAppender(tmp_path / "a", told.append, lambda stall: ended.append(stall.reported), is_json_lines=True)
     for _ in range(3):
         disk.room = 0
         log.append(b"1\n")
@@ -304,6 +321,45 @@ def test_disk_with_room_for_a_line_now_and_then_is_told_once(
     retry_waiting()
     assert len(told) == 2
     log.close(0.0)
+
+
+def test_reader_that_goes_in_a_stall_ends_it_without_a_false_word(disk: Disk) -> None:
+    """`on_end` says that all is written; what waited for the reader is dropped, and is not."""
+    ended: list[Stall] = []
+    reads, writes = os.pipe()
+    log = DescriptorAppender(writes, on_end=ended.append)
+    disk.room = 0
+    log.append(b"1")
+    assert log.stall is not None
+    disk.error = errno.EPIPE
+    with pytest.raises(BrokenPipeError):
+        log.append(b"2")
+    assert log.stall is None
+    retry_waiting()
+    assert ended == []
+    os.close(reads)
+    os.close(writes)
+
+
+def test_record_of_a_signal_handler_beside_the_end_of_a_write(make: MakeAppender) -> None:
+    """It comes right after the last look at what waits: nobody else would write it before the next record."""
+    log = make()
+
+    class Records(deque[bytes]):
+        """Lets a signal come in once, right after the loop has found nothing more."""
+
+        signals = 1
+
+        def __bool__(self) -> bool:
+            there = len(self) > 0
+            if not there and self.signals:
+                Records.signals = 0
+                log.append(b"2\n")
+            return there
+
+    log._records = Records()
+    log.append(b"1\n")
+    assert log.path.read_bytes() == b"1\n2\n"
 
 
 def test_reader_that_is_gone_is_an_error() -> None:

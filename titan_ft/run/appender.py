@@ -47,10 +47,19 @@ DISK_ERRNOS = frozenset(
 _POLL_SECONDS = 0.05
 _MAX_RECORDS_PER_WRITE = 256  # buffers of one `writev`; Linux allows 1024 (IOV_MAX)
 _NEWLINE = b"\n"
-"""As a waiting record: the newline that `_mark_cut` or an earlier process left out of the file.
+"""A waiting record that puts back the last newline of a file.
 
-No JSON record is an empty line, so it cannot be mistaken for one.
+`FileAppender` truncates that newline while records wait (see its `is_json_lines`); it may have been this
+process or an earlier one. No record of JSON is an empty line, so it cannot be mistaken for one.
 """
+
+
+_appenders: WeakSet[Appender] = WeakSet()
+"""Every appender of this process; a forked child resets them."""
+_stalled: dict[int, Appender] = {}
+"""Appenders with waiting records, by id. One that nobody else refers to must still write its records."""
+_registry_lock = threading.RLock()
+"""Guards the two. Reentrant for signal handlers."""
 
 
 @dataclass
@@ -82,12 +91,14 @@ class Appender:
     """Appends whole records in order; safe to share between threads, and with signal handlers.
 
     Args:
-        on_stall: called once for a stall, with what is known of it.
+        on_stall: called at most once for a stall, with what is known of it so far.
         on_end: called when everything that waited is written, also for a stall that was not reported.
         limit: bytes that may wait.
 
-    Until `QUIET_SECONDS` after the end of a stall, a new one is not reported: the reports would fill a
-    disk that has room for a line now and then.
+    Both are called by the thread that writes, with the lock held. They may append to this appender.
+
+    A stall is not reported in the first `QUIET_SECONDS` after the last one ended. If it lasts longer, the
+    next failed write reports it. Otherwise the reports would fill a disk that has room for a line now and then.
     """
 
     QUIET_SECONDS = 10.0
@@ -104,7 +115,7 @@ class Appender:
         self._num_bytes = 0
         """Size of the records that wait."""
         self._offset = 0
-        """Bytes of the first record that are in the file: a full disk takes half a line."""
+        """Bytes of the first waiting record that are in the file already: a full disk takes half a line."""
         self._stall: Stall | None = None
         self._last_end = -float("inf")
         """End of the last stall, in seconds of the monotonic clock."""
@@ -179,27 +190,33 @@ class Appender:
 
     def _write(self, when: float | None = None) -> None:
         """Write all waiting records; if that fails, begin a stall or go on with it."""
-        # A signal handler interrupted a write of this thread: that write's loop takes its record too.
+        # In a signal handler that interrupted this thread's own write: the loop of that write writes
+        # the handler's record too.
         if self._is_writing:
             return
         self._is_writing = True
         try:
             while self._records:
-                # Opens a new file if the old one is gone, and then drops the rest of a half-written record.
-                descriptor = self._descriptor()
+                # May open a new file in place of one that was removed, and then drop the only record.
+                descriptor = self._ensure_open()
                 if self._records:
                     self._advance(self._write_some(descriptor))
         except OSError as error:
             if not self._tolerates(error):
-                # Nothing can be written here any more, for instance because the reader is gone.
+                # Nothing can be written here any more, for instance because the reader is gone: forget
+                # what waits, and end a stall without `on_end`, which says that all is written.
                 self._records.clear()
                 self._num_bytes = self._offset = 0
+                self._stall = None
+                _unregister_stall(self)
                 raise
             self._on_failed_write(error, when)
             return
         finally:
             self._is_writing = False
-        if self._stall is not None:
+        if self._records:  # a signal handler has added one after the last look at them
+            self._write(when)
+        elif self._stall is not None:
             self._end_stall(self._stall)
 
     def _write_some(self, descriptor: int) -> int:
@@ -236,8 +253,8 @@ class Appender:
         self._last_end = time.monotonic()
         self._on_end(stall)
 
-    def _descriptor(self) -> int:
-        """Return the open file.
+    def _ensure_open(self) -> int:
+        """Return the descriptor of the file; opens it if needed. May drop or insert a first record.
 
         Raises:
             OSError: it cannot be opened.
@@ -264,7 +281,7 @@ class FileAppender(Appender):
 
     Args:
         path: the file.
-        lines: whether the records are lines of JSON. While such records wait in memory, the last newline
+        is_json_lines: whether the records are lines of JSON. While such records wait in memory, the last newline
             is truncated from the file, which needs no room. If the process is then killed, readers see
             from the missing newline that events are lost (`is_cut`).
         on_cut: called when the file is first opened, if an earlier process left it cut.
@@ -276,46 +293,55 @@ class FileAppender(Appender):
         on_stall: Callable[[Stall], None] = lambda stall: None,
         on_end: Callable[[Stall], None] = lambda stall: None,
         *,
-        lines: bool = False,
+        is_json_lines: bool = False,
         on_cut: Callable[[], None] = lambda: None,
         limit: int = WAITING_BYTES,
     ) -> None:
         super().__init__(on_stall, on_end, limit=limit)
-        self.path, self._lines, self._on_cut = path, lines, on_cut
+        self.path, self._is_json_lines, self._on_cut = path, is_json_lines, on_cut
         self._file: int | None = None
         self._was_open = False
 
     def _tolerates(self, error: OSError) -> bool:
         return True  # nobody else uses this file, so every error comes from its file system
 
-    def _descriptor(self) -> int:
+    def _ensure_open(self) -> int:
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
             # The file was removed, so further writes would be lost: open a new one. Its folder is not
             # made again, because the user may be deleting the run at this moment.
             self._release()
         if self._file is None:
-            if not self._was_open:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._file = os.open(self.path, flags, 0o644)
-            if self._was_open and os.fstat(self._file).st_size == 0:
-                self._drop_rest()
-            elif self._lines and not self._was_open:
-                self._mend(self._file)
+            self._file = self._open()
             self._was_open = True
         return self._file
+
+    def _open(self) -> int:
+        if not self._was_open:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            # Opened again and empty: a new file in place of one that was removed. After ESTALE it is the
+            # old one, which is not empty.
+            if self._was_open and os.fstat(file).st_size == 0:
+                self._begin_anew()
+            elif self._is_json_lines and not self._was_open:
+                self._mend(file)
+        except OSError:  # the next write tries it all again
+            os.close(file)
+            raise
+        return file
 
     def _release(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
             os.close(file)
 
-    def _drop_rest(self) -> None:
-        """Drop a first record that belongs to the removed file: half a record, or its last newline."""
-        if self._offset or (self._records and self._records[0] == _NEWLINE):
-            size = len(self._records.popleft())
-            self._num_bytes -= size
-            self._offset = 0
+    def _begin_anew(self) -> None:
+        """Let a new file begin with a whole record: not with its second half, nor with a removed file's newline."""
+        self._offset = 0
+        if self._is_json_lines and self._records and self._records[0] == _NEWLINE:
+            self._records.popleft()
+            self._num_bytes -= len(_NEWLINE)
 
     def _on_failed_write(self, error: OSError, when: float | None) -> None:
         if error.errno == errno.ESTALE:
@@ -324,8 +350,8 @@ class FileAppender(Appender):
         super()._on_failed_write(error, when)
 
     def _mark_cut(self) -> None:
-        """Let the file end without a newline; see `lines`. A read-only disk does not allow it."""
-        if not self._lines or self._file is None:
+        """Let the file end without a newline; see `is_json_lines`. A read-only disk does not allow it."""
+        if not self._is_json_lines or self._file is None:
             return
         if self._offset:  # the file ends with half a record, and so without a newline
             return
@@ -344,7 +370,7 @@ class FileAppender(Appender):
         A container that is started again reuses its pids, so a file that is named after a pid may be
         there already.
         """
-        size = os.fstat(file).st_size  # a device has size 0 as well
+        size = os.fstat(file).st_size  # 0 of a new file, and of a device such as /dev/null
         if not size or os.pread(file, 1, size - 1) == b"\n":
             return
         text = os.pread(file, size, 0)
@@ -379,7 +405,7 @@ class DescriptorAppender(Appender):
     def _tolerates(self, error: OSError) -> bool:
         return error.errno in DISK_ERRNOS
 
-    def _descriptor(self) -> int:
+    def _ensure_open(self) -> int:
         return self.descriptor
 
 
@@ -435,12 +461,6 @@ def _wait_for(appenders: list[Appender], seconds: float) -> None:
 def _unregister_stall(appender: Appender) -> None:
     with _registry_lock:
         _stalled.pop(id(appender), None)
-
-
-_appenders: WeakSet[Appender] = WeakSet()
-_stalled: dict[int, Appender] = {}
-"""Appenders with waiting records, by id; held, so that no waiting record is lost with its appender."""
-_registry_lock = threading.RLock()
 
 
 def _forget_parent() -> None:

@@ -44,7 +44,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._closed = path is None
         self._file = FileAppender(
-            path or Path(), self._report_stall, self._report_end, lines=True, on_cut=self._report_cut
+            path or Path(), self._report_stall, self._report_end, is_json_lines=True, on_cut=self._report_cut
         )
 
     @property
