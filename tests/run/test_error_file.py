@@ -5,12 +5,23 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import json
 import os
+import socket
+import ssl
+import urllib.error
+from email.message import Message
 from pathlib import Path
+from unittest.mock import Mock
 
+import aiohttp
+import httpx
 import pytest
 import torch.distributed
+from huggingface_hub import errors as hub
+from requests import exceptions as requests
+from torch._utils import ExceptionWrapper
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
 
 from titan_ft.replica.errors import (
@@ -135,10 +146,39 @@ def test_other_exceptions(one: str, other: str) -> None:
     assert kind_of(one) != kind_of(other)
 
 
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def http_error(status: int) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("http://a", status, "x", Message(), None)
+
+
+NO_NAME = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+CONNECTION = Mock(host="a", port=443, ssl=True)
+
+
 @pytest.mark.parametrize(
     "error",
     [
         ConnectionRefusedError(),
+        NO_NAME,
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        urllib.error.URLError(NO_NAME),
+        urllib.error.URLError(ConnectionRefusedError(errno.ECONNREFUSED, "refused")),
+        http_error(503),
+        http.client.IncompleteRead(b""),
+        http.client.RemoteDisconnected("no answer"),
+        ssl.SSLEOFError(8, "EOF occurred in violation of protocol"),
+        aiohttp.ClientConnectorError(CONNECTION, OSError(errno.ECONNREFUSED, "refused")),
+        aiohttp.ClientConnectorDNSError(CONNECTION, NO_NAME),
+        aiohttp.ServerDisconnectedError(),
+        aiohttp.ClientPayloadError("Response payload is not completed"),
+        requests.ChunkedEncodingError("broken"),
+        raised_from(hub.LocalEntryNotFoundError("not in the cache"), httpx.ConnectError("no")),
+        raised_from(RuntimeError("the data set cannot be built"), NO_NAME),
+        raised_from(ValueError("a"), raised_from(OSError("b"), urllib.error.URLError(NO_NAME))),
         TimeoutError(),
         OSError(errno.ESTALE, "Stale file handle"),
         OSError(errno.ENOSPC, "No space left on device"),
@@ -175,6 +215,15 @@ def test_a_network_error_is_told_as_one(path: Path) -> None:
     [
         KeyError("nope"),
         FileNotFoundError(errno.ENOENT, "no data"),
+        raised_from(FileNotFoundError("no data"), NO_NAME),
+        raised_from(RuntimeError("no data"), raised_from(FileNotFoundError("no data"), NO_NAME)),
+        raised_from(ValueError("wrong"), KeyError("nope")),
+        hub.LocalEntryNotFoundError("not in the cache, and local_files_only is set"),
+        urllib.error.URLError("no host given"),
+        http_error(404),
+        ssl.SSLCertVerificationError("self-signed"),
+        aiohttp.ClientConnectorCertificateError(CONNECTION, ssl.SSLCertVerificationError("self-signed")),
+        raised_from(DivergedError("two states"), NO_NAME),
         RuntimeError("CUDA error: device-side assert triggered"),
         DivergedError("two states"),
         HungError("no progress"),  # a deadlock comes back at each start
@@ -183,3 +232,47 @@ def test_a_network_error_is_told_as_one(path: Path) -> None:
 def test_what_somebody_must_mend(error: Exception) -> None:
     assert not is_transient(error)
     assert not is_network_error(error)
+
+
+@pytest.mark.parametrize("error", [JobLostError("gone"), RankSilentError("frozen"), GaveUpError("too few")])
+def test_the_engine_says_itself_what_its_errors_are(error: Exception) -> None:
+    """A lost connection may be what it noticed them by; other groups and hosts are what it waits for."""
+    assert not is_network_error(raised_from(error, ConnectionResetError()))
+
+
+def test_causes_in_a_circle() -> None:
+    """Each is looked at once."""
+    one, other = ValueError("a"), ValueError("b")
+    one.__cause__, other.__cause__ = other, one
+    assert not is_transient(one)
+
+
+class UnbuildableError(Exception):
+    """An error that cannot be made from a text alone."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one, two)
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (NO_NAME, True),
+        (urllib.error.URLError(NO_NAME), True),
+        (aiohttp.ClientConnectorDNSError(CONNECTION, NO_NAME), True),
+        (aiohttp.ServerDisconnectedError(), True),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), True),
+        (OSError(errno.ENOENT, "nope"), False),
+        (KeyError("nope"), False),
+        (UnbuildableError(1, 2), False),
+    ],
+)
+def test_an_error_in_a_loader_worker(error: Exception, transient: bool) -> None:
+    """The DataLoader hands on a text, of which it makes an error of the same class or a RuntimeError."""
+    try:
+        raise error
+    except Exception:  # noqa: BLE001  # as the worker does
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # whatever it can be made into
+        wrapped.reraise()
+    assert is_transient(caught.value) is transient

@@ -24,9 +24,55 @@ from titan_ft.run.whole_file import write_whole
 FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 _CLAIMED_ENV = "TITAN_FT_ERROR_FILE"
 _MAX_CHARACTERS = 400
-_TRANSIENT_CLASSES = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "DistError"}
-"""Of Python, requests, httpx, torch.distributed (its store, its network, NCCL); by name, so that none is imported."""
-_TRANSIENT_ERRNOS = DISK_ERRNOS | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
+_TRANSIENT_CLASSES = {
+    # Python, requests, httpx, botocore
+    "ConnectionError",
+    "TimeoutError",
+    "Timeout",
+    "TransportError",
+    "ChunkedEncodingError",
+    "gaierror",
+    "herror",
+    "IncompleteRead",
+    "SSLEOFError",
+    "SSLZeroReturnError",
+    # urllib3
+    "NewConnectionError",
+    "ProtocolError",
+    # aiohttp
+    "ClientConnectionError",
+    "ClientConnectorError",
+    "ClientConnectorDNSError",
+    "ClientOSError",
+    "ClientPayloadError",
+    "ServerDisconnectedError",
+    "ServerTimeoutError",
+    # torch.distributed (its store, its network, NCCL)
+    "DistError",
+}
+"""By name, so that none is imported. Of aiohttp also those that follow from a base: `_IN_LOADER_WORKER`."""
+_LASTING_CLASSES = {"SSLCertVerificationError"}
+"""A wrong certificate stays wrong, although aiohttp counts it among the errors of a connection."""
+_TRANSIENT_ERRNOS = DISK_ERRNOS | {
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+}
+_TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}
+"""Of HTTP: a server that is overloaded, or away behind its proxy."""
+_FILE_ERRORS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""They say what is wrong with a file, whatever was tried before; see `_is_of_a_network`."""
+_NOT_IN_CACHE = "LocalEntryNotFoundError"
+"""A FileNotFoundError of huggingface_hub, which says only that the file is not in the cache either."""
+_IN_LOADER_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process")
+"""A DataLoader makes the error of its worker anew from a text: without errno, cause and, at times, class."""
+_ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 _GLOO = re.compile(r"gloo/.*(Connection|Timed out|timeout|Broken pipe|Socket closed)", re.IGNORECASE | re.DOTALL)
 """What Gloo says of a lost peer; it raises a plain RuntimeError."""
 _ADDRESSES_AND_NUMBERS = re.compile(r"0x[0-9a-f]+|\b(?=\w*\d)[0-9a-f]{6,}\b|\btmp\w+|\d+(?:\.\d+)*", re.IGNORECASE)
@@ -119,8 +165,9 @@ def is_transient(error: BaseException) -> bool:
     So may one that failed for a lighthouse, a peer or a file server that is away, or for a full disk: however often
     that happens in a row, the remedy is to try again. The engine's own errors say it themselves.
     """
-    if getattr(error, "restart", False):  # of a `ReplicaError`
-        return bool(getattr(error, "transient", True))
+    restart = getattr(error, "restart", None)
+    if restart is not None:  # of a `ReplicaError`
+        return bool(restart) and bool(getattr(error, "transient", True))
     return _is_of_a_network(error)
 
 
@@ -129,15 +176,57 @@ def is_network_error(error: BaseException) -> bool:
 
     Other transient errors wait for other groups, who may be in a queue for hours.
     """
-    return bool(getattr(error, "network", False)) or _is_of_a_network(error)
+    network = getattr(error, "network", None)
+    return _is_of_a_network(error) if network is None else bool(network)
 
 
 def _is_of_a_network(error: BaseException) -> bool:
+    """Tell whether the error, or a cause of it, is that of a network.
+
+    A library wraps the error of a network in one of its own: `URLError` names it as its reason,
+    huggingface_hub's error is raised from it. An error about a file that a caller raised from it
+    counts as what it says: the file may be missing for good.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        classes = {kind.__name__ for kind in type(cause).__mro__}
+        if classes & _LASTING_CLASSES:
+            return False
+        if classes & _TRANSIENT_CLASSES or _says_network(cause):
+            return True
+        if isinstance(cause, _FILE_ERRORS) and _NOT_IN_CACHE not in classes:
+            return False
+        reason = getattr(cause, "reason", None)
+        cause = reason if isinstance(reason, BaseException) else cause.__cause__
+    return False
+
+
+def _says_network(error: BaseException) -> bool:
+    """Tell whether errno, HTTP status or text of an error, its class and causes aside, is that of a network."""
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
         return True
-    if _TRANSIENT_CLASSES & {kind.__name__ for kind in type(error).__mro__}:
+    if _http_status(error) in _TRANSIENT_STATUSES:
         return True
-    return isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
+    text = str(error)
+    if isinstance(error, RuntimeError) and _GLOO.search(text) is not None:
+        return True
+    in_worker = _IN_LOADER_WORKER.search(text)
+    if in_worker is None:
+        return False
+    numbers = _ERRNO.findall(text)  # the last one is that of the error itself
+    errno_in_worker = int(numbers[-1]) if numbers else 0
+    # A negative one is no errno, but the resolver's: the name server did not answer.
+    return in_worker[1] in _TRANSIENT_CLASSES or errno_in_worker < 0 or errno_in_worker in _TRANSIENT_ERRNOS
+
+
+def _http_status(error: BaseException) -> object:
+    """Return the status of an HTTP error, by where urllib, aiohttp, requests and httpx keep it; else None."""
+    if "HTTPError" not in {kind.__name__ for kind in type(error).__mro__}:
+        return getattr(error, "status", None) if type(error).__name__ == "ClientResponseError" else None
+    response = getattr(error, "response", None)
+    return getattr(error, "code", None) if response is None else getattr(response, "status_code", None)
 
 
 def _first_line(text: str) -> str:
