@@ -27,6 +27,7 @@ from titan_ft.launch.restart_policy import CONFIG_ERROR_CODE, FINAL_CODE
 from titan_ft.replica.errors import JobFinished
 from titan_ft.run.appender import finish_waiting
 from titan_ft.run.error_file import claim_file, write_error
+from titan_ft.run.marks import mark_end_in_order, mark_training
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.training.divisions import check_ranks
@@ -83,6 +84,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     finish_waiting()  # the last event says whether the group finished or left
+    mark_end_in_order()  # not reached from an `os._exit(0)` or a SystemExit of the user's code
     # Threads that wait for a lost peer in an RPC or a socket must not hold up the exit: heartbeats would go on.
     os._exit(status)
 
@@ -125,6 +127,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             timeout_ms = job_config.fault_tolerance.process_group_timeout_ms
             os.environ.update(device.nccl_environment(environ, timeout_ms))
         device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
+        mark_training()
         launch = Launch(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),

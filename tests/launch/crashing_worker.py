@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A worker of `titan_ft.train`'s entry in which training is replaced by what $CRASH says.
 
-That is Python code, run with the names `replica`, `rank`, `attempt`, `paths`, `commit` (a function of a step) and
-`inject` (of an event): what it raises ends the worker as any exception in training would. Without one it waits.
+That is Python code, run with the names `replica`, `rank`, `attempt`, `paths`, `commit` (a function of a step), `inject`
+(of an event) and `mark_training`: what it raises ends the worker as any exception in training would. Without one it
+waits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from titan_ft import train
 from titan_ft.config import read_flags
 from titan_ft.run.events import WorkerStarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.marks import mark_training
 from titan_ft.run.paths import RunPaths
 
 
@@ -37,7 +39,7 @@ def crash(args: list[str], environ: Mapping[str, str]) -> int:
         events.emit(committed(step))
 
     names = {"replica": replica, "rank": rank, "attempt": attempt, "paths": paths}
-    names |= {"commit": commit, "inject": events.emit}
+    names |= {"commit": commit, "inject": events.emit, "mark_training": mark_training}
     exec(environ["CRASH"], {**vars(builtins), **names})
     time.sleep(600)
     return 0

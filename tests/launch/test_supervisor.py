@@ -362,6 +362,16 @@ raise KeyError(f"nope {os.getpid()}")
         ("os.abort()", "SIGABRT", "was killed by SIGABRT"),
         ("import ctypes; ctypes.string_at(0)", "SIGSEGV", "was killed by SIGSEGV"),
         ("os._exit(7)", "exit status 7", "ended with exit status 7"),
+        (
+            "mark_training(); os._exit(0)",
+            "exit status 0 before the last step",
+            "ended with exit status 0 before the last step",
+        ),
+        (
+            "mark_training(); raise SystemExit(0)",
+            "exit status 0 before the last step",
+            "ended with exit status 0 before the last step",
+        ),
     ],
 )
 def test_a_crash_loop_without_an_exception(
@@ -388,6 +398,16 @@ raise ConnectionResetError("Connection closed by peer")
     causes = [event for event in run.events("worker_exited") if event["rank"] == 1]
     assert [event["attempt"] for event in causes] == [0, 1, 2]
     assert [event["log"] for event in causes] == [str(run.paths.logs(0, attempt, 1)) for attempt in range(3)]
+
+
+def test_an_end_in_order_is_none_before_the_last_step(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's entry returns: the mark that it trains is gone, and nothing is started again."""
+    monkeypatch.setenv("CRASH", "import time\nmark_training()\ntime.sleep = lambda seconds: None")
+    with Supervised(run, 2, module="crashing_worker") as supervised:
+        assert supervised.wait(60.0) == 0
+    assert not run.events("replica_restarted")
+    assert [(event["code"], event.get("error")) for event in run.events("worker_exited")] == [(0, None)] * 2
+    assert not list(run.paths.logs(0, 0, 0).parent.glob("*.trains"))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGUSR1])

@@ -303,7 +303,14 @@ if rank == 1: raise KeyError("nope")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("crash", "end"), [("os.abort()", "SIGABRT"), ("os._exit(7)", "exit status 7")])
+@pytest.mark.parametrize(
+    ("crash", "end"),
+    [
+        ("os.abort()", "SIGABRT"),
+        ("os._exit(7)", "exit status 7"),
+        ("mark_training(); os._exit(0)", "exit status 0 before the last step"),
+    ],
+)
 def test_a_crash_loop_without_an_exception(run: Any, crash: str, end: str) -> None:
     """At the same step each time: on a cluster nobody sees all groups, and each notices it by itself."""
     code = f"import os\nfor step in (1, 2, 3): commit(step)\nif rank == 1: {crash}"

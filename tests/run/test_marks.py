@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ import pytest
 from titan_ft.run.error_file import FILE_ENV, beside
 from titan_ft.run.events import Drained
 from titan_ft.run.log import EventLog
-from titan_ft.run.marks import announce_left, has_left, leave_mark, read_mark
+from titan_ft.run.marks import (
+    announce_left,
+    has_left,
+    leave_mark,
+    mark_end_in_order,
+    mark_training,
+    read_mark,
+    remove_training_mark,
+)
 
 
 def test_the_last_word_counts(tmp_path: Path) -> None:
@@ -46,3 +55,34 @@ def test_a_worker_whose_mark_is_not_possible(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv(FILE_ENV)
     announce_left(log, Drained(step=3, reason="SIGTERM", in_order=True))
     log._file.close(0.0)
+
+
+def test_a_worker_that_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes the mark that it trains; one that is there after the end of a worker tells of an early end, once."""
+    error_file = beside(tmp_path / "rank-0.log")
+    monkeypatch.setenv(FILE_ENV, str(error_file))
+    mark_training()
+    mark_end_in_order()
+    assert not remove_training_mark(error_file)
+    mark_training()
+    assert not remove_training_mark(beside(tmp_path / "rank-1.log"))
+    assert remove_training_mark(error_file)
+    assert not remove_training_mark(error_file)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mark_that_cannot_be_removed_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has become read-only: a worker that has finished could not remove it either."""
+    error_file = beside(tmp_path / "rank-0.log")
+    monkeypatch.setenv(FILE_ENV, str(error_file))
+    mark_training()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    mark_end_in_order()
+    assert not remove_training_mark(error_file)
+    monkeypatch.setenv(FILE_ENV, str(tmp_path / "nowhere" / "error.json"))
+    mark_training()
+    mark_end_in_order()

@@ -30,6 +30,8 @@ kernel's OOM killer (SIGKILL). A group that is killed every few seconds is no cr
 by such a signal never counts. A signal that is in neither list here is taken for one from outside:
 a restart too many costs less than a group that is given up.
 """
+EARLY_END = "exit status 0 before the last step"
+"""What a worker ended with whose code ended the process in mid-training, as if all were done."""
 _SHELL_OFFSET = 128
 """A shell, and a rank that ends at SIGTERM, report signal N as exit status 128 + N."""
 _OF_A_HOST = re.compile(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_ft.launch.own_end import code_of, kind_of_end, may_be_the_host, name_end
+from titan_ft.launch.own_end import EARLY_END, code_of, kind_of_end, may_be_the_host, name_end
 from titan_ft.run.appender import any_is_cut
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import (
@@ -248,7 +248,11 @@ class RestartPolicy:
         self._last_kind = end.kind
         if self._num_same < self._most_ends(end):
             return None
-        what = "the same exception" if end.error is not None else f"the same end ({name_end(end.code)})"
+        what = "the same exception"
+        if end.error is None:
+            what = f"the same end ({name_end(end.code)})"
+        elif end.code == 0:
+            what = f"the same end ({EARLY_END})"
         where = f"each time after step {end.step}" if end.committed else "and no step committed between"
         return GiveUp(CRASH_LOOP, f"{what} {self._num_same} times in a row, {where}")
 

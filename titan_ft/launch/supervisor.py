@@ -291,7 +291,7 @@ class Supervisor:
 
     def _give_up(self, attempt: int, failure: WorkerExit, why: GiveUp) -> None:
         log = self._log(attempt, failure.rank)
-        line = last_error_line(log) if failure.error is None else failure.error.text
+        line = last_error_line(log) if failure.error is None or failure.is_early else failure.error.text
         reason = f"{failure.describe()}; {why.reason}"
         self._events.emit(
             ReplicaGaveUp(
@@ -327,20 +327,20 @@ def root_failure(exits: list[WorkerExit]) -> WorkerExit | None:
     A rank that was killed brings its peers down with a connection error before the next look, not the other way round.
     Of ranks with exceptions the earliest one counts, as in torch elastic's `ChildFailedError`: later ones may follow.
 
-    A SIGABRT and an exit status without an exception may follow from a lost peer, for Gloo and NCCL abort the process.
-    So an exception that does not go by itself comes before them. A connection error comes after them: it is what the
-    peers of a rank end with that has aborted.
+    A SIGABRT and an exit status without an exception (0 of an early end, too) may follow from a lost peer, for Gloo and
+    NCCL abort the process. So an exception that does not go by itself comes before them. A connection error comes after
+    them: it is what the peers of a rank end with that has aborted.
     """
-    errors = [exit.error for exit in exits if exit.error is not None]
+    errors = [exit.error for exit in exits if exit.error is not None and not exit.is_early]
     earliest = min(errors, key=lambda error: error.time, default=None)
     is_explained = earliest is not None and not earliest.transient
 
     def place(exit: WorkerExit) -> int:
         if exit.code < 0 and exit.code != -signal.SIGABRT:
             return 0
-        if exit.error is not None:
+        if exit.error is not None and not exit.is_early:
             return 1 if is_explained else 2
-        if kind_of_end(exit.code, None):
+        if exit.is_early or kind_of_end(exit.code, None):
             return 2 if is_explained else 1
         return 3  # a rank that was told to end, and could not do so in order
 

@@ -38,7 +38,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher import api
@@ -57,7 +57,7 @@ from titan_ft.launch.restart_policy import (
 )
 from titan_ft.launch.supervisor import DEFAULT_MODULE, GRACE_SECONDS, root_failure
 from titan_ft.launch.suspect import HostDeaths, SuspectPolicy
-from titan_ft.launch.worker_group import WorkerExit
+from titan_ft.launch.worker_group import ENDED_EARLY, WorkerExit
 from titan_ft.launch.zygote import Zygote, is_possible
 from titan_ft.live.group_metrics import PORT_ENV, GroupMetrics
 from titan_ft.live.metrics import split_address
@@ -65,6 +65,7 @@ from titan_ft.run.appender import retry_waiting
 from titan_ft.run.error_file import read_error
 from titan_ft.run.events import HostLeft, ReplicaGaveUp, ReplicaRestarted
 from titan_ft.run.log import EventLog
+from titan_ft.run.marks import remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.run.output import protect_output
 from titan_ft.run.paths import RunPaths
@@ -186,10 +187,19 @@ class GroupAgent(LocalElasticAgent):
         # Looked at before torchrun does: where one has failed it ends the others, and tells of all of them alike.
         handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
         ended = {handler.proc.pid for handler in handlers if handler.proc.poll() is not None}
+        self._find_early_ends()
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and result.failures:
             self._judge(result, ended)
         return result
+
+    def _find_early_ends(self) -> None:
+        """Let workers that ended with status 0 in mid-training be failures to torchrun, which ends the others then."""
+        processes: Any = self._pcontext
+        for local_rank, handler in getattr(processes, "subprocess_handlers", {}).items():
+            code, file = handler.proc.poll(), processes.error_files[local_rank]
+            if code == 0 and local_rank in processes._running_local_ranks and remove_training_mark(Path(file)):
+                processes._failures[local_rank] = ProcessFailure(local_rank, handler.proc.pid, code, file)
 
     def _judge(self, result: RunResult, ended: set[int]) -> None:
         """Let torchrun restart the workers when it is time, or keep it from that.
@@ -197,10 +207,10 @@ class GroupAgent(LocalElasticAgent):
         Args:
             ended: processes that ended by themselves.
         """
-        exits = [
-            WorkerExit(rank, failure.pid, failure.exitcode, read_error(Path(failure.error_file)))
-            for rank, failure in result.failures.items()
-        ]
+        exits = []
+        for rank, failure in result.failures.items():
+            error = read_error(Path(failure.error_file)) if failure.exitcode else ENDED_EARLY
+            exits.append(WorkerExit(rank, failure.pid, failure.exitcode, error))
         first = root_failure([exit for exit in exits if exit.pid in ended]) or root_failure(exits)
         assert first is not None, "torchrun says that a worker failed"
         end = self._describe_end(first)
@@ -217,7 +227,7 @@ class GroupAgent(LocalElasticAgent):
             return
         self._remaining_restarts, attempt = 0, self._attempt
         GroupAgent.status = status
-        text = "see its output" if first.error is None else first.error.text
+        text = "see its output" if first.error is None or first.is_early else first.error.text
         reason = f"{first.describe()}; {decision.reason}"
         self._events.emit(
             ReplicaGaveUp(

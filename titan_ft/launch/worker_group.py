@@ -23,10 +23,11 @@ from typing import Any, BinaryIO, Literal, Protocol
 from titan_ft.launch import store_server
 from titan_ft.launch.forks import ForkedProcess, fork_module
 from titan_ft.launch.gpus import listed_gpus, num_gpus
-from titan_ft.launch.own_end import kind_of_end
+from titan_ft.launch.own_end import EARLY_END, kind_of_end
 from titan_ft.run import error_file
 from titan_ft.run.error_file import WorkerError
 from titan_ft.run.events import WorkerExited
+from titan_ft.run.marks import remove_training_mark
 from titan_ft.run.orphan import PARENT_PID_ENV
 from titan_ft.run.process import node_name
 
@@ -42,14 +43,21 @@ class WorkerExit:
     code: int
     """Exit status; negative: the signal, as in `subprocess`."""
     error: WorkerError | None = None
-    """The exception that ended it, as far as it was asked for and is known."""
+    """The exception that ended it, as far as it was asked for and is known; `EARLY_END` of an early end."""
 
     @property
     def failed(self) -> bool:
-        return self.code != 0
+        return self.code != 0 or self.is_early
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it ended with status 0 while it trained: neither was the last step made, nor did it leave."""
+        return self.code == 0 and self.error is not None
 
     def describe(self) -> str:
         """Say it in words, such as "rank 1 was killed by SIGKILL"."""
+        if self.is_early:
+            return f"rank {self.rank} ended with {EARLY_END}"
         if self.code >= 0:
             return f"rank {self.rank} ended with exit status {self.code}"
         return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
@@ -71,13 +79,17 @@ class WorkerExit:
             event.code = self.code
         else:
             event.signal = signal.Signals(-self.code).name
-        if log is not None and kind_of_end(self.code, None):
+        if log is not None and (self.is_early or kind_of_end(self.code, None)):
             event.log = str(log)
         if self.error is not None:
             event.error = self.error.text
         if self.failed:
             event.transient = disturbed or (self.error is not None and self.error.transient) or None
         return event
+
+
+ENDED_EARLY = WorkerError(EARLY_END, transient=False, time=0.0)
+"""The error of a worker that ended early; see `WorkerExit.is_early`."""
 
 
 class Starter(Protocol):
@@ -200,6 +212,9 @@ class WorkerGroup:
         address = store_server.reachable(listener)
         self._store = starter.serve_store(listener)
         shared = {**os.environ, **env, **self._group_env(address, max_restarts), **attempt_env(attempt)}
+        self._error_files = {rank: error_file.beside(log) for rank, log in (logs or {}).items()}
+        self._exits: dict[int, WorkerExit] = {}
+        """Those that were seen; a mark that a worker trains tells only once how it ended."""
         self._workers: dict[int, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._reaped = False
         try:
@@ -207,7 +222,7 @@ class WorkerGroup:
                 own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
                 log = logs[rank] if logs else None
                 if log is not None:
-                    own[error_file.FILE_ENV] = str(error_file.beside(log))
+                    own[error_file.FILE_ENV] = str(self._error_files[rank])
                 self._workers[rank] = starter.start(module, args, {**shared, **own}, log, f"{title}{rank}")
         except BaseException:
             self.end(0.0)
@@ -234,13 +249,16 @@ class WorkerGroup:
 
     def exits(self) -> list[WorkerExit]:
         """List the workers that ended, without collecting them: until `end` their process groups keep their ids."""
-        found = []
         for rank, worker in self._workers.items():
+            if rank in self._exits:
+                continue
             info = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-                found.append(WorkerExit(rank, worker.pid, code))
-        return found
+                file = self._error_files.get(rank)
+                is_early = file is not None and remove_training_mark(file) and code == 0
+                self._exits[rank] = WorkerExit(rank, worker.pid, code, ENDED_EARLY if is_early else None)
+        return [self._exits[rank] for rank in sorted(self._exits)]
 
     def drain(self, seconds: float, impatient: Callable[[], bool]) -> None:
         """Ask all workers to finish their step and leave (SIGTERM), and wait `seconds` for it.

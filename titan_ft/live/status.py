@@ -79,7 +79,7 @@ def _apply(group: GroupStatus, event: ev.Event) -> GroupStatus:
     match event:
         case ev.WorkerExited() if group.state == FAILED or (group.state == DRAINED and event.stopped):
             return group
-        case ev.WorkerExited() if event.code != 0:
+        case ev.WorkerExited() if event.code != 0 or event.error is not None:
             error = group.error if event.stopped or group.state == DIED else event.error or ""
             return replace(group, state=DIED, loss=None, own_loss=None, own_seconds=None, error=error)
         case ev.WorkerExited() if group.state != DRAINED and event.rank == 0 and not event.stopped:

@@ -562,7 +562,8 @@ class WorkerExited(GroupEvent, kw_only=True):
     stopped: bool  # whether the supervisor ended it, because of another rank or because the run was stopped
     code: int | None = None  # its exit status, if it ended by itself
     signal: str | None = None  # name of the signal that ended it, if one did
-    error: str | None = None  # the exception that ended it: its type and the first line of its message
+    # the exception that ended it: its type and the first line of its message; with code 0: that it ended too early
+    error: str | None = None
     # true where the reason may go by itself (a network, a lighthouse, other groups), or a fault was injected into the
     # attempt
     transient: bool | None = None
@@ -572,7 +573,9 @@ class WorkerExited(GroupEvent, kw_only=True):
     @property
     def cause(self) -> str | None:
         """What ended the worker: a signal's name or an exit code; None where it ended well."""
-        return self.signal or (f"exit code {self.code}" if self.code else None)
+        if self.signal is None and self.code == 0 and self.error is None:
+            return None
+        return self.signal or (None if self.code is None else f"exit code {self.code}")
 
 
 class HostLeft(GroupEvent, kw_only=True):

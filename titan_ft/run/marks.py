@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Leave a word for another process where a full disk takes no file.
 
-Two words decide what is started again: that a group left because it was asked to, and that the job
-is over. On a full disk their events wait in memory, and are lost with their process. A mark is a
-symbolic link with the word as its target. File systems keep a short target in the inode, so that
-the mark needs no block.
+Three words decide what is started again: that a group left because it was asked to, that the job is
+over, and that a worker trains. On a full disk the events of a process wait in memory, and are lost
+with it. A mark is a symbolic link with the word as its target. File systems keep a short target in
+the inode, so that the mark needs no block.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from titan_ft.run.events import Drained
 from titan_ft.run.log import EventLog
 
 LEFT = "left"
+TRAINS = "trains"
 
 
 def leave_mark(path: Path, word: str) -> None:
@@ -47,13 +48,47 @@ def announce_left(events: EventLog, event: Drained) -> None:
     error_file = find_file()
     if events.is_stalled and error_file is not None:
         with contextlib.suppress(OSError):  # then the supervisor lets it stay away
-            leave_mark(_left_beside(error_file), LEFT)
+            leave_mark(_mark_beside(error_file, LEFT), LEFT)
 
 
 def has_left(error_file: Path) -> bool:
     """Tell whether the worker with this error file has left a mark that it leaves."""
-    return read_mark(_left_beside(error_file)) == LEFT
+    return read_mark(_mark_beside(error_file, LEFT)) == LEFT
 
 
-def _left_beside(error_file: Path) -> Path:
-    return error_file.with_name(f"{error_file.name}.{LEFT}")
+def mark_training() -> None:
+    """Mark that this worker trains. An end with status 0 is one in order only if the mark is gone by then.
+
+    A loader that calls `os._exit(0)` ended its group in mid-training as one that had finished.
+    """
+    error_file = find_file()
+    if error_file is not None:
+        with contextlib.suppress(OSError):  # then status 0 counts as an end in order
+            leave_mark(_mark_beside(error_file, TRAINS), TRAINS)
+
+
+def mark_end_in_order() -> None:
+    """Remove the mark that this worker trains, which takes no room on a full disk."""
+    error_file = find_file()
+    if error_file is not None:
+        remove_training_mark(error_file)
+
+
+def remove_training_mark(error_file: Path) -> bool:
+    """Remove the mark of the worker with this error file; return whether there was one that could be removed.
+
+    Of a worker that has ended, True says that it did not end in order. A mark that cannot be removed
+    says nothing: on a read-only disk the worker could not remove it either.
+    """
+    mark = _mark_beside(error_file, TRAINS)
+    if read_mark(mark) != TRAINS:
+        return False
+    try:
+        mark.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _mark_beside(error_file: Path, word: str) -> Path:
+    return error_file.with_name(f"{error_file.name}.{word}")

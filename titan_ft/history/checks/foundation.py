@@ -152,7 +152,9 @@ def _check_end(record: RunRecord, found: Judgement) -> None:
             found.unknown.append(f"the history is cut: groups {running} neither finished nor left")
     for process in record.processes:
         exit = process.exit
-        if exit is not None and exit.code == 0 and not exit.stopped and not process.ended_in_order:
+        if exit is None or exit.code != 0 or exit.error is not None:
+            continue
+        if not exit.stopped and not process.ended_in_order:
             found.unknown.append(f"the history is cut: {process.name} ended well, and its last events are missing")
 
 

@@ -131,7 +131,7 @@ def _check_exits(record: RunRecord, found: Judgement, jumped: bool) -> int:
     for event in exits:
         if not event.reason or (event.code is None and not event.signal):
             found.object_to("a worker ended without a reason", event)
-        if event.stopped or not (event.signal or event.code) or jumped:
+        if event.stopped or event.cause is None or jumped:
             continue
         if any(_follows(event, later) for later in followed[event.replica]):
             continue
