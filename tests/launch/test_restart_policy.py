@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import replace
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -187,26 +187,22 @@ def test_a_suspected_host_is_left_before_a_group_is_given_up() -> None:
 @pytest.mark.parametrize(
     "ends",
     [
-        [raised("ValueError: a"), raised("ValueError: b")] * 5,
         [raised("ValueError: a", committed=True)] * 9,
         [raised("ValueError: a", disturbed=True)] * 9,
         [replace(FAILED, error=WorkerError("DistStoreError: a", transient=True, time=0.0))] * 9,
         [KILLED] * 9,
-        [FAILED, replace(FAILED, code=7)] * 5,
-        [replace(FAILED, code=-signal.SIGABRT), replace(FAILED, code=-signal.SIGSEGV)] * 5,
-        [raised("ValueError: a"), FAILED] * 5,
+        [FAILED, replace(FAILED, code=7), FAILED, replace(FAILED, code=7), replace(FAILED, committed=True)] * 2,
+        [raised("a"), AWAY, raised("b"), KILLED, raised("a"), replace(FAILED, code=-signal.SIGTERM), raised("b"), AWAY],
         [replace(FAILED, committed=True)] * 9,
         [replace(FAILED, code=-signal.SIGSEGV, disturbed=True)] * 9,
     ],
     ids=[
-        "other exceptions",
         "commits between",
         "injected",
         "may go by itself",
         "kills",
-        "other statuses",
-        "other signals",
-        "an exception and a status",
+        "causes in turn, commits between",
+        "few causes in turn, among others",
         "a status, commits between",
         "an injected crash",
     ],
@@ -215,6 +211,41 @@ def test_no_crash_loop(ends: list[AttemptEnd]) -> None:
     """What is no row of the same cause is left to the number of restarts."""
     policy = RestartPolicy(max_restarts=9)
     assert all(isinstance(policy.decide(end), float) for end in ends[:9])
+
+
+@pytest.mark.parametrize(
+    "causes",
+    [
+        [raised("ValueError: a"), raised("ValueError: b")],
+        [FAILED, replace(FAILED, code=7)],
+        [replace(FAILED, code=-signal.SIGABRT), replace(FAILED, code=-signal.SIGSEGV)],
+        [raised("ValueError: a"), FAILED],
+        [raised("E: a"), FAILED, replace(FAILED, code=-signal.SIGSEGV), raised("E: b")],
+    ],
+    ids=["exceptions", "statuses", "signals", "an exception and a status", "four causes"],
+)
+@pytest.mark.parametrize("between", [None, KILLED, AWAY], ids=["nothing", "kills", "a network error"])
+def test_causes_in_turn(causes: list[AttemptEnd], between: AttemptEnd | None) -> None:
+    """Twice as many ends as of one cause, of which no two in a row need be alike; kills neither count nor help."""
+    policy = RestartPolicy(max_restarts=100, run_trains=lambda: True)
+    for number, end in zip(range(5), cycle(causes), strict=False):
+        assert isinstance(policy.decide(end), float), number
+        assert between is None or isinstance(policy.decide(between), float)
+    decision = policy.decide(causes[5 % len(causes)])
+    assert decision == GiveUp(CRASH_LOOP, "6 ends of its own in a row, and no step committed between")
+
+
+def test_causes_in_turn_after_the_same_step() -> None:
+    """The group goes on from the same checkpoint each time; another step is progress."""
+    policy = RestartPolicy(max_restarts=100)
+    first, other = raised("E: a", committed=True, step=80), raised("E: b", committed=True, step=80)
+    decisions = [policy.decide(end) for end in (first, other, first, other, first, other)]
+    assert all(isinstance(decision, float) for decision in decisions[:5])
+    assert reason(decisions[5]) == "6 ends of its own in a row, each time after step 80"
+    policy = RestartPolicy(max_restarts=100)
+    for step in range(20):
+        assert isinstance(policy.decide(replace(first, step=step)), float)
+        assert isinstance(policy.decide(replace(other, step=step)), float)
 
 
 def test_a_commit_begins_the_row_anew() -> None:

@@ -36,6 +36,11 @@ WINDOW_SECONDS = 24 * 3600.0
 """Restarts before it are forgotten when the group commits: a run of weeks does not end of what has happened in all."""
 MAX_SAME_ENDS = 3
 """Ends of a group in a row of the same cause, without progress between, after which it is given up."""
+MAX_OWN_ENDS_FACTOR = 2
+"""So many times more ends in a row without progress, whatever their causes, and the group is given up.
+
+Two causes in turn would else use up all restarts: 101 ends, and 19 minutes.
+"""
 MAX_SAME_ROUNDS = 2
 """How often all groups may end of the same cause after the same step."""
 MAX_NETWORK_ENDS = 3
@@ -197,6 +202,8 @@ class RestartPolicy:
     """Last step before the last end that had made one."""
     _num_same: int = 0
     """Ends of the kind `_last_kind`, without progress between."""
+    _num_own: int = 0
+    """Ends of any kind, without progress between."""
     _num_network: int = 0
     """Ends with a network error."""
     _first_start: float | None = None
@@ -241,11 +248,15 @@ class RestartPolicy:
         they do not say that the cause before them is gone.
         """
         if end.committed and (end.step is None or end.step != self._last_step):
-            self._last_kind, self._last_step, self._num_same = "", end.step, 0
+            self._last_kind, self._last_step, self._num_same, self._num_own = "", end.step, 0, 0
         if not end.kind:
             return None
         self._num_same = self._num_same + 1 if end.kind == self._last_kind else 1
+        self._num_own += 1
         self._last_kind = end.kind
+        where = f"each time after step {end.step}" if end.committed else "and no step committed between"
+        if self._num_own >= MAX_OWN_ENDS_FACTOR * self._most_crashes:
+            return GiveUp(CRASH_LOOP, f"{self._num_own} ends of its own in a row, {where}")
         if self._num_same < self._most_ends(end):
             return None
         what = "the same exception"
@@ -253,7 +264,6 @@ class RestartPolicy:
             what = f"the same end ({name_end(end.code)})"
         elif end.code == 0:
             what = f"the same end ({EARLY_END})"
-        where = f"each time after step {end.step}" if end.committed else "and no step committed between"
         return GiveUp(CRASH_LOOP, f"{what} {self._num_same} times in a row, {where}")
 
     def _most_ends(self, end: AttemptEnd) -> int:
@@ -264,7 +274,11 @@ class RestartPolicy:
         """
         if not (self.host_deaths and may_be_the_host(None if end.error is None else end.error.text)):
             return MAX_SAME_ENDS
-        return max(MAX_SAME_ENDS, self.host_deaths + 1)
+        return self._most_crashes
+
+    @property
+    def _most_crashes(self) -> int:
+        return max(MAX_SAME_ENDS, self.host_deaths + 1) if self.host_deaths else MAX_SAME_ENDS
 
     def _find_dead_network(self, end: AttemptEnd) -> GiveUp | None:
         """Return why the group is given up if there is no network, else None.
