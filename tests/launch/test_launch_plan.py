@@ -237,6 +237,30 @@ def test_the_command_that_goes_on(config: Path) -> None:
     assert own == "--spares 1 --drain-timeout 60.0 --no-zygote --metrics-port 9464 --resume"
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--checkpoint.load_step=10"],
+        ["--checkpoint.load_step", "10"],
+        ["--checkpoint.load-step", "10"],
+        ["--checkpoint.load-step=10", "--checkpoint.load_step=20"],
+    ],
+)
+def test_the_command_that_goes_on_does_not_go_back(config: Path, flags: list[str]) -> None:
+    """It leads to the latest checkpoint, which it names, and not to the step that this launch began at."""
+    made = plan(config, worker_args=["--training.steps=40", *flags, "--optimizer.lr=1e-3"])
+    assert made.resume_command.endswith("--resume -- --training.steps=40 --optimizer.lr=1e-3 --checkpoint.load_step=-1")
+    assert made.worker_flags([])[-len(flags) - 1 : -1] == flags
+    made.write()
+    assert flags[0] in made.paths.config.read_text().splitlines()[0]  # the command as it was given
+
+
+def test_the_command_that_goes_on_wins_over_the_toml(config: Path) -> None:
+    """Where the TOML names a step, too."""
+    config.write_text(config.read_text() + "[checkpoint]\nload_step = 10\n")
+    assert plan(config).resume_command.endswith("--resume -- --checkpoint.load_step=-1")
+
+
 @pytest.mark.parametrize(("flags", "saves"), [([], False), (["--checkpoint.enable"], True)])
 def test_a_plan_knows_whether_the_run_saves(config: Path, flags: list[str], saves: bool) -> None:
     """By the TOML and the flags, as the workers read them."""

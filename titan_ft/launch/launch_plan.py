@@ -80,6 +80,9 @@ OWN_FLAGS = {
 }
 
 
+LOAD_STEP = "checkpoint.load_step"
+
+
 LASTING_OPTIONS = ("max_restarts", "lighthouse_port", "spares", "drain_timeout", "no_zygote", "metrics_port")
 """Those that hold for a run that is gone on with, too; faults and times are for one launch."""
 
@@ -133,6 +136,7 @@ class LaunchPlan:
         _check_ranks(values, self.worker_args, self.num_replicas, self.num_ranks)
         self.lighthouse = _lighthouse_settings(table)
         self.drain_seconds = self._resolve_drain_timeout(table)
+        self._sets_load_step = "load_step" in values.get("checkpoint", {})
         self.saves = _is_enabled("checkpoint.enable", values, self.worker_args)
         # Groups of an earlier run in this folder, or of another run at this lighthouse, are told apart by it.
         self.job_id = table.get("job_id") or f"{_plain_name(self.paths.root.name)}-{secrets.token_hex(3)}"
@@ -294,7 +298,9 @@ class LaunchPlan:
             given = without_headers(self.config)
             held = self.paths.config.read_text(encoding="utf-8") if self.paths.config.exists() else ""
             earlier = takewhile(is_header, held.splitlines(keepends=True))
-            command = self._arguments(resume=self.options.resume, resume_with=self.options.resume_with)
+            command = self._arguments(
+                self.worker_args, resume=self.options.resume, resume_with=self.options.resume_with
+            )
             lines = [f"{HEADER}{shlex.join(command)}\n", *earlier, *given]
             self._write_config("".join(lines), held)
             self.paths.finished.unlink(missing_ok=True)
@@ -346,9 +352,12 @@ class LaunchPlan:
     @property
     def resume_command(self) -> str:
         """Return the command that goes on from the run's last checkpoint, for a shell in this directory."""
-        return shlex.join(["titan-ft", "launch", *self._arguments(resume=True)])
+        flags = _without_flag(LOAD_STEP, self.worker_args)
+        if self._sets_load_step or flags != self.worker_args:
+            flags.append(f"--{LOAD_STEP}=-1")  # else the command would go back to that step again
+        return shlex.join(["titan-ft", "launch", *self._arguments(flags, resume=True)])
 
-    def _arguments(self, *, resume: bool, resume_with: str = "") -> list[str]:
+    def _arguments(self, worker_args: Sequence[str], *, resume: bool, resume_with: str = "") -> list[str]:
         options = self.options
         shown = [str(options.config), "--replicas", str(self.num_replicas), "--ranks-per-replica", str(self.num_ranks)]
         shown += ["--run-dir", str(options.run_dir)]
@@ -358,7 +367,7 @@ class LaunchPlan:
                 shown += [flag] if value is True else [flag, str(value)]
         shown += ["--resume"] if resume else []
         shown += ["--resume-with", resume_with] if resume_with else []
-        return shown + (["--", *self.worker_args] if self.worker_args else [])
+        return shown + (["--", *worker_args] if worker_args else [])
 
     def lighthouse_command(self, port: int) -> list[str]:
         command = [sys.executable, "-m", "titan_ft", "lighthouse", "--bind", f"{HOST}:{port}"]
@@ -459,6 +468,22 @@ def _is_enabled(switch: str, values: Mapping[str, Any], worker_args: Sequence[st
         if name in (switch, f"{section}.no_{key}"):
             enabled = name == switch and value.lower() != "false"
     return enabled
+
+
+def _without_flag(name: str, worker_args: Sequence[str]) -> list[str]:
+    """Return the workers' flags without one that takes a value, in each of its spellings."""
+    kept: list[str] = []
+    is_value = False
+    for arg in worker_args:
+        if is_value:
+            is_value = False
+            continue
+        flag, equals, _ = arg.partition("=")
+        if flag.replace("-", "_") == f"__{name}":
+            is_value = not equals
+        else:
+            kept.append(arg)
+    return kept
 
 
 def _plain_name(name: str) -> str:
