@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from titan_ft.cli import main
 from titan_ft.config import ConfigError
 from titan_ft.launch.launch_plan import LaunchPlan
 from titan_ft.launch.local import launch
+from titan_ft.launch.resume import Command, read_command, without_headers
 from titan_ft.options import Launch
 from titan_ft.run.events import LaunchStarted
 from titan_ft.run.log import EventLog
@@ -219,10 +221,29 @@ def test_config_is_copied_with_the_command(config: Path) -> None:
     """The run directory holds the TOML as given, below a comment with the command."""
     made = plan(config)
     made.write()
-    header, _, rest = made.paths.config.read_text().partition("\n")
+    header, record, *rest = made.paths.config.read_text().splitlines(keepends=True)
     assert header.startswith("# titan-ft launch ")
     assert "--replicas 3" in header
-    assert rest == config.read_text()
+    assert record.startswith("# titan-ft launched: {")
+    assert "".join(rest) == config.read_text()
+
+
+def test_a_flag_with_a_line_break_stays_in_the_comment(config: Path) -> None:
+    """The config is TOML all the same, and the command is read back as it was given."""
+    flag = "--job.description=two\nlines\rand \x85 \u2028 a 'quote', \\n and \N{SNOWMAN}"
+    made = plan(config, worker_args=[flag])
+    made.write()
+    assert tomllib.loads(made.paths.config.read_text()) == tomllib.loads(config.read_text())
+    assert read_command(made.paths.config) == Command(made.paths.config, 3, 2, (flag,), Path.cwd())
+    assert "".join(without_headers(made.paths.config)) == config.read_text()
+
+
+def test_what_is_not_utf_8_is_refused_in_one_line(config: Path, tmp_path: Path) -> None:
+    """A path may be any bytes; the run's config, which holds it, may not."""
+    with pytest.raises(ConfigError, match=r"^--job.description must be UTF-8, got 'a\\udcff'; rename it"):
+        plan(config, worker_args=["--job.description=a\udcff"])
+    with pytest.raises(ConfigError, match=r"^--run-dir must be UTF-8, got "):
+        LaunchPlan(Launch(config, 3, 2, tmp_path / "run\udcff"))
 
 
 def test_the_command_that_goes_on(config: Path) -> None:

@@ -178,16 +178,54 @@ def test_another_spelling_of_the_toml_is_no_change(toml: Path) -> None:
     assert changes(toml, "--training.steps=60", text=text) == {}
 
 
-def test_a_path_may_be_written_in_several_ways(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_be_written_in_several_ways(toml: Path, tmp_path: Path) -> None:
     """The same file is the same data."""
     text = tmp_path / "text.txt"
     text.write_text("a book")
     (tmp_path / "link.txt").symlink_to(text)
-    monkeypatch.chdir(tmp_path)
     flag = "--training.dataset_path="
-    assert changes(toml, f"{flag}text.txt", before=(f"{flag}{text}",)) == {}
-    assert changes(toml, f"{flag}./link.txt", before=(f"{flag}{text}",)) == {}
-    assert refused(changes(toml, f"{flag}other.txt", before=(f"{flag}{text}",))) == {"training.dataset_path": DATA}
+
+    def kinds(path: str) -> dict[str, str]:
+        earlier, now = (Command(toml, 2, 2, (f"{flag}{name}",), tmp_path) for name in (text, path))
+        return refused(find_changes(earlier, now, resolve=resolve_two)[0])
+
+    assert kinds("text.txt") == kinds("./link.txt") == {}
+    assert kinds("other.txt") == {"training.dataset_path": DATA}
+
+
+@pytest.mark.parametrize(
+    ("former", "now", "same"),
+    [
+        ("d.txt", "d.txt", False),
+        ("{a}/d.txt", "d.txt", False),
+        ("d.txt", "{a}/d.txt", True),
+        ("./d.txt", "../a/d.txt", True),
+        ("{a}/d.txt", "../a/d.txt", True),
+        ("allenai/c4", "allenai/c4", True),  # of no file, but of a data set on the Hub
+        ("allenai/c4", "other/c4", False),
+    ],
+)
+def test_a_relative_path_starts_where_its_launch_was_given(
+    toml: Path, tmp_path: Path, former: str, now: str, same: bool
+) -> None:
+    """The same text may lead to other data, and another text to the same."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "d.txt").write_text(name)
+    first, second = (f"--training.dataset_path={path.format(a=tmp_path / 'a')}" for path in (former, now))
+    earlier, later = Command(toml, 2, 2, (first,), tmp_path / "a"), Command(toml, 2, 2, (second,), tmp_path / "b")
+    found, _ = find_changes(earlier, later, resolve=resolve_two)
+    assert refused(found) == ({} if same else {"training.dataset_path": DATA})
+
+
+@pytest.mark.parametrize(("now", "same"), [("d.txt", True), ("./d.txt", False), ("{folder}/d.txt", False)])
+def test_a_relative_path_of_an_earlier_version(toml: Path, tmp_path: Path, now: str, same: bool) -> None:
+    """Nobody knows where that launch was given: the text counts."""
+    (tmp_path / "d.txt").write_text("a book")
+    flag = f"--training.dataset_path={now.format(folder=tmp_path)}"
+    earlier, later = Command(toml, 2, 2, ("--training.dataset_path=d.txt",)), Command(toml, 2, 2, (flag,), tmp_path)
+    found, _ = find_changes(earlier, later, resolve=resolve_two)
+    assert refused(found) == ({} if same else {"training.dataset_path": DATA})
 
 
 @pytest.mark.parametrize(
@@ -447,7 +485,7 @@ def again(run: LaunchPlan, *flags: str, shape: tuple[int, int] = (2, 2), **optio
 def test_the_command_of_the_earlier_launch(run: LaunchPlan) -> None:
     """It is the first line of the run's config, with its flags, whatever characters are in them."""
     found = read_command(run.paths.config)
-    assert found == Command(run.paths.config, 2, 2, ("--optimizer.lr=2e-3", "--metrics.log_freq", "5"))
+    assert found == Command(run.paths.config, 2, 2, ("--optimizer.lr=2e-3", "--metrics.log_freq", "5"), Path.cwd())
     run.paths.config.write_text(
         "# titan-ft launch 'my run.toml' --replicas 3 --ranks-per-replica 1 --run-dir 'a b' --spares 1 --resume "
         "--resume-with lr -- '--job.description=it'\"'\"'s -- mine'\n[job]\n"

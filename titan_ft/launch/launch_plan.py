@@ -33,12 +33,12 @@ from titan_ft.launch.gpus import num_gpus
 from titan_ft.launch.lighthouse import check_settings
 from titan_ft.launch.lighthouse_keeper import HOST
 from titan_ft.launch.resume import (
-    HEADER,
     Changes,
     Command,
     Resolve,
     check_allowed,
     find_changes,
+    header_lines,
     is_header,
     read_command,
     resolve_in_child,
@@ -121,7 +121,9 @@ class LaunchPlan:
         self._resolve = resolve
         self.num_replicas, self.num_ranks = options.replicas, options.ranks_per_replica
         self.paths = RunPaths(options.run_dir.absolute())
+        self._folder = Path.cwd()
         _check_options(options)
+        _check_text(options, self.worker_args)
         self.config = find_config(options.config)
         values = load_toml(self.config)
         job = values.get("job")
@@ -265,7 +267,7 @@ class LaunchPlan:
                 f"--resume needs a checkpoint in {folder}, got none; training would start anew in this "
                 "folder: give another --run-dir, or remove this one"
             )
-        now = Command(self.config, self.num_replicas, self.num_ranks, tuple(self.worker_args))
+        now = Command(self.config, self.num_replicas, self.num_ranks, tuple(self.worker_args), self._folder)
         self.changes, note = find_changes(read_command(self.paths.config), now, self._resolve)
         check_allowed(self.changes, self._resume_with)
         self.notes += [note] if note else []
@@ -301,7 +303,7 @@ class LaunchPlan:
             command = self._arguments(
                 self.worker_args, resume=self.options.resume, resume_with=self.options.resume_with
             )
-            lines = [f"{HEADER}{shlex.join(command)}\n", *earlier, *given]
+            lines = [*header_lines(command, self._folder), *earlier, *given]
             self._write_config("".join(lines), held)
             self.paths.finished.unlink(missing_ok=True)
         except OSError as error:
@@ -435,6 +437,16 @@ def _check_options(options: Launch) -> None:
         raise ConfigError(
             f"--lighthouse-port must be <= 65535, got {options.lighthouse_port}; 0 lets the system choose"
         )
+
+
+def _check_text(options: Launch, worker_args: Sequence[str]) -> None:
+    """Check that paths and flags are text, which the run's config and its events hold."""
+    for name, value in (("CONFIG", options.config), ("--run-dir", options.run_dir), *read_flags(worker_args)):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            flag = name if name.isupper() or name.startswith("--") else f"--{name}"
+            raise ConfigError(f"{flag} must be UTF-8, got {str(value)!a}; rename it, or correct it") from None
 
 
 def _check_ranks(values: Mapping[str, Any], worker_args: Sequence[str], num_replicas: int, num_ranks: int) -> None:

@@ -29,7 +29,13 @@ from titan_ft.run.events import ChangedField
 from titan_ft.usage import refusing
 
 HEADER = "# titan-ft launch "
-"""Begins the lines of a run's config that name the commands of its launches, above the TOML."""
+"""Begins the lines of a run's config that show the commands of its launches to people, above the TOML."""
+_RECORD = "# titan-ft launched: "
+"""Begins the line after each of them: the same command, and the folder it was given in, as JSON.
+
+A flag that holds a line break ended the comment, and the config was no TOML any more. Runs of
+earlier versions lack the line.
+"""
 
 HARMLESS, ARITHMETIC, DATA = "harmless", "arithmetic", "data"
 """What a change of a field may do: `ChangedField.kind`."""
@@ -215,12 +221,14 @@ class Command:
         toml: path of its TOML.
         replicas, ranks: numbers of groups, and of ranks in each.
         flags: torchtitan's, after the --.
+        folder: where it was given, for relative paths; None for one of an earlier version.
     """
 
     toml: Path
     replicas: int
     ranks: int
     flags: tuple[str, ...]
+    folder: Path | None = None
 
     def worker_flags(self) -> list[str]:
         """Return the flags that its values follow from."""
@@ -228,7 +236,9 @@ class Command:
         return [*own, f"--{_REPLICAS}={self.replicas}", *self.flags]
 
     def is_same_as(self, other: Command) -> bool:
-        """Tell whether nothing can differ: TOML (but for its headers), numbers and flags are the same."""
+        """Tell whether nothing can differ: TOML (but for its headers), numbers, flags and folder are the same."""
+        if None not in (self.folder, other.folder) and self.folder != other.folder:
+            return False  # a relative path may be another one there
         mine = (self.replicas, self.ranks, self.flags, without_headers(self.toml))
         return mine == (other.replicas, other.ranks, other.flags, without_headers(other.toml))
 
@@ -241,7 +251,19 @@ def without_headers(config: Path) -> list[str]:
 
 def is_header(line: str) -> bool:
     """Tell whether a line names the command of a launch."""
-    return line.startswith(HEADER)
+    return line.startswith((HEADER, _RECORD))
+
+
+def header_lines(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the lines, with their ends, that name the command of a launch in the config of its run.
+
+    Args:
+        words: what follows "titan-ft launch".
+        folder: where the command was given.
+    """
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shlex.join(words))
+    record = json.dumps({"folder": str(folder), "words": list(words)})
+    return [f"{HEADER}{shown}\n", f"{_RECORD}{record}\n"]
 
 
 def read_command(config: Path) -> Command:
@@ -251,20 +273,25 @@ def read_command(config: Path) -> Command:
         ConfigError: it does not say how it was launched.
     """
     try:
-        header = config.read_text(encoding="utf-8").splitlines()[0]
-    except (OSError, IndexError):
-        header = ""
+        header, *rest = config.read_text(encoding="utf-8").splitlines()[:2]
+    except (OSError, ValueError):  # no file, none in UTF-8, or an empty one
+        header, rest = "", []
     if not is_header(header):
         raise ConfigError(
             f"--resume needs the command of the earlier launch as the first line of {config}, got none; "
             "titan-ft launch writes it, and resumes its own runs only: give another --run-dir, with "
             "checkpoint.initial_load_path"
         )
-    words = shlex.split(header.removeprefix(HEADER))
+    folder = None
+    if rest and rest[0].startswith(_RECORD):
+        record = json.loads(rest[0].removeprefix(_RECORD))
+        words, folder = list(record["words"]), Path(record["folder"])
+    else:
+        words = shlex.split(header.removeprefix(HEADER))
     end = words.index("--") if "--" in words else len(words)
     flag_pairs = (tyro.conf.FlagCreatePairsOff,)
     options = refusing(lambda: tyro.cli(Launch, args=words[:end], config=flag_pairs), lambda: None)
-    return Command(config, options.replicas, options.ranks_per_replica, tuple(words[end + 1 :]))
+    return Command(config, options.replicas, options.ranks_per_replica, tuple(words[end + 1 :]), folder)
 
 
 Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Values, Values]]
@@ -281,6 +308,7 @@ def find_changes(earlier: Command, now: Command, resolve: Resolve) -> tuple[Chan
         return {}, ""  # mostly so, and seconds are saved
     before, after = resolve(earlier.worker_flags(), now.worker_flags())
     before, after = complete(before, earlier.ranks), complete(after, now.ranks)
+    _find_paths(before, after, earlier.folder, now.folder)
     return compare(before, after), lr_schedule_note(before, after)
 
 
@@ -319,10 +347,28 @@ def complete(values: Values, ranks: int) -> dict[str, Any]:
     del found["job.config_file"]  # a copy of it is compared with it
     if found[_SHARD] == -1:
         found[_SHARD] = ranks // math.prod(found[name] for name in _NOT_FSDP)
-    for name in _PATHS:
-        if found[name]:
-            found[name] = os.path.realpath(found[name])
     return found
+
+
+def _find_paths(before: dict[str, Any], after: dict[str, Any], earlier: Path | None, now: Path | None) -> None:
+    """Put the files and folders that paths lead to in the place of these, which may be written in several ways.
+
+    Args:
+        earlier, now: folders that relative paths start from.
+    """
+    for name in _PATHS:
+        old, new = before[name], after[name]
+        if old == new and (earlier is None or now is None):
+            continue  # of an earlier version, which did not say where it was started: the text counts
+        before[name], after[name] = _real_path(old, earlier), _real_path(new, now)
+
+
+def _real_path(path: str | None, folder: Path | None) -> str | None:
+    """Return the file or folder that a path leads to; the path itself if it names none, as that of a data set does."""
+    if not path or (folder is None and not os.path.isabs(path)):
+        return path
+    place = path if folder is None else str(folder / path)
+    return os.path.realpath(place) if os.path.isabs(path) or os.path.exists(place) else path
 
 
 def num_shards(values: Values) -> int:
