@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -72,8 +73,14 @@ def main() -> None:
     protect_output()
     claim_file()
     exit_with_parent()
+    ends_in_order = True
     try:
         status = _run(sys.argv[1:], os.environ)
+    except SystemExit as end:  # of the user's code; the interpreter would wait for all threads
+        ends_in_order = False
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except ConfigError as error:
         write_error(error)
         print(f"titan_ft: {error}", file=sys.stderr)
@@ -84,7 +91,8 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     finish_waiting()  # the last event says whether the group finished or left
-    mark_end_in_order()  # not reached from an `os._exit(0)` or a SystemExit of the user's code
+    if ends_in_order:
+        mark_end_in_order()
     # Threads that wait for a lost peer in an RPC or a socket must not hold up the exit: heartbeats would go on.
     os._exit(status)
 
@@ -128,6 +136,8 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             os.environ.update(device.nccl_environment(environ, timeout_ms))
         device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
         mark_training()
+        # It is under torch elastic's `record`, which takes a SystemExit(0) of a loader for a return from training.
+        torchtitan.train.Trainer.train = inspect.unwrap(torchtitan.train.Trainer.train)
         launch = Launch(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),

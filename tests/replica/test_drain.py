@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from titan_ft.replica.drain import TERMINATED, Drain
+from titan_ft.run.marks import remove_training_mark
 from titan_ft.run.process import Process
 
 DEADLINE = 60.0  # seconds; only ever reached by a bug
@@ -385,12 +386,15 @@ def test_the_timeout_ends_a_rank_that_cannot_leave(start: Start) -> None:
     assert "drain_timeout_seconds" in errors
 
 
-def test_before_the_first_vote_nothing_is_waited_for(start: Start) -> None:
-    """A worker that is still loading has nothing to finish."""
-    process = start("made = drain(1000); say('ready'); block()")
+def test_before_the_first_vote_nothing_is_waited_for(start: Start, tmp_path: Path) -> None:
+    """A worker that is still loading has nothing to finish; its end is one in order."""
+    error_file = tmp_path / "error.json"
+    marks = f"from titan_ft.run import marks; os.environ['TORCHELASTIC_ERROR_FILE'] = {str(error_file)!r}\n"
+    process = start(f"{marks}marks.mark_training(); made = drain(1000); say('ready'); block()")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=DEADLINE)
     assert (process.returncode, output) == (0, "abandoned: it had not begun to train\n")
+    assert not remove_training_mark(error_file)
 
 
 def test_a_second_sigterm_ends_at_once(start: Start) -> None:

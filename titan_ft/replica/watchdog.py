@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from titan_ft.run.marks import mark_end_in_order
+
 _STDERR = 2  # the descriptor: sys.stderr may be replaced, or locked by the thread that hangs
 _TICKS = 20  # per timeout
 _BACKSTOP = 2.0  # timeouts
@@ -92,6 +94,8 @@ def end_process(status: int, *last_words: Callable[[], object]) -> NoReturn:
         last_words: called before, one after the other, each for its share of 5 seconds at most: any of them may block
             for good, on a lock that a stuck thread holds, a full pipe or a hung disk.
     """
+    if status == 0:  # of a rank that was told to leave; else its group would be started again
+        last_words = (mark_end_in_order, *last_words)
     try:
         for words in last_words:
             thread = threading.Thread(target=words, daemon=True)
