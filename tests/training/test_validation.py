@@ -19,7 +19,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from titan_ft.config import ConfigError
 from titan_ft.training.slot_loaders import _prepare_worker, enough_documents
-from titan_ft.training.validation import TO_THE_END, ValidationBatches
+from titan_ft.training.validation import TO_THE_END, ValidationBatches, check_steps
 
 WAIT_SECONDS = 60.0  # for another rank; a rank that waits for longer waits for ever
 SEQ_LEN = 7
@@ -197,3 +197,20 @@ def test_an_error_of_the_loader_is_its_own() -> None:
     read = ValidationBatches(broken(), steps=TO_THE_END, gather=lambda own: [own], beat=lambda: None)
     with pytest.raises(OSError, match="disk gone"):
         list(read)
+
+
+@pytest.mark.parametrize("steps", [0, -2])
+@pytest.mark.parametrize("in_toml", [True, False])
+def test_a_number_of_steps_that_is_none(steps: int, in_toml: bool) -> None:
+    """torchtitan's own check is an assertion, whose traceback is all that a user sees."""
+    values, args = ({"validation": {"steps": steps}}, []) if in_toml else ({}, [f"--validation.steps={steps}"])
+    with pytest.raises(
+        ConfigError, match=rf"^validation.steps must be >= 1, or -1 for all .*, got {steps}; correct it"
+    ):
+        check_steps(values, args)
+
+
+@pytest.mark.parametrize(("toml", "flag"), [(TO_THE_END, "1"), (3, "-1"), ("many", "many")])
+def test_a_number_of_steps_that_is_one(toml: object, flag: str) -> None:
+    """What has the wrong type is left to the check of types."""
+    check_steps({"validation": {"steps": toml}}, [f"--validation.steps={flag}"])

@@ -60,6 +60,7 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
     from torchtitan.config import ConfigManager, JobConfig
 
     from titan_ft.data.datasets import register_datasets
+    from titan_ft.training.validation import check_steps
 
     register_datasets()
     manager = ConfigManager(ConfigManager._merge_configs(JobConfig, ft_config.JobConfig))
@@ -69,6 +70,7 @@ def parse_config(args: Sequence[str], toml: str | None) -> Any:
         rule = "job.custom_config_module must be a module with a class JobConfig"
         raise ConfigError(f"{rule}, got one that cannot be used ({error}); install it, or correct the name") from error
     ft_config.check_table("", values, schema)
+    check_steps(values, args)
 
     def explain() -> str | None:
         return usage.find_mistake(args, list(usage.flatten(schema)), _unknown_flag)

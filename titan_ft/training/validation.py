@@ -5,17 +5,42 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtitan.tools.logging import logger
 
-from titan_ft.config import ConfigError
+from titan_ft.config import ConfigError, read_flags
 from titan_ft.replica.feed import Batch
 from titan_ft.training.slot_loaders import prepare_workers
 
 TO_THE_END = -1
 """Value of `validation.steps` with which torchtitan validates on all of the data."""
+
+
+def check_steps(values: Mapping[str, Any], args: Sequence[str]) -> None:
+    """Check `validation.steps` before torchtitan does, whose AssertionError is no line for a user.
+
+    Args:
+        values: of the TOML.
+        args: torchtitan's flags.
+
+    Raises:
+        ConfigError: it is neither a number of batches nor `TO_THE_END`.
+    """
+    table = values.get("validation")
+    given = [table["steps"]] if isinstance(table, Mapping) and "steps" in table else []
+    given += [value for name, value in read_flags(args) if name == "validation.steps"]
+    for steps in given:
+        try:
+            number = int(steps)
+        except (TypeError, ValueError):
+            continue  # no whole number: refused with all values of a wrong type
+        if number <= 0 and number != TO_THE_END:
+            raise ConfigError(
+                f"validation.steps must be >= 1, or {TO_THE_END} for all of the data, got {number}; correct it, or set "
+                "validation.enable = false and leave it out"
+            )
 
 
 class ValidationBatches:
