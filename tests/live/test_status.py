@@ -14,6 +14,7 @@ from titan_ft.live.group_table import group_table
 from titan_ft.live.run_status import RunStatus
 from titan_ft.live.status_view import PlainView
 from titan_ft.run.events import (
+    NOT_BEGUN,
     ChaosFinished,
     ChaosStarted,
     EventsDropped,
@@ -145,6 +146,7 @@ def test_lines_of_single_events() -> None:
             "replica 2 lets the others wait until it has step 9",
         ),
         (event("drained", 2, step=9, reason="SIGTERM"), "replica 2 left after step 9 (SIGTERM)"),
+        (event("drained", 2, step=34, reason=NOT_BEGUN), "replica 2 left before it had begun to train"),
         (event("heal_failed", 2, donor=1, error="E: gone\nmore"), "replica 2 got no state from replica 1: E: gone"),
         (event("rolled_back", 1, step=7, lost=2), "replica 1 goes on from step 7: steps lost with their groups: 2"),
         (

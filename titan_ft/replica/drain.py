@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from titan_ft.replica.group_store import set_for_all
 from titan_ft.replica.watchdog import end_process
+from titan_ft.run.events import NOT_BEGUN
 from titan_ft.run.process import Process
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class Drain:
         began = time.monotonic()
         if self._store is not None:
             time.sleep(min(_NO_VOTE_SECONDS, self._timeout_seconds))
-        reason = "it had not begun to train"
+        reason = NOT_BEGUN
         if self._votes or self._begun:
             time.sleep(max(0.0, began + self._timeout_seconds - time.monotonic()))
             reason = f"fault_tolerance.drain_timeout_seconds ({self._timeout_seconds:g} s) is over"
