@@ -348,6 +348,16 @@ def test_options_are_names_too(toml: Path, names: list[str], shape: tuple[int, i
     check_allowed(found, offered)
 
 
+@pytest.mark.parametrize("named", [(), ("num_workers",), ("training.dataloader.num_workers", "lr")])
+def test_other_workers_of_the_loader_cannot_go_on(toml: Path, named: tuple[str, ...]) -> None:
+    """Their states differ in kind: the workers of the resume would refuse what is saved, at each start."""
+    found = changes(toml, "--training.dataloader.num_workers=1", "--optimizer.lr=1e-3")
+    assert message(found, *named) == (
+        "--resume must keep training.dataloader.num_workers, got 1 (was 0): the state of a loader fits no other number "
+        "of workers, whatever --resume-with names; set it back, or begin a new run in another --run-dir"
+    )
+
+
 def test_a_name_that_does_not_differ(toml: Path) -> None:
     """It may be a mistyped one: whoever means a field is told that the launches agree on it."""
     found = changes(toml, "--optimizer.lr=1e-3")

@@ -204,6 +204,7 @@ _OPTIONS = {"replicas": (_REPLICAS,), _RANKS: (_RANKS, _REPLICATE, _SHARD)}
 _OPTION_HINT = {_REPLICAS: " (--replicas)"}
 _PATHS = ("model.hf_assets_path", "model.tokenizer_path", "training.dataset_path")
 """Fields that hold a path, which may be written in several ways."""
+_WORKERS = "training.dataloader.num_workers"
 _STEPS, _TOTAL_STEPS = "training.steps", "lr_scheduler.total_steps"
 _BATCH, _GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 
@@ -445,8 +446,15 @@ def check_allowed(changes: Changes, named: Sequence[str]) -> None:
         named: what it names; full names, or the last part of them.
 
     Raises:
-        ConfigError: a change is not named, or a name is none of a change.
+        ConfigError: a change is not named, or a name is none of a change, or no name allows it.
     """
+    workers = changes.get(_WORKERS)
+    if workers is not None:  # every rank would refuse its loader's state, at each start again
+        raise ConfigError(
+            f"--resume must keep {_WORKERS}, got {workers.now} (was {workers.before}): the state of a loader fits no "
+            "other number of workers, whatever --resume-with names; set it back, or begin a new run in another "
+            "--run-dir"
+        )
     allowed: set[str] = set()
     for name in named:
         allowed.update(_find_named(name, changes))
