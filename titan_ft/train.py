@@ -9,6 +9,7 @@ may run it in a fork of a process in which everything is imported.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import importlib
 import inspect
@@ -138,6 +139,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
         mark_training()
         # It is under torch elastic's `record`, which takes a SystemExit(0) of a loader for a return from training.
         torchtitan.train.Trainer.train = inspect.unwrap(torchtitan.train.Trainer.train)
+        faulthandler.enable(2)  # as `record` does: the log of a crash in native code has the stacks
         launch = Launch(
             rank=int(environ["RANK"]),
             store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])),
