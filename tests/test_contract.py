@@ -67,6 +67,15 @@ def test_torchtitan_main_builds_its_config_manager_from_a_module_global() -> Non
     assert "config_manager.parse_args()" in source
 
 
+def test_torchtitan_trains_under_record() -> None:
+    """titan_ft.train takes `record` off: it returns where a loader of the user's raises SystemExit(0)."""
+    from torchtitan.train import Trainer
+
+    bare = inspect.unwrap(Trainer.train)
+    assert bare is not Trainer.train
+    assert "while self.should_continue_training()" in inspect.getsource(bare)
+
+
 def test_torchtitan_trainer_has_the_seams() -> None:
     """train() increments the step before train_step, and asks should_continue_training after it."""
     from torchtitan.train import Trainer
