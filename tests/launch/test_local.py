@@ -380,8 +380,9 @@ def test_resume_goes_on_counting_and_tells_only_what_is_new(run: Any) -> None:
     assert len(run.events("launch_started")) == 2
     assert len({event["job_id"] for event in run.events("launch_started")}) == 2
     assert all(run.paths.logs(0, attempt, 0).exists() for attempt in (0, 1))
-    headers = run.paths.config.read_text().splitlines()[:3]
-    assert [line.startswith("# titan-ft launch ") for line in headers] == [True, True, False]
+    headers = run.paths.config.read_text().splitlines()[:5]
+    assert [line.startswith("# titan-ft launch ") for line in headers] == [True, False, True, False, False]
+    assert [line.startswith("# titan-ft launched: {") for line in headers] == [False, True, False, True, False]
 
 
 def test_bad_config_ends_the_run(run: Any) -> None:
