@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import hashlib
 import importlib
-import inspect
 import json
 import os
 import sys
@@ -98,6 +97,18 @@ def main() -> None:
     os._exit(status)
 
 
+def _take_off_record(trainer: Any) -> None:
+    """Call torchtitan's `train` without torch elastic's `record`.
+
+    `record` takes a SystemExit(0) of a user's loader for a return from training. A wrapper that the user
+    has put around it stays.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    if trainer.train.__globals__ is record.__globals__:
+        trainer.train = trainer.train.__wrapped__
+
+
 def preload(args: Sequence[str]) -> None:
     """Import what training needs, and do once what is slow only the first time; leave GPUs alone, start no thread."""
     # CUDA would keep to the GPUs that are visible now. NVML counts them without initializing it.
@@ -137,8 +148,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             os.environ.update(device.nccl_environment(environ, timeout_ms))
         device.require(job_config.fault_tolerance.process_group, int(environ.get("LOCAL_RANK", "0")))
         mark_training()
-        # It is under torch elastic's `record`, which takes a SystemExit(0) of a loader for a return from training.
-        torchtitan.train.Trainer.train = inspect.unwrap(torchtitan.train.Trainer.train)
+        _take_off_record(torchtitan.train.Trainer)
         faulthandler.enable(2)  # as `record` does: the log of a crash in native code has the stacks
         launch = Launch(
             rank=int(environ["RANK"]),
