@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from titan_ft.replica.ledger import Entry, Ledger  # noqa: E402
 from titan_ft.replica.position import Position  # noqa: E402
 from titan_ft.training import checkpoint_choice  # noqa: E402
 from titan_ft.training.checkpoint import ReplicaCheckpoints  # noqa: E402
-from titan_ft.training.checkpoint_folder import is_complete  # noqa: E402
+from titan_ft.training.checkpoint_folder import MANIFEST, is_complete  # noqa: E402
 from titan_ft.training.checkpoint_load import Load  # noqa: E402
 
 LINEAGE = 0xABCDEF
@@ -198,6 +199,14 @@ class Run:
             "ledger": repr(self.ledger.shards()).encode(),
             "lineage": self.position.lineage,
         }
+
+
+def write_as_earlier(folder: Path, **fields: Any) -> None:
+    """Write a manifest with other values, as an earlier version did: without the digests of the tables."""
+    path = folder / MANIFEST
+    values = json.loads(path.read_text()) | fields
+    del values["sha256"], values["table"]
+    path.write_text(json.dumps(values))
 
 
 def assert_equal(one: Any, other: Any) -> None:

@@ -23,7 +23,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint_run import EXPORT, LINEAGE, Exporter, Gate, Ranks, Run, assert_equal, fail, loader_state
+from tests.checkpoint_run import (
+    EXPORT,
+    LINEAGE,
+    Exporter,
+    Gate,
+    Ranks,
+    Run,
+    assert_equal,
+    fail,
+    loader_state,
+    write_as_earlier,
+)
 from titan_ft import device
 
 device.prepare()
@@ -89,6 +100,7 @@ def test_the_folder_tells_what_the_checkpoint_was_made_of(make_run: Callable[...
     run.train(5)
     manifest = json.loads((run.folder / "step-5" / MANIFEST).read_text())
     assert len(manifest.pop("save_id")) == 32
+    assert len(manifest.pop("table")) == len(manifest.pop("sha256")) == 64
     digests = manifest.pop("digests")
     assert digests.keys() == {"model", "optimizer", "lr_scheduler", "train_state", "dataloader", "titan_ft"}
     assert manifest | {"version": ""} == {
@@ -751,8 +763,12 @@ def test_an_incomplete_checkpoint_is_never_loaded(make_run: Callable[..., Run]) 
     run = make_run()
     assert run.checkpoints.load()
     assert run.progress.step == 5
-    with pytest.raises(ConfigError, match=r"load_step must name a complete checkpoint in .*, got 15; there are 5"):
+    with pytest.raises(
+        ConfigError, match=r"load_step must name a sound .*got 15.*damaged: \.metadata is missing; sound ones are 5"
+    ):
         make_run().checkpoints.load(15)
+    with pytest.raises(ConfigError, match=r"load_step must name a complete checkpoint in .*, got 20; there are 5"):
+        make_run().checkpoints.load(20)
 
 
 def test_partial_folders_are_overwritten_and_cleaned(make_run: Callable[..., Run]) -> None:
@@ -1241,10 +1257,7 @@ def test_a_checkpoint_that_does_not_tell_its_rounds_is_taken(make_run: Callable[
     """It is of an earlier version; a model to begin with may be of any rounds."""
     run = make_run(method={"semi_sync_method": "diloco", "sync_steps": 5})
     run.train(5)
-    path = run.folder / "step-5" / MANIFEST
-    values = json.loads(path.read_text())
-    assert values.pop("round_steps") == 5
-    path.write_text(json.dumps(values))
+    write_as_earlier(run.folder / "step-5", round_steps=0)
     assert make_run().checkpoints.load()
 
 

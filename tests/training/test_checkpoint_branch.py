@@ -210,7 +210,7 @@ def write_checkpoint(folder: Path, manifest: Manifest | None) -> Path:
 def test_a_slow_save_sets_nothing_of_its_own_job_aside(tmp_path: Path) -> None:
     """Another group has published a later step meanwhile."""
     write_checkpoint(tmp_path / "step-15", manifest_of(15, job_id="a"))
-    partial = write_checkpoint(tmp_path / "partial-10-group-0", None)
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
     assert publish(partial, tmp_path / "step-10", manifest_of(10, job_id="a")) == []
     assert complete_steps(tmp_path) == [10, 15]
 
@@ -221,7 +221,7 @@ def test_later_steps_of_nobody_are_set_aside(tmp_path: Path, damage: str) -> Non
     later = write_checkpoint(tmp_path / "step-15", None)
     if damage:
         (later / MANIFEST).write_text(damage)
-    partial = write_checkpoint(tmp_path / "partial-10-group-0", None)
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
     assert [path.name for path in publish(partial, tmp_path / "step-10", manifest_of(10))] == ["aside-15-0"]
     assert complete_steps(tmp_path) == [10]
 
@@ -229,7 +229,7 @@ def test_later_steps_of_nobody_are_set_aside(tmp_path: Path, damage: str) -> Non
 def test_a_step_whose_manifest_cannot_be_read_just_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be this job's own."""
     write_checkpoint(tmp_path / "step-15", manifest_of(15))
-    partial = write_checkpoint(tmp_path / "partial-10-group-0", None)
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
     read = Manifest.read
 
     def fail(folder: Path) -> Manifest | None:
@@ -245,7 +245,7 @@ def test_a_step_whose_manifest_cannot_be_read_just_now_stays(tmp_path: Path, mon
 def test_a_publication_that_fails_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was out of the way already."""
     write_checkpoint(tmp_path / "step-10", manifest_of(10, save_id="former"))
-    partial = write_checkpoint(tmp_path / "partial-10-group-0", None)
+    partial = write_checkpoint(tmp_path / "partial-10-group-0", manifest_of(10))
     rename = Path.rename
 
     def fail(path: Path, target: Path) -> Path:

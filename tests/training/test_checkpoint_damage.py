@@ -11,13 +11,13 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoint_run import EXPORT, Exporter, Ranks, Run, assert_equal
+from tests.checkpoint_run import EXPORT, Exporter, Ranks, Run, assert_equal, write_as_earlier
 from titan_ft import device
 
 device.prepare()
@@ -30,7 +30,7 @@ from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.training import checkpoint_choice, checkpoint_damage  # noqa: E402
 from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
 from titan_ft.training.checkpoint_damage import NOTES, find_defect  # noqa: E402
-from titan_ft.training.checkpoint_folder import MANIFEST, complete_steps  # noqa: E402
+from titan_ft.training.checkpoint_folder import INDEX, MANIFEST, Manifest, complete_steps  # noqa: E402
 
 Damage = Callable[[Path], None]
 MakeRun = Callable[..., Run]
@@ -62,9 +62,20 @@ def change_manifest(change: Callable[[bytes], bytes]) -> Damage:
     return lambda folder: rewrite(folder / MANIFEST, change)
 
 
-def _table_is_a_folder(folder: Path) -> None:
-    (folder / ".metadata").unlink()
-    (folder / ".metadata").mkdir()
+def become_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def change_index(act: Callable[[Any], object]) -> Damage:
+    """Change the loaded table, and write it again."""
+
+    def damage(folder: Path) -> None:
+        table = FileSystemReader(folder).read_metadata()
+        act(table)
+        (folder / ".metadata").write_bytes(pickle.dumps(table))
+
+    return damage
 
 
 SHOWN_BY_TABLES: dict[str, tuple[Damage, str]] = {
@@ -77,8 +88,24 @@ SHOWN_BY_TABLES: dict[str, tuple[Damage, str]] = {
     "table zeroed": (change_table(lambda data: bytes(len(data))), ".metadata cannot be read"),
     "table garbage": (change_table(lambda data: b"garbage" * 100), ".metadata cannot be read"),
     "table of another kind": (change_table(lambda data: pickle.dumps({})), ".metadata cannot be read"),
-    "table is a folder": (_table_is_a_folder, ".metadata is"),
+    "table is a folder": (lambda folder: become_folder(folder / ".metadata"), ".metadata is"),
     "table missing": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
+    "table without places": (change_index(lambda table: setattr(table, "storage_data", None)), ".metadata cannot be"),
+    "a place of no file": (
+        change_index(lambda table: [delattr(item, "relative_path") for item in table.storage_data.values()]),
+        ".metadata cannot be read",
+    ),
+    "data is a folder": (lambda folder: become_folder(data_of(folder)), "__0_0.distcp is a folder"),
+    "manifest is a folder": (lambda folder: become_folder(folder / MANIFEST), f"{MANIFEST} is a folder"),
+    "manifest missing": (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "manifest and table missing": (
+        lambda folder: [(folder / name).unlink() for name in (MANIFEST, ".metadata")],
+        ".metadata is missing",
+    ),
+    "manifest with another lineage": (
+        change_manifest(lambda data: data.replace(b'"lineage": "0', b'"lineage": "p')),
+        f"{MANIFEST} is no manifest",
+    ),
     "manifest cut": (change_manifest(lambda data: data[:20]), f"{MANIFEST} is no manifest"),
     "manifest empty": (change_manifest(lambda data: b""), f"{MANIFEST} is no manifest"),
     "manifest of bytes": (change_manifest(lambda data: b"\xff\xfe"), f"{MANIFEST} is no manifest"),
@@ -91,14 +118,19 @@ SHOWN_BY_TABLES: dict[str, tuple[Damage, str]] = {
 }
 
 
+@pytest.mark.parametrize("by_earlier", [False, True], ids=["", "earlier version"])
 @pytest.mark.parametrize("name", SHOWN_BY_TABLES)
-def test_damage_that_tables_show_costs_no_start(make_run: MakeRun, name: str) -> None:
+def test_damage_that_tables_show_costs_no_start(make_run: MakeRun, name: str, by_earlier: bool) -> None:
     """The older checkpoint is chosen before any is announced to the other groups; an event names both."""
     damage, reason = SHOWN_BY_TABLES[name]
+    if reason.startswith(".metadata cannot") and not by_earlier:
+        reason = ".metadata is not what was written"
     run = make_run()
     run.train(5)
     expected = run.values()
     run.train(10)
+    if by_earlier:
+        write_as_earlier(run.folder / "step-10")
     damage(run.folder / "step-10")
     for slot in (0, 1):
         other = make_run(slot=slot)
@@ -108,6 +140,83 @@ def test_damage_that_tables_show_costs_no_start(make_run: MakeRun, name: str) ->
         (skipped,) = other.events.named("checkpoint_skipped")
         assert (skipped["step"], skipped["instead"]) == (10, 5)
         assert reason in skipped["reason"]
+
+
+def flips(data: bytes, every: int = 1) -> Iterator[bytes]:
+    """Yield copies of `data` with one flipped bit each, one of `every` so many bytes."""
+    for place in range(0, len(data), every):
+        yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("name", [".metadata", MANIFEST])
+def test_a_flipped_bit_in_a_table_is_damage(make_run: MakeRun, name: str) -> None:
+    """It ended the job as another model's, was loaded with new data, or stopped each start without a note."""
+    run = make_run()
+    run.train(5)
+    folder = run.folder / "step-5"
+    before = (folder / name).read_bytes()
+    manifest = Manifest.read(folder)
+    for flipped in flips(before):
+        (folder / name).write_bytes(flipped)
+        if not find_defect(folder):
+            # Only the name of the digest itself is without one, and then all else is as it was.
+            assert name == MANIFEST
+            assert Manifest.read(folder) == manifest
+            assert b'"sha256"' not in flipped
+    (folder / name).write_bytes(before)
+    assert find_defect(folder) == ""
+
+
+def test_a_flipped_bit_in_an_earlier_versions_table_never_stops_the_search(make_run: MakeRun) -> None:
+    """Whatever reading it raises is a defect, or none: the search goes on to the older ones."""
+    run = make_run()
+    run.train(5)
+    folder = run.folder / "step-5"
+    write_as_earlier(folder)
+    before = (folder / ".metadata").read_bytes()
+    defects = set()
+    for flipped in flips(before, every=25):
+        (folder / ".metadata").write_bytes(flipped)
+        defects.add(find_defect(folder))
+    assert len(defects) > 10
+
+
+def test_a_flipped_bit_in_the_index_of_an_export_is_damage(make_run: MakeRun) -> None:
+    """Its table has a digest as DCP's has."""
+    run = make_run(adapter=Exporter(), **EXPORT)
+    run.train(6)
+    run.checkpoints.save(6, last_step=True)
+    folder = run.folder / "step-6"
+    assert find_defect(folder) == ""
+    rewrite(folder / INDEX, lambda data: data.replace(b"model.weight", b"model.weighu"))
+    assert find_defect(folder) == f"{INDEX} is not what was written (its digest is another one)"
+
+
+@pytest.mark.parametrize("error", [pickle.UnpicklingError("invalid load key"), AttributeError("no attribute 'size'")])
+def test_a_table_that_breaks_the_plan_of_a_load_is_damage(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It counted as another model's, which ends the job."""
+    run = make_run()
+    run.train(10)
+    other = make_run()
+
+    def break_plan(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.create_local_plan", break_plan)
+    with pytest.raises(LoadError, match=r"step-10 is damaged: .*goes on from step 5"):
+        other.load()
+
+
+def test_a_folder_that_has_lost_its_tables_is_not_begun_anew(make_run: MakeRun) -> None:
+    """It was passed over without a word, and training began at step 0."""
+    run = make_run()
+    run.train(5)
+    for name in (MANIFEST, ".metadata"):
+        (run.folder / "step-5" / name).unlink()
+    with pytest.raises(ConfigError, match=r"must hold a training state .*got step 5 \(\.metadata is missing\)"):
+        make_run().load()
 
 
 def test_a_group_that_heals_does_not_speak_of_damage(make_run: MakeRun) -> None:
@@ -339,13 +448,11 @@ def test_other_ranks_and_parts_are_not_compared(make_run: MakeRun) -> None:
     """A digest is of the ranks' shards; of the parts that are not loaded there is none."""
     run = make_run()
     run.train(5)
-    path = run.folder / "step-5" / MANIFEST
-    values = json.loads(path.read_text())
-    values["digests"] = dict.fromkeys(values["digests"], f"{1:012x}{2:012x}")  # of another layout
-    path.write_text(json.dumps(values))
+    names = json.loads((run.folder / "step-5" / MANIFEST).read_text())["digests"]
+    digests = dict.fromkeys(names, f"{1:012x}{2:012x}")  # of another layout
+    write_as_earlier(run.folder / "step-5", digests=digests)
     assert make_run().load()
     run.train(10)
-    rewrite(path.parent.parent / "step-10" / MANIFEST, lambda data: data)
     assert make_run(exclude_from_loading=["optimizer", "dataloader"]).load()
     assert make_run(slots=3).load()
 
@@ -355,10 +462,8 @@ def test_counters_are_compared_with_the_manifest_for_any_number_of_ranks(make_ru
     """Also where the digest is of another layout."""
     run = make_run()
     run.train(10)
-    path = run.folder / "step-10" / MANIFEST
-    values = json.loads(path.read_text())
-    values |= {"digests": {}, counter: {"step": 9, "lineage": "0" * 12}[counter]}
-    path.write_text(json.dumps(values))
+    value = {"step": 9, "lineage": "0" * 12}[counter]
+    write_as_earlier(run.folder / "step-10", digests={}, **{counter: value})
     with pytest.raises(LoadError, match=f"the {counter} in it is "):
         make_run().load()
 

@@ -74,7 +74,7 @@ from titan_ft.training.checkpoint_folder import (
     writer_of,
 )
 from titan_ft.training.checkpoint_host import CheckpointHost
-from titan_ft.training.checkpoint_load import OUTER_STATE, QUORUM_STATE, Load
+from titan_ft.training.checkpoint_load import OUTER_STATE, Load
 from titan_ft.training.checkpoint_save import (
     PartError,
     Save,
@@ -85,7 +85,7 @@ from titan_ft.training.checkpoint_save import (
     latest_due,
     on_all_ranks,
 )
-from titan_ft.training.checkpoint_states import QuorumState, Shards, TrainCounters, stock_loaders
+from titan_ft.training.checkpoint_states import QUORUM_STATE, QuorumState, Shards, TrainCounters, stock_loaders
 
 
 class ReplicaCheckpoints(CheckpointManager):
@@ -402,6 +402,7 @@ class ReplicaCheckpoints(CheckpointManager):
         # Another group may have saved this step in the meantime, and that is not to be replaced.
         if self.host.position.saved_corrupt:
             raise OSError("what this group saves is not the job's state any more")
+        manifest.write(save.partial)
         if defect := find_defect(save.partial):
             raise OSError(f"what was written cannot be read back: {defect}")
         aside = publish(save.partial, target, manifest)

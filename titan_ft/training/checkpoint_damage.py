@@ -24,11 +24,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titan_ft.training.checkpoint_folder import INDEX, METADATA, DamagedError, Manifest
+from titan_ft.training.checkpoint_folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
+from titan_ft.training.checkpoint_states import QUORUM_STATE
 
 NOTES = "failed-load-*.json"
 _UNREADABLE_LOADS = 3
 """After so many loads that ended with an error of the file system a checkpoint counts as damaged."""
+_MISFITS = (RuntimeError, ValueError)  # that DCP raises for a missing key, and for another shape
 _HEADER_BYTES = 8  # of a safetensors file: the length of its table, little-endian
 _MAX_TABLE_BYTES = 100_000_000  # as safetensors itself limits it
 
@@ -82,7 +84,7 @@ def find_defect(folder: Path) -> str:
     try:
         manifest = Manifest.read(folder)
         _check_notes(folder, "" if manifest is None else manifest.save_id)
-        _check_tables(folder)
+        _check_tables(folder, manifest)
     except DamagedError as error:
         return str(error)
     return ""
@@ -91,7 +93,8 @@ def find_defect(folder: Path) -> str:
 def classify(error: CheckpointException) -> tuple[Failure, str]:
     """Return the kind of a failed load, and the reason of the first rank on one line.
 
-    DCP compares names and shapes while it plans a load. After the plan it only reads bytes.
+    DCP compares names and shapes while it plans a load. After the plan it only reads bytes. Any other
+    error of the plan comes from a table with changed bytes.
     """
     phase = error.args[0]
     causes = [cause for cause, _ in error.failures.values()]
@@ -100,8 +103,8 @@ def classify(error: CheckpointException) -> tuple[Failure, str]:
             return Failure.DAMAGED, one_line(cause)
         if isinstance(cause, OSError) or "metadata is None" in str(cause):
             return Failure.UNREADABLE, one_line(cause)
-    kind = Failure.OTHER_STATE if phase == "plan" else Failure.DAMAGED
-    return kind, one_line(causes[0])
+    is_other = phase == "plan" and all(type(cause) in _MISFITS for cause in causes)
+    return Failure.OTHER_STATE if is_other else Failure.DAMAGED, one_line(causes[0])
 
 
 def one_line(error: BaseException) -> str:
@@ -129,43 +132,55 @@ def _read_notes(folder: Path) -> Iterator[FailedLoad]:
             yield FailedLoad(**json.loads(path.read_text()))
 
 
-def _check_tables(folder: Path) -> None:
-    if (folder / METADATA).exists():
-        _check_files(folder, _read_extents(folder))
-    elif (folder / INDEX).exists():
-        for name in _read_index(folder):
-            check_safetensors(folder / name)
-    else:
-        raise DamagedError(f"{METADATA} is missing")
-
-
-def _read_extents(folder: Path) -> dict[str, int]:
-    """Return the least size of each file in bytes, from DCP's table.
+def _check_tables(folder: Path, manifest: Manifest | None) -> None:
+    """Check the table of files, and by it the files.
 
     Raises:
-        DamagedError: the table cannot be read. Unpickling half a file may raise any exception.
+        DamagedError: the table or a file is damaged. A table with flipped bits may raise any exception.
         OSError: the file system does not answer.
     """
+    table = next((name for name in (METADATA, INDEX) if (folder / name).exists()), None)
+    if table is None:
+        raise DamagedError(f"{METADATA} is missing")
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        if manifest is not None and manifest.table and digest_table(folder) != manifest.table:
+            raise DamagedError(f"{table} is not what was written (its digest is another one)")
+        if table == METADATA:
+            _check_data(folder, manifest)
+        else:
+            _check_export(folder)
     except IsADirectoryError as error:
-        raise DamagedError(f"{METADATA} is a folder") from error
-    except OSError:
+        raise DamagedError(f"{Path(str(error.filename)).name} is a folder") from error
+    except (OSError, DamagedError):
         raise
     except Exception as error:
-        raise DamagedError(f"{METADATA} cannot be read ({type(error).__name__}: {error})") from error
-    items = metadata.storage_data if isinstance(metadata, Metadata) else None
-    if not isinstance(items, Mapping):
+        raise DamagedError(f"{table} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _check_data(folder: Path, manifest: Manifest | None) -> None:
+    """Check the files that DCP's table names."""
+    metadata = FileSystemReader(folder).read_metadata()
+    if not isinstance(metadata, Metadata):
         raise DamagedError(f"{METADATA} is no table of a checkpoint")
+    is_ours = any(key.startswith(f"{QUORUM_STATE}.") for key in metadata.state_dict_metadata)
+    if is_ours and manifest is None:
+        # Taken for stock torchtitan's, it would be loaded without its digests, and its data would begin anew.
+        raise DamagedError(f"{MANIFEST} is missing")
     extents: dict[str, int] = defaultdict(int)
-    for item in items.values():
+    for item in metadata.storage_data.values():
         extents[item.relative_path] = max(extents[item.relative_path], item.offset + item.length)
-    return extents
+    _check_files(folder, extents)
+
+
+def _check_export(folder: Path) -> None:
+    """Check the files that an export's index names."""
+    for name in set(json.loads((folder / INDEX).read_text())["weight_map"].values()):
+        check_safetensors(folder / name)
 
 
 def _check_files(folder: Path, extents: Mapping[str, int]) -> None:
     with os.scandir(folder) as entries:
-        sizes = {entry.name: entry.stat().st_size for entry in entries}
+        sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     for name, extent in extents.items():
         if sizes.get(name, -1) >= extent:
             continue
@@ -188,15 +203,6 @@ def _size_of(path: Path) -> int | None:
         return None
 
 
-def _read_index(folder: Path) -> set[str]:
-    """Return the names of the files of an export."""
-    try:
-        weights = json.loads((folder / INDEX).read_text())["weight_map"]
-        return set(weights.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{INDEX} is no table of files ({error!r})") from error
-
-
 def check_safetensors(path: Path) -> None:
     """Check that a file of Hugging Face's format has all of its bytes.
 
@@ -215,8 +221,8 @@ def check_safetensors(path: Path) -> None:
         raise DamagedError(f"{path.name} has no table of tensors ({error})") from error
     try:
         ends = [each["data_offsets"][1] for name, each in table.items() if name != "__metadata__"]
+        expected = _HEADER_BYTES + length + max(ends, default=0)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise DamagedError(f"{path.name} has no place for a tensor ({error!r})") from error
-    expected = _HEADER_BYTES + length + max(ends, default=0)
     if size != expected:
         raise DamagedError(f"{path.name} has {size:,} of {expected:,} bytes")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -35,10 +36,12 @@ OTHER_FOLDER_REMEDY = "give another checkpoint.folder or job.dump_folder"
 LATEST = -1
 """`checkpoint.load_step` of a job that goes on from the latest checkpoint."""
 _SIGNS = (METADATA, INDEX)  # torchtitan takes either for the sign of a whole checkpoint
+_CONTENTS = (MANIFEST, "*.distcp", "*.safetensors")
 _STEP = re.compile(r"step-(\d+)")
 _PARTIAL = re.compile(r"partial-(\d+)-(.+)")
 _ABANDONED_SECONDS = 3600.0
 """After so long without a change no writer is left. A file of 100 GB may take 20 minutes to sync."""
+_OWN_DIGEST = "sha256"  # of the manifest's other fields
 _TYPES: dict[str, type] = {"int": int, "str": str, "bool": bool, "dict[str, str]": dict}
 
 
@@ -59,6 +62,7 @@ class Manifest:
         job_id: `fault_tolerance.job_id` of the writer.
         load_step: `checkpoint.load_step` of the writer.
         save_id: differs between any two saves, also of one step; hex digits.
+        table: digest of the table of files as it was written, see `digest_table`; empty = unknown.
         digests: of the parts of the state by name, see `checkpoint_digest`.
     """
 
@@ -75,6 +79,7 @@ class Manifest:
     job_id: str = ""
     load_step: int = LATEST
     save_id: str = ""
+    table: str = ""
     digests: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -92,18 +97,58 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            return _parse(json.loads(path.read_text()))
+            values = json.loads(path.read_text())
+            _check_own_digest(values)
+            return _parse(values)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except IsADirectoryError as error:
+            raise DamagedError(f"{MANIFEST} is a folder") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{MANIFEST} is no manifest ({error!r})") from error
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder."""
+        """Write it into a checkpoint's folder, with the digests of the table there and of itself.
+
+        Raises:
+            OSError: it cannot be written, or the table cannot be read.
+        """
+        values = dataclasses.asdict(self) | {"table": digest_table(folder)}
+        values[_OWN_DIGEST] = _digest_values(values)
         with (folder / MANIFEST).open("w") as file:
-            file.write(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+            file.write(json.dumps(values, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())  # as DCP does with the data
+
+
+def digest_table(folder: Path) -> str:
+    """Return the SHA-256 of a checkpoint's table of files; empty if it has none.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    for sign in _SIGNS:
+        with contextlib.suppress(FileNotFoundError):
+            return hashlib.sha256((folder / sign).read_bytes()).hexdigest()
+    return ""
+
+
+def _check_own_digest(values: Any) -> None:
+    """Compare a manifest's fields with the digest among them; earlier versions have written none.
+
+    Without it, one flipped bit may name another dataset: its data would begin anew without need.
+
+    Raises:
+        ValueError: they are not what was written.
+    """
+    digest = values.get(_OWN_DIGEST)
+    if digest is not None and digest != _digest_values(values):
+        raise ValueError(f"its {_OWN_DIGEST} is another one")
+
+
+def _digest_values(values: dict[str, Any]) -> str:
+    fields = {name: value for name, value in values.items() if name != _OWN_DIGEST}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _parse(values: Any) -> Manifest:
@@ -114,7 +159,9 @@ def _parse(values: Any) -> Manifest:
         value = known[each.name] = values[each.name]
         if type(value) is not _TYPES[str(each.type)]:
             raise TypeError(f"{each.name} is {value!r}")
-    return Manifest(**known)
+    manifest = Manifest(**known)
+    int(manifest.lineage, 16)
+    return manifest
 
 
 def check_model(earlier: Manifest | None, now: Manifest, folder: str) -> None:
@@ -165,10 +212,10 @@ def complete_steps(folder: str | Path) -> list[int]:
 
 
 def torn_steps(folder: str | Path) -> list[int]:
-    """Return the steps of checkpoints that have a manifest and no table any more."""
+    """Return the steps of checkpoints that have a manifest or data, and no table any more."""
 
     def is_torn(path: Path) -> bool:
-        return (path / MANIFEST).is_file() and not is_complete(path)
+        return not is_complete(path) and any(any(path.glob(pattern)) for pattern in _CONTENTS)
 
     return _steps(folder, is_torn)
 
@@ -204,7 +251,7 @@ def partial_sizes(folder: Path, step: int, name: str) -> dict[str, int]:
 
 
 def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
-    """Turn a folder that holds all of a checkpoint into the checkpoint `target`.
+    """Turn a folder that holds all of a checkpoint, its manifest too, into the checkpoint `target`.
 
     A former checkpoint of this step and branch is replaced. One of another branch is set aside,
     and so are later steps of other branches: a job that went back has turned away from them. Left
@@ -217,7 +264,6 @@ def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
     Raises:
         OSError: it could not be written or renamed.
     """
-    manifest.write(partial)
     replaced = partial.with_name(f"{partial.name}-replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):

@@ -40,9 +40,8 @@ from titan_ft.training.checkpoint_folder import (
     check_rounds,
     data_change,
 )
-from titan_ft.training.checkpoint_states import JOB_TOKENS
+from titan_ft.training.checkpoint_states import JOB_TOKENS, QUORUM_STATE
 
-QUORUM_STATE = "titan_ft"  # our key beside torchtitan's "model", "optimizer", ...
 OUTER_STATE = "outer"  # the outer optimizer's, with a semi-synchronous method
 STOCK_RANKS = f"{DATALOADER}.world_size"  # how many data ranks stock torchtitan had
 

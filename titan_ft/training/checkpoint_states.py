@@ -15,6 +15,8 @@ from titan_ft.replica.ledger import Ledger
 from titan_ft.replica.loader_state import load_loader
 from titan_ft.replica.position import Position
 
+QUORUM_STATE = "titan_ft"
+"""Our key beside torchtitan's "model", "optimizer", ..."""
 JOB_TOKENS = "job_tokens"
 """Our key beside torchtitan's `ntokens_seen`."""
 
