@@ -109,6 +109,18 @@ def test_steps_that_a_job_has_turned_away_from_are_set_aside(make_run: MakeRun) 
     assert torch.equal(back.model.weight, weights)
 
 
+def test_steps_before_the_first_save_of_the_new_branch_are_set_aside(make_run: MakeRun) -> None:
+    """If that save is damaged, the next launch went on from step 12 of the branch that was turned away from."""
+    first = make_run(job_id="first")
+    first.train(12)
+    first.checkpoints.save(12, last_step=True)
+    run = begin(make_run, job_id="second", load_step=10)
+    run.train(15)
+    assert run.names() == ["aside-12-0", "step-10", "step-15", "step-5"]
+    (run.folder / "step-15" / "__0_0.distcp").write_bytes(b"")
+    assert begin(make_run, job_id="third").progress.step == 10
+
+
 def test_torchtitan_itself_takes_nothing_that_is_set_aside(make_run: MakeRun) -> None:
     """It searches for "step-" and a number anywhere in a name."""
     make_run(job_id="first").train(20)

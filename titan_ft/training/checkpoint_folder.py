@@ -256,7 +256,9 @@ def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
     A former checkpoint of this step and branch is replaced. One of another branch is set aside,
     and so are later steps of other branches: a job that went back has turned away from them. Left
     where they are, they would be the latest checkpoint of the next launch, and torchtitan would
-    purge the new branch, whose steps are earlier, first.
+    purge the new branch, whose steps are earlier, first. A job that went back to `load_step` has
+    turned away from all steps after that: if its own first save is damaged later, the next start
+    must not go on from them.
 
     Returns:
         The folders of checkpoints that were set aside.
@@ -281,7 +283,8 @@ def publish(partial: Path, target: Path, manifest: Manifest) -> list[Path]:
     if is_complete(replaced) and _branch_of(replaced) != manifest.branch:
         aside.append(_set_aside(replaced, manifest.step))
     shutil.rmtree(replaced, ignore_errors=True)
-    for step in _steps(target.parent, is_complete, after=manifest.step):
+    left_at = manifest.step if manifest.load_step == LATEST else manifest.load_step
+    for step in _steps(target.parent, is_complete, after=left_at):
         later = target.with_name(f"step-{step}")
         if _branch_of(later) not in (manifest.branch, None):
             aside.append(_set_aside(later, step))
