@@ -161,6 +161,40 @@ def test_damaged_later_steps_do_not_count_for_keep_latest_k(make_run: MakeRun) -
     assert complete_steps(again.folder) == [10, 12, 15, 20]
 
 
+def test_a_damaged_step_pushes_out_no_sound_one(make_run: MakeRun) -> None:
+    """Of 5, 10, 12 (damaged) and 15 it kept 12 and 15, and deleted the step that the job had gone on from."""
+    run = make_run()
+    run.train(12)
+    run.checkpoints.save(12, last_step=True)
+    (run.folder / "step-12" / "__0_0.distcp").write_bytes(b"")
+    again = begin(make_run, keep_latest_k=2)
+    assert again.progress.step == 10
+    again.train(15)
+    again.wait_for_purge()
+    assert complete_steps(again.folder) == [10, 12, 15]
+    again.train(20)
+    again.wait_for_purge()
+    assert complete_steps(again.folder) == [15, 20]
+
+
+def test_a_step_that_cannot_be_read_just_now_pushes_out_no_sound_one(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be damaged."""
+    run = make_run(keep_latest_k=2)
+    run.train(10)
+
+    def look(folder: Path) -> str:
+        if folder.name == "step-10":
+            raise OSError(5, "Input/output error")
+        return ""
+
+    monkeypatch.setattr("titan_ft.training.checkpoint.find_defect", look)
+    run.train(15)
+    run.wait_for_purge()
+    assert complete_steps(run.folder) == [5, 10, 15]
+
+
 def test_a_group_that_comes_back_when_load_step_is_purged_heals(make_run: MakeRun) -> None:
     """It was refused, and with it the run: the job's own later steps are there, and the others train."""
     make_run(job_id="first").train(10)

@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_a_table_is_damage(make_run: MakeRun, name: str) -> Non
     folder = run.folder / "step-5"
     before = (folder / name).read_bytes()
     manifest = Manifest.read(folder)
-    for flipped in flips(before):
+    for flipped in flips(before, every=1 if name == MANIFEST else 7):
         (folder / name).write_bytes(flipped)
         if not find_defect(folder):
             # Only the name of the digest itself is without one, and then all else is as it was.

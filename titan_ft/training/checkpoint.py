@@ -439,12 +439,20 @@ class ReplicaCheckpoints(CheckpointManager):
         self.save_future = None  # `_settle` has waited for it and reported its errors
 
     def _purge_stale_checkpoints(self) -> None:
-        if self.keep_latest_k > 0 and dist.get_rank() == 0:
-            # Later steps are damaged ones, before which the job went back: they are no candidates.
-            latest = self._latest_step()
-            steps = [step for step in complete_steps(self.folder) if step <= latest]
-            for step in steps[: -self.keep_latest_k]:
-                self._purge(discard(Path(self._create_checkpoint_id(step)), step))
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0:
+            return
+        # Later steps are damaged ones, before which the job went back: they are no candidates.
+        latest = self._latest_step()
+        steps = [step for step in complete_steps(self.folder) if step <= latest]
+        if len(steps) <= self.keep_latest_k:
+            return
+        num_kept = 0
+        for step in reversed(steps):
+            target = Path(self._create_checkpoint_id(step))
+            if num_kept == self.keep_latest_k:
+                self._purge(discard(target, step))
+            elif _is_sound(target):  # a damaged one that counted would push a sound one out
+                num_kept += 1
 
     # Ours
 
@@ -645,6 +653,14 @@ class ReplicaCheckpoints(CheckpointManager):
             load_step=config.checkpoint.load_step,
             save_id=uuid.uuid4().hex,
         )
+
+
+def _is_sound(folder: Path) -> bool:
+    """True if the tables of a checkpoint can be read and show no defect."""
+    try:
+        return not find_defect(folder)
+    except OSError:
+        return False
 
 
 def _read_states(state_dict: dict[str, Any]) -> dict[str, Any]:
