@@ -447,6 +447,28 @@ def test_the_last_save_is_made_up_for_by_who_goes_on_from_the_last_step(make_run
     assert (run.folder / "step-6" / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.parametrize("last", [{"last_save_model_only": True}, {"last_save_in_hf": True}])
+def test_a_last_save_of_the_model_only_is_no_state_to_go_on_from(
+    make_run: Callable[..., Run], last: dict[str, Any]
+) -> None:
+    """Groups that have finished and are told to leave save the whole state: the next launch trained steps again."""
+    settings: dict[str, Any] = {"adapter": Exporter(), "last_save_model_only": True, **last}
+    run, other = make_run(**settings), make_run(slot=1, **settings)
+    for each in (run, other):
+        each.is_writer = each is run
+        each.train(6)
+        each.checkpoints.save(6, last_step=True)
+        each.position.note_saved(6)  # as the other one hears it
+    assert ["model_only" in told for told in run.events.named("checkpoint_saved")] == [False, True]
+    assert not other.checkpoints.holds_state(6)
+    assert leave(run)
+    assert other.checkpoints.holds_state(6)
+    assert not leave(other)
+    later = make_run(slot=1, **settings)
+    assert later.checkpoints.load()
+    assert_equal(later.values(), run.values())
+
+
 def test_the_same_state_by_whoever_is_found(make_run: Callable[..., Run]) -> None:
     """By its lineage: another state of that step, or half of a checkpoint, will not do."""
     run, other = make_run(), make_run(slot=1)

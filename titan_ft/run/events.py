@@ -487,6 +487,7 @@ class CheckpointSaved(RankEvent, kw_only=True):
 
     step: int  # torchtitan's step after which it is, as its folder is named; not the number of a round
     seconds: float  # from its begin
+    model_only: bool = False  # training cannot go on from it (`checkpoint.last_save_model_only`)
 
 
 class SavingBeforeLeaving(RankEvent, kw_only=True):

@@ -66,7 +66,7 @@ from titan_ft.training.checkpoint_folder import (
     Manifest,
     complete_steps,
     discard,
-    lineage_of,
+    manifest_of,
     partial_folder,
     partial_sizes,
     publish,
@@ -252,16 +252,34 @@ class ReplicaCheckpoints(CheckpointManager):
         if not self.enable or self.load_only:
             return False
         self._settle(wait=True)
-        return self.host.position.step > self.host.position.saved
+        updates = self.host.position.step
+        return updates > self.host.position.saved or self._holds_model_only(self.host.steps(updates))
+
+    def _holds_model_only(self, step: int) -> bool:
+        """Say whether the checkpoint of `step` is of the model only: the last save is, unless the user asks for more.
+
+        A collective of the group: rank 0 looks for all.
+        """
+        manifest = self._read_manifest(step)
+        return self._as_rank_0_sees(manifest is not None and manifest.model_only)
 
     def holds_state(self, step: int) -> bool:
         """Say whether the checkpoint of `step` has the state that this group holds, whoever has saved it.
 
         A collective of the group: rank 0 looks for all.
         """
-        lineage = f"{self.host.position.lineage:012x}"
-        looks = dist.get_rank() == 0
-        found = looks and lineage_of(Path(self._create_checkpoint_id(step))) == lineage
+        manifest = self._read_manifest(step)
+        if manifest is None or manifest.model_only:
+            found = False
+        else:
+            found = manifest.lineage == f"{self.host.position.lineage:012x}"
+        return self._as_rank_0_sees(found)
+
+    def _read_manifest(self, step: int) -> Manifest | None:
+        """Return the manifest of the complete checkpoint of `step`; None without one, and on all ranks but 0."""
+        return manifest_of(Path(self._create_checkpoint_id(step))) if dist.get_rank() == 0 else None
+
+    def _as_rank_0_sees(self, found: bool) -> bool:
         return bool(self.host.gather(int(found))[0])
 
     def watch_others(self, step: int) -> Callable[[], bool]:
@@ -355,9 +373,8 @@ class ReplicaCheckpoints(CheckpointManager):
         digests = {} if to_hf else take_digests(states, self.states, self.host.gather)
         if DATALOADER in states:
             states[DATALOADER] |= stock_loaders(states[DATALOADER], self._num_shards)
-        manifest = dataclasses.replace(
-            self._describe(), step=save.step, model_only=TRAIN_STATE not in state_dict, digests=digests
-        )
+        save.model_only = TRAIN_STATE not in state_dict
+        manifest = dataclasses.replace(self._describe(), step=save.step, model_only=save.model_only, digests=digests)
         partial = save.partial = partial_folder(target, save.step, self._name)
         coordinates = dist.get_rank() == 0  # in DCP: its part ends when all ranks have written theirs
         if coordinates:
@@ -616,7 +633,7 @@ class ReplicaCheckpoints(CheckpointManager):
     def _emit_saved(self, save: Save) -> None:
         if dist.get_rank() != 0:
             return
-        self.host.events.emit(CheckpointSaved(step=save.step, seconds=save.seconds))
+        self.host.events.emit(CheckpointSaved(step=save.step, seconds=save.seconds, model_only=save.model_only))
         for folder in save.done.result():
             logger.warning("this job went back before a checkpoint of another one, which is %s now", folder)
             self.host.events.emit(CheckpointSetAside(step=save.step, folder=folder.name))

@@ -371,13 +371,12 @@ def writer_of(target: Path) -> str:
     return "" if manifest is None else manifest.writer
 
 
-def lineage_of(target: Path) -> str:
-    """Return the lineage of the state in the checkpoint `target`; empty if it is not complete, or does not say it."""
+def manifest_of(target: Path) -> Manifest | None:
+    """Return the manifest of the checkpoint `target`; None if it is not complete, or cannot be read."""
     try:
-        manifest = Manifest.read(target) if is_complete(target) else None
+        return Manifest.read(target) if is_complete(target) else None
     except (DamagedError, OSError):
-        return ""
-    return "" if manifest is None else manifest.lineage
+        return None
 
 
 def discard(target: Path, step: int) -> Path | None:

@@ -61,6 +61,7 @@ class Save:
         started: by this process's clock, in seconds.
         seconds: that the save took.
         partial: the folder that it writes; None before it writes.
+        model_only: whether it holds no training state.
         done: resolved once the checkpoint is published, as far as this rank knows; on rank 0 with
             the folders that were set aside.
     """
@@ -70,6 +71,7 @@ class Save:
     started: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
     partial: Path | None = None
+    model_only: bool = False
     done: Future[list[Path]] = field(default_factory=Future)
 
     @property
