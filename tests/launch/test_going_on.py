@@ -21,11 +21,13 @@ def step(number: int) -> Any:
     return event("step_committed", step=number)
 
 
-def saved(number: int) -> Any:
-    return event("checkpoint_saved", step=number, seconds=1.0)
+def saved(number: int, **fields: Any) -> Any:
+    return event("checkpoint_saved", step=number, seconds=1.0, **fields)
 
 
 LEAVES = event("saving_before_leaving", step=105, seconds_left=20.0)
+SKIPPED = event("checkpoint_skipped", step=100, instead=60)
+LOADED = event("checkpoint_loaded", step=60)
 FAILED = event("checkpoint_failed", step=105, error="No space left on device", latest=60)
 
 
@@ -50,6 +52,38 @@ FAILED = event("checkpoint_failed", step=105, error="No space left on device", l
         (
             [step(105), saved(60), saved(100), event("checkpoint_withdrawn", step=100)],
             "stopped after step 105; the latest complete checkpoint is that of step 60",
+        ),
+        (  # step 100 is damaged: the job has gone on from 60
+            [saved(60), saved(100), SKIPPED, LOADED, step(105), FAILED],
+            "stopped after step 105; the latest complete checkpoint is that of step 60 (that of step 105 could not be "
+            "written: No space left on device)",
+        ),
+        (  # step 100 has vanished
+            [saved(60), saved(100), LOADED, step(80)],
+            "stopped after step 80; the latest complete checkpoint is that of step 60",
+        ),
+        (  # another group has loaded 60 too, and has saved 100 before this one is done
+            [event("worker_started", time=5.0), saved(100, time=9.0), event("checkpoint_loaded", step=60, time=11.0)],
+            "stopped before a step was made; the checkpoint of step 100 is complete",
+        ),
+        (
+            [step(105), saved(60), saved(105, model_only=True)],
+            "stopped after step 105; the latest complete checkpoint is that of step 60 (that of step 105 is of the "
+            "model only)",
+        ),
+        (
+            [step(105), saved(60), saved(105, model_only=True), LEAVES],
+            "stopped after step 105; the latest complete checkpoint is that of step 60 (that of step 105 was not in "
+            "time: raise --drain-timeout, 25 s now)",
+        ),
+        (
+            [step(105), saved(60), saved(105, model_only=True), LEAVES, saved(105)],
+            "stopped after step 105; the checkpoint of step 105 is complete",
+        ),
+        (  # the last save as it was asked for takes the place of the whole state
+            [step(105), saved(60), saved(105), saved(105, model_only=True)],
+            "stopped after step 105; the latest complete checkpoint is that of step 60 (that of step 105 is of the "
+            "model only)",
         ),
         (
             [event("checkpoint_loaded", step=60, lineage="l")],

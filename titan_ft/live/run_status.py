@@ -135,8 +135,11 @@ class RunStatus:
         self.saving: int | None = None
         """torchtitan's step that a group saves before it leaves, until its checkpoint is complete."""
         self.save_error = ""
-        """Why a later step than that of the latest checkpoint could not be saved; empty if none was tried in vain."""
-        self._checkpoints: set[int] = set()
+        """Why the run cannot go on from a later step than that of the latest checkpoint; empty if none was saved."""
+        self._checkpoints: dict[int, float] = {}
+        """Steps of the checkpoints to go on from, with the Unix seconds since which each was there."""
+        self._started: dict[int, float] = {}
+        """Unix seconds of the last start of each group's workers."""
         self._reason = ""
         self.launched = False
         """Whether a launcher watches over it."""
@@ -156,7 +159,7 @@ class RunStatus:
 
     @property
     def checkpoint(self) -> int | None:
-        """torchtitan's step of the latest complete checkpoint that this launch has made or gone on from."""
+        """torchtitan's step of the latest checkpoint to go on from that this launch has made or gone on from."""
         return max(self._checkpoints, default=None)
 
     @property
@@ -235,15 +238,35 @@ class RunStatus:
 
     def _follow_checkpoints(self, event: ev.Event) -> None:
         match event:
-            case ev.CheckpointSaved() | ev.CheckpointLoaded():
-                self._checkpoints.add(event.step)
+            case ev.WorkerStarted():
+                self._started[event.replica] = event.time
+            case ev.CheckpointSaved() if event.model_only:
+                self._checkpoints.pop(event.step, None)  # it has taken the place of a whole one
+                self.saving, self.save_error = None, f"that of step {event.step} is of the model only"
+            case ev.CheckpointSaved():
+                self._checkpoints[event.step] = event.time
                 self.saving, self.save_error = None, ""
-            case ev.CheckpointWithdrawn():
-                self._checkpoints.discard(event.step)
+            case ev.CheckpointLoaded():
+                self._drop_passed_over(event)
+                self._checkpoints.setdefault(event.step, event.time)
+                self.saving, self.save_error = None, ""
+            case ev.CheckpointWithdrawn() | ev.CheckpointSkipped():
+                self._checkpoints.pop(event.step, None)
             case ev.CheckpointFailed():
                 self.save_error = f"that of step {event.step} could not be written: {event.error}"
             case ev.SavingBeforeLeaving():
-                self.saving = event.step
+                self.saving, self.save_error = event.step, ""
+
+    def _drop_passed_over(self, event: ev.CheckpointLoaded) -> None:
+        """Drop the later checkpoints that a load has passed over: damaged, gone, or turned away from.
+
+        A later one that came after the worker's start stays: another group may have loaded the same
+        step, trained and saved while this worker was still loading.
+        """
+        started = self._started.get(event.replica, event.time)
+        for step, since in list(self._checkpoints.items()):
+            if step > event.step and since <= started:
+                del self._checkpoints[step]
 
     def _take_step(self, event: ev.StepCommitted) -> str | None:
         """Take a commit; return the line that tells that the job went back to an earlier state, if it did."""
