@@ -5,8 +5,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+import pytest
+
+from titan_ft.config import ConfigError
+from titan_ft.training.checkpoint_folder import INDEX
 from titan_ft.training.job_config import read_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_debug.toml"
@@ -25,3 +30,41 @@ def test_a_config_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> 
     changed = file.stat().st_mtime_ns + 1_000_000_000
     os.utime(file, ns=(changed, changed))
     assert read_config(flag).comm.trace_buf_size == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"weight_map": {"lm_head.weight": "model.safetensors"}}', "has 'model.safetensors' for lm_head.weight"),
+        ('{"weight_map": {"lm_head.weight": 1}}', "has 1 for lm_head.weight"),
+        ('{"weight_map": ["model-00001-of-00001.safetensors"]}', 'has no table "weight_map"'),
+        ('{"metadata": {}}', 'has no table "weight_map"'),
+        ("[1]", 'has no table "weight_map"'),
+        ("1", 'has no table "weight_map"'),
+        ('{"weight_map": {"lm_head', "cannot be read (Unterminated string"),
+        ("", "cannot be read (Expecting value"),
+    ],
+)
+def test_a_table_of_files_that_torchtitan_cannot_read_is_refused(tmp_path: Path, text: str, found: str) -> None:
+    """It ended the first start and the second one with a traceback, although nothing is exported."""
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        read_config(f"--job.config_file={CONFIG}", f"--model.hf_assets_path={tmp_path}")
+    line = str(raised.value)
+    assert "\n" not in line
+    for part in (f"{INDEX} of model.hf_assets_path must", f"got {tmp_path / INDEX}, which {found}", "remove it"):
+        assert part in line
+
+
+def test_a_table_of_files_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX).mkdir()
+    with pytest.raises(ConfigError, match=re.escape(f"{INDEX}, which cannot be read (")):
+        read_config(f"--job.config_file={CONFIG}", f"--model.hf_assets_path={tmp_path}")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}'])
+def test_a_table_of_files_that_torchtitan_reads_is_taken(tmp_path: Path, text: str) -> None:
+    """Also an empty one, which it takes for none."""
+    (tmp_path / INDEX).write_text(text)
+    config = read_config(f"--job.config_file={CONFIG}", f"--model.hf_assets_path={tmp_path}")
+    assert config.model.hf_assets_path == str(tmp_path)

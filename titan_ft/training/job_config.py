@@ -5,13 +5,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from titan_ft import config as ft_config
 from titan_ft import usage
 from titan_ft.config import ConfigError, closest
+from titan_ft.training.checkpoint_folder import INDEX
 from titan_ft.training.divisions import check_model, num_experts
 from titan_ft.training.flavors import register_flavors
 
@@ -92,7 +96,7 @@ def _check_model(job_config: Any) -> None:
     """Check the names that torchtitan would look up only later, in each rank and again at each restart.
 
     Raises:
-        ConfigError: there is no such model, flavor, validator, dataset or tokenizer.
+        ConfigError: there is no such model, flavor, validator, dataset or tokenizer, or a bad table of files.
     """
     if job_config.experimental.custom_import:
         return  # it may register models, and is imported by the trainer
@@ -101,6 +105,7 @@ def _check_model(job_config: Any) -> None:
     from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
     from torchtitan.models import _supported_models
     from torchtitan.protocols import train_spec
+    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
     model = job_config.model
     _check_name("model.name", model.name, {*train_spec._extra_train_specs, *_supported_models, *_supported_experiments})
@@ -118,9 +123,41 @@ def _check_model(job_config: Any) -> None:
             f"model.hf_assets_path must be the folder of a tokenizer, got {model.hf_assets_path!r}, which is none; "
             'download one, or set it to "titan_ft://tokenizer"'
         )
+    if spec.state_dict_adapter and issubclass(spec.state_dict_adapter, StateDictAdapter):
+        _check_index(Path(model.hf_assets_path, INDEX))
     if job_config.fault_tolerance.enable:
         check_model(job_config, spec)
         _check_experts(job_config, spec.model_args[model.flavor])
+
+
+def _check_index(path: Path) -> None:
+    """Check the table of Hugging Face's files, which torchtitan reads at each start, whether it exports or not.
+
+    Raises:
+        ConfigError: torchtitan cannot read the number of each file there; it would end with a traceback.
+    """
+    try:
+        table = json.loads(path.read_text())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise _index_error(path, f"cannot be read ({error})") from error
+    if not table:  # torchtitan takes it for none
+        return
+    files = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(files, dict):
+        raise _index_error(path, 'has no table "weight_map"')
+    for name, file in files.items():
+        if not isinstance(file, str) or not re.search(r"\d", file):
+            raise _index_error(path, f"has {file!r} for {name}")
+
+
+def _index_error(path: Path, found: str) -> ConfigError:
+    return ConfigError(
+        f"{INDEX} of model.hf_assets_path must name a file with a number for each tensor, as in "
+        f'"model-00001-of-00002.safetensors", got {path}, which {found}; correct it, or remove it: an export is one '
+        "file then"
+    )
 
 
 def _check_experts(job_config: Any, arguments: Any) -> None:
