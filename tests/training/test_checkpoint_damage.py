@@ -422,6 +422,20 @@ def test_what_stock_torchtitan_has_saved_is_looked_through_too(make_run: MakeRun
     assert (skipped["step"], skipped["instead"]) == (2, 1)
 
 
+@pytest.mark.parametrize("last", [{"last_save_model_only": True}, EXPORT])
+def test_a_model_without_a_manifest_is_passed_over(make_run: MakeRun, last: dict[str, Any]) -> None:
+    """As stock torchtitan's last save, which is of the model only too: the load ended the job."""
+    run = make_run(adapter=Exporter(), **last)
+    run.train(5)
+    expected = run.values()
+    run.train(7)
+    run.checkpoints.save(7, last_step=True)
+    (run.folder / "step-7" / MANIFEST).unlink()
+    other = make_run()
+    assert other.load()
+    assert_equal(other.values(), expected)
+
+
 def test_more_bytes_than_the_table_names_are_no_damage(make_run: MakeRun) -> None:
     """DCP reads by place and length."""
     run = make_run()

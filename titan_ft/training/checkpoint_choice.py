@@ -19,6 +19,7 @@ from typing import TypeVar
 from titan_ft.config import ConfigError
 from titan_ft.replica.errors import ReplicaError
 from titan_ft.replica.row import fold48
+from titan_ft.training.checkpoint_damage import is_model_only
 from titan_ft.training.checkpoint_folder import (
     LATEST,
     MANIFEST,
@@ -292,8 +293,7 @@ class _Search:
             if defect := self._find_defect(step):
                 damaged[step] = defect
                 continue
-            manifest = Manifest.read(self._folder_of(step))
-            if manifest is not None and manifest.model_only:
+            if is_model_only(self._folder_of(step)):
                 latest_model_only = max(latest_model_only, step)
                 continue
             if latest_model_only != NO_STEP:

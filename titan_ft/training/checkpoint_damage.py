@@ -15,7 +15,7 @@ import json
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torchtitan.components.checkpoint import TRAIN_STATE
 
 from titan_ft.training.checkpoint_folder import INDEX, MANIFEST, METADATA, DamagedError, Manifest, digest_table
 from titan_ft.training.checkpoint_states import QUORUM_STATE
@@ -88,6 +89,33 @@ def find_defect(folder: Path) -> str:
     except DamagedError as error:
         return str(error)
     return ""
+
+
+def is_model_only(folder: Path) -> bool:
+    """Say whether a sound checkpoint holds a model only; of one without a manifest its table says it.
+
+    False if the checkpoint has vanished since it was found sound: the choice must see that, and begin anew.
+
+    Raises:
+        DamagedError: its manifest is damaged.
+        OSError: the file system does not answer.
+    """
+    manifest = Manifest.read(folder)
+    if manifest is not None:
+        return manifest.model_only
+    if (folder / METADATA).is_file():
+        return not has_training_state(read_keys(folder))
+    return (folder / INDEX).is_file()
+
+
+def read_keys(folder: Path) -> Collection[str]:
+    """Return the names of all that a checkpoint holds; an export in Hugging Face's format names none here."""
+    return FileSystemReader(folder).read_metadata().state_dict_metadata if (folder / METADATA).is_file() else ()
+
+
+def has_training_state(keys: Collection[str]) -> bool:
+    """Say whether a checkpoint of such names holds more than a model."""
+    return any(key.startswith(f"{TRAIN_STATE}.") for key in keys)
 
 
 def classify(error: CheckpointException) -> tuple[Failure, str]:

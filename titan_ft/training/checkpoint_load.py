@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE
 
 from titan_ft.config import ConfigError
@@ -27,12 +26,18 @@ from titan_ft.training.checkpoint_choice import (
     agree_on_step,
     fail_together,
 )
-from titan_ft.training.checkpoint_damage import FailedLoad, Failure, classify, find_defect
+from titan_ft.training.checkpoint_damage import (
+    FailedLoad,
+    Failure,
+    classify,
+    find_defect,
+    has_training_state,
+    read_keys,
+)
 from titan_ft.training.checkpoint_digest import find_change, take_digests
 from titan_ft.training.checkpoint_export import check_importable
 from titan_ft.training.checkpoint_folder import (
     LATEST,
-    METADATA,
     OTHER_FOLDER_REMEDY,
     DamagedError,
     Manifest,
@@ -90,9 +95,8 @@ class Load:
     def _drop_missing(self, state: dict[str, Any]) -> None:
         """Drop the parts of `state` that the checkpoint lacks: DCP fails on a missing key."""
         folder, manifest = self._folder, self._manifest
-        has_data = Path(folder, METADATA).is_file()
-        keys = FileSystemReader(folder).read_metadata().state_dict_metadata if has_data else ()
-        if not any(key.startswith(f"{TRAIN_STATE}.") for key in keys):
+        keys = read_keys(folder)
+        if not has_training_state(keys):
             raise ConfigError(
                 f"checkpoint: {folder} must hold a training state, got a model only (checkpoint.last_save_model_only); "
                 "give the step of a full one as checkpoint.load_step, or begin with this model: as "
@@ -209,8 +213,8 @@ class Load:
                 f"groups, for its folder is not writable; set checkpoint.load_step = {other}, or mend it"
             ) from error
         raise LoadError(
-            f"checkpoint: {self._folder} is damaged: {reason}; the next start goes on from step {other} "
-            "(checkpoint.load_step chooses another one)"
+            f"checkpoint: {self._folder} is damaged: {reason}; the next start goes on from step {other}, "
+            "unless the group heals from another one (checkpoint.load_step chooses another step)"
         ) from error
 
     def _check_not_replaced(self) -> None:
