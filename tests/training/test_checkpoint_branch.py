@@ -221,6 +221,26 @@ def test_a_damaged_step_of_the_branch_leaves_the_one_before(make_run: MakeRun) -
         assert {told["instead"] for told in again.events.named("checkpoint_skipped")} == {expected}
 
 
+@pytest.mark.parametrize("damage", ["manifest cut", "manifest missing", "tables missing"])
+def test_a_step_that_has_lost_its_branch_is_not_passed_over_without_a_word(make_run: MakeRun, damage: str) -> None:
+    """It may be this job's own; steps of the other branch are sound and none of its business."""
+    make_run(job_id="first").train(20)
+    branch = {"job_id": "second", "load_step": 10}
+    run = begin(make_run, **branch)
+    run.train(15)
+    folder = run.folder / "step-15"
+    if damage == "manifest cut":
+        (folder / MANIFEST).write_text("{")
+    else:
+        (folder / MANIFEST).unlink()
+    if damage == "tables missing":
+        (folder / ".metadata").unlink()
+    (run.folder / "aside-20-0").rename(run.folder / "step-20")
+    again = begin(make_run, **branch)
+    assert again.progress.step == 10
+    assert [(told["step"], told["instead"]) for told in again.events.named("checkpoint_skipped")] == [(15, 10)]
+
+
 @pytest.mark.parametrize("initial", ["", "some/model"])
 def test_load_step_in_a_new_folder_is_refused(make_run: MakeRun, initial: str) -> None:
     """It trained from random weights without a word."""

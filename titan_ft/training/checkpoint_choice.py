@@ -8,6 +8,7 @@ another group may be published between two looks, and a host may see a network f
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
@@ -249,10 +250,11 @@ class _Search:
             return self._choose_latest(steps)
         own = [step for step in steps if step > request.step and self._is_own(step)]
         choice = self._find_sound(own)
-        if choice.step != NO_STEP:
-            return choice
-        self._check_requested(steps)
-        return Choice(request.step, choice.damaged)
+        if choice.step == NO_STEP:
+            self._check_requested(steps)
+            choice = Choice(request.step, choice.damaged)
+        nameless = self._find_nameless([step for step in steps if step > choice.step])
+        return Choice(choice.step, {**nameless, **choice.damaged})
 
     def _list_steps(self) -> list[int]:
         """Return the steps of all checkpoints in the folder, the latest first.
@@ -341,6 +343,20 @@ class _Search:
         except DamagedError:
             return False
         return manifest is not None and manifest.branch == (self._request.job_id, self._request.step)
+
+    def _find_nameless(self, steps: Iterable[int]) -> dict[int, str]:
+        """Return the damaged ones of `steps` that do not say any more who has saved them, with the reason.
+
+        This job may have: without a word it would train those steps again.
+        """
+        found = {}
+        for step in steps:
+            with contextlib.suppress(DamagedError):
+                if Manifest.read(self._folder_of(step)) is not None:
+                    continue
+            if defect := self._find_defect(step):
+                found[step] = defect
+        return found
 
     def _find_defect(self, step: int) -> str:
         """Return the defect of a checkpoint; empty if it has none, or has vanished.
