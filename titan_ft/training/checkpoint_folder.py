@@ -36,7 +36,7 @@ OTHER_FOLDER_REMEDY = "give another checkpoint.folder or job.dump_folder"
 LATEST = -1
 """`checkpoint.load_step` of a job that goes on from the latest checkpoint."""
 _SIGNS = (METADATA, INDEX)  # torchtitan takes either for the sign of a whole checkpoint
-_CONTENTS = (MANIFEST, "*.distcp", "*.safetensors")
+_CONTENTS = (MANIFEST, ".distcp", ".safetensors")
 _STEP = re.compile(r"step-(\d+)")
 _PARTIAL = re.compile(r"partial-(\d+)-(.+)")
 _ABANDONED_SECONDS = 3600.0
@@ -215,7 +215,7 @@ def torn_steps(folder: str | Path) -> list[int]:
     """Return the steps of checkpoints that have a manifest or data, and no table any more."""
 
     def is_torn(path: Path) -> bool:
-        return not is_complete(path) and any(any(path.glob(pattern)) for pattern in _CONTENTS)
+        return not is_complete(path) and any(child.name.endswith(_CONTENTS) for child in _children(path))
 
     return _steps(folder, is_torn)
 
