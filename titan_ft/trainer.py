@@ -456,7 +456,8 @@ class ReplicaTrainer(Trainer):
 
     def _check_loader(self) -> None:
         """Say whether this rank's data go on exactly where a group that comes back opens them."""
-        found = self._loaders.check()
+        with self._watchdog.paused():  # nobody beats while batches are read, and a slow loader would be killed
+            found = self._loaders.check()
         if not found.exact:
             logger.warning(
                 f"training.dataset {self.job_config.training.dataset}: the data loader ({found.loader}) does not go "

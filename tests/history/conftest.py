@@ -72,7 +72,7 @@ class SyntheticRun:
         self.of("worker_started", group, **told)
         self.of("joined", group, quorum=1, participants=[group], step=self.step_number)
         if not self.ends[group]:
-            self.of("loader_checked", group, loader="Loader", exact=True, batches=4)
+            self.of("loader_checked", group, loader="Loader", exact=True, batches=4, transparent=True)
         self.of(
             "data_opened", group, slot=group, first_batch=self.ends[group], exact=True if self.ends[group] else None
         )

@@ -52,6 +52,21 @@ def test_a_loader_that_was_checked_proves_what_nobody_had_read_ahead(good_run: S
     assert judge(without(good_run.events, LoaderChecked)) == ("unknown", RANKS, RANKS)
 
 
+@pytest.mark.parametrize("transparent", [False, None])
+def test_a_first_batch_proves_nothing_of_a_loader_that_nobody_can_look_into(
+    good_run: SyntheticRun, transparent: bool | None
+) -> None:
+    """A loader that reshuffled each epoch without its generator gave 119 other batches, and "0 lost" was printed."""
+    for checked in good_run.events:
+        if isinstance(checked, LoaderChecked):
+            change(checked, transparent=transparent)
+    assert judge(good_run.events) == ("unknown", RANKS, RANKS)
+    told = audit(RunRecord(good_run.events)).unproved
+    assert told.startswith("2 reopenings of data not proved (Loader cannot be looked into; its first batch was right)")
+    assert judge(without(good_run.events, LoaderChecked)) == ("unknown", RANKS, RANKS)
+    assert judge([event for event in good_run.events if event not in opened_again(good_run.events)])[0] == "unknown"
+
+
 def wrong_batch(run: SyntheticRun) -> list[Event]:
     change(opened_again(run.events)[0], exact=False)
     return run.events
@@ -93,11 +108,15 @@ def test_what_is_not_proved_is_unknown(
 
 
 def test_an_inexact_loader_that_nobody_opened_again_does_no_harm(synthetic_run: type[SyntheticRun]) -> None:
-    """It holds, and a note names the loader."""
+    """It holds, and a note names the loader. So it does with a loader that nobody can look into."""
     run = synthetic_run()
     run.begin()
     run.steps(4)
     run.finish()
+    for checked in run.events:
+        if isinstance(checked, LoaderChecked):
+            change(checked, transparent=False)
+    assert audit(RunRecord(run.events)).verdict == "holds"
     record = RunRecord(inexact_loader(run))
     assert audit(record).verdict == "holds"
     assert any("does not go on exactly" in note.text and "Mine" in note.text for note in find_notes(record))

@@ -73,6 +73,7 @@ class Job:
         self._log(BEGIN, "launch_started", replicas=num_groups, ranks_per_replica=1, spares=0, job_id="synthetic")
         for replica in range(num_groups):
             self._start(replica, BEGIN + 0.1)
+            self._log(BEGIN + 0.2, "loader_checked", replica, exact=True, transparent=True)
         self.time = BEGIN + 3.0
 
     def _log(self, time: float, name: str, replica: int | None = None, rank: int | None = 0, **fields: Any) -> None:

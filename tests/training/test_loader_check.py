@@ -12,11 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, IterableDataset, interleave_datasets
+from datasets.distributed import split_dataset_by_node
+from datasets.iterable_dataset import ExamplesIterable
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from titan_ft.config import ConfigError
 from titan_ft.run.events import LoaderChecked
-from titan_ft.training.loader_check import check_loader
+from titan_ft.training import loader_check
+from titan_ft.training.loader_check import check_loader, is_transparent
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -105,7 +111,39 @@ class Short(Counting):
     length = 5
 
 
-@pytest.mark.parametrize(("loader", "batches"), [(Counting, 4), (Short, 3)])
+class Reshuffling(Counting):
+    """Shuffles each epoch of 12 batches; its state has the order and the place in it, but no generator.
+
+    Where it is opened in its first epoch, its generator happens to be right.
+    """
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self._order = self._random.sample(range(12), 12)
+        self._place = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            if self._place == len(self._order):
+                self._order, self._place = self._random.sample(range(12), 12), 0
+            self._place += 1
+            yield batch(self._order[self._place - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self._order), "place": self._place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order, self._place = list(state["order"]), state["place"]
+
+
+class LosesLaterEpochs(Counting):
+    """Begins again with its first batch where its state is of a later epoch than the first one, of 12 batches."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"] if state["next"] < 12 else 0
+
+
+@pytest.mark.parametrize(("loader", "batches"), [(Counting, 130), (Short, 3)])
 def test_an_exact_loader(loader: type[Counting], batches: int) -> None:
     found = check_loader(loader)
     assert (found.exact, found.batches, found.reason) == (True, batches, "")
@@ -117,7 +155,9 @@ def test_an_exact_loader(loader: type[Counting], batches: int) -> None:
     [
         (Forgetful, "opened again after batch 2, it gave another batch 3"),
         (Skipping, "opened again after batch 2, it gave another batch 3"),
-        (LosesTheSecondTime, "opened again after batch 2, it gave another batch 5"),
+        (LosesTheSecondTime, "opened again after batch 4, it gave another batch 5"),
+        (Reshuffling, "opened again after batch 68, it gave another batch 73"),
+        (LosesLaterEpochs, "opened again after batch 68, it gave another batch 69"),
         (Unseeded, "opened again after batch 2, it gave another batch 3"),
         (Augmented, "opened again after batch 2, it gave another batch 3"),
         (Nothing, "its data end with batch 2, before anything could be compared"),
@@ -165,7 +205,73 @@ def test_loaders_of_torchdata(workers: int) -> None:
     assert found.exact
     assert found.loader.startswith("torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader of ")
     assert found.loader.endswith("Stateful")
-    assert check(Stateless).reason == "opened again after batch 2, it gave another batch 5"
+    assert check(Stateless).reason == "opened again after batch 4, it gave another batch 5"
+
+
+def test_a_slow_loader_is_compared_as_far_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four batches at least. A loader of 20 ms a batch would delay each start by 6 s otherwise."""
+    now = 0.0
+    number_read = 0
+    monkeypatch.setattr(loader_check.time, "monotonic", lambda: now)
+
+    def check(seconds: float) -> int:
+        class Slow(Counting):
+            def __iter__(self) -> Iterator[Batch]:
+                nonlocal now, number_read
+                for each in super().__iter__():
+                    now += seconds
+                    number_read += 1
+                    yield each
+
+        found = check_loader(Slow)
+        assert found.exact
+        return found.batches
+
+    assert check(10.0) == 4
+    assert number_read == 10
+    begin, number_read = now, 0
+    assert 4 < check(0.02) < 20
+    assert now - begin < 1.1
+
+
+class Opaque(IterableDataset):
+    """A stream of a user's own class."""
+
+
+def text_loader(data: Any, of: type[HuggingFaceTextDataset] = HuggingFaceTextDataset, **options: Any) -> Any:
+    """Return torchtitan's loader of text over `data`, which nobody reads."""
+    dataset = of.__new__(of)
+    dataset._data = data
+    return ParallelAwareDataloader(dataset, dp_rank=0, dp_world_size=1, batch_size=1, **options)
+
+
+def test_only_text_over_known_classes_is_transparent() -> None:
+    """Of any other loader the first batches prove nothing of the later ones."""
+    documents = Dataset.from_dict({"text": ["a", "b", "c"]})
+    stream = documents.to_iterable_dataset()
+    mixed = interleave_datasets([stream.shuffle(seed=1, buffer_size=2).map(dict), stream.filter(bool)])
+    for data in (documents, stream, mixed, split_dataset_by_node(mixed, 0, 2)):
+        assert is_transparent(text_loader(data))
+
+    class OwnText(HuggingFaceTextDataset):
+        pass
+
+    class OwnStep(ExamplesIterable):
+        pass
+
+    own_step = IterableDataset(OwnStep(lambda: iter([("key", {"text": "a"})]), {}))
+    for loader in (
+        text_loader(Opaque(stream._ex_iterable)),
+        text_loader(own_step),
+        text_loader(own_step.shuffle(seed=1, buffer_size=2)),
+        text_loader(interleave_datasets([stream, own_step])),
+        text_loader(documents, of=OwnText),
+        text_loader(documents, collate_fn=list),
+        StatefulDataLoader(Stateful(), batch_size=1),
+        Counting(),
+    ):
+        assert not is_transparent(loader)
+    assert check_loader(Counting).transparent is False
 
 
 def test_generators_are_as_before() -> None:

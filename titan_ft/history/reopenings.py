@@ -7,11 +7,15 @@ which no number is lost or repeated may still have lost data: a loader may give 
 opened at a saved state. Two events speak of that. `loader_checked` compares a copy of the loader with
 one that was never closed, at the job's start. `data_opened` compares the first batch of each opening
 with the one that was read there before, where there was one.
+
+Both compare some batches. A loader may give these and lose its place later, for example where it
+shuffles its next epoch without the generator in its state. So they prove an opening only of a loader
+that is *transparent*, see `LoaderChecked`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_ft.history.checks.judgement import count
@@ -42,21 +46,32 @@ class Reopenings:
 @view
 def find_reopenings(record: RunRecord) -> Reopenings:
     """Return what the events say of all openings."""
-    checks = record.of(LoaderChecked)
-    inexact = next((event for event in checks if not event.exact), None)
+    doubt = _doubt_about_loaders(record.of(LoaderChecked))
     opened = [event for event in record.of(DataOpened) if event.first_batch > 0]
     reasons: list[str] = []
     for event in opened:
         where = f"slot {event.slot} at batch {event.first_batch}, by replica {event.replica}"
         if event.exact is False:
             reasons.append(f"{where}: it was another batch than the one that follows there")
-        elif inexact is not None:
-            reasons.append(f"{inexact.loader}: {inexact.reason}")
-        elif event.exact is None and not checks:
-            reasons.append(f"{where}: no event tells of a check of its loader")
+        elif doubt:
+            first_batch = "; its first batch was right" if event.exact else ""
+            reasons.append(f"{doubt}{first_batch}")
     untold = [where for process in record.processes for where in _untold(process)]
     reasons += [f"{where}: no event tells how it was opened" for where in untold]
     return Reopenings(len(opened) + len(untold), len(reasons), reasons[0] if reasons else "")
+
+
+def _doubt_about_loaders(checks: Sequence[LoaderChecked]) -> str:
+    """Return why a first batch that is right proves nothing of the later ones; empty if it does."""
+    if not checks:
+        return "no event tells of a check of the loader"
+    for event in checks:
+        if not event.exact:
+            return f"{event.loader}: {event.reason}"
+    for event in checks:
+        if not event.transparent:
+            return f"{event.loader} cannot be looked into"
+    return ""
 
 
 def _untold(process: ProcessHistory) -> Iterator[str]:

@@ -22,7 +22,7 @@ from typing import Any
 import datasets.iterable_dataset as upstream
 import numpy as np
 import torch.utils.data
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 State = dict[str, Any]
 _DRAW_SIZE = 1000  # as upstream: draws of another size would give other indices
@@ -44,6 +44,22 @@ def patch() -> None:
     shuffled.__iter__ = _iterate_examples
     shuffled._iter_arrow = _iterate_tables
     upstream.FormattedExamplesIterable.__init__ = _format_row_by_row
+
+
+def is_known(data: Any) -> bool:
+    """Tell whether `data` reads by the library's own classes alone, whose states are tested here."""
+    if type(data) is IterableDataset:
+        return _is_known_step(data._ex_iterable)
+    return type(data) is Dataset
+
+
+def _is_known_step(step: Any) -> bool:
+    if type(step).__module__ != upstream.__name__:
+        return False
+    sources = [*getattr(step, "ex_iterables", [])]
+    if hasattr(step, "ex_iterable"):
+        sources.append(step.ex_iterable)
+    return all(map(_is_known_step, sources))
 
 
 # The epoch of a stream

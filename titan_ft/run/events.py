@@ -244,6 +244,9 @@ class LoaderChecked(RankEvent, kw_only=True):
     exact: bool  # whether it gave the batches that a loader gave which was not closed meanwhile
     batches: int  # that were compared
     reason: str  # what was found; empty where it is exact
+    # whether only code decides where it goes on that this project knows: torchtitan's text data over classes of
+    # `datasets`; of any other loader no comparison at the start proves what it does later. Not in older histories
+    transparent: bool | None = None
 
 
 class DataOpened(RankEvent, kw_only=True):
