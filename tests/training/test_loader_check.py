@@ -260,17 +260,19 @@ def test_only_text_over_known_classes_is_transparent() -> None:
         pass
 
     own_step = IterableDataset(OwnStep(lambda: iter([("key", {"text": "a"})]), {}))
-    for loader in (
-        text_loader(Opaque(stream._ex_iterable)),
-        text_loader(own_step),
-        text_loader(own_step.shuffle(seed=1, buffer_size=2)),
-        text_loader(interleave_datasets([stream, own_step])),
-        text_loader(documents, of=OwnText),
-        text_loader(documents, collate_fn=list),
-        StatefulDataLoader(Stateful(), batch_size=1),
-        Counting(),
+    for number, loader in enumerate(
+        [
+            text_loader(Opaque(stream._ex_iterable)),
+            text_loader(own_step),
+            text_loader(own_step.map(dict)),
+            text_loader(interleave_datasets([stream, own_step])),
+            text_loader(documents, of=OwnText),
+            text_loader(documents, collate_fn=list),
+            StatefulDataLoader(Stateful(), batch_size=1),
+            Counting(),
+        ]
     ):
-        assert not is_transparent(loader)
+        assert not is_transparent(loader), number
     assert check_loader(Counting).transparent is False
 
 
