@@ -519,6 +519,51 @@ def test_text_stays_short() -> None:
     assert len(text.splitlines()) < 20
 
 
+def cut_anew(*cuts: tuple[int, int], first_of: Mapping[int, int] | None = None) -> list[Event]:
+    """Return the events of a job of ten steps for each (groups, ranks of a group); the number of shards is the same.
+
+    Args:
+        first_of: first batch by step, where it is not the next one.
+    """
+    events: list[Event] = [make("loader_checked", exact=True, transparent=True)]
+    for launch, (groups, ranks) in enumerate(cuts):
+        begin = 100.0 * launch
+        steps = range(10 * launch + 1, 10 * launch + 11)
+        events.append(make("launch_started", time=begin - 1, replicas=groups, ranks_per_replica=ranks))
+        for group in range(groups):
+            for rank in range(ranks):
+                who = {"replica": group, "rank": rank, "pid": 100 * launch + 10 * group + rank}
+                events.append(make("worker_started", time=begin, config={"group_size": groups}, **who))
+                first = steps[0] - 1
+                shard = {"slot": group, "shard": ranks * group + rank, "num_shards": groups * ranks}
+                events.append(make("data_opened", time=begin + 1, first_batch=first, **shard, **who))
+                for step in steps:
+                    first = (first_of or {}).get(step, step - 1)
+                    data = {"slot": group, "first_batch": first, "num_batches": 1, "checksum": f"{shard}{first}"}
+                    batches = {str(slot): [first, 1] for slot in range(groups)}
+                    told = {"step": step, "participants": list(range(groups)), "batches": batches, "data": data}
+                    events.append(make("step_committed", time=begin + 2 + step, **told, **who))
+    return events
+
+
+@pytest.mark.parametrize("cuts", [[(1, 2), (2, 1)], [(2, 1), (1, 2)], [(2, 2), (4, 1), (1, 4)]])
+def test_the_same_shards_may_be_cut_into_other_slots(cuts: list[tuple[int, int]]) -> None:
+    """A resume with as many shards goes on with each; "10 lost: slot 1, batches 0-9" was said of that."""
+    found = audit(cut_anew(*cuts))
+    assert (found.verdict, found.lost, found.repeated, found.conflicts, found.differing) == ("holds", [], [], [], [])
+    shards = cuts[0][0] * cuts[0][1]
+    assert found.num_batches == 10 * len(cuts) * shards
+    assert f"the same {shards} shards were cut into other slots" in found.notes[-1]
+
+
+def test_what_is_lost_after_another_cut_is_found() -> None:
+    found = audit(cut_anew((1, 2), (2, 1), first_of={step: step for step in range(11, 21)}))
+    assert found.verdict == "does not hold"
+    assert [str(each) for each in found.lost] == [
+        f"slot {slot}, batch 10: lost between steps 10 and 11 (shard {slot} of 2)" for slot in (0, 1)
+    ]
+
+
 def write(folder: Path, events: Iterable[Event]) -> None:
     (folder / "events").mkdir()
     (folder / "events" / "a.jsonl").write_text("".join(json.dumps(untyped(event)) + "\n" for event in events))

@@ -28,7 +28,7 @@ from titan_ft.history.terminal import grid
 from titan_ft.history.timeline import timeline
 from titan_ft.history.trajectory import ROOT, State, chain_to
 from titan_ft.history.unit import STEP, Unit
-from titan_ft.run.events import DataReset, Drained, LaunchStarted, StepCommitted
+from titan_ft.run.events import DataOpened, DataReset, Drained, LaunchStarted, StepCommitted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,6 +122,43 @@ class Audit:
         return asdict(self) | counts | {"unit": self.unit.noun}
 
 
+@dataclass(frozen=True)
+class Split:
+    """How the data were cut while a state was made: a resume may cut the same shards into other slots."""
+
+    parts: int
+    """Shards of a slot."""
+    of: int
+    """Shards of the job."""
+
+    def shards(self, slot: int) -> range:
+        return range(slot * self.parts, (slot + 1) * self.parts)
+
+
+@view
+def find_splits(record: RunRecord) -> dict[str, Split]:
+    """Return how the data were cut for each state, by lineage, as far as events say so."""
+    found: dict[str, Split] = {}
+    for process in record.processes:
+        opened = next((event for event in process.events if isinstance(event, DataOpened)), None)
+        if opened is None or process.config is None or not opened.num_shards:
+            continue
+        split = Split(opened.num_shards // process.config.group_size, opened.num_shards)
+        for commit in process.commits():
+            found.setdefault(commit.lineage, split)
+    return found
+
+
+@dataclass(frozen=True, order=True)
+class _Use:
+    """Consecutive batches of a slot or a shard that a step trained."""
+
+    first: int
+    count: int
+    step: int
+    slot: int
+
+
 @view
 def audit(record: RunRecord) -> Audit:
     """Find the lost and the repeated batches of a run."""
@@ -169,7 +206,7 @@ def decide(found: Audit) -> Audit:
     return found
 
 
-def _resets(record: RunRecord) -> list[float]:
+def find_resets(record: RunRecord) -> list[float]:
     """Return the times from which on a number may stand for another batch, in order."""
     anew = [event.time for event in record.of(DataReset)]
     changed = [event.time for event in record.of(LaunchStarted) if _data_changes(event)]
@@ -184,14 +221,18 @@ def _data_changes(launch: LaunchStarted) -> list[str]:
 
 def _differing(record: RunRecord) -> list[Finding]:
     """Return the batches of which the same rank read other tokens at another time."""
-    resets = _resets(record)
-    seen: dict[tuple[int, int, int, int, int], dict[str, int]] = defaultdict(dict)
+    resets = find_resets(record)
+    splits = find_splits(record)
+    seen: dict[tuple[int, Split | None, int, int, int, int], dict[str, int]] = defaultdict(dict)
     for event in record.of(StepCommitted):
+        # With another cut, the rank of the same number has another shard of the slot.
+        split = splits.get(event.lineage)
         for data in event.readings():
             span = bisect_right(resets, event.time)
-            seen[span, data.slot, data.first_batch, data.num_batches, event.rank].setdefault(data.checksum, event.step)
+            key = span, split, data.slot, data.first_batch, data.num_batches, event.rank
+            seen[key].setdefault(data.checksum, event.step)
     found = []
-    for (_, slot, first, count, rank), steps in seen.items():
+    for (_, _, slot, first, count, rank), steps in seen.items():
         if len(steps) > 1:
             noun = record.unit.noun
             readings = ", ".join(f"checksum {checksum} at {noun} {step}" for checksum, step in steps.items())
@@ -247,36 +288,46 @@ def _audit_chain(record: RunRecord, final: State, common: Audit) -> Audit:
         step, parent = chain[0].step, chain[0].parent
         text = f"the history is cut: no event tells how the state before {noun} {step} ({parent}) was made"
         found.unknown.append(text)
-    resets = _resets(record)
-    uses: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    resets = find_resets(record)
+    splits = find_splits(record)
+    is_cut_anew = len({splits[lineage] for lineage in on_chain & splits.keys()}) > 1
+    split = next((splits[state.lineage] for state in chain if state.lineage in splits), Split(1, 1))
+    uses: dict[tuple[int, int], list[_Use]] = defaultdict(list)
     for state in chain:
         _compare_readings(state, found)
+        split = splits.get(state.lineage, split)
         for slot, (first, count) in state.batches.items():
             if count > 0:
                 # What follows a reset does not compare with what was before it.
-                uses[slot, bisect_right(resets, state.time)].append((first, count, state.step))
-    for (slot, span), slot_uses in sorted(uses.items()):
-        start = 0 if whole and span == 0 else min(slot_uses)[0]
-        _count_uses(slot, slot_uses, start, found)
+                span = bisect_right(resets, state.time)
+                for shard in split.shards(slot) if is_cut_anew else (slot,):
+                    uses[shard, span].append(_Use(first, count, state.step, slot))
+    if is_cut_anew:
+        found.notes.append(f"the same {split.of} shards were cut into other slots at a resume: batches count by shard")
+    for (shard, span), shard_uses in sorted(uses.items()):
+        start = 0 if whole and span == 0 else min(shard_uses).first
+        _count_uses(f"shard {shard} of {split.of}" if is_cut_anew else "", shard_uses, start, found)
     return found
 
 
-def _count_uses(slot: int, uses: Sequence[tuple[int, int, int]], start: int, found: Audit) -> None:
-    """Find gaps and overlaps in the (first batch, number, step) that the steps, in this order, trained of a slot."""
+def _count_uses(shard: str, uses: Sequence[_Use], start: int, found: Audit) -> None:
+    """Find gaps and overlaps in what the steps, in this order, trained of a slot, or of a shard that has a name."""
     end, last = start, 0
-    for first, count, step in sorted(uses):
+    addition = f" ({shard})" if shard else ""
+    for use in sorted(uses):
+        first, count, step = use.first, use.count, use.step
         if first > end:
-            detail = f"lost between {found.unit.noun}s {last} and {step}"
-            found.lost.append(Finding(slot, end, first - end, (last, step), detail))
+            detail = f"lost between {found.unit.noun}s {last} and {step}{addition}"
+            found.lost.append(Finding(use.slot, end, first - end, (last, step), detail))
         elif first < end:
             once, again = sorted((last, step))
-            detail = f"trained at {found.unit.noun} {once} and again at {found.unit.noun} {again}"
-            found.repeated.append(Finding(slot, first, min(first + count, end) - first, (once, again), detail))
+            detail = f"trained at {found.unit.noun} {once} and again at {found.unit.noun} {again}{addition}"
+            found.repeated.append(Finding(use.slot, first, min(first + count, end) - first, (once, again), detail))
         found.num_batches += max(0, first + count - max(first, end))
         if first + count > end:
             end, last = first + count, step
     if list(uses) != sorted(uses):
-        found.conflicts.append(f"slot {slot}: the batches were not trained in their order")
+        found.conflicts.append(f"{shard or f'slot {uses[0].slot}'}: the batches were not trained in their order")
 
 
 def _compare_readings(state: State, found: Audit) -> None:

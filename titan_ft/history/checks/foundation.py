@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from itertools import pairwise
 
@@ -84,12 +85,15 @@ def _unseen_steps(record: RunRecord) -> list[str]:
 
 def _unseen_by_rank(record: RunRecord) -> list[str]:
     """Name ranks that do not tell of several steps that other ranks of their group have made with them."""
-    made: dict[tuple[int, int], dict[int, set[str]]] = defaultdict(dict)
+    made: dict[tuple[int, int, int], dict[int, set[str]]] = defaultdict(dict)
+    launches = [event.time for event in record.of(LaunchStarted)]
     for process in record.processes:
         lineages = {commit.lineage for commit in process.commits()}
-        made[process.replica, process.attempt].setdefault(process.rank, set()).update(lineages)
+        # Attempts are counted anew in each launch, and a resume may give a group fewer ranks.
+        launch = bisect_right(launches, process.events[0].time)
+        made[launch, process.replica, process.attempt].setdefault(process.rank, set()).update(lineages)
     found = []
-    for (replica, attempt), ranks in made.items():
+    for (_, replica, attempt), ranks in made.items():
         together = set().union(*ranks.values())
         for rank, own in ranks.items():
             missing = len(together - own)
