@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import hashlib
 import importlib
-import json
 import os
 import sys
 import traceback
@@ -32,7 +30,7 @@ from titan_ft.run.marks import mark_end_in_order, mark_training
 from titan_ft.run.orphan import exit_with_parent
 from titan_ft.run.output import protect_output
 from titan_ft.training.divisions import check_ranks
-from titan_ft.training.job_config import read_config
+from titan_ft.training.job_config import digest_config, read_config
 
 # What a worker imports only on its way to the first step; `preload` does so before.
 IMPORTED_LATER = (
@@ -44,23 +42,6 @@ IMPORTED_LATER = (
     "torch.utils.tensorboard",
     "torchft.coordination",
     "torchft.process_group",
-)
-
-
-# Fields of [fault_tolerance] that a group may have to itself; job_id is compared by name.
-_MAY_DIFFER = (
-    "advertise_address",
-    "bind_address",
-    "chaos",
-    "drain_timeout_seconds",
-    "events_folder",
-    "hang_timeout_seconds",
-    "job_id",
-    "lighthouse",
-    "replica_id",
-    "transfer_connections",
-    "transfer_max_mbps",
-    "transfer_timeout_seconds",
 )
 
 
@@ -156,7 +137,7 @@ def _run(args: list[str], environ: Mapping[str, str]) -> int:
             lighthouse=ft_config.resolve_lighthouse(job_config.fault_tolerance, environ.get("TORCHFT_LIGHTHOUSE")),
             token=environ.get("TITAN_FT_TOKEN", ""),
             attempt=int(environ.get("TITAN_FT_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
-            config_digest=_config_digest(job_config),
+            config_digest=digest_config(job_config),
             slurm=_slurm_step(environ),
             store_pid=int(environ.get(store_server.PID_ENV) or os.getppid()),
             arguments=tuple(args),
@@ -199,17 +180,6 @@ def _explain(error: Exception) -> int:
         return 1
     print(f"titan_ft: {error}", file=sys.stderr)
     return 1 if error.restart else FINAL_CODE
-
-
-def _config_digest(job_config: Any) -> str:
-    """Hash what must be equal in all groups of a job; not where a group logs, and not its own id and addresses."""
-    values = job_config.to_dict()
-    for table in ("job", "metrics", "profiling", "comm"):
-        values.pop(table, None)
-    for key in _MAY_DIFFER:
-        values["fault_tolerance"].pop(key, None)
-    values["model"].pop("hf_assets_path", None)
-    return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 if __name__ == "__main__":

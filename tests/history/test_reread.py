@@ -16,7 +16,7 @@ from titan_ft.history.record import RunRecord
 from titan_ft.history.reread import Reread, Shard, Trained, collect, compare
 from titan_ft.run.events import Event
 
-SHARD = Shard(0, 1, 3, 4)
+SHARD = Shard(0, 3, 4)
 SETUP: dict[str, Any] = {"dataset": "texts", "seq_len": 8, "local_batch_size": 2, "parallelism": {}, "versions": {}}
 
 
@@ -28,7 +28,7 @@ def trained(first: int, number: int, step: int, content: Iterable[int] | None = 
     checksum = "0"
     for batch in range(first, first + number) if content is None else content:
         checksum = extend(batch, checksum)
-    return Trained(first, number, checksum, step, 1)
+    return Trained(first, number, checksum, step, 1, 1)
 
 
 def read(all_trained: Iterable[Trained], length: int = 1000) -> Reread:
@@ -127,8 +127,35 @@ def test_after_a_reset_the_data_begin_anew() -> None:
     events.append(event("data_opened", time=11.0, **shard, **who))
     events += [commit(batch, step=batch + 3, **who) for batch in (0, 1)]
     found = collect(RunRecord(events))
-    assert sorted(found.shards) == [Shard(0, 1, 3, 4), Shard(1, 1, 3, 4)]
+    assert sorted(found.shards) == [Shard(0, 3, 4), Shard(1, 3, 4)]
     assert [found.readers[span].arguments for span in (0, 1)] == [["--a"], ["--b"]]
+
+
+def test_a_shard_that_became_another_slot_s_is_read_once() -> None:
+    """A resume may cut the same shards into other slots; the loader of the former slot read other data."""
+    who = {"pid": 1, "attempt": 1, "replica": 3}
+    events = [each for each in job(0, 2) if each.attempt == 0]
+    events.append(event("worker_started", time=10.0, setup=SETUP, arguments=["--b"], **who))
+    events.append(event("data_opened", time=11.0, slot=3, shard=3, num_shards=4, first_batch=2, **who))
+    for batch in (2, 3):
+        made = commit(batch, **who)
+        made.participants, made.batches, made.data.slot = [3], {3: (batch, 1)}, 3  # type: ignore[attr-defined]
+        events.append(made)
+    found = collect(RunRecord(events))
+    assert found.unknown == []
+    assert {shard: sorted((each.first_batch, each.slot) for each in its) for shard, its in found.shards.items()} == {
+        SHARD: [(0, 1), (1, 1), (2, 3), (3, 3)]
+    }
+
+
+def test_what_was_read_after_a_change_of_the_data_is_not_compared() -> None:
+    """The loader goes on in the midst of other data: no reader from the beginning gives its batches."""
+    events = job(0, 2)
+    change = {"training.dataset_path": {"before": "a", "now": "b", "kind": "data"}}
+    events.append(event("launch_started", time=9.0, changed=change))
+    found = collect(RunRecord(events))
+    assert "after a resume had changed the data" in found.unknown[0]
+    assert {each.first_batch for each in found.shards[SHARD]} == {0, 1}
 
 
 def proved(found: Reread) -> Audit:

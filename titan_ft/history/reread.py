@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from titan_ft.history.audit import Audit, Finding, decide
+from titan_ft.history.audit import Audit, Finding, decide, find_resets
 from titan_ft.history.checks.judgement import count
 from titan_ft.history.record import ProcessHistory, RunRecord
 from titan_ft.run.events import Batches, DataOpened, DataReset, StepCommitted, WorkerStarted
@@ -27,29 +27,29 @@ Settings = tuple[str, int, int]
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """A part of a slot's data that one data rank of a group reads.
+    """A part of the data that one data rank reads; a resume may make it a part of another slot.
 
     Attributes:
-        span: how often the data had begun anew before, because a resume asked for that.
+        span: how often the data had begun anew or been changed before, because a resume asked for that.
         number: of the part in the whole job.
         of: parts of the whole job.
     """
 
     span: int
-    slot: int
     number: int
     of: int
 
 
 @dataclass(frozen=True, order=True)
 class Trained:
-    """Consecutive batches of a shard that were trained for one update."""
+    """Consecutive batches of a shard that were trained for one update, as batches of a slot."""
 
     first_batch: int
     num_batches: int
     checksum: str
     step: int
     replica: int
+    slot: int
 
 
 @dataclass
@@ -90,15 +90,23 @@ class Reread:
 def collect(record: RunRecord) -> History:
     """Return the batches on the job's trajectory, by shard."""
     found = History()
-    resets = [event.time for event in record.of(DataReset)]
+    resets = find_resets(record)
+    anew = {bisect_right(resets, event.time) for event in record.of(DataReset)}
+    # After a change of the data, such as other batches, a loader goes on in the midst of them.
+    changed = set(range(1, len(resets) + 1)) - anew
     settings: dict[int, Settings] = {}
     for process in reversed(record.processes):  # the latest ones first: their config is the one at hand
-        _collect_process(process, record, resets, settings, found)
+        _collect_process(process, record, resets, changed, settings, found)
     return found
 
 
 def _collect_process(
-    process: ProcessHistory, record: RunRecord, resets: list[float], settings: dict[int, Settings], found: History
+    process: ProcessHistory,
+    record: RunRecord,
+    resets: list[float],
+    changed: set[int],
+    settings: dict[int, Settings],
+    found: History,
 ) -> None:
     started: WorkerStarted | None = None
     shards: dict[int, tuple[int, int]] = {}
@@ -110,6 +118,10 @@ def _collect_process(
         elif isinstance(event, StepCommitted) and event.contributed and event.lineage in record.on_chain:
             span = bisect_right(resets, event.time)
             readings = [data for data in event.readings() if data.slot in event.batches]
+            if readings and span in changed:
+                text = "no reader from the beginning reads what was read after a resume had changed the data"
+                found.unknown += [] if text in found.unknown else [text]
+                return
             if readings and not _is_comparable(span, started, settings, found):
                 text = f"{process.name} read with settings that are not those of the last launch, or not known"
                 found.unknown += [] if text in found.unknown else [text]
@@ -140,8 +152,8 @@ def _take(
         text = f"nothing tells which shard of slot {data.slot} {process.name} read"
         found.unknown += [] if text in found.unknown else [text]
         return
-    shard = Shard(span, data.slot, *shards[data.slot])
-    trained = Trained(data.first_batch, data.num_batches, data.checksum, event.step, event.replica)
+    shard = Shard(span, *shards[data.slot])
+    trained = Trained(data.first_batch, data.num_batches, data.checksum, event.step, event.replica, data.slot)
     found.shards[shard].add(trained)
 
 
@@ -163,8 +175,8 @@ def compare(
             rest = [each for each, _ in open_] + waiting
             first = min(each.first_batch for each in rest)
             result.unknown.append(
-                f"slot {shard.slot}: the data, read again, end with batch {number}, and batches from {first} on "
-                "were trained"
+                f"shard {shard.number} of {shard.of}: the data, read again, end with batch {number}, and batches from "
+                f"{first} on were trained"
             )
             break
         while waiting and waiting[-1].first_batch == number:
@@ -184,8 +196,8 @@ def compare(
     if any(each.first_batch == 0 for each in wrong):
         # No slot was opened again before its first batch: the reference is wrong, and proves nothing.
         result.unknown.append(
-            f"slot {shard.slot}: the data, read again, differ from the very first batch on (shard {shard.number} of "
-            f"{shard.of}): they have changed since, or are in another order each time they are opened"
+            f"shard {shard.number} of {shard.of}: the data, read again, differ from the very first batch on: they have "
+            "changed since, or are in another order each time they are opened"
         )
     else:
         result.differing += _findings(shard, sorted(wrong))
@@ -207,4 +219,4 @@ def _findings(shard: Shard, wrong: list[Trained]) -> Iterator[Finding]:
             f"not the batches of an uninterrupted reader (shard {shard.number} of {shard.of}, from step {first.step} "
             f"on, by replica {first.replica})"
         )
-        yield Finding(shard.slot, first.first_batch, number, (min(steps), max(steps)), detail)
+        yield Finding(first.slot, first.first_batch, number, (min(steps), max(steps)), detail)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,22 @@ from titan_ft.config import ConfigError, closest
 from titan_ft.training.checkpoint_folder import INDEX
 from titan_ft.training.divisions import check_model, num_experts
 from titan_ft.training.flavors import register_flavors
+
+# Fields of [fault_tolerance] that a group may have to itself; job_id is compared by name.
+_MAY_DIFFER = (
+    "advertise_address",
+    "bind_address",
+    "chaos",
+    "drain_timeout_seconds",
+    "events_folder",
+    "hang_timeout_seconds",
+    "job_id",
+    "lighthouse",
+    "replica_id",
+    "transfer_connections",
+    "transfer_max_mbps",
+    "transfer_timeout_seconds",
+)
 
 
 def read_config(*args: str) -> Any:
@@ -191,3 +208,14 @@ def _assets_flag(values: dict[str, Any], args: Sequence[str]) -> list[str]:
         path = value if name == "model.hf_assets_path" else path
     resolved = resolve(path)
     return [] if resolved == path else [f"--model.hf_assets_path={resolved}"]
+
+
+def digest_config(job_config: Any) -> str:
+    """Hash what must be equal in all groups of a job; not where a group logs, and not its own id and addresses."""
+    values = job_config.to_dict()
+    for table in ("job", "metrics", "profiling", "comm"):
+        values.pop(table, None)
+    for key in _MAY_DIFFER:
+        values["fault_tolerance"].pop(key, None)
+    values["model"].pop("hf_assets_path", None)
+    return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

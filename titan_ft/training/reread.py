@@ -9,16 +9,15 @@ loader of the run's own config, and its checksums are compared with those in the
 
 from __future__ import annotations
 
-import os
+import copy
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_ft.config import read_flags
 from titan_ft.history.record import RunRecord
 from titan_ft.history.reread import Reread, Shard, collect, compare
+from titan_ft.run.events import WorkerStarted
 from titan_ft.run.paths import RunPaths
 
 _CONFIG_FLAG = "job.config_file"
@@ -32,50 +31,69 @@ def reread(record: RunRecord, run_dir: Path) -> Reread:
     """
     history = collect(record)
     result = Reread(unknown=list(history.unknown))
-    builders: dict[int, Callable[[Shard], Any]] = {}
+    builders: dict[int, Callable[[Shard], Any] | None] = {}
     for shard, trained in sorted(history.shards.items()):
         if shard.span not in builders:
-            arguments = history.readers[shard.span].arguments
-            builders[shard.span] = _prepare(_arguments_here(arguments or [], run_dir))
+            builders[shard.span] = _prepare(history.readers[shard.span], run_dir, result)
+        build = builders[shard.span]
+        if build is None:
+            continue
         last = max(each.first_batch + each.num_batches for each in trained)
         print(f"titan-ft: reading {last} batches of shard {shard.number} of {shard.of}", file=sys.stderr)
-        loader = builders[shard.span](shard)
+        loader = build(shard)
         compare(shard, trained, iter(loader), _extend, result)
         del loader  # its workers end with it
     return result
 
 
 def _arguments_here(arguments: list[str], run_dir: Path) -> list[str]:
-    """Return a worker's command line for a run whose folder may have been moved since."""
+    """Return a worker's command line with the config of the given run folder, which may have been moved since."""
     config = RunPaths(run_dir).config
-    recorded = dict(read_flags(arguments)).get(_CONFIG_FLAG, "")
-    if os.path.exists(recorded) or not config.exists():
+    if not config.exists():
         return arguments
-    return [*arguments, f"--{_CONFIG_FLAG}={config}"]
+    kept = []
+    places = iter(arguments)
+    for argument in places:
+        name, has_value, _ = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or name.replace("-", "_") != _CONFIG_FLAG:
+            kept.append(argument)
+        elif not has_value:
+            next(places, None)
+    return [f"--{_CONFIG_FLAG}={config}", *kept]
 
 
-def _prepare(arguments: list[str]) -> Callable[[Shard], Any]:
-    """Read a worker's config; return what builds the loader of a shard as the worker had it built."""
-    from titan_ft.training.job_config import read_config
+def _prepare(started: WorkerStarted, run_dir: Path, result: Reread) -> Callable[[Shard], Any] | None:
+    """Read a worker's config; return what builds a loader of a shard as the worker had it built.
 
-    job_config = read_config(*arguments)
+    Adds the reason to `result`, and returns None, where the config is another one by now.
+    """
+    from titan_ft.training.job_config import digest_config, read_config
+
+    job_config = copy.deepcopy(read_config(*_arguments_here(started.arguments or [], run_dir)))  # it is cached
+    if digest_config(job_config) != started.config_digest:
+        # With another sequence length, for example, the data would be blamed for other batches.
+        result.unknown.append(
+            f"the config has changed since replica {started.replica}, attempt {started.attempt} read its data"
+        )
+        return None
     if job_config.training.global_batch_size > 0:  # counts all groups; a worker's loader was built for its own
         job_config.training.global_batch_size //= job_config.fault_tolerance.group_size
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from titan_ft.training.slot_loaders import SlotLoaders
+    from titan_ft.training.slot_loaders import enough_documents, prepare_workers
     from titan_ft.training.spec import import_custom
 
     import_custom(job_config.experimental.custom_import)
     spec = get_train_spec(job_config.model.name)
     tokenizer = None if spec.build_tokenizer_fn is None else spec.build_tokenizer_fn(job_config)
-    build = partial(spec.build_dataloader_fn, tokenizer=tokenizer, job_config=job_config)
 
     def build_shard(shard: Shard) -> Any:
-        per_group = shard.of // job_config.fault_tolerance.group_size
-        loaders = SlotLoaders(job_config.fault_tolerance)
-        loaders.begin(build, shard.number % per_group, per_group)
-        return loaders.open(shard.slot)
+        with enough_documents("training.dataset", shard.of):
+            loader = spec.build_dataloader_fn(
+                dp_world_size=shard.of, dp_rank=shard.number, tokenizer=tokenizer, job_config=job_config
+            )
+        prepare_workers(loader)
+        return loader
 
     return build_shard
 
