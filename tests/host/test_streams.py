@@ -75,6 +75,26 @@ def double(batch: dict[str, list[str]]) -> dict[str, list[str]]:
     return {"text": [f"{text}{half}" for text in batch["text"] for half in "ab"]}
 
 
+def mark_arrays(batch: dict[str, Any]) -> dict[str, list[str]]:
+    return {"text": [f"{text}^" for text in batch["text"]]}
+
+
+def mark_table(table: pa.Table) -> pa.Table:
+    return pa.table({"text": [f"{text}@" for text in table["text"].to_pylist()]})
+
+
+async def mark_later(example: dict[str, str]) -> dict[str, str]:
+    return {"text": f"{example['text']}&"}
+
+
+async def double_later(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+    return double(batch)
+
+
+async def is_kept_later(example: dict[str, str]) -> bool:
+    return is_kept(example)
+
+
 def is_kept(example: dict[str, str]) -> bool:
     return zlib.crc32(example["text"].encode()) % 3 != 0
 
@@ -117,6 +137,19 @@ class Pipelines:
             "map with indices": lambda: stream.map(number, with_indices=True),
             "map batches": lambda: stream.map(double, batched=True, batch_size=dice.choice([1, 3, 5])),
             "filter": lambda: stream.filter(is_kept),
+            "map later": lambda: stream.map(mark_later),
+            "map batches later": lambda: stream.map(double_later, batched=True, batch_size=dice.choice([1, 3, 5])),
+            "filter later": lambda: stream.filter(is_kept_later),
+            "map arrays": lambda: (
+                stream.with_format("numpy")
+                .map(mark_arrays, batched=True, batch_size=dice.choice([1, 4, 5, 16]))
+                .with_format(None)
+            ),
+            "map tables": lambda: (
+                stream.with_format("arrow")
+                .map(mark_table, batched=True, batch_size=dice.choice([1, 4, 5, 16]))
+                .with_format(None)
+            ),
             "shuffle": lambda: stream.shuffle(seed=dice.randint(0, 99), buffer_size=dice.choice([2, 5, 16, 100])),
             "take": lambda: stream.take(dice.randint(5, 40)),
             "skip": lambda: stream.skip(dice.randint(1, 10)),
@@ -179,6 +212,19 @@ PIPELINES: dict[str, Callable[[Pipelines], IterableDataset]] = {
         [build.source("json").shuffle(seed=1, buffer_size=4), build.source("parquet")], probabilities=[0.7, 0.3], seed=3
     ),
     "filtered": lambda build: build.source("one file").filter(is_kept),
+    "NumPy's arrays in batches": lambda build: (
+        build.source("parquet").with_format("numpy").map(mark_arrays, batched=True, batch_size=4)
+    ),
+    "tensors of JSON in batches": lambda build: (
+        build.source("json").with_format("torch").map(mark_arrays, batched=True, batch_size=4)
+    ),
+    "tables in batches": lambda build: (
+        build.source("parquet").with_format("arrow").map(mark_table, batched=True, batch_size=5).with_format(None)
+    ),
+    "async": lambda build: build.source("parquet").map(mark_later),
+    "async, in batches": lambda build: build.source("json").map(double_later, batched=True, batch_size=3),
+    "async filter": lambda build: build.source("json").filter(is_kept_later),
+    "async, shuffled": lambda build: build.source("parquet").map(mark_later).shuffle(seed=1, buffer_size=5),
     "one of three nodes": lambda build: split_dataset_by_node(build.source("json").shuffle(1, buffer_size=3), 1, 3),
 }
 
@@ -285,6 +331,38 @@ def test_upstream_loses_the_place(upstream: ModuleType, build: Callable[[ModuleT
     assert found != expected
     expected, found = resumed_after_three(lambda: build(patched), epoch)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(
+            lambda module: tables(module).with_format("numpy").map(mark_arrays, batched=True, batch_size=4),
+            id="chunks of a table",
+        ),
+        pytest.param(lambda module: tables(module).map(mark_later), id="async function"),
+    ],
+)
+def test_upstream_loses_the_place_at_the_second_opening(
+    upstream: ModuleType, build: Callable[[ModuleType], Any]
+) -> None:
+    """The first opening is right, and the state that it leaves is not."""
+
+    def opened_twice(module: ModuleType, first: int) -> tuple[list[str], list[str]]:
+        stream = build(module)
+        expected = [example["text"] for example in stream]
+        for number in (first, 4):
+            for _ in zip(range(number), stream, strict=False):
+                state = copy.deepcopy(stream.state_dict())
+            stream = build(module)
+            stream.load_state_dict(state)
+        return expected[first + 4 :], [example["text"] for example in stream]
+
+    results = [opened_twice(upstream, first) for first in range(1, 15)]
+    assert any(found != expected for expected, found in results)
+    for first in range(1, 15):
+        expected, found = opened_twice(patched, first)
+        assert found == expected
 
 
 def test_upstream_shifts_the_seeds_of_what_was_opened_before(upstream: ModuleType) -> None:

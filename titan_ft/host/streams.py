@@ -4,9 +4,10 @@
 
 `datasets` 4.7.0 changes the order of a stream or loses its position, without an error: when the state is
 of another epoch, when workers share the epoch, with `take` or `skip` beside a shuffle, with a shuffle
-buffer, and with formatted tables. Each patch names the upstream code that it replaces.
-`tests/host/test_streams.py` resumes randomly generated pipelines after each example. It also has one
-test per patch, which fails once upstream has mended the defect.
+buffer, with formatted tables, with tables that are cut into batches, and with an `async` function. Each
+patch names the upstream code that it replaces. `tests/host/test_streams.py` resumes randomly generated
+pipelines after each example. It also has one test per patch, which fails once upstream has mended the
+defect.
 
 The patches work inside the workers of a data loader too: workers are forks of a patched process.
 """
@@ -14,6 +15,7 @@ The patches work inside the workers of a data loader too: workers are forks of a
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -30,6 +32,8 @@ _DRAW_SIZE = 1000  # as upstream: draws of another size would give other indices
 _upstream_load_state_dict = IterableDataset.load_state_dict
 _upstream_set_epoch = IterableDataset.set_epoch
 _upstream_init_formatted = upstream.FormattedExamplesIterable.__init__
+_upstream_rebatch = upstream.RebatchedArrowExamplesIterable._iter_arrow
+_upstream_map = upstream.MappedExamplesIterable._iter
 
 
 def patch() -> None:
@@ -44,6 +48,8 @@ def patch() -> None:
     shuffled.__iter__ = _iterate_examples
     shuffled._iter_arrow = _iterate_tables
     upstream.FormattedExamplesIterable.__init__ = _format_row_by_row
+    upstream.RebatchedArrowExamplesIterable._iter_arrow = _rebatch
+    upstream.MappedExamplesIterable._iter = _map
 
 
 def is_known(data: Any) -> bool:
@@ -202,3 +208,36 @@ def _format_row_by_row(self: Any, ex_iterable: Any, *args: Any, **kwargs: Any) -
     if ex_iterable.iter_arrow and not isinstance(ex_iterable, upstream.RebatchedArrowExamplesIterable):
         ex_iterable = upstream.RebatchedArrowExamplesIterable(ex_iterable, batch_size=1)
     _upstream_init_formatted(self, ex_iterable, *args, **kwargs)
+
+
+def _rebatch(self: Any) -> Iterator[Any]:
+    """Give tables of equal sizes; replaces `RebatchedArrowExamplesIterable._iter_arrow`.
+
+    Upstream counts the chunks of the source since an earlier state. Where a stream is opened in the midst
+    of a chunk, upstream counts this chunk a second time for the first table. A stream that was opened
+    again after that table left a chunk out.
+    """
+    state: State | None = self._state_dict
+    is_within_chunk = bool(state and state["previous_state"] and state["cropped_chunk_length"])
+    for table in _upstream_rebatch(self):
+        if is_within_chunk and state and state["num_chunks_since_previous_state"]:
+            state["num_chunks_since_previous_state"] -= 1
+        is_within_chunk = False  # after the first table upstream sets the number anew
+        yield table
+
+
+# Asynchronous functions
+
+
+def _map(self: Any) -> Iterator[Any]:
+    """Give the results of a function; replaces `MappedExamplesIterable._iter`.
+
+    Upstream counts the results since an earlier state of the source. For an `async` function it goes on
+    counting from the number that it has just skipped. A stream that was opened a second time skipped these
+    results twice.
+    """
+    state: State | None = self._state_dict
+    num_given = 0
+    if state and state["previous_state"] and inspect.iscoroutinefunction(self.function):
+        num_given, state["num_examples_since_previous_state"] = state["num_examples_since_previous_state"], 0
+    yield from islice(_upstream_map(self), num_given, None)
