@@ -12,11 +12,13 @@ import pickle
 import random
 import threading
 import zoneinfo
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ft.config import ConfigError
 from titan_ft.replica import loader_state
@@ -178,6 +180,27 @@ def test_a_plain_state_is_not_read_back(monkeypatch: pytest.MonkeyPatch) -> None
     save_loader(Loader({"at": 1, "tokens": list(range(1000)), "data": [None, True, 0.5, ("x", {"epoch": 0})]}))
     with pytest.raises(ConfigError):
         save_loader(Loader({"at": np.zeros(3)}))
+
+
+class Numbers(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(100)
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0), (1, 2), (0, 0), (1, 1)])
+def test_a_state_is_of_a_number_of_workers(before: int, now: int) -> None:
+    """With another number torchdata raised AssertionError at the first batch, at each start again."""
+    saved = StatefulDataLoader(Numbers(), batch_size=2, num_workers=before)
+    next(iter(saved))
+    packed = save_loader(saved)
+    loader = StatefulDataLoader(Numbers(), batch_size=2, num_workers=now)
+    if before == now:
+        load_loader(loader, packed)
+        assert next(iter(loader)).tolist() == [2, 3]
+        return
+    rule = f"training.dataloader.num_workers must be {before}, with which .* got {now}; set it back"
+    with pytest.raises(ConfigError, match=rule):
+        load_loader(loader, packed)
 
 
 def test_a_state_that_runs_code_is_not_loaded() -> None:

@@ -88,12 +88,35 @@ def save_loader(loader: Any) -> bytes:
 
 
 def load_loader(loader: Any, packed: bytes) -> None:
-    """Resume a data loader at the position in `packed`, which another loader of the same data saved."""
+    """Resume a data loader at the position in `packed`, which another loader of the same data saved.
+
+    Raises:
+        ConfigError: the loader has another number of workers than the one that saved the state.
+    """
     state = _unpack(packed)
     if isinstance(loader, StatefulDataLoader):
+        _check_workers(loader, state)
         StatefulDataLoader.load_state_dict(loader, state)
     else:
         loader.load_state_dict(state)
+
+
+def _check_workers(loader: StatefulDataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Check that torchdata can load a state, which has a part for each worker.
+
+    torchdata raised AssertionError at the first batch, and so each start of each group ended.
+    """
+    if "_snapshot" in state:
+        saved_with = state["_snapshot"]["_main_snapshot"]["_num_workers"]
+    elif "_num_yielded" in state:
+        saved_with = 0
+    else:
+        return  # another version of torchdata's: it says itself whether it can load this
+    if loader.num_workers != saved_with:
+        raise ConfigError(
+            f"training.dataloader.num_workers must be {saved_with}, with which the place in the data was saved, "
+            f"got {loader.num_workers}; set it back"
+        )
 
 
 def name_loader(loader: Any) -> str:
