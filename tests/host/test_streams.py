@@ -119,12 +119,14 @@ class Pipelines:
         dice = random.Random(seed)
         kinds = ("generated", "memory", "json", "one file", "parquet")
         stream = self.source(dice.choice(kinds))
-        for _ in range(dice.randint(1, 4)):
-            stream = self._step(stream, dice, kinds)
+        for left in reversed(range(dice.randint(1, 4))):
+            stream = self._step(stream, dice, kinds, is_last=left == 0)
         nodes = dice.choice([1, 1, 2, 3])
         return split_dataset_by_node(stream, dice.randrange(nodes), nodes) if nodes > 1 else stream
 
-    def _step(self, stream: IterableDataset, dice: random.Random, kinds: tuple[str, ...]) -> IterableDataset:
+    def _step(
+        self, stream: IterableDataset, dice: random.Random, kinds: tuple[str, ...], is_last: bool
+    ) -> IterableDataset:
         def other() -> IterableDataset:
             found = self.source(dice.choice(kinds))
             return found.shuffle(seed=3, buffer_size=4) if dice.random() < 0.4 else found
@@ -137,9 +139,6 @@ class Pipelines:
             "map with indices": lambda: stream.map(number, with_indices=True),
             "map batches": lambda: stream.map(double, batched=True, batch_size=dice.choice([1, 3, 5])),
             "filter": lambda: stream.filter(is_kept),
-            "map later": lambda: stream.map(mark_later),
-            "map batches later": lambda: stream.map(double_later, batched=True, batch_size=dice.choice([1, 3, 5])),
-            "filter later": lambda: stream.filter(is_kept_later),
             "map arrays": lambda: (
                 stream.with_format("numpy")
                 .map(mark_arrays, batched=True, batch_size=dice.choice([1, 4, 5, 16]))
@@ -161,6 +160,12 @@ class Pipelines:
             ),
             "concatenate": lambda: concatenate_datasets([stream, other()]),
         }
+        if is_last:  # `datasets` cannot interleave or concatenate what an async function gives
+            steps |= {
+                "map later": lambda: stream.map(mark_later),
+                "map batches later": lambda: stream.map(double_later, batched=True, batch_size=dice.choice([1, 3, 5])),
+                "filter later": lambda: stream.filter(is_kept_later),
+            }
         return steps[dice.choice([*steps, "shuffle"])]()
 
 
