@@ -196,6 +196,17 @@ def test_a_word_counts_for_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seats.ranks[0].stops_waiting(False)
 
 
+def test_a_rank_pauses_until_it_is_answered_or_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last look at its time and the one at the answer are the same."""
+    rank = Drain(None, key="drain", rank=0, num_ranks=1, timeout_seconds=NEVER, on_abandon=lambda reason: None)
+    pauses: list[int] = []
+    assert rank.wait_for_others(lambda: len(pauses) == 3, lambda: pauses.append(1))
+    assert len(pauses) == 3
+    monkeypatch.setattr(Drain, "is_urgent", property(lambda _: len(pauses) == 5))
+    assert not rank.wait_for_others(lambda: False, lambda: pauses.append(1))
+    assert len(pauses) == 5
+
+
 def test_a_group_of_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no store to write to."""
     rank = Drain(None, key="drain", rank=0, num_ranks=1, timeout_seconds=NEVER, on_abandon=lambda reason: None)

@@ -121,8 +121,12 @@ class World:
     def serve(self, made: Round, position: Position, donors: Mapping[int, Sequence[int]]) -> None:
         self.served.append(made)
 
-    def stops_waiting(self, is_answered: bool) -> bool:
-        return not is_answered and self.waits >= self.urgent_after
+    def wait_for_others(self, is_answered: Callable[[], bool], pause: Callable[[], object]) -> bool:
+        while not is_answered():
+            if self.waits >= self.urgent_after:
+                return False
+            pause()
+        return True
 
     def before_vote(self, may_leave: Callable[[], bool]) -> None:
         self.may_leave = may_leave()

@@ -539,6 +539,7 @@ OS = Module(
     write=lambda descriptor, data: len(data),
     readlink=_readlink,
     path=Module("os.path"),
+    environ={},  # no supervisor has named a file to leave a word in
 )
 FAULTHANDLER = Module(
     "faulthandler",

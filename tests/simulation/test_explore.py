@@ -462,7 +462,7 @@ def test_a_group_that_heals_at_the_end_trains_on_if_the_state_is_an_earlier_one(
     }
 
 
-@pytest.mark.parametrize("at", [0.67, 0.68])
+@pytest.mark.parametrize("at", [0.65, 0.66])
 def test_a_rank_that_finds_its_sibling_silent_at_the_end_takes_the_group_along(at: float) -> None:
     """It waits for the sibling, which is frozen in the last votes, and ends; its store goes with it."""
     fault_tolerance = {
@@ -595,7 +595,7 @@ def test_an_update_that_is_lost_with_its_holder_costs_no_round() -> None:
     options = Options(2, 1, 5, fault_tolerance, compute_seconds=0.1, transfer_seconds=(0.5, 0.5), jitter=0.02)
     faults = Reset(0.8, 1, 0, "vote"), KillGroups(0.8, (1,), "fetching", of=0)
     with standins.installed():
-        world = Schedule(11, options, faults).run(traces=True)
+        world = Schedule(55, options, faults).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g0r0"]
     assert "rolled_back step=1 lost=1" in said
@@ -626,7 +626,7 @@ def test_joiners_in_an_overlapped_exchange_cost_the_last_holder_no_round(restart
     assert steps == ["1", "2", "3", "4", "5", "6"]
 
 
-@pytest.mark.parametrize("kill", [14.8, 15.0, 15.2, 15.6])
+@pytest.mark.parametrize("kill", [14.8, 15.1, 15.3, 15.6])
 def test_a_joiner_in_an_overlapped_exchange_waits_for_its_update(kill: float) -> None:
     """The state before it would be outdated on its way: it is not offered any more, and the joiner fetches once."""
     fault_tolerance = {**STREAMING, "group_size": 2, "sync_steps": 32, "fragment_sync_delay": 6}
@@ -659,7 +659,7 @@ def test_a_state_that_comes_early_in_a_step_is_loaded_in_it(
     fault_tolerance = {"enable": True, "group_size": 2, "finish_timeout_seconds": 2.0, "process_group_timeout_ms": 3000}
     times = {"transfer_seconds": (seconds, seconds), "restart_seconds": (restart, restart), "compute_seconds": 0.4}
     with standins.installed():
-        world = Schedule(1, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
+        world = Schedule(2, Options(2, ranks, 12, fault_tolerance, **times), (KillGroups(1.0, (1,)),)).run(traces=True)
     assert not world.problems
     said = [text for _, who, text in world.trace if who == "g1r0a1"]
     (begun,) = (text for text in said if text.startswith("heal_started"))

@@ -70,7 +70,7 @@ class Drain:
         self._votes = 0
         self._begun = False
         self._asks = self._announced = self._agreed = False
-        self._looked_at = -math.inf  # for the word of a sibling, in seconds of the monotonic clock
+        self._next_look = -math.inf  # for the word of a sibling, in seconds of the monotonic clock
         self._hurries_since = -1  # number of votes at which this rank last said that its time is nearly over
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -156,10 +156,28 @@ class Drain:
                 self.request()
         return self._agreed
 
+    def wait_for_others(self, is_answered: Callable[[], bool], pause: Callable[[], object]) -> bool:
+        """Wait until a round of other groups is there; training thread.
+
+        Args:
+            is_answered: says whether the round is there, for this rank.
+            pause: waits for it for a moment.
+
+        Returns:
+            False if the group, which was told to leave, waits no longer; the same on all its ranks.
+        """
+        while True:
+            answered = is_answered()
+            if self.stops_waiting(answered):
+                return False
+            if answered:
+                return True
+            pause()
+
     def stops_waiting(self, is_answered: bool) -> bool:
         """Say whether the group waits for other groups no longer: the same on all its ranks.
 
-        Training thread; a rank that waits for a round asks again and again. A rank whose time is nearly over
+        A rank that waits for a round asks again and again. A rank whose time is nearly over
         says so in the store, and its siblings repeat it: perhaps they were not told to leave. The first of two
         words counts: of the rank that finds that all have said so, or of one that had said so and was
         answered after all. A rank that is answered before it has said so just goes on, at no cost: the others
@@ -168,32 +186,26 @@ class Drain:
         Args:
             is_answered: whether what this rank waits for is there.
         """
-        hurries = self._hurries_since == self._votes
-        if not hurries:
-            if is_answered or not (self.is_urgent or self._is_a_sibling_urgent()):
-                return False
-            self._hurries_since = self._votes
+        is_new = self._hurries_since != self._votes
+        if is_new and (is_answered or not (self.is_urgent or self._is_a_sibling_urgent())):
+            return False
+        self._hurries_since = self._votes
         if self._store is None:
             return not is_answered
         said = [f"{self._key}/hurry/{self._votes}/{rank}" for rank in range(self._num_ranks)]
-        if not hurries:
+        if is_new:
             set_for_all(self._store, said[self._rank])
-            self._store.set(self._urgent_key, "1")
+            self._store.set(f"{self._key}/urgent/{self._votes}", "1")
         if not is_answered and not self._store.check(said):
             return False
         word = "go on" if is_answered else "leave"
         return bool(self._store.compare_set(f"{self._key}/waiting/{self._votes}", "", word) == b"leave")
 
     def _is_a_sibling_urgent(self) -> bool:
-        now = time.monotonic()
-        if self._store is None or now - self._looked_at < _LOOK_SECONDS:
+        if self._store is None or time.monotonic() < self._next_look:
             return False
-        self._looked_at = now
-        return self._store.check([self._urgent_key])
-
-    @property
-    def _urgent_key(self) -> str:
-        return f"{self._key}/urgent/{self._votes}"
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        return self._store.check([f"{self._key}/urgent/{self._votes}"])
 
     def leave(self) -> None:
         """Mark this rank as gone in order and wait, for 2 seconds at most, until all ranks are.

@@ -297,14 +297,13 @@ class Rounds:
         Raises:
             Leaving: it has waited long enough; on all ranks of the group.
         """
-        while True:
-            is_answered = self._membership.answered
-            if self._drain.stops_waiting(is_answered):
-                self._position.leave()
-                raise Leaving
-            if is_answered:
-                return self._membership.wait()
-            self._membership.wait_briefly(PAUSE_SECONDS)
+        if self._drain.wait_for_others(lambda: self._membership.answered, self._wait_briefly):
+            return self._membership.wait()
+        self._position.leave()
+        raise Leaving
+
+    def _wait_briefly(self) -> None:
+        self._membership.wait_briefly(PAUSE_SECONDS)
 
     def take_digest(self) -> str:
         """Take the digest of the state; it travels with the rounds until the next update.
