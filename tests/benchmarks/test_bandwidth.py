@@ -11,6 +11,7 @@ from benchmarks.bandwidth import measure, measure_bandwidth
 from benchmarks.run import BenchError
 
 
+@pytest.mark.slow
 def test_no_exchange_is_faster_than_its_link() -> None:
     """Two members send each byte once: what they sum in a second is what the link carries."""
     figures = measure(2, 40.0, num_buckets=2, bucket_bytes=1 << 19)

@@ -27,6 +27,7 @@ def _small_slices_and_little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "USUAL_SECONDS", 0.5)
 
 
+@pytest.mark.slow
 def test_no_link_is_faster_than_it_may(state: Path) -> None:
     """Two donors give more than one can, and no more than both together."""
     one, two = measure(state, 1, 8.0), measure(state, 2, 8.0)
@@ -71,6 +72,7 @@ def test_copies_are_of_the_whole_state() -> None:
     assert copies["first_seconds"] > 0 < copies["later_seconds"]
 
 
+@pytest.mark.slow
 def test_each_number_of_donors_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a kill; one alone is not killed, for nobody would be left."""
     monkeypatch.setattr(transfers, "NUMS_DONORS", (1, 2))

@@ -234,7 +234,12 @@ PIPELINES: dict[str, Callable[[Pipelines], IterableDataset]] = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+LONG = ("async, in batches", "async, shuffled", "buffer of all", "tables in batches")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in PIPELINES]
+)
 def test_it_goes_on_after_every_example_of_every_epoch(folder: Path, name: str) -> None:
     """Also when it is opened twice; with the buffer full, being filled, and being emptied at the end."""
     check_resumed(lambda: PIPELINES[name](Pipelines(folder)))

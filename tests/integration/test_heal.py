@@ -53,7 +53,7 @@ def predict(job: Job, ranks: int) -> int:
     return measure(config, ranks).largest.state
 
 
-@pytest.mark.parametrize("donors", [1, 2])
+@pytest.mark.parametrize("donors", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -> None:
     """Another donor gives what a dead one owes, in a heal of its own if there is one at a time.
 
@@ -85,7 +85,7 @@ def test_kill_donor_during_the_heal(make_job: Callable[..., Job], donors: int) -
     assert 0 < given <= finished["bytes"], "what the dead one had given counts"
 
 
-@pytest.mark.parametrize("dies", [None, "donor", "joiner"])
+@pytest.mark.parametrize("dies", [None, "donor", pytest.param("joiner", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_newcomer_has_the_state_before_a_quorum(make_job: Callable[..., Job], ranks: int, dies: str | None) -> None:
     """The others are in the step in which its former process died, until it has all of the state that they offer.
@@ -127,7 +127,7 @@ def test_each_holder_gives_a_part(make_job: Callable[..., Job]) -> None:
     assert named(events, "donor_lost") == []
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_holders_whose_hosts_are_short_of_memory_copy_a_part(make_job: Callable[..., Job], dies: bool) -> None:
     """Each half of the state; if one dies while it serves, the other one gives all of it, for which there is room."""
     faults = [kill(1, "backward", step=STEP), *([kill(2, "serve")] if dies else [])]

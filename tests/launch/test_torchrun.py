@@ -114,7 +114,10 @@ raise KeyError("again")
     run.wait_until(lambda: not run.is_alive(renewed), 10.0, "it takes the process that it forked from along")
 
 
-@pytest.mark.parametrize("obstacle", ["off", "foreign", "threads"])
+@pytest.mark.parametrize(
+    "obstacle",
+    ["off", pytest.param("foreign", marks=pytest.mark.slow), pytest.param("threads", marks=pytest.mark.slow)],
+)
 def test_workers_that_cannot_be_forks_are_new_processes(run: Any, obstacle: str) -> None:
     """By wish, where a module is not ours, or starts threads when it is imported: one line says so, once."""
     run.env["TITAN_FT_ZYGOTE"] = {"off": "0", "foreign": "", "threads": "1"}[obstacle]

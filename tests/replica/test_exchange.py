@@ -1037,7 +1037,9 @@ def payload(operation: str, seed: int, num_members: int, columns: int) -> torch.
     return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "operation", [each if each == "all-to-all" else pytest.param(each, marks=pytest.mark.slow) for each in OPERATIONS]
+)
 def test_the_timeout_bounds_a_slice_and_not_a_bucket(ring: Ring, operation: str) -> None:
     """On a link that is slow, but works, what takes longer than the timeout arrives: Gloo waits for it as a whole."""
     seconds, timeout, size = 5.0, 2.0, 40 << 20  # Gloo waits for halves of it; for those of a slice, a quarter second

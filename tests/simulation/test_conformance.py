@@ -464,7 +464,7 @@ def _flatten(values: Any) -> Iterator[Any]:
             yield value
 
 
-@pytest.mark.parametrize("min_replicas", [1, 2])
+@pytest.mark.parametrize("min_replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_model_answers_as_torchft_does(script: Script, min_replicas: int) -> None:
     """The same script gets the same answers: members, ids, the largest step, who heals, the vote."""

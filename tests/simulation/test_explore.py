@@ -50,7 +50,7 @@ from titan_ft.replica.snapshot import Snapshot
 from titan_ft.replica.step import ReplicaDimension
 from titan_ft.training.checkpoint_choice import LoadError
 
-SCHEDULES = 300
+SCHEDULES = 200
 
 QUICK = {"enable": True, "start_timeout_seconds": 0.8, "finish_timeout_seconds": 2.0, "join_timeout_ms": 5000}
 """Settings of a job that need not wait for those that stay away."""

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Pack the state of a data loader for other groups, and unpack theirs.
 
-A state is sent in every exchange, in every heal and in checkpoints, so it comes from other processes.
-It is unpacked without running code: `torch.load(weights_only=True)`, which allows NumPy's types and a
-few of the standard library's in addition. A state that could not be unpacked would end each group that
-heals, hours after it was saved. `save_loader` therefore reads each state back. It leaves that out only for
-a state of plain values, as those of torchtitan's text data are: reading 4 kB back takes 1.2 ms, packing 0.3.
+Replica groups send each other the states of their loaders with every exchange and in every heal, and
+checkpoints hold them, so a state comes from another process. It is unpacked without running code:
+`torch.load(weights_only=True)`. This module additionally allows NumPy's types (`_NUMPY`) and a few of the
+standard library's (`_STANDARD`). A state that could not be unpacked would end each group that heals, hours
+after it was saved. `save_loader` therefore reads each state back. It leaves that out only for a state of
+plain values, as those of torchtitan's text data are: reading 4 kB back takes 1.2 ms, packing 0.3.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_ft.config import ConfigError
 from titan_ft.host import streams
 
-# Before any stream is opened: without the patches, its state lacks the position in the data.
+# At import, so before any stream of Hugging Face's `datasets` is opened: without the patches, the state
+# of a stream lacks its position in the data.
 streams.patch()
 
 _NUMPY: list[Any] = [
@@ -37,7 +39,7 @@ _NUMPY: list[Any] = [
     *{type(np.dtype(code)) for code in np.typecodes["All"]},
 ]
 _STANDARD: list[Any] = [
-    bytes,  # pickle writes b"" as a call of bytes(); torch allows all other bytes by itself
+    bytes,  # for b"" only: pickle writes it as bytes(), and other bytes in a way that torch allows
     frozenset,
     range,
     slice,
@@ -66,11 +68,12 @@ def save_loader(loader: Any) -> bytes:
     """Pack the state of a data loader.
 
     Raises:
-        LoaderStateError: the state holds a value that other groups could not unpack; names the loader's
-            class, the value's place in the state and its type.
+        LoaderStateError: the state holds a value that other groups could not unpack. The message names
+            the loader's class, where the value is in the state, and its type.
     """
-    # Call torchdata's method, not an override: torchtitan's pickles the state once more, under a key
-    # with the rank. `weights_only` would not look into that pickle.
+    # Call torchdata's method, not a subclass's override. torchtitan's override wraps the state in a
+    # second pickle, under a key with the rank, and `weights_only` does not check what is inside. What
+    # another subclass adds in its override is therefore not saved; `loader_check` finds that out.
     is_torchdata = isinstance(loader, StatefulDataLoader)
     state = StatefulDataLoader.state_dict(loader) if is_torchdata else loader.state_dict()
     try:
