@@ -93,14 +93,18 @@ def test_a_newcomer_has_the_state_before_a_quorum(make_job: Callable[..., Job], 
     One of them may die in the midst of that, or the newcomer itself: the next one is in the same place.
     """
     faults = [kill(1, "exchange_first", step=STEP)]
+    flags = []
     if dies == "donor":
         faults.append(kill(0, "serve"))
+        flags.append(
+            "--fault_tolerance.transfer_max_mbps=50"
+        )  # else the other one may have given all before it is asked
     elif dies == "joiner":
         faults.append(kill(1, "fetch", attempt=1))
     last = 2 if dies == "joiner" else 1
     waits = [(replica, rank) for replica in (0, 2) for rank in range(ranks)]
     gates = [{"name": f"whole-1-{last}", "replica": g, "rank": r, "attempt": 0, "step": STEP} for g, r in waits]
-    job = make_job(groups=3, ranks=ranks, steps=20, hooks={"faults": faults, "gates": gates}, late=False)
+    job = make_job(groups=3, ranks=ranks, steps=20, hooks={"faults": faults, "gates": gates}, late=False, flags=flags)
     job.run()
     events = check(job, survivors=[2] if dies == "donor" else [0, 2])
     kills = [(1, 0, "sigkill:exchange_first")]

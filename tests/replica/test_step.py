@@ -190,6 +190,10 @@ class Idle:
         """Never leave."""
         return False
 
+    def wait_for_others(self, *_: Callable[[], object]) -> bool:
+        """Never leave."""
+        return True
+
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Pause nothing."""
         return contextlib.nullcontext()
