@@ -54,7 +54,7 @@ def main() -> None:
     protect_output()
     claim_file()
     exit_with_parent()
-    ends_in_order = True
+    ends_in_order, pid = True, os.getpid()
     try:
         status = _run(sys.argv[1:], os.environ)
     except SystemExit as end:  # of the user's code; the interpreter would wait for all threads
@@ -72,7 +72,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     finish_waiting()  # the last event says whether the group finished or left
-    if ends_in_order:
+    if ends_in_order and os.getpid() == pid:  # an error of a user's fork comes here too
         mark_end_in_order()
     # Threads that wait for a lost peer in an RPC or a socket must not hold up the exit: heartbeats would go on.
     os._exit(status)

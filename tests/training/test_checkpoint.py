@@ -502,6 +502,8 @@ def test_who_leaves_sees_whether_another_group_has_begun_to_save(make_run: Calla
     write(5, "group-1", "goes on")
     assert is_begun()
     is_begun = run.checkpoints.watch_others(5)
+    shutil.rmtree(run.folder / "partial-5-group-1")  # what a dead writer had left is deleted
+    assert not is_begun()
     write(5, "group-2", "")
     assert is_begun()
 

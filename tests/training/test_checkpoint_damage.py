@@ -22,13 +22,14 @@ from titan_ft import device
 
 device.prepare()
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.config import Checkpoint  # noqa: E402
 
 from titan_ft.config import ConfigError  # noqa: E402
 from titan_ft.training import checkpoint_choice, checkpoint_damage  # noqa: E402
-from titan_ft.training.checkpoint_choice import LoadError  # noqa: E402
+from titan_ft.training.checkpoint_choice import LoadError, LoadRequest, agree_on_step  # noqa: E402
 from titan_ft.training.checkpoint_damage import NOTES, find_defect  # noqa: E402
 from titan_ft.training.checkpoint_folder import INDEX, MANIFEST, Manifest, complete_steps  # noqa: E402
 
@@ -434,6 +435,17 @@ def test_a_model_without_a_manifest_is_passed_over(make_run: MakeRun, last: dict
     other = make_run()
     assert other.load()
     assert_equal(other.values(), expected)
+
+
+def test_a_seed_checkpoint_is_what_a_job_begins_with(make_run: MakeRun) -> None:
+    """torchtitan's `step-0` is of the model only. A damaged later step is no reason not to begin there."""
+    run = make_run()
+    run.train(5)
+    dcp.save(run.model.state_dict(), checkpoint_id=str(run.folder / "step-0"))
+    (run.folder / "step-5" / MANIFEST).write_text("{")
+    choice = agree_on_step(LoadRequest(str(run.folder), find_defect), 0, lambda value: [value])
+    assert choice.step == 0
+    assert [*choice.damaged] == [5]
 
 
 def test_more_bytes_than_the_table_names_are_no_damage(make_run: MakeRun) -> None:

@@ -256,7 +256,7 @@ class RestartPolicy:
         self._last_kind = end.kind
         where = f"each time after step {end.step}" if end.committed else "and no step committed between"
         if self._num_own >= MAX_OWN_ENDS_FACTOR * self._most_crashes:
-            return GiveUp(CRASH_LOOP, f"{self._num_own} ends of its own in a row, {where}")
+            return GiveUp(CRASH_LOOP, f"{self._num_own} ends of its own in a row, without progress")
         if self._num_same < self._most_ends(end):
             return None
         what = "the same exception"

@@ -189,6 +189,8 @@ class GroupAgent(LocalElasticAgent):
         ended = {handler.proc.pid for handler in handlers if handler.proc.poll() is not None}
         self._find_early_ends()
         result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED:  # one may have ended between the two looks
+            result = self._fail_early_ends(worker_group, result)
         if result.state == WorkerState.FAILED and result.failures:
             self._judge(result, ended)
         return result
@@ -198,8 +200,18 @@ class GroupAgent(LocalElasticAgent):
         processes: Any = self._pcontext
         for local_rank, handler in getattr(processes, "subprocess_handlers", {}).items():
             code, file = handler.proc.poll(), processes.error_files[local_rank]
-            if code == 0 and local_rank in processes._running_local_ranks and remove_training_mark(Path(file)):
+            if code == 0 and remove_training_mark(Path(file)):
                 processes._failures[local_rank] = ProcessFailure(local_rank, handler.proc.pid, code, file)
+
+    def _fail_early_ends(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
+        """Return a failure if a worker has the mark that it trains, though all have ended with status 0."""
+        processes: Any = self._pcontext
+        failures = {}
+        for local_rank, file in processes.error_files.items():
+            if remove_training_mark(Path(file)):
+                worker = worker_group.workers[local_rank]
+                failures[worker.global_rank] = ProcessFailure(local_rank, worker.id, 0, file)
+        return RunResult(WorkerState.FAILED, failures=failures) if failures else result
 
     def _judge(self, result: RunResult, ended: set[int]) -> None:
         """Let torchrun restart the workers when it is time, or keep it from that.

@@ -45,7 +45,8 @@ from titan_ft.run.log import EventLog
 logger = logging.getLogger(__name__)
 
 
-_LOOKS_PER_TURN = 2  # a heartbeat's time apart, at whether a group that is to save has begun to
+_LOOKS_PER_TURN = 2  # at whether a group that is to save has begun to; `_LOOK_SECONDS` apart
+_LOOK_SECONDS = 0.5
 _MAX_OPENINGS = 5  # rounds behind an update, for those that missed it; after these they wait for the next one
 _OPENING_SECONDS = 5.0  # for the others to come to one of them; who trains already comes at the end of its round
 
@@ -418,7 +419,7 @@ class ReplicaDimension:
                 if looks >= _LOOKS_PER_TURN * len(before):
                     return True
                 looks += 1
-            time.sleep(self._config.heartbeat_timeout_ms / 1000)
+            time.sleep(min(_LOOK_SECONDS, self._config.heartbeat_timeout_ms / 1000))
 
     def _look_for_outsiders(self, made: Round) -> bool:
         """Say whether groups live that were not in a round, to people once; the same on all ranks. A collective."""

@@ -642,9 +642,9 @@ class LaunchStopping(LaunchEvent, kw_only=True):
     drain_seconds: float  # how long they may take
 
 
-STOPPED_BY_SIGNAL = "stopped by a signal"
 NOT_BEGUN = "it had not begun to train"
 """Why a rank left at once: `Drained.reason`."""
+STOPPED_BY_SIGNAL = "stopped by a signal"
 """Why a launch ends that somebody has ended, with Ctrl-C say: its exit status is 1, and nothing has failed."""
 
 

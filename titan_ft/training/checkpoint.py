@@ -291,7 +291,9 @@ class ReplicaCheckpoints(CheckpointManager):
         earlier = partial_sizes(Path(self.folder), step, self._name) if looks else {}
 
         def is_begun() -> bool:
-            found = looks and partial_sizes(Path(self.folder), step, self._name) != earlier
+            sizes = partial_sizes(Path(self.folder), step, self._name) if looks else {}
+            # A file that is gone is no sign of a writer: what a dead one had left is deleted at times.
+            found = any(size > earlier.get(name, -1) for name, size in sizes.items())
             return bool(self.host.gather(int(found))[0])
 
         return is_begun
@@ -468,7 +470,7 @@ class ReplicaCheckpoints(CheckpointManager):
             target = Path(self._create_checkpoint_id(step))
             if num_kept == self.keep_latest_k:
                 self._purge(discard(target, step))
-            elif _is_sound(target):  # a damaged one that counted would push a sound one out
+            elif step in self._published or _is_sound(target):  # a damaged one that counted would push a sound one out
                 num_kept += 1
 
     # Ours

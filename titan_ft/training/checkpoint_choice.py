@@ -295,7 +295,8 @@ class _Search:
             if defect := self._find_defect(step):
                 damaged[step] = defect
                 continue
-            if is_model_only(self._folder_of(step)):
+            # torchtitan's seed checkpoint, `step-0`, is of the model only, and is what a job begins with.
+            if step and is_model_only(self._folder_of(step)):
                 latest_model_only = max(latest_model_only, step)
                 continue
             if latest_model_only != NO_STEP:
