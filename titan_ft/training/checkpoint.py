@@ -470,7 +470,7 @@ class ReplicaCheckpoints(CheckpointManager):
             target = Path(self._create_checkpoint_id(step))
             if num_kept == self.keep_latest_k:
                 self._purge(discard(target, step))
-            elif step in self._published or _is_sound(target):  # a damaged one that counted would push a sound one out
+            elif _is_sound(target):  # a damaged one that counted would push a sound one out
                 num_kept += 1
 
     # Ours
