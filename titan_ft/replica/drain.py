@@ -177,11 +177,11 @@ class Drain:
     def stops_waiting(self, is_answered: bool) -> bool:
         """Say whether the group waits for other groups no longer: the same on all its ranks.
 
-        A rank that waits for a round asks again and again. A rank whose time is nearly over
-        says so in the store, and its siblings repeat it: perhaps they were not told to leave. The first of two
-        words counts: of the rank that finds that all have said so, or of one that had said so and was
-        answered after all. A rank that is answered before it has said so just goes on, at no cost: the others
-        cannot decide to leave without it.
+        A waiting rank calls this again and again. When its time is nearly over, the rank writes so to the
+        group's store. Its siblings then write the same, even if nobody told them to leave. The group leaves
+        once all ranks have written, unless one of them was answered after it had written. Whichever of these
+        two is stored first decides for all ranks. A rank that is answered before it has written goes on
+        without a look at the store: the group cannot leave without its word.
 
         Args:
             is_answered: whether what this rank waits for is there.
